@@ -14,8 +14,8 @@ from frontier_llm.errors import DataError
 from frontier_llm.units import format_count
 
 
-def made_before(prefix: str | Path, digest: str, overwrite: bool) -> DatasetMeta | None:
-    """The record of the dataset that is there when it was made from the plan of that digest; None when it is to be made.
+def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> DatasetMeta | None:
+    """The record of the dataset that is there, if it was made from the plan of that digest; None when it is to be made.
 
     Raises DataError for a dataset of another plan, unless it may be replaced.
     """

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm import log
-from frontier_llm.data.destination import made_before, sole_maker
+from frontier_llm.data.destination import existing_dataset, sole_maker
 from frontier_llm.data.indexed import optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, find_inputs
@@ -54,7 +54,7 @@ def import_tokens(
     files = find_inputs(inputs, lambda path: path.name.endswith(SUFFIXES), "token", known)
     plan = [codec.digest, dtype, column, [identity_of(path) for path in files]]
     digest = hashlib.sha256(strict_json(plan).encode()).hexdigest()
-    if (before := made_before(prefix, digest, overwrite)) is not None:
+    if (before := existing_dataset(prefix, digest, overwrite)) is not None:
         return before
     with sole_maker(prefix, digest, "check space and permissions, then run the same command again"):
         with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from frontier_llm import log
-from frontier_llm.data.destination import made_before, sole_maker
+from frontier_llm.data.destination import existing_dataset, sole_maker
 from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
 from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
@@ -98,7 +98,7 @@ def tokenize(
     pieces = (piece for path in find_inputs(inputs) for piece in cut(path, options.documents, options.shard_bytes))
     shards = [tuple(shard) for shard in packed(pieces, lambda piece: piece.size_bytes, options.shard_bytes)]
     digest = _plan_digest(shards, codec, options)
-    if (before := made_before(prefix, digest, overwrite)) is not None:
+    if (before := existing_dataset(prefix, digest, overwrite)) is not None:
         return before
     directory = Path(f"{prefix}.parts-{digest[:12]}")
     jobs = [ShardWork(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options) for number, pieces in enumerate(shards)]
