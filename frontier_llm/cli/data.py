@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from frontier_llm import log
 from frontier_llm.cli.arguments import JSON, Command, command, dataset_prefix, natural, option, positive, run_options, show
 from frontier_llm.tables import aligned
-from frontier_llm.units import printable, strict_json
 
 INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS")
 BOUND = option("--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)")
@@ -132,27 +132,24 @@ def _inspect(args: argparse.Namespace) -> int:
     from frontier_llm.data.inspect import inspect
 
     report = inspect(args.prefix, args.tokenizer, args.samples, args.top, sequence_length=args.sequence_length)
-    if args.json:
-        print(strict_json(report))
-    else:
-        _print_tables(report)
+    show(args, report, lambda: "\n".join(_tables(report)))
     return 0
 
 
-def _print_tables(report: dict[str, Any]) -> None:
-    """Tables for people."""
+def _tables(report: dict[str, Any]) -> Iterator[str]:
     facts = ((key.replace("_", " "), _words(value)) for key, value in report.items() if key not in ("prefix", "top_tokens", "samples"))
-    print(printable(aligned(("dataset", report["prefix"]), facts)))
-    most = max((token["count"] for token in report["top_tokens"]), default=1)
-    frequent = [
-        (number, "" if text is None else repr(text), count, f"{count / report['tokens']:.2%}", "█" * max(1, round(20 * count / most)))
-        for number, text, count in ((token["id"], token["text"], token["count"]) for token in report["top_tokens"])
-    ]
-    if frequent:
-        print(printable(f"most frequent tokens\n{aligned(('>id', 'text', '>count', '>share', ''), frequent, indent='  ')}"))
+    yield aligned(("dataset", report["prefix"]), facts)
+    if tokens := report["top_tokens"]:
+        counts = [token["count"] for token in tokens]
+        texts = ["" if token["text"] is None else repr(token["text"]) for token in tokens]
+        shares = [f"{count / report['tokens']:.2%}" for count in counts]
+        bars = ["█" * max(1, round(20 * count / counts[0])) for count in counts]
+        yield "most frequent tokens"
+        rows = zip((token["id"] for token in tokens), texts, counts, shares, bars, strict=True)
+        yield aligned((">id", "text", ">count", ">share", ""), rows, indent="  ")
     for sample in report["samples"]:
         body = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["first_ids"]))
-        print(printable(f"--- document {sample['document']}, {sample['tokens']} tokens\n{body}"))
+        yield f"--- document {sample['document']}, {sample['tokens']} tokens\n{body}"
 
 
 def _words(value: Any) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, option, positive
+from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, option, positive, show
 from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import ConfigError
 from frontier_llm.files import write_atomically
 from frontier_llm.tables import aligned
-from frontier_llm.units import printable, strict_json
+from frontier_llm.units import strict_json
 
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
@@ -131,30 +131,25 @@ def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], recalls
         "needles": [vars(entry) for entry in recalls],
         "tasks": [{**vars(entry), "stderr": entry.stderr} for entry in results],
     }
-    text = strict_json(content)
     if args.output:
-        write_atomically(Path(args.output), text + "\n")
-    if args.json:
-        print(text)
-        return
-    print("\n".join(_tables(losses, recalls, results, args.positions > 1)))
+        write_atomically(Path(args.output), strict_json(content) + "\n")
+    show(args, content, lambda: "\n".join(_tables(losses, recalls, results, args.positions > 1)))
 
 
 def _tables(losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult], by_position: bool) -> Iterator[str]:
     if losses:
         rows = [
-            (printable(one.dataset)[-32:], f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.2f}", _digits(one.bits_per_byte))
-            for one in losses
+            (one.dataset[-32:], f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.2f}", _digits(one.bits_per_byte)) for one in losses
         ]
         yield aligned(("held-out data", ">tokens", ">loss", ">perplexity", ">bits/byte"), rows)
     for entry in losses if by_position else ():
-        yield f"loss by position in {printable(entry.dataset)[-32:]}: {' '.join(f'{loss:.4f}' for loss in entry.by_position)}"
+        yield f"loss by position in {entry.dataset[-32:]}: {' '.join(f'{loss:.4f}' for loss in entry.by_position)}"
     if recalls:
         needles = [(f"{one.depth:.0%}", f"{one.length:,}", one.needles, f"{one.found:.2f}", f"{one.loss:.4f}") for one in recalls]
         yield aligned(("needles at", ">of length", ">needles", ">found", ">loss"), needles)
     if results:
         scores = [
-            (printable(one.task), one.shots, one.items, *map(_digits, (one.acc, one.stderr, one.acc_norm, one.acc_token)), one.format)
+            (one.task, one.shots, one.items, *map(_digits, (one.acc, one.stderr, one.acc_norm, one.acc_token)), one.format)
             for one in results
         ]
         yield aligned(("task", ">shots", ">items", ">acc", ">±", ">acc_norm", ">acc_token", "format"), scores)

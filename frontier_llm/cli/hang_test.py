@@ -59,13 +59,14 @@ def _report(args: argparse.Namespace, config: RunConfig, verdicts: list[Verdict]
     import platform
 
     from frontier_llm import log
+    from frontier_llm.cli.local_ranks import local_world_size
     from frontier_llm.measure.hang import in_flight_of
     from frontier_llm.measure.machine_file import write_machine
+    from frontier_llm.topology import plan_as_given
 
-    mode, parallel = in_flight_of(verdicts), config.parallel
-    layout = f"TP{parallel.tensor} x PP{parallel.pipeline} x DP{parallel.data or 1}"
+    mode, plan = in_flight_of(verdicts), plan_as_given(config, local_world_size(config))
     outcomes = ", ".join(f"{verdict.mode} {verdict.steps} of {verdict.wanted}" for verdict in verdicts)
-    source = f"bench comm --hang-test on {platform.node()}, {layout}, {parallel.schedule}: {outcomes} steps"
+    source = f"bench comm --hang-test on {platform.node()}, {plan.grid.describe(plan.chunks)}, {plan.schedule}: {outcomes} steps"
     if args.machine_file and mode:
         content = {"base": config.machine, "title": f"{config.machine}, hang test passed"}
         write_machine(args.machine_file, {**content, "in_flight": {"mode": mode, "tag": "measured", "source": source}})

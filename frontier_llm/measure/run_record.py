@@ -26,9 +26,7 @@ class LayoutSpan:
     @property
     def name(self) -> str:
         """'TP2 x PP2 x DP1'."""
-        grid = self.plan.grid
-        context = f" x CP{grid.cp}" if grid.cp > 1 else ""
-        return f"TP{grid.tp}{context} x PP{grid.pp} x DP{grid.dp}"
+        return self.plan.grid.describe()
 
 
 @dataclass(frozen=True)

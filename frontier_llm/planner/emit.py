@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log
 from pathlib import Path
@@ -94,7 +94,7 @@ def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates:
     choice = run_content(request.machine, machine, outcome, rates, name)
     todo = []
     if request.run:
-        content = {"base": _reference(request.run, path.parent), **_on_top(choice, request, outcome)}
+        content = {"base": reference(request.run, path.parent), **_on_top(choice, request, outcome)}
     else:
         same_length = outcome.model.sequence_length == load_model(request.model).sequence_length
         model = request.model if same_length else {"base": request.model, "sequence_length": outcome.model.sequence_length}
@@ -110,9 +110,7 @@ def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates:
         f"{best.tokens_per_s_per_device:.1f} tokens/s per device, {best.peak_bytes / GIB:.1f} GiB on the fullest rank",
         *todo,
     ]
-    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140)
-    write_atomically(path, "".join(f"# {line}\n" for line in head) + text)
-    make_plan(load_run(str(path)), outcome.nodes * machine.devices_per_node)
+    write_run(path, head, content, outcome.nodes * machine.devices_per_node)
     local = request.run and outcome.nodes == 1
     start = f"frontier-llm train {path}" if local else submit_command(path, machine, outcome.nodes, content)
     return "\n".join([f"wrote {path}", *todo, start])
@@ -127,7 +125,14 @@ def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[s
     return {**choice, "train": {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}}
 
 
-def _reference(run: str, folder: Path) -> str:
+def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devices: int) -> None:
+    """Write a run file under these lines. Raises ConfigError where it does not load, or its layout is not legal on so many devices."""
+    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140)
+    write_atomically(path, "".join(f"# {line}\n" for line in head) + text)
+    make_plan(load_run(str(path)), devices)
+
+
+def reference(run: str, folder: Path) -> str:
     """How a file in `folder` names the run it starts from: shipped ones by name, others by the way there."""
     return run if run in available("runs") else os.path.relpath(run, folder)
 

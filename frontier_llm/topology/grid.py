@@ -45,6 +45,17 @@ class Grid:
         first, *others = self.order.split("-")
         return [first, "cp", *others]
 
+    def describe(self, chunks: int = 1) -> str:
+        """'TP2 x CP2 x PP4 x 2 chunks x DP8', without what is not there."""
+        degrees = (
+            f"TP{self.tp}",
+            f"CP{self.cp}" if self.cp > 1 else "",
+            f"PP{self.pp}",
+            f"{chunks} chunks" if chunks > 1 else "",
+            f"DP{self.dp}",
+        )
+        return " x ".join(filter(None, degrees))
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

@@ -39,9 +39,7 @@ class ParallelPlan:
 
     def describe(self) -> str:
         """'TP2 x PP2 x DP1, 1f1b, 4 microbatches' for logs."""
-        chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
-        context = f" x CP{self.grid.cp}" if self.grid.cp > 1 else ""
-        degrees = f"TP{self.grid.tp}{context} x PP{self.grid.pp}{chunks} x DP{self.grid.dp}"
+        degrees = self.grid.describe(self.chunks)
         if self.grid.ep > 1 or self.grid.etp > 1:
             split = f"ETP{self.grid.etp} x " if self.grid.etp > 1 else ""
             degrees += f", experts {split}EP{self.grid.ep} x EDP{self.grid.edp}"

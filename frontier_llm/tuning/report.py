@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from frontier_llm.blueprint.layout import FIELD_OF_KEY, run_keys
-from frontier_llm.config import load_run
-from frontier_llm.config.load import available, merge, parse_overrides
+from frontier_llm.config.load import merge, parse_overrides
 from frontier_llm.errors import FrontierError
-from frontier_llm.files import write_atomically
 from frontier_llm.pages import COLORS, Chart, figures, line, points, table, text, tiles, write_page
+from frontier_llm.planner.emit import reference, write_run
 from frontier_llm.planner.report import layout_words
-from frontier_llm.topology import make_plan
 from frontier_llm.tuning.constants import changed, fitted_constants
 from frontier_llm.tuning.measure import fastest_first
 from frontier_llm.tuning.search import Tuner
@@ -59,14 +56,13 @@ def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) ->
     """The run in its fastest layout as a run file, which is loaded and checked. Returns its path."""
     best = search.best
     assert best is not None and best.step_s is not None
-    base = run if run in available("runs") else str(Path(run).resolve())
-    content = merge({"base": base, **parse_overrides(overrides)}, run_keys(best.layout))
+    content = merge({"base": reference(run, path.parent), **parse_overrides(overrides)}, run_keys(best.layout))
     head = (
-        f"# {_words(search, best)}\n# measured: {best.step_s:.4g} s per step on {search.space.devices} devices, in trial {best.number} of "
-        f"{len(search.trials)}; predicted {best.predicted_s:.4g} s\n"
+        _words(search, best),
+        f"measured: {best.step_s:.4g} s per step on {search.space.devices} devices, in trial {best.number} of {len(search.trials)}; "
+        f"predicted {best.predicted_s:.4g} s",
     )
-    write_atomically(path, head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140))
-    make_plan(load_run(str(path)), search.space.devices)
+    write_run(path, head, content, search.space.devices)
     return path
 
 
