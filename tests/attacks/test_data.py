@@ -245,15 +245,14 @@ def test_control_characters_from_files_are_written_out() -> None:
 
 def test_a_log_line_and_an_inspection_hold_no_control_character(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from frontier_llm import log
-    from frontier_llm.cli import data
+    from frontier_llm.cli.main import main
 
     log.info("left out a\x1b]0;title\x07.txt")
     assert "\x1b" not in capsys.readouterr().err
     (tmp_path / "a.txt").write_text("text \x1b[31m red \x07")
     tokenize([tmp_path / "a.txt"], tmp_path / "out", "bytes", workers=1)
-    report = inspect(str(tmp_path / "out"))
     capsys.readouterr()
-    data._print_tables(report)
+    assert main(["data", "inspect", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and "\\x1b[31m red" in shown
 
