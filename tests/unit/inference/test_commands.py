@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from frontier_llm.checkpoint.huggingface import Companions, HuggingFaceModel, export_huggingface, tokenizer_files
+from frontier_llm.checkpoint.huggingface import Companions, export_huggingface, tokenizer_files
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
 from frontier_llm.data.indexed_writer import IndexedWriter
@@ -122,7 +122,7 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
     assert "LlamaForCausalLM" in capfd.readouterr().out
     weights = [(room / "hf" / "model.safetensors"), (tmp_path / "out" / "model.safetensors")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert HuggingFaceModel(tmp_path / "out").config["eos_token_id"] == 256
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
     assert "| Steps | 0 |" in (tmp_path / "out" / "README.md").read_text()
 
 
