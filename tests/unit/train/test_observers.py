@@ -97,9 +97,8 @@ def test_weights_and_biases_is_offline(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "run").mkdir()
     told(run_file(tmp_path), "wandb")
     (kept,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    while (
-        kept.stat().st_size <= 500
-    ):  # a process of W&B's own writes it, on a busy machine after `close`; pytest's time limit ends the wait
+    # a process of W&B's own writes it, on a busy machine after `close`; pytest's time limit ends the wait
+    while kept.stat().st_size <= 500:
         time.sleep(0.05)
 
 
