@@ -15,6 +15,7 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops import AdamWUpdate, Mask, Routing, Scores, reference
 from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal, routed
 from frontier_llm.ops.gpu import GpuOps
+from tests.harness.marks import but_first
 from tests.unit.ops.interpreter import InterpretedKernels
 from tests.unit.ops.stretches import compare_stretch
 
@@ -58,7 +59,7 @@ def test_attention_with_alibi_and_documents(extras):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # e^2x of tanh may be infinite
-@pytest.mark.parametrize(("softcap", "window"), [(0.5, 0), (30.0, 40), (1.0, 1)])
+@pytest.mark.parametrize(("softcap", "window"), but_first([(30.0, 40), (0.5, 0), (1.0, 1)]))
 def test_attention_of_bounded_scores_in_a_window(softcap, window):
     q = normal(150, 2, 2, 16, dtype=torch.float16)
     k, v = (normal(150, 2, 1, 16, dtype=torch.float16, seed=seed) for seed in (1, 2))
@@ -71,7 +72,7 @@ def test_attention_of_bounded_scores_in_a_window(softcap, window):
 @pytest.mark.parametrize(
     ("queries", "keys", "offset"), [(70, 70, 0), (70, 140, 70), (33, 200, 300), (130, 65, 65), (140, 150, 7), (5, 3, 0)]
 )
-@pytest.mark.parametrize("kind", ["plain", "documents, ALiBi", "documents, ALiBi, soft cap, window"])
+@pytest.mark.parametrize("kind", but_first(["documents, ALiBi, soft cap, window", "plain", "documents, ALiBi"]))
 def test_attention_over_stretches_of_a_sequence(queries, keys, offset, kind):
     """The backward with a log-sum-exp over more keys than these. A row that sees none of them: output 0, log-sum-exp -infinite, no gradient."""
     q, grad, o = (normal(queries, 2, 4, 16, dtype=torch.float16, seed=seed) for seed in (0, 3, 4))
@@ -143,7 +144,7 @@ def test_add_norm(dtype, kind):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize(("dim", "half"), [(64, 32), (20, 5), (200, 40)])
+@pytest.mark.parametrize(("dim", "half"), but_first([(20, 5), (64, 32), (200, 40)]))
 def test_rope(dtype, per_sample, dim, half):
     angle = normal(5, 2, half) if per_sample else normal(5, half)
     compare("rope", (normal(5, 2, 17, dim, dtype=dtype),), angle.cos(), angle.sin())
@@ -169,7 +170,7 @@ def test_rows_are_weighted_where_they_are_activated(dtype, width):
         compare("gelu", (2 * normal(70, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=normal(70))
 
 
-@pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (13, 1), (100, 6), (256, 16)])
+@pytest.mark.parametrize(("experts", "top_k"), but_first([(16, 4), (100, 6), (13, 1), (256, 16)], 2))
 @pytest.mark.parametrize(
     ("sigmoid", "normalise", "biased"), [(False, True, False), (False, False, True), (True, True, True), (True, False, False)]
 )
