@@ -168,8 +168,9 @@ def _read_parts(path: Path, manifest: Manifest, number: int, wanted: dict[int, l
     with opened(file, shard.bytes, layout.head) as descriptor:
         for entry in layout.entries:
             for transfer in wanted.get(entry.piece, ()):
-                runs = spans(transfer.saved, transfer.overlap, MERGE_GAP_BYTES // item, BLOCK_BYTES // item)
-                for first, stop in runs if targets.takes(transfer, entry.kind) else ():
+                if not targets.takes(transfer, entry.kind):
+                    continue
+                for first, stop in spans(transfer.saved, transfer.overlap, MERGE_GAP_BYTES // item, BLOCK_BYTES // item):
                     block = buffer[: (stop - first) * item]
                     read_exactly(descriptor, file, entry.start + first * item, block)
                     targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))
