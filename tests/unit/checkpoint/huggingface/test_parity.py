@@ -122,11 +122,11 @@ def test_import_then_export_gives_back_the_same_bytes_and_configuration(variant:
     assert type(back).__name__ == family.architecture and back.dtype == dtype
     expected = theirs.state_dict()
     assert list(back.state_dict()) == list(expected)
-    for name, tensor in back.state_dict().items():
-        wide = name.endswith("e_score_correction_bias")  # transformers keeps it in float32 when it loads a model
-        wanted = expected[name].to(tensor.dtype) if wide else expected[name]
-        assert torch.equal(tensor.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)), name
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")  # .to(bf16) had rounded its rotary table, too
+    for name, tensor in back.state_dict().items():
+        # transformers loads some parameters (router weights, depending on its version) as float32
+        wanted = expected[name].to(reloaded.state_dict()[name].dtype)
+        assert torch.equal(tensor.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)), name
     with torch.inference_mode():
         assert torch.equal(back.eval()(tokens()).logits, reloaded.eval()(tokens()).logits)
     assert HuggingFaceModel(tmp_path / "ours").model.model_dump(exclude={"name"}) == HuggingFaceModel(tmp_path / "theirs").model.model_dump(
