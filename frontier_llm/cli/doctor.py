@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from frontier_llm.cli.arguments import JSON, command, option, positive, show
@@ -16,7 +17,8 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
     option("--timeout", type=positive, default=45, metavar="SECONDS", help="a node that is silent for so long is bad (default: 45)"),
     option("--system-root", default="/", help=argparse.SUPPRESS),
     JSON,
-    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems. "
+    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems; and what "
+    "is installed in the interpreter of the ranks: torch, C++ libraries, GPU kernels, with --run also its op back-ends, data and tokenizer. "
     "Inside a Slurm allocation it asks every node; bad ones are named as --exclude takes them.",
     examples=(
         "frontier-llm doctor --site frontier --this-node",
@@ -31,13 +33,14 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.doctor import examine
     from frontier_llm.cluster.probe import Settings
     from frontier_llm.cluster.rank_env import environ
+    from frontier_llm.cluster.readiness import installation_problems
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
 
     site = load_site(args.site)
-    directory, needed_bytes = Path(args.run_dir), 0
+    directory, needed_bytes, config = Path(args.run_dir), 0, None
     if args.run:
-        config = load_run(args.run)
+        config = load_run(args.run, [f"machine={site.machine}"])
         directory = Path(config.train.run_dir)
         needed_bytes = 2 * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     nodelist = None if args.this_node else environ("SLURM_JOB_NODELIST")
@@ -45,5 +48,9 @@ def doctor(args: argparse.Namespace) -> int:
         log.info("not inside an allocation (salloc, sbatch): only this machine is examined")
     settings = Settings(site=site, run_dir=str(directory.resolve()), system_root=args.system_root)
     report = examine(settings, hostlist.expand(nodelist or ""), needed_bytes, args.timeout)
+    installed = installation_problems(site, config, directory.resolve())
+    for point in installed.open_points:
+        log.info(point)
+    report = replace(report, installation=installed.problems)
     show(args, report.as_dict(), report.render)
     return 0 if report.healthy else 1
