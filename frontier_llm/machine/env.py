@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from frontier_llm.errors import ConfigError, suggest
 
+Vendor = Literal["amd", "nvidia", "none"]
 OLCF = "OLCF Frontier user guide (pytorch_frontier.rst, 2026)"
 HPE = "HPE shs-ccl-docs, RCCL tuning guide"
 LUMI = "LUMI AI guide"
@@ -200,6 +202,13 @@ _SLINGSHOT_MACHINES = tuple(_OWN)
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
 _NVIDIA_MACHINES = ("selene", "jean-zay", "eos", "h200", "vtrain-a100", "vtrain-a100-node", "llm-foundry-a100", "llm-foundry-a100-40", "llm-foundry-h100", "torchtitan-a100", "torchtitan-h100")  # fmt: skip
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
+
+
+def vendor_of_machine(machine: str) -> Vendor:
+    """Whose variables the ranks of a shipped machine get; "none" for `local` and for a machine that this file does not know."""
+    if machine in _ROCM_MACHINES:
+        return "amd"
+    return "nvidia" if machine in _NVIDIA_MACHINES else "none"
 
 
 def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[Variable]:
