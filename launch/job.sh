@@ -21,8 +21,10 @@ if [[ ! "$site" =~ ^[A-Za-z0-9_-]+$ || ! -r "$root/slurm/sites/$site.sh" ]]; the
 fi
 active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" # before the modules, whose own Python would come first on PATH
 # `|| true` here and below: grep ends with 1 where it finds nothing, which is as good
-exported="$(export -p | grep -E '^declare -x (FI|GLOO|HSA|MIOPEN|NCCL|TORCH)_' || true)"
-while read -r name; do unset "$name"; done < <(sed -E 's/^declare -x ([A-Z0-9_a-z]+).*/\1/' <<<"$exported" | grep . || true)
+pattern='^declare -x ((FI|GLOO|HSA|MIOPEN|NCCL|PYTORCH|TORCH)_|CUDA_DEVICE_MAX|GPU_MAX_HW|OMP_NUM)'
+exported="$(export -p | grep -E "$pattern" || true)"
+names() { sed -nE 's/^declare -x ([A-Z0-9_a-z]+).*/\1/p' <<<"$1"; } # of the variables in lines of export -p
+while read -r name; do unset "$name"; done < <(names "$exported" | grep . || true)
 set +u # Lmod reads variables that may be unset
 # shellcheck source=/dev/null
 . "$root/slurm/sites/$site.sh" || {
@@ -32,13 +34,18 @@ set +u # Lmod reads variables that may be unset
 set -u
 # What the user has exported wins over a module's setting. A value that a module gives (FRONTIER_LLM_FROM_MODULES, from the site's file) was not the
 # user's: the module was loaded before sbatch, too.
-eval "$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
+of_user="$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
+eval "$of_user"
+# Names for the origins that rank 0 logs (cluster/rank_variables.py).
+FRONTIER_LLM_USER_VARIABLES="$(names "$of_user" | paste -sd' ')"
+FRONTIER_LLM_MODULE_VARIABLES="$(names "$(grep -E "$pattern" <<<"${FRONTIER_LLM_FROM_MODULES:-}" || true)" | paste -sd' ')"
+export FRONTIER_LLM_USER_VARIABLES FRONTIER_LLM_MODULE_VARIABLES
 unset FRONTIER_LLM_FROM_MODULES
 
 python="${FRONTIER_LLM_PYTHON:-${active:+$active/bin/python3}}"
 python="${python:-python3}"
-# outside of a job there is no node to unpack the archive on: the active environment, from which it was packed, speaks for it
-if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" && -n "${SLURM_JOB_NODELIST:-}" ]]; then
+# --as-rank does not unpack the archive: the active environment, from which it was packed, answers for it
+if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" && -z "$as_rank" ]]; then
     unpacked="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE")"
     python="$(sed -n 1p <<<"$unpacked")"
     FRONTIER_LLM_BROKEN_NODES="$(sed -n 2p <<<"$unpacked")" # spares take their place (cluster/slurm.py)
