@@ -245,6 +245,9 @@ class Position(_Record):
         period = sum(self.weights)
         if self.weights and (period > MAXIMUM_PERIOD or math.gcd(*self.weights) != 1):
             yield f"position.blend has weights {list(self.weights)[:8]}, which are not the smallest whole ones"
+        taken = sum(stream.taken for stream in self.current)
+        if self.dealt > taken:
+            yield f"position.dealt is {self.dealt}, but its streams have taken {taken}"
         for share, stream in zip(self.blend, self.current, strict=True):
             if stream.taken < self.dealt * share.weight // period:
                 yield f"position.dealt is {self.dealt}, more than position.streams.{share.stream}.taken {stream.taken} allows"
