@@ -15,15 +15,22 @@ if [[ ! "$site" =~ ^[A-Za-z0-9_-]+$ || ! -r "$root/slurm/sites/$site.sh" ]]; the
 fi
 active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" # before the modules, whose own Python would come first on PATH
 # `|| true` here and below: grep ends with 1 where it finds nothing, which is as good
-exported="$(export -p | grep -E '^declare -x (FI|GLOO|HSA|MIOPEN|NCCL|TORCH)_' || true)"
-while read -r name; do unset "$name"; done < <(sed -E 's/^declare -x ([A-Z0-9_a-z]+).*/\1/' <<<"$exported" | grep . || true)
+pattern='^declare -x ((FI|GLOO|HSA|MIOPEN|NCCL|PYTORCH|TORCH)_|CUDA_DEVICE_MAX|GPU_MAX_HW|OMP_NUM)'
+exported="$(export -p | grep -E "$pattern" || true)"
+names() { sed -nE 's/^declare -x ([A-Z0-9_a-z]+).*/\1/p' <<<"$1"; } # of the variables in lines of export -p
+while read -r name; do unset "$name"; done < <(names "$exported" | grep . || true)
 set +u # Lmod reads variables that may be unset
 # shellcheck source=/dev/null
 . "$root/slurm/sites/$site.sh"
 set -u
 # What the user has exported wins over a module's setting. A value that a module gives (FRONTIER_LLM_FROM_MODULES, from the site's file) was not the
 # user's: the module was loaded before sbatch, too.
-eval "$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
+of_user="$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
+eval "$of_user"
+# Names for the origins that rank 0 logs (cluster/rank_variables.py).
+FRONTIER_LLM_USER_VARIABLES="$(names "$of_user" | paste -sd' ')"
+FRONTIER_LLM_MODULE_VARIABLES="$(names "$(grep -E "$pattern" <<<"${FRONTIER_LLM_FROM_MODULES:-}" || true)" | paste -sd' ')"
+export FRONTIER_LLM_USER_VARIABLES FRONTIER_LLM_MODULE_VARIABLES
 unset FRONTIER_LLM_FROM_MODULES
 
 python="${FRONTIER_LLM_PYTHON:-${active:+$active/bin/python3}}"

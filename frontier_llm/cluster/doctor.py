@@ -21,6 +21,7 @@ from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts,
 from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.sites import Site
 from frontier_llm.errors import FrontierError
+from frontier_llm.machine.env import Setting
 from frontier_llm.units import GIB, format_bytes, plural
 
 MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and leases compare clocks to the second
@@ -51,6 +52,7 @@ class Report:
     hosts: tuple[str, ...]
     findings: tuple[NodeFinding, ...]
     seconds: float
+    variables: tuple[Setting, ...] = ()  # what ranks would get in their environment
 
     @property
     def bad_hosts(self) -> tuple[str, ...]:
@@ -76,12 +78,17 @@ class Report:
             "exclude": hostlist.compress(self.bad_hosts),
             "seconds": round(self.seconds, 2),
             "findings": [asdict(finding) for finding in self.findings],
+            "variables": [asdict(variable) for variable in self.variables],
         }
 
     def render(self) -> str:
         """For a terminal."""
         health = "healthy" if self.healthy else "NOT healthy"
-        lines = [f"{plural(len(self.hosts), 'node')} examined in {self.seconds:.1f} s: {health}"]
+        lines = []
+        if self.variables:
+            lines.append(f"environment of the ranks on {plural(len(self.hosts), 'node')}:")
+            lines += [f"  {variable.describe()}" for variable in self.variables]
+        lines.append(f"{plural(len(self.hosts), 'node')} examined in {self.seconds:.1f} s: {health}")
         for finding in self.findings:
             mark = "error" if finding.fatal else "warning"
             lines += [f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}", f"    fix: {finding.remedy}"]
