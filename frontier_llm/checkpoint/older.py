@@ -7,6 +7,7 @@ was not recorded and cannot be recovered.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -88,7 +89,18 @@ def position_of(manifest: Manifest, datasets: Mapping[str, Dataset]) -> Position
         fix = "resume it once with the version of frontier_llm that wrote it"
         raise CheckpointError("its configuration cannot be read, so its position in the data is not known", fix) from error
     known = {path: Dataset(identity, _tokens(identity, datasets)) for path, identity in manifest.data.items()}
-    return _counted(run, progress.step, _rewinds(progress.policy), {**datasets, **known})
+    try:
+        return _counted(run, progress.step, _rewinds(progress.policy), _Known({**datasets, **known}))
+    except (ValidationError, LookupError, TypeError, ValueError) as error:
+        what = f"its steps and rewinds cannot be true: {type(error).__name__}"
+        raise CheckpointError(what, "restore the checkpoint from a copy", "progress.policy.rewinds") from error
+
+
+class _Known(dict[str, Dataset]):
+    """Datasets by path. One of which only the path is known is a dataset of its own."""
+
+    def __missing__(self, path: str) -> Dataset:
+        return Dataset(hashlib.sha256(path.encode()).hexdigest(), 0)
 
 
 def _tokens(identity: str, datasets: Mapping[str, Dataset]) -> int:
