@@ -12,9 +12,9 @@ from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.cluster import notes, run_dir, slurm, submit
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.cluster.sbatch import PRODUCTION
 from frontier_llm.config import RunConfig, phases_of, saves_between, saves_nothing
-from frontier_llm.data.loader import data_problems
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.machine import fp16_note, load_machine
 from frontier_llm.scaling.predict import START_S, predict
@@ -133,7 +133,10 @@ def written(config: RunConfig, saves: int, directory: Path) -> str:
 
 
 def admit(request: submit.JobRequest) -> submit.JobRequest:
-    """The request with the planner's step time. Raises ConfigError with everything that would fail, or that nobody can have meant."""
+    """The request with the planner's step time. Raises ConfigError with everything that would fail, or that nobody can have meant.
+
+    What is installed at the site, data and run directory are `cluster.readiness`'.
+    """
     devices = request.nodes * request.site.tasks_per_node
     problems = []
     if not plan_problems(request.config, devices):
@@ -143,7 +146,7 @@ def admit(request: submit.JobRequest) -> submit.JobRequest:
         problems = [*predicted.memory_problems(), *synthetic_problems(request.config, cost), *unfinished_problems(request, cost)]
     if request.saves:
         problems += unsaved_problems(request.config)
-    if problems := [*submit.problems(request), *problems, *data_problems(request.config)]:
+    if problems := [*submit.problems(request), *problems]:
         raise ConfigError(problems)
     return request
 
@@ -227,3 +230,9 @@ def admit_job(job: BatchJob) -> None:
         )
     for note in advice(request):
         log.warn(note)
+
+
+def admit_start(job: BatchJob) -> None:
+    """All checks of `submit` in the batch shell, before the first srun. Raises FrontierError."""
+    admit_job(job)
+    refuse_unready(job)
