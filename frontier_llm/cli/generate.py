@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JSON, amount, as_typed, command, natural, option, positive, positive_amount
+from frontier_llm.cli.arguments import JSON, as_typed, command, natural, option, positive
 from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks
 from frontier_llm.errors import ConfigError, LayoutError
 from frontier_llm.units import printable, strict_json
@@ -23,19 +23,13 @@ if TYPE_CHECKING:
     option("--prompt", action="append", metavar="TEXT", help="may be given several times; without it a new document begins"),
     option("--prompt-file", metavar="FILE", help="a text file, one prompt per line"),
     option("--max-new-tokens", type=positive, default=128, metavar="N", help="at most so many per prompt (default: 128)"),
-    option("--temperature", type=amount, default=0.8, metavar="T", help="0 = always the most likely token (default: 0.8)"),
+    option("--temperature", type=float, default=0.8, metavar="T", help="0 = always the most likely token (default: 0.8)"),
     option("--top-k", type=natural, default=0, metavar="K", help="keep the K most likely tokens; 0 = all (default)"),
-    option("--top-p", type=amount, default=0.95, metavar="P", help="keep the most likely tokens with mass P (default: 0.95)"),
+    option("--top-p", type=float, default=0.95, metavar="P", help="keep the most likely tokens with mass P (default: 0.95)"),
     option(
-        "--min-p", type=amount, default=0.0, metavar="P", help="keep tokens at least P times as likely as the likeliest; 0 = all (default)"
+        "--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the likeliest; 0 = all (default)"
     ),
-    option(
-        "--repetition-penalty",
-        type=positive_amount,
-        default=1.0,
-        metavar="X",
-        help="above 1: what was said becomes less likely (default: 1)",
-    ),
+    option("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: what was said becomes less likely (default: 1)"),
     option("--seed", type=natural, default=0, metavar="N", help="of the draws (default: 0)"),
     option("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times"),
     option("--batch-size", type=positive, default=8, metavar="N", help="prompts continued at once (default: 8)"),
