@@ -24,7 +24,7 @@ from frontier_llm.cluster.holder import (
     watched_dead,
 )
 from frontier_llm.errors import CheckpointError
-from frontier_llm.files import write_atomically, write_durably
+from frontier_llm.files import folder_below, write_atomically, write_durably
 from frontier_llm.threads import Heartbeat
 
 HEARTBEAT_S = 5.0
@@ -45,7 +45,8 @@ class RunLock:
         Raises CheckpointError naming the live holder.
         """
         self._folder, self._holder, self._counted = directory / "incarnations", holder, incarnation
-        self._folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        folder_below(directory, self._folder.name)
         self.incarnation = self._acquire()
         self._heartbeat = Heartbeat(self._path(self.incarnation), HEARTBEAT_S)
 

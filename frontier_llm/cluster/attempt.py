@@ -145,7 +145,7 @@ def master_address(step: JobStep) -> str:
 
 def run_step(step: JobStep) -> Outcome:
     """Start the ranks, wait, and say how they ended; the first failing rank's traceback is printed last."""
-    step.log_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.make_log_dir(step.log_dir, step.job.directory)
     variables = {
         # the allocation survives a dead node, the step must not: its peers would only wait
         **{name: value for name, value in environment().items() if name != "SLURM_NO_KILL"},

@@ -29,9 +29,11 @@ from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import COMMAND, with_this_package
 from frontier_llm.cluster.rank_logs import failure_lines
 from frontier_llm.cluster.rank_variables import ORIGINS
+from frontier_llm.cluster.run_dir import make_log_dir
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure, write_failure
+from frontier_llm.files import open_below
 from frontier_llm.units import printable, strict_json
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -95,7 +97,7 @@ def run_local_ranks(
     Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
     """
     refuse_second_start(run_dir or log_dir)
-    log_dir.mkdir(parents=True, exist_ok=True)
+    make_log_dir(log_dir, run_dir)
     forget_failure(run_dir or log_dir)
     return _Ranks(num_ranks, [*program, *argv], env, log_dir, run_dir or log_dir, grace_s).run()
 
@@ -148,7 +150,7 @@ class _Ranks:
         if "OMP_NUM_THREADS" not in variables:
             variables.update(thread_variables(self.num_ranks))
         for rank in range(self.num_ranks):
-            log = (self.log_dir / f"rank_{rank}.log").open("wb", buffering=0)
+            log = os.fdopen(open_below(self.log_dir, f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
             piped = rank == 0
             process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
                 self.command,

@@ -25,7 +25,7 @@ from typing import Any
 
 from frontier_llm.cluster.complete import newest_complete
 from frontier_llm.cluster.records import DamagedRecord, is_count, is_number, json_lines, read_json, read_text
-from frontier_llm.files import write_atomically
+from frontier_llm.files import folder_below, open_below, write_atomically
 from frontier_llm.units import strict_json
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
@@ -63,12 +63,21 @@ class Attempt:
 
 
 def open_lines(path: Path) -> FileIO:
-    """For appending whole lines. Half a line that a crash or a full disk has left at the end is cut off."""
-    lines = path.open("a+b", buffering=0)
-    size = path.stat().st_size
+    """For appending whole lines. Half a line that a crash or a full disk has left at the end is cut off. Raises FrontierError for a link."""
+    lines = FileIO(open_below(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
+    size = os.fstat(lines.fileno()).st_size
     lines.seek(max(0, size - TORN_BYTES))
     lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
     return lines
+
+
+def make_log_dir(log_dir: Path, run_dir: Path | None) -> None:
+    """Make the folder of the ranks' logs. Raises FrontierError if it lies below the run directory and a link is on the way."""
+    if run_dir is not None and log_dir.is_relative_to(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        folder_below(run_dir, str(log_dir.relative_to(run_dir)))
+    else:
+        log_dir.mkdir(parents=True, exist_ok=True)
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
