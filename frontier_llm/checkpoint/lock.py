@@ -23,6 +23,7 @@ from frontier_llm.cluster.holder import (
     start_after,
     watched_dead,
 )
+from frontier_llm.cluster.run_dir import MOVE_BACK, MOVED
 from frontier_llm.errors import CheckpointError
 from frontier_llm.files import folder_below, write_atomically, write_durably
 from frontier_llm.threads import Heartbeat
@@ -112,8 +113,7 @@ class RunLock:
         Called right before every change of the directory.
         """
         if not self._folder.is_dir():
-            what = "was moved away or deleted while the run goes on; nothing is written in its old place"
-            raise CheckpointError(what, "move it back, or start again where it is now", str(self._folder.parent))
+            raise CheckpointError(MOVED, MOVE_BACK, str(self._folder.parent))
         newest = self._newest()
         if newest > self.incarnation or not self._path(self.incarnation).exists():
             holder = read_holder(self._path(newest)) if newest > self.incarnation else None

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from frontier_llm.checkpoint.lock import RunLock
-from frontier_llm.cluster import run_dir
+from frontier_llm.cluster import attempt, run_dir
 from frontier_llm.cluster.holder import this_process
 from frontier_llm.cluster.local import run_local_ranks
 from frontier_llm.errors import FrontierError
@@ -95,3 +97,36 @@ def test_what_is_no_file_is_named_and_blocks_nobody(kind: str, run: Path) -> Non
     os.mkfifo(run / "metrics.jsonl") if kind == "fifo" else (run / "metrics.jsonl").mkdir()
     with pytest.raises(FrontierError, match=r"metrics.jsonl: is (not a regular file|in the way)"):
         run_dir.append_line(run / "metrics.jsonl", {"step": 1})
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])
+def test_a_run_directory_that_goes_away_under_the_launcher(how: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    away = "import os, shutil, sys\nrun = sys.argv[1]\n"
+    away += "shutil.rmtree(run)\n" if how == "deleted" else "os.rename(run, run + '-elsewhere')\n"
+    away += "os.mkdir(run)\n" if how == "replaced" else ""
+    with pytest.raises(
+        FrontierError, match="run: was moved away or deleted while the run goes on; nothing is written in its old place"
+    ) as caught:
+        words = ["-c", away + "sys.exit(1)", str(run)]
+        run_local_ranks(1, words, os.environ, run / "logs", program=(sys.executable,), run_dir=run)
+    assert "move it back, or start again where it is now" in str(caught.value)
+    assert not run.exists() or list(run.iterdir()) == []
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_directory_that_goes_away_under_the_supervisor(replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def move_away(step: object) -> attempt.Outcome:
+        run.rename(tmp_path / "elsewhere")
+        if replaced:
+            run.mkdir()
+        return attempt.Outcome(1)
+
+    monkeypatch.setattr(attempt, "run_step", move_away)
+    job: Any = SimpleNamespace(directory=run, allocation=SimpleNamespace(job_id="7", batch_host="n0"))
+    with pytest.raises(FrontierError, match="run: was moved away or deleted while the run goes on"):
+        attempt.start_ranks(job, ("n0",), None)
+    assert not run.exists() or list(run.iterdir()) == []  # a record there would begin another run at step 0
