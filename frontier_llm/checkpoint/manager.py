@@ -26,6 +26,7 @@ from frontier_llm.checkpoint.save import Save, Writer
 from frontier_llm.cluster.holder import Holder, this_process
 from frontier_llm.comm import Mesh, all_gather_json, broadcast_bytes, broadcast_json
 from frontier_llm.config import RunConfig
+from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer
@@ -47,6 +48,7 @@ class CheckpointManager:
         keep_every: int = 0,
         environment: Mapping[str, str] | None = None,
         data: Mapping[str, str] | None = None,
+        plugins: Sequence[PluginRecord] = (),
         job: str = "",
         restart: int = 0,
         incarnation: int = 0,
@@ -58,6 +60,7 @@ class CheckpointManager:
         environment: versions, code commit, device; shown when it differs on resume. data: path → identity of each dataset that is trained
         on; refused when it differs. Both of rank 0 alone. job, restart: the scheduler's identity of this job
         and how often it was requeued, so that a requeued job takes its own lock over at once. incarnation: the supervisor's count of starts, 0 = none.
+        plugins: those that this process has imported, of rank 0 alone; refused when they differ.
         allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
         Raises CheckpointError when another live job holds the directory or it cannot be written.
         """
@@ -65,6 +68,7 @@ class CheckpointManager:
         self.directory, self._mesh, self._optimizer = directory, mesh, optimizer
         self._config = config.model_dump(mode="json")
         self._environment, self._data, self._allow_changes = dict(environment or {}), dict(data or {}), tuple(allow_changes)
+        self._plugins = tuple(plugins)
         self._device = optimizer.device
         self._lock: RunLock | None = None
         self.incarnation = int(self._from_rank_0(lambda: self._open(this_process(job, restart), incarnation)))
@@ -75,6 +79,7 @@ class CheckpointManager:
             config=self._config,
             environment=self._environment,
             data=self._data,
+            plugins=self._plugins,
             incarnation=self.incarnation,
             keep=keep,
             keep_every=keep_every,
@@ -272,7 +277,7 @@ class CheckpointManager:
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
         """Rank 0: say what has changed since, or refuse it."""
-        changes = drift.allowed_changes(manifest, self._config, self._data, self._allow_changes, where)
+        changes = drift.allowed_changes(manifest, self._config, self._data, self._plugins, self._allow_changes, where)
         elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
         for change in [*changes, *elsewhere]:
             log.info(f"differs from the checkpoint: {change}")

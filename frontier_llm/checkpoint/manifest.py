@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from frontier_llm.blueprint.optimizers import ADAMW, MASTER, STATISTIC
 from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.config.fields import first_fault
+from frontier_llm.config.plugins import PluginRecord, recorded_names
 from frontier_llm.errors import CheckpointError, Problem, first_of
 
 FORMAT: Final = "frontier_llm checkpoint"
@@ -32,6 +33,7 @@ MAX_MANIFEST_BYTES = 1 << 26
 MAX_MANIFEST_VALUES = 1 << 21  # commas and brackets of the text
 MAX_CORNERS = 1 << 21  # of all pieces; see _coverage_problems
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 20, 1 << 30
+MAX_PLUGINS = 1_000
 _MAX_DIMS = 8
 _BEFORE_3 = (MASTER, "exp_avg", "exp_avg_sq")  # of every checkpoint that names no optimizer
 _SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.safetensors")
@@ -107,6 +109,7 @@ class Manifest(_Record):
     config: dict[str, Any]
     config_sha256: Digest
     environment: dict[str, str]
+    plugins: Annotated[tuple[PluginRecord, ...], Field(max_length=MAX_PLUGINS)] = ()  # that it was trained with; see known_plugins
     data: dict[str, Digest] = {}  # path → identity of each dataset that it was trained on; none of synthetic data, and in version 2
     dtype: DtypeName
     optimizer: str = ADAMW.name  # whose states they are
@@ -118,6 +121,11 @@ class Manifest(_Record):
     def total_bytes(self) -> int:
         """Of all shards."""
         return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def known_plugins(self) -> tuple[PluginRecord, ...]:
+        """The plugins that it was trained with. Of checkpoints that recorded none, those that the configuration names, without digests."""
+        return self.plugins or recorded_names(self.config)[:MAX_PLUGINS]
 
     def kinds_of(self, tensor: TensorEntry) -> tuple[str, ...]:
         """What is kept of a tensor."""

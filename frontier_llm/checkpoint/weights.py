@@ -30,6 +30,7 @@ from frontier_llm.checkpoint.save import build_manifest, writing
 from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, read_and_hash, shard_layout, verify
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of
+from frontier_llm.config.plugins import records_of
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import created, write_all
 from frontier_llm.optim import initial_loss_scale
@@ -134,6 +135,7 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
                 config=config.model_dump(mode="json"),
                 environment={},
                 data={},
+                plugins=records_of(config.plugins),
                 dtype=dtype,
                 optimizer=rule.name,
                 pieces=files,

@@ -1,7 +1,7 @@
 """Queue a run: check everything, freeze code and configuration in the run directory, then call sbatch once.
 
 RUN_DIR/run.yaml        the resolved configuration that the job reads
-RUN_DIR/code-DIGEST/    the package, launch/, slurm/ and configs/ as they were
+RUN_DIR/code-DIGEST/    the package, launch/, slurm/, configs/ and plugin files as they were
 RUN_DIR/job.sbatch      the script; a successor job uses it again
 RUN_DIR/submissions.jsonl
 """
@@ -155,7 +155,7 @@ def prepare(request: JobRequest) -> Submission:
     }
     variables = {
         "FRONTIER_LLM_PYTHON": environ("FRONTIER_LLM_PYTHON") or sys.executable,
-        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site)[:12]}"),
+        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site, request.config.plugins)[:12]}"),
         "FRONTIER_LLM_SITE": request.site.name,
         "FRONTIER_LLM_SPARE_NODES": str(request.spares),
         "FRONTIER_LLM_CONTINUE": request.continue_with,
@@ -171,9 +171,9 @@ def submit(request: JobRequest) -> Submission:
     _refuse_busy(request)
     directory = submission.directory
     directory.mkdir(parents=True, exist_ok=True)
-    snapshot(Path(submission.variables["FRONTIER_LLM_ROOT"]), request.site)
-    config = request.config.model_copy(update={"train": request.config.train.model_copy(update={"run_dir": str(directory)})})
-    write_atomically(directory / "run.yaml", dump(config))
+    code = Path(submission.variables["FRONTIER_LLM_ROOT"])
+    snapshot(code, request.site, request.config.plugins)
+    write_atomically(directory / "run.yaml", dump(_frozen(request, code)))
     write_atomically(directory / SCRIPT, submission.script)
     job_id = queue(directory, submission.command, submission.variables)
     entry = {"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(submission.command)}
@@ -212,32 +212,50 @@ def _refuse_busy(request: JobRequest) -> None:
         raise ConfigError(busy)
 
 
-def _job_code(site: Site) -> dict[Path, bytes]:
+def _frozen(request: JobRequest, code: Path) -> RunConfig:
+    """The configuration that the job reads: it names the run directory, and the copies of plugin files by paths relative to it."""
+    copies = {name: str(code.relative_to(request.directory) / place) for name, place in _plugin_places(request.config.plugins).items()}
+    return request.config.model_copy(
+        update={
+            "train": request.config.train.model_copy(update={"run_dir": str(request.directory)}),
+            "plugins": tuple(copies.get(name, name) for name in request.config.plugins),
+        }
+    )
+
+
+def _plugin_places(plugins: Sequence[str]) -> dict[str, Path]:
+    """Path in the snapshot of each plugin file. Modules belong to the Python environment, which is not copied."""
+    files = [name for name in dict.fromkeys(plugins) if name.endswith(".py")]
+    return {name: Path("plugins") / str(number) / Path(name).name for number, name in enumerate(files)}
+
+
+def _job_code(site: Site, plugins: Sequence[str]) -> dict[Path, bytes]:
     """What a job needs: path in the snapshot -> content; from a checkout, or from an installed package and its share directory.
 
-    With the site as the job will read it: `--site` may have named a file outside of the checkout.
+    With the site as the job will read it: `--site` may have named a file outside of the checkout. With the run's plugin files.
     """
     package, sites = Path(__file__).resolve().parents[1], Path("slurm") / "sites"
     roots = {package.name: package, **{name: root_dir() / name for name in SNAPSHOT}}
     files = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
     code = {relative: path.read_bytes() for relative, path in sorted(files.items()) if "__pycache__" not in relative.parts}
+    code |= {place: Path(name).read_bytes() for name, place in _plugin_places(plugins).items()}
     return code | {sites / f"{site.name}.yaml": dump(site).encode(), sites / f"{site.name}.sh": render_site(site).encode()}
 
 
-def code_digest(site: Site) -> str:
-    """sha256 over names and contents of what a snapshot holds; equal code and site give equal digests."""
+def code_digest(site: Site, plugins: Sequence[str] = ()) -> str:
+    """sha256 over names and contents of what a snapshot holds; equal code, site and plugins give equal digests."""
     digest = hashlib.sha256()
-    for relative, content in _job_code(site).items():
+    for relative, content in _job_code(site, plugins).items():
         digest.update(f"{relative}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 
-def snapshot(target: Path, site: Site) -> None:
-    """Copy the code to `target`, unless this very code is there already; appears whole or not at all."""
+def snapshot(target: Path, site: Site, plugins: Sequence[str] = ()) -> None:
+    """Copy the code and the plugin files to `target`, unless this very code is there already; appears whole or not at all."""
     if target.is_dir():
         return
     partial = target.with_name(f"{target.name}.tmp{os.getpid()}")
-    for relative, content in _job_code(site).items():
+    for relative, content in _job_code(site, plugins).items():
         (partial / relative).parent.mkdir(parents=True, exist_ok=True)
         (partial / relative).write_bytes(content)
         if content.startswith(b"#!"):

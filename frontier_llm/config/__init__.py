@@ -1,6 +1,6 @@
 """What the user asked for: frozen, strict, composed from YAML files and key=value overrides."""
 
-from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run
+from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run, own_plugins
 from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
 from frontier_llm.config.phases import RunPhase, consumed, phase_at, phases_of, steps_of_tokens
 from frontier_llm.config.schema import (
@@ -49,6 +49,7 @@ __all__ = [
     "load_run",
     "model_problems",
     "optimizer_problems",
+    "own_plugins",
     "phase_at",
     "phase_note",
     "phases_of",
