@@ -41,11 +41,14 @@ def train(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.holder import refuse_second_start
     from frontier_llm.cluster.rank_env import discover
+    from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.cluster.signals import SignalWatcher, held
 
     overrides = [*args.overrides, *(["ops.no_jit=true"] if args.no_jit else [])]
     config = load_run(args.run, overrides)
     place = discover()
+    if place is not None:
+        set_rank_variables(config, place)  # before anything imports torch
     world_size = place.world_size if place else local_world_size(config)
     if place is None:
         refuse_second_start(Path(config.train.run_dir))
