@@ -17,7 +17,7 @@ from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.cluster.complete import fault
 from frontier_llm.config import RunConfig
 from frontier_llm.config.plugins import records_of
-from frontier_llm.data.identity import identities
+from frontier_llm.data.identity import datasets_of, identities
 from frontier_llm.errors import CheckpointError, Problem
 
 
@@ -40,7 +40,7 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
         except DamagedCheckpoint:
             continue
         plugins = records_of(config.plugins)
-        allowed_changes(saved, config.model_dump(mode="json"), identities(config), plugins, allowed, str(path))
+        allowed_changes(saved, config.model_dump(mode="json"), identities(datasets_of([config])), plugins, allowed, str(path))
         return
 
 
