@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from frontier_llm.checkpoint.directory import read_manifest
-from frontier_llm.checkpoint.manifest import config_digest, digest_line
+from frontier_llm.checkpoint.manifest import config_digest
+from frontier_llm.cluster.complete import digest_line
 from frontier_llm.config import own_plugins
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
@@ -151,7 +152,7 @@ def test_a_plugin_that_only_lies_elsewhere_is_the_same(trained: Path, tmp_path: 
 
 
 def test_a_checkpoint_from_before_digests_is_known_by_its_plugins_names(trained: Path, tmp_path: Path) -> None:
-    """Version 3 without plugins, whose configuration named them relative to the working directory."""
+    """No plugins in the manifest, as up to version 3, whose configuration named them relative to the working directory."""
     run_dir = copy_of(trained, tmp_path)
     manifest = json.loads((run_dir / CHECKPOINT / "manifest.json").read_text())
     del manifest["plugins"]
