@@ -56,7 +56,7 @@ def tune(args: argparse.Namespace) -> int:
     root = Path(args.output or Path(DIRECTORY) / Path(args.run).stem).resolve()
     launcher, overrides = _launcher(args)
     search = _search(args, overrides, launcher, root)
-    log.info(_cost(search, launcher.nodes, args))
+    log.info(_cost(search, launcher.nodes, args, root))
     if args.dry_run:
         rows = _plan_rows(search)
         show(args, rows, lambda: aligned((">step_s", ">gib", "layout"), (row.values() for row in rows)))
@@ -113,18 +113,22 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
     return (Everything if args.exhaustive else Tuner)(space, trials, args.seed)
 
 
-def _cost(search: Tuner, nodes: int, args: argparse.Namespace) -> str:
+def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> str:
     """The space, and what is about to be spent."""
+    from frontier_llm.scaling.admission import written
     from frontier_llm.scaling.predict import START_S
     from frontier_llm.units import format_seconds, plural
 
     plans, used = search.space.plans, sum(trial.node_hours for trial in search.trials)
     trial_s = START_S + args.steps * plans[0].step_s
+    left = max(0.0, args.budget_node_hours - used)
     return (
         f"{plural(len(plans), 'layout')} of {search.space.legal} that fit, {format_seconds(plans[0].step_s)} to "
         f"{format_seconds(max(plan.step_s for plan in plans))} per step (predicted)\n"
         f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} while starts are not yet measured, "
-        f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.budget_node_hours:.3g} node-hours are used"
+        f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.budget_node_hours:.3g} node-hours are used\n"
+        f"cost: {plural(nodes, 'node')} for at most {left / nodes * 60:,.0f} minutes of trials, {left:.3g} node-hours\n"
+        f"cost: trials write {written(search.space.config, 0, root)}"
     )
 
 

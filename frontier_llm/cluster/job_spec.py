@@ -11,7 +11,7 @@ from frontier_llm.cluster import run_dir, slurm
 from frontier_llm.cluster.lead import job_lead_s
 from frontier_llm.cluster.rank_env import COMMAND, environ
 from frontier_llm.cluster.sites import Site, load_site
-from frontier_llm.config import RunConfig, load_run
+from frontier_llm.config import RunConfig, load_run, saves_nothing
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
 from frontier_llm.topology import plan_problems
 
@@ -82,7 +82,7 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
     words, flags = split_flags(words)
     words = (words[0], f"machine={site.machine}", *words[1:])  # a run file may have been written for another site
     config = load_run(words[0], words[1:])
-    continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or "requeue"
+    continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or default_continuation(config)
     if continue_with not in ("requeue", "successor", "never"):
         raise FrontierError(f"{continue_with!r} is not requeue, successor or never", where="FRONTIER_LLM_CONTINUE")
     job = BatchJob(
@@ -99,6 +99,11 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
     if problems := plan_problems(config, job.world_size):
         raise LayoutError([*problems, Problem("nodes", f"{job.nodes_needed} x {allocation.tasks_per_node} ranks", "sbatch --nodes=N")])
     return job
+
+
+def default_continuation(config: RunConfig) -> str:
+    """`requeue`, or `never` for a run that saves nothing: a further job would begin at the first step again."""
+    return "never" if saves_nothing(config.train) else "requeue"
 
 
 def spare_nodes(allocation: slurm.Allocation) -> int:

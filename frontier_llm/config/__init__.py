@@ -3,6 +3,7 @@
 from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run
 from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
 from frontier_llm.config.phases import RunPhase, consumed, phase_at, phases_of, steps_of_tokens
+from frontier_llm.config.saves import saves_between, saves_nothing
 from frontier_llm.config.schema import (
     OUTPUT_Z,
     RECOMPUTE,
@@ -53,6 +54,8 @@ __all__ = [
     "phase_note",
     "phases_of",
     "recompute_modes",
+    "saves_between",
+    "saves_nothing",
     "steps_of_tokens",
     "warmup_note",
 ]

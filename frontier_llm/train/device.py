@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,13 +15,14 @@ from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import FrontierError
 from frontier_llm.failpoints import hit
-from frontier_llm.libraries import DIRECTORY
+from frontier_llm.libraries import libraries_digest
 from frontier_llm.machine import fp16_note, load_machine
 from frontier_llm.machine.env import Vendor
 from frontier_llm.machine.precision import FLUSHING
 from frontier_llm.machine.schema import Device
 from frontier_llm.ops.driver import architecture_of_device
-from frontier_llm.ops.manifest import GPU_DIR
+from frontier_llm.ops.manifest import manifest_digest
+from frontier_llm.train.installed import torch_facts
 
 VENDOR_NAMES: dict[Vendor, str] = {"amd": "AMD", "nvidia": "NVIDIA"}
 _BUILDS: dict[Vendor, str] = {"amd": "ROCm", "nvidia": "CUDA"}  # of torch, for the GPUs of each vendor
@@ -63,7 +63,12 @@ def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -
         error = FrontierError(f"the GPU of this rank on {node_name()} cannot be used: {fact}", fix, "train.device")
     expected = load_machine(config.machine).device.architecture or ""
     architecture = expected if device is None else fact
-    facts = {"device": fact, "torch": torch_build(), "kernels": _kernels_digest(architecture), "libraries": _libraries_digest()}
+    facts = {
+        "device": fact,
+        "torch": torch_facts().describe(),
+        "kernels": manifest_digest(architecture)[:16] or "none",
+        "libraries": libraries_digest()[:16],
+    }
     return Found(device, facts, error)
 
 
@@ -82,7 +87,7 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
             return torch.device("cpu")
         raise DeviceError(
             "no GPU",
-            f"{torch_build()} on {node_name()} sees no GPU; {_expectation(config, expected)}",
+            f"{torch_facts().describe()} on {node_name()} sees no GPU; {_expectation(config, expected)}",
             "check the modules, the container and ROCR_VISIBLE_DEVICES; train.device=cpu computes on CPUs without any check",
         )
     visible = torch.cuda.device_count()
@@ -109,21 +114,14 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
     return torch.device("cuda", index)
 
 
-def torch_build() -> str:
-    """'torch 2.10.0+rocm7.0 (ROCm 7.0.51831)', '… (CUDA 12.8)' or '… (CPU only)'."""
-    hip, cuda = torch.version.hip, torch.version.cuda
-    kind = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "CPU only"
-    return f"torch {torch.__version__} ({kind})"
-
-
 def _check_build(config: RunConfig, expected: Device) -> None:
     """Raise DeviceError if this torch cannot use GPUs of the expected vendor."""
-    built_for: Vendor = "amd" if torch.version.hip else "nvidia" if torch.version.cuda else "none"
-    if expected.vendor in ("none", built_for):
+    build = torch_facts()
+    if expected.vendor in ("none", build.vendor):
         return
     raise DeviceError(
         "torch of another vendor",
-        f"{torch_build()} on {node_name()} cannot use {VENDOR_NAMES[expected.vendor]} GPUs; {_expectation(config, expected)}",
+        f"{build.describe()} on {node_name()} cannot use {VENDOR_NAMES[expected.vendor]} GPUs; {_expectation(config, expected)}",
         f"install the {_BUILDS[expected.vendor]} build of torch (docs/frontier.md), or point FRONTIER_LLM_PYTHON at the Python that has it; "
         "on a computer that is not this machine: machine=local; train.device=cpu computes on CPUs without any check",
     )
@@ -161,17 +159,3 @@ def _take_gpu(place: RankEnv, folder: Path, properties: Any) -> None:
             "let each rank see its own (srun --gpus-per-task=1), or all of a node's (unset ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)",
         ) from error
     _LOCKS[path] = lock
-
-
-def _kernels_digest(architecture: str) -> str:
-    """Digest of the manifest of an architecture's prebuilt kernels; 'none' if there is none."""
-    path = GPU_DIR / architecture / "manifest.json"
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "none"
-
-
-def _libraries_digest() -> str:
-    """Digest of the C++ libraries that were built ahead of time."""
-    digest = hashlib.sha256()
-    for path in sorted(DIRECTORY.glob("*.so")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]

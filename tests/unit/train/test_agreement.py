@@ -14,7 +14,7 @@ from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.failure import Evidence, Failure
 from frontier_llm.train.agreement import Report, agree, judge
 
-ROCM7, ROCM6 = "torch 2.10.0 (ROCm 7.0)", "torch 2.10.0 (ROCm 6.4)"
+ROCM7, ROCM6 = "torch 2.10.0 for ROCm 7.0", "torch 2.10.0 for ROCm 6.4"
 DEAD = "torch sees no GPU\n    fix: check the modules"
 
 
@@ -40,7 +40,7 @@ def test_ranks_that_found_the_same_agree() -> None:
         ([ROCM7, ROCM6, ROCM6, ROCM7, ROCM7], "node failure", 2, ("n1", "n2")),
         ([ROCM7, ROCM6], "refused", 2, ()),  # a tie: half of the hosts is not fewer than half
         ([ROCM7, ROCM6, ROCM7, ROCM6], "refused", 2, ()),
-        ([ROCM7, ROCM6, "torch 2.9.0 (ROCm 6.4)", "torch 2.9.1 (ROCm 6.4)"], "refused", 2, ()),  # no majority
+        ([ROCM7, ROCM6, "torch 2.9.0 for ROCm 6.4", "torch 2.9.1 for ROCm 6.4"], "refused", 2, ()),  # no majority
         ([ROCM7, DEAD, ROCM7], "node failure", 2, ("n1",)),
         ([ROCM7, DEAD], "refused", 2, ()),
         ([DEAD, DEAD, ROCM7], "refused", 0, ()),  # what most hosts have is an error: other nodes would not help

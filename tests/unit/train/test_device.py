@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from frontier_llm import libraries
 from frontier_llm.cluster.job_secret import VARIABLE
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.config.load import find_file
 from frontier_llm.errors import FrontierError
+from frontier_llm.ops import manifest
 from frontier_llm.train import device, join
 from frontier_llm.train.device import DeviceError, choose_device, find_device
 from tests.harness.gpus import pretend_gpus, pretend_torch
@@ -33,11 +35,11 @@ def run(*words: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("machine", "torch_for", "build", "expected"),
     [
-        ("frontier", "none", "torch 2.10.0 (CPU only)", "an AMD GPU (gfx90a) on machine=frontier"),
-        ("frontier", "nvidia", "torch 2.10.0 (CUDA 12.8)", "an AMD GPU (gfx90a) on machine=frontier"),
-        ("mi300x", "none", "torch 2.10.0 (CPU only)", "an AMD GPU (gfx942) on machine=mi300x"),
-        ("h200", "amd", "torch 2.10.0 (ROCm 7.0)", "an NVIDIA GPU (sm_90) on machine=h200"),
-        ("selene", "none", "torch 2.10.0 (CPU only)", "an NVIDIA GPU (sm_80) on machine=selene"),
+        ("frontier", "none", "torch 2.10.0 for CPUs", "an AMD GPU (gfx90a) on machine=frontier"),
+        ("frontier", "nvidia", "torch 2.10.0 for CUDA 12.8", "an AMD GPU (gfx90a) on machine=frontier"),
+        ("mi300x", "none", "torch 2.10.0 for CPUs", "an AMD GPU (gfx942) on machine=mi300x"),
+        ("h200", "amd", "torch 2.10.0 for ROCm 7.0", "an NVIDIA GPU (sm_90) on machine=h200"),
+        ("selene", "none", "torch 2.10.0 for CPUs", "an NVIDIA GPU (sm_80) on machine=selene"),
     ],
 )
 def test_a_torch_of_another_vendor_is_refused(
@@ -72,7 +74,7 @@ def test_a_gpu_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_no_gpu_is_refused_where_one_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, count=0)
-    expected = re.escape(f"torch 2.10.0 (ROCm 7.0) on {node_name()} sees no GPU; train.device=auto means an AMD GPU (gfx90a)")
+    expected = re.escape(f"torch 2.10.0 for ROCm 7.0 on {node_name()} sees no GPU; train.device=auto means an AMD GPU (gfx90a)")
     with pytest.raises(DeviceError, match=expected):
         choose_device(run("machine=frontier"), place(), None)
     with pytest.raises(DeviceError, match=r"sees no GPU; train\.device=cuda needs one"):
@@ -115,16 +117,16 @@ def test_a_gpu_that_does_not_compute_is_an_error_of_this_rank(monkeypatch: pytes
 
 def test_facts_tell_torches_kernels_and_libraries_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend_gpus(monkeypatch)
-    monkeypatch.setattr(device, "GPU_DIR", tmp_path)
-    monkeypatch.setattr(device, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(manifest, "GPU_DIR", tmp_path)
+    monkeypatch.setattr(libraries, "DIRECTORY", tmp_path)
     seen = [find_device(run("machine=frontier"), place(rank), None).facts for rank in range(2)]
     assert seen[0] == seen[1] and seen[0]["kernels"] == "none"
     (tmp_path / "gfx90a").mkdir()
     for change in (
         lambda: (tmp_path / "gfx90a" / "manifest.json").write_text("{}"),
         lambda: (tmp_path / "gfx90a" / "manifest.json").write_text("[]"),
-        lambda: (tmp_path / "libx.so").write_bytes(b"1"),
-        lambda: (tmp_path / "libx.so").write_bytes(b"2"),
+        lambda: (tmp_path / libraries.TORCH_OPS).write_bytes(b"1"),
+        lambda: (tmp_path / libraries.TORCH_OPS).write_bytes(b"2"),
         lambda: pretend_torch(monkeypatch, "amd", "2.10.1"),
     ):
         change()
