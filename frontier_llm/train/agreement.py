@@ -20,7 +20,7 @@ from frontier_llm import log
 from frontier_llm.cluster import hostlist
 from frontier_llm.errors import FrontierError, Problem, RankFailure
 from frontier_llm.failure import Evidence, Failure
-from frontier_llm.units import plural
+from frontier_llm.units import plural, strict_json
 
 AGREED = "agreed"
 LINGER_S = 3.0  # of rank 0, whose process may hold the store, until the other ranks have read the verdict
@@ -30,7 +30,7 @@ _FIX = "\n    fix: "  # as Problem writes it
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What one rank has found on its host."""
 
     host: str
@@ -39,10 +39,10 @@ class Report:
 
     def to_json(self) -> str:
         """For the store."""
-        return json.dumps(asdict(self))
+        return strict_json(asdict(self), indent=None)
 
 
-def agree(store: dist.Store, rank: int, world_size: int, report: Report, record: Callable[[Failure], None], timeout_s: float) -> None:
+def agree(store: dist.Store, rank: int, world_size: int, report: RankReport, record: Callable[[Failure], None], timeout_s: float) -> None:
     """Return if all ranks have reported the same facts and no error.
 
     Otherwise every rank raises: RankFailure for a fault of some nodes or missing ranks, FrontierError for a refusal. Rank 0 calls `record` first.
@@ -75,13 +75,13 @@ def raise_failure(failure: Failure) -> NoReturn:
     raise RankFailure(what, fix)
 
 
-def judge(reports: Sequence[Report]) -> Failure | None:
+def judge(reports: Sequence[RankReport]) -> Failure | None:
     """None if the reports of all ranks, in their order, are alike and without errors.
 
     The expected facts are those of most hosts whose ranks are alike; with equally many hosts, those of the lower rank. If fewer than half of
     the hosts differ from them, it is a fault of those nodes, which `excluded_hosts` names. Otherwise it is a refusal.
     """
-    by_host: dict[str, list[Report]] = {}
+    by_host: dict[str, list[RankReport]] = {}
     for report in reports:
         by_host.setdefault(report.host, []).append(report)
     uniform = [own[0] for own in by_host.values() if all(_identity(report) == _identity(own[0]) for report in own)]
@@ -113,11 +113,11 @@ def judge(reports: Sequence[Report]) -> Failure | None:
     )
 
 
-def _identity(report: Report) -> tuple[tuple[tuple[str, str], ...], bool]:
+def _identity(report: RankReport) -> tuple[tuple[tuple[str, str], ...], bool]:
     return tuple(sorted(report.facts.items())), bool(report.error)
 
 
-def _explain(rank: int, told: Report, normal: Report) -> Problem:
+def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
     """What is wrong with a rank that has an error, or other facts than `normal`."""
     if told.error:
         what, _, fix = told.error.partition(_FIX)
@@ -144,7 +144,7 @@ def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | 
         what = f"{len(missing)} of {world_size} ranks did not start within {timeout_s:g} s: {hostlist.compress(map(str, missing))}"
         problem = Problem("", what, "read the logs of these ranks; raise train.timeout_s if they are merely slow")
         return Failure(what, Evidence.NOTICES, rank=missing[0], section="start", message=tuple(str(problem).splitlines()))
-    return judge([Report(**json.loads(text)) for text in store.multi_get(keys)])
+    return judge([RankReport(**json.loads(text)) for text in store.multi_get(keys)])
 
 
 def _await_readers(store: dist.Store, count: int) -> None:

@@ -28,7 +28,7 @@ from frontier_llm.failure import Failure, write_failure
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
 from frontier_llm.topology import ParallelPlan, in_flight, make_plan
-from frontier_llm.train.agreement import Report, agree, judge
+from frontier_llm.train.agreement import RankReport, agree, judge
 from frontier_llm.train.build import TrainState, build_state
 from frontier_llm.train.device import Found, find_device
 from frontier_llm.train.host_memory import keep_freed_memory
@@ -151,7 +151,7 @@ def _record_failed_start(run_dir: Path, failure: Failure) -> None:
 def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found, recorded: bool) -> Mesh:
     """The mesh of all ranks, after they have agreed. Raises FrontierError if they have not."""
     alone = job is None or job.place.world_size == 1
-    report = Report(node_name(), found.facts, "" if found.error is None else str(found.error))
+    report = RankReport(node_name(), found.facts, "" if found.error is None else str(found.error))
     run_dir = Path(config.train.run_dir)
 
     def record(failure: Failure) -> None:

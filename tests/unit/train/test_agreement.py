@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.failure import Evidence, Failure
-from frontier_llm.train.agreement import Report, agree, judge
+from frontier_llm.train.agreement import RankReport, agree, judge
 
 ROCM7, ROCM6 = "torch 2.10.0 for ROCm 7.0", "torch 2.10.0 for ROCm 6.4"
 DEAD = "torch sees no GPU\n    fix: check the modules"
 
 
-def reports(hosts: dict[str, str], per_host: int = 2) -> list[Report]:
+def reports(hosts: dict[str, str], per_host: int = 2) -> list[RankReport]:
     """Reports of `per_host` ranks on each host: host → torch build, or an error."""
     made = []
     for host, found in hosts.items():
         error = found if found == DEAD else ""
         facts = {"device": "no GPU" if error else "gfx90a", "torch": ROCM7 if error else found}
-        made += [Report(host, facts, error)] * per_host
+        made += [RankReport(host, facts, error)] * per_host
     return made
 
 
@@ -96,13 +96,13 @@ class CountingStore:
         return call
 
 
-def ends(found: list[Report | None], timeout_s: float = 20.0) -> tuple[list[BaseException | None], list[Failure], list[int]]:
+def ends(found: list[RankReport | None], timeout_s: float = 20.0) -> tuple[list[BaseException | None], list[Failure], list[int]]:
     """How each rank's call of `agree` ends, what rank 0 records, and each rank's requests. None: the rank does not come."""
     store, recorded = dist.HashStore(), list[Failure]()
     outcomes: list[BaseException | None] = [None] * len(found)
     stores = [CountingStore(store) for _ in found]
 
-    def rank(number: int, report: Report) -> None:
+    def rank(number: int, report: RankReport) -> None:
         try:
             agree(stores[number], number, len(found), report, recorded.append, timeout_s)  # type: ignore[arg-type]
         except BaseException as error:
@@ -137,7 +137,7 @@ def test_all_ranks_end_at_once_with_the_same_cause(hosts: list[str], error: type
 
 
 def test_ranks_that_do_not_come_are_named_on_all_others() -> None:
-    found: list[Report | None] = list(reports(dict.fromkeys("abc", ROCM7)))
+    found: list[RankReport | None] = list(reports(dict.fromkeys("abc", ROCM7)))
     found[3] = found[4] = None
     outcomes, recorded, _ = ends(found, timeout_s=0.5)
     assert [type(outcome) for outcome in outcomes] == [RankFailure] * 3 + [type(None)] * 2 + [RankFailure]
