@@ -15,7 +15,7 @@ import yaml
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.layout import run_keys
 from frontier_llm.cluster.sbatch import PRODUCTION
-from frontier_llm.config import CommConfig, ParallelConfig, PrecisionConfig, available, consumed, load_model, load_run, phases_of
+from frontier_llm.config import CommConfig, ParallelConfig, PrecisionConfig, available, load_model, load_run, phases_of, planned_tokens
 from frontier_llm.files import write_atomically
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical
@@ -119,7 +119,7 @@ def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates:
 def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[str, Any]:
     """The choice, and the steps that its batch needs for the run's tokens or for those asked for."""
     base = load_run(str(request.run))
-    tokens = request.tokens or consumed(phases_of(base), base.train.steps)[1]
+    tokens = request.tokens or planned_tokens(phases_of(base))
     # phases count their own steps
     steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
     return {**choice, "train": {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}}

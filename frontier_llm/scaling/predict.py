@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frontier_llm.config import RunConfig, phases_of
+from frontier_llm.config import RunConfig, phases_of, planned_tokens
 from frontier_llm.costs.experts import run_layout
 from frontier_llm.errors import Problem
 from frontier_llm.machine import Rates, load_machine, rates
@@ -42,7 +42,7 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
     plans = [_simulated(phase.config, devices, numbers) for phase in phases]
     fullest = max(plans, key=lambda plan: plan.peak_bytes)
     seconds = sum(phase.steps * plan.step_s for phase, plan in zip(phases, plans, strict=True))
-    tokens = sum(phase.steps * phase.tokens_per_step for phase in phases)
+    tokens = planned_tokens(phases)
     return PointPrediction(seconds / phases[-1].end, tokens / seconds, fullest.peak_bytes, fullest.limit_bytes, machine)
 
 
