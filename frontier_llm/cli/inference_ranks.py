@@ -65,6 +65,6 @@ def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[t
 
     place = discover()
     run = inference_run(opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device, args.expert)
-    with joined(run, place) as (plan, mesh, device):
+    with joined(run, place, recorded=False) as (plan, mesh, device):
         model = build_inference_model(opened.source, plan, mesh, device, args.dtype or opened.dtype, OpsConfig())
         yield model, mesh.world.rank == 0
