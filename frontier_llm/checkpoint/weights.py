@@ -29,7 +29,7 @@ from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, Sa
 from frontier_llm.checkpoint.save import build_manifest, writing
 from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, read_and_hash, shard_layout, verify
 from frontier_llm.checkpoint.source import WeightSource
-from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of
+from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of, resolved
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import created, write_all
 from frontier_llm.optim import initial_loss_scale
@@ -68,7 +68,10 @@ class CheckpointWeights:
     def config(self) -> RunConfig:
         """The run's, as of the phase whose step was the last before this checkpoint. Raises ConfigError for one that this version cannot read."""
         run = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
-        return phase_at(phases_of(run), max(0, self.manifest.progress.step - 1)).config
+        progress = self.manifest.progress
+        if progress.position is not None:
+            run = resolved(run, progress.position.steps_done)
+        return phase_at(phases_of(run), max(0, progress.step - 1)).config
 
     @property
     def model(self) -> ModelConfig:
