@@ -6,6 +6,7 @@ keys that choose how the same mathematics is computed (layout, precision, kernel
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from frontier_llm.blueprint import model_parameters
 from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import ModelConfig, RunConfig, Stretches, in_steps, phases_of
+from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.data.blend import whole_weights
 from frontier_llm.errors import CheckpointError, Problem, suggest
 from frontier_llm.optim.lr_schedule import decay_begin
@@ -36,7 +38,7 @@ _HARMLESS = (
     "guard.recompute_interval",
     "guard.max_skips_in_row",
 )
-_SILENT = ("train.run_dir", "train.log_interval", "train.tensorboard", "train.peak_tflops")
+_SILENT = ("plugins", "train.run_dir", "train.log_interval", "train.tensorboard", "train.peak_tflops")
 _ABSENT = "(absent)"
 
 
@@ -196,6 +198,19 @@ def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bo
     ]
 
 
+def plugin_changes(saved: Sequence[PluginRecord], current: Sequence[PluginRecord], begun: bool = True) -> list[Change]:
+    """One change if other plugins are imported than before, or their code has changed. Their paths and order do not matter.
+
+    Plugins without a recorded digest are compared by their names.
+    """
+    has_digests = all(plugin.sha256 for plugin in (*saved, *current))
+    before, after = (Counter(plugin.sha256 if has_digests else plugin.short_name for plugin in plugins) for plugins in (saved, current))
+    if before == after:
+        return []
+    was, now = (", ".join(sorted(map(str, plugins))) or "none" for plugins in (saved, current))
+    return [Change("plugins", was, now, begun, "a plugin is code that may change any part of the run")]
+
+
 def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> list[Change]:
     """Versions, code commit, device: shown, never refused."""
     return [
@@ -206,15 +221,21 @@ def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) ->
 
 
 def allowed_changes(
-    saved: Manifest, config: Mapping[str, Any], data: Mapping[str, str], allowed: Collection[str], where: str
+    saved: Manifest,
+    config: Mapping[str, Any],
+    data: Mapping[str, str],
+    plugins: Sequence[PluginRecord],
+    allowed: Collection[str],
+    where: str,
 ) -> list[Change]:
-    """What is other in configuration and data than in a checkpoint that a run goes on from. Raises CheckpointError as `check_allowed`."""
+    """Changes of configuration, data and plugins since a checkpoint that a run goes on from. Raises CheckpointError as `check_allowed`."""
     progress = saved.progress
     begun = progress.consumed_samples > 0
     done = progress.position.steps_done if progress.position is not None else ()
     before = with_defaults(saved.config)
     changes = config_changes(before, config, begun, progress.step, saved_data=saved.data, data=data, done=done)
     changes += data_changes(saved.data, data, begun)
+    changes += plugin_changes(saved.known_plugins, plugins, begun)
     check_allowed(changes, allowed, where)
     return changes
 

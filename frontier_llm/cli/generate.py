@@ -69,7 +69,7 @@ def _generate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.text import complete
 
     prompts, sampling = _prompts(args), _sampling(args)
-    opened = open_model(args.model)
+    opened = open_model(args.model, plugins=args.plugin)
     tokenizer = open_tokenizer(opened, args.tokenizer)  # a missing one is refused before the weights are read
     with inference_model(args, opened) as (model, prints):
         if model.mesh.dp.size > 1:

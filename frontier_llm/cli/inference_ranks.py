@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import as_typed, option, positive
+from frontier_llm.cli.arguments import PLUGIN, as_typed, option, positive
 
 if TYPE_CHECKING:
     from frontier_llm.inference.model import InferenceModel
@@ -20,6 +20,7 @@ _FLAGS = {"parallel.tensor": "--tensor", "parallel.pipeline": "--pipeline", "par
 
 
 MODEL_OPTIONS = (
+    PLUGIN,
     option("model", metavar="MODEL", help="a run directory, one of its checkpoints, or a Hugging Face directory"),
     option("--tokenizer", help="a .model or tokenizer.json file, its directory, or `bytes` (default: the run's own)"),
     option("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="working precision (default: the run's; fp32 for others)"),
@@ -46,7 +47,8 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
         from frontier_llm.inference.model import inference_plan
         from frontier_llm.inference.open import open_model
 
-        inference_plan(open_model(args.model).source.model, args.tensor, args.pipeline, world_size, args.expert)
+        model = open_model(args.model, plugins=args.plugin).source.model
+        inference_plan(model, args.tensor, args.pipeline, world_size, args.expert)
     from frontier_llm.cluster.local import run_local_ranks
 
     with TemporaryDirectory(prefix="frontier-llm-") as logs:
@@ -63,6 +65,6 @@ def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[t
 
     place = discover()
     run = inference_run(opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device, args.expert)
-    with joined(run, place) as (plan, mesh, device):
+    with joined(run, place, recorded=False) as (plan, mesh, device):
         model = build_inference_model(opened.source, plan, mesh, device, args.dtype or opened.dtype, OpsConfig())
         yield model, mesh.world.rank == 0

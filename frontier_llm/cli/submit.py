@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, run_options, show
+from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, positive_amount, run_options, show
 
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         choices=("requeue", "successor", "never"),
         help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue; never if the run saves nothing)",
     ),
-    option("--max-node-hours", type=float, metavar="H", help="save and end when all jobs of the run together have used so many"),
+    option("--max-node-hours", type=positive_amount, metavar="H", help="save and end when all jobs of the run together have used so many"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     *RESUME,

@@ -6,6 +6,7 @@ import argparse
 import signal
 from pathlib import Path
 
+from frontier_llm import log
 from frontier_llm.cli.arguments import RESUME, command, option, run_options
 from frontier_llm.cli.checks import check, check_resume, check_start
 from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
@@ -49,6 +50,8 @@ def _run(args: argparse.Namespace) -> int:
     overrides = [*args.overrides, *(["ops.no_jit=true"] if args.no_jit else [])]
     config = load_run(args.run, overrides)
     place = discover()
+    if config.train.device == "cpu" and (place is None or place.rank == 0):
+        log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     if place is not None:
         set_rank_variables(config, place)  # before anything imports torch
     world_size = place.world_size if place else local_world_size(config)

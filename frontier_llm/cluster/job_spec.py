@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +54,13 @@ class BatchJob:
     def max_node_hours(self) -> float | None:
         """What the run may use in all its jobs; None: no limit. Raises FrontierError for something that is no number."""
         text = environ("FRONTIER_LLM_MAX_NODE_HOURS")
-        try:
-            return float(text) if text else None
-        except ValueError:
-            raise FrontierError(f"{text!r} is not a number of node-hours", where="FRONTIER_LLM_MAX_NODE_HOURS") from None
+        if not text:
+            return None
+        with suppress(ValueError):
+            hours = float(text)
+            if math.isfinite(hours) and hours > 0:  # nan would be no limit at all
+                return hours
+        raise FrontierError(f"{text!r} is not a number of node-hours above 0", where="FRONTIER_LLM_MAX_NODE_HOURS")
 
     @property
     def budget_left_s(self) -> float:

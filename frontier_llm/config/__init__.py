@@ -1,7 +1,7 @@
 """What the user asked for: frozen, strict, composed from YAML files and key=value overrides."""
 
 from frontier_llm.config.durations import Stretches, in_steps, resolved
-from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run
+from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run, own_plugins
 from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
 from frontier_llm.config.phases import RunPhase, phase_at, phases_of, planned_tokens
 from frontier_llm.config.saves import saves_between, saves_nothing
@@ -52,6 +52,7 @@ __all__ = [
     "load_run",
     "model_problems",
     "optimizer_problems",
+    "own_plugins",
     "phase_at",
     "phase_note",
     "phases_of",

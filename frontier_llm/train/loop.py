@@ -15,7 +15,7 @@ from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.comm import StragglerWatch, broadcast_json, maximum
-from frontier_llm.config import RunConfig, RunPhase, TrainConfig, dump, phase_at, phases_of, resolved
+from frontier_llm.config import RunConfig, RunPhase, TrainConfig, dump, phase_at, phases_of, plugins, resolved
 from frontier_llm.data.identity import Dataset, datasets_of, wanted
 from frontier_llm.data.loader import Batches, open_batches, open_run_batches
 from frontier_llm.data.summary import news
@@ -277,7 +277,8 @@ class _Session:
             self.metrics.communication()  # for `status` of a run that goes on
 
     def _write_run_files(self) -> None:
-        write_atomically(self.run_dir / "config.yaml", dump(self.config))
+        names = plugins.below(self.config.plugins, self.run_dir)
+        write_atomically(self.run_dir / "config.yaml", dump(self.config.model_copy(update={"plugins": names})))
         write_atomically(self.run_dir / "plan.json", strict_json(asdict(self.state.plan)))
 
 
@@ -315,6 +316,7 @@ def _manager(config: RunConfig, state: TrainState, resume: Resume, datasets: Map
         keep=train.keep_checkpoints,
         keep_every=train.keep_every,
         environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
+        plugins=plugins.records_of(config.plugins) if state.mesh.world.rank == 0 else (),
         datasets=datasets,
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
