@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from frontier_llm.blueprint import model_parameters
 from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.manifest import Manifest
-from frontier_llm.config import ModelConfig, RunConfig, phases_of
+from frontier_llm.config import ModelConfig, RunConfig, Stretches, in_steps, phases_of
 from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.data.blend import whole_weights
 from frontier_llm.errors import CheckpointError, Problem, suggest
@@ -66,14 +66,14 @@ def _ends_with_run(flat: Mapping[str, Any]) -> bool:
     return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
 
 
-def _trained_phases(config: Mapping[str, Any], step: int) -> list[Any]:
+def _trained_phases(config: Mapping[str, Any], step: int, done: Stretches) -> list[Any]:
     """Of each phase that has begun when `step` steps are done: its first step, model, batch and data.
 
     Later phases may change, as train.steps may: nothing of them has been trained.
     """
     if not config.get("train", {}).get("phases"):
         return []
-    begun = [phase for phase in phases_of(RunConfig.model_validate(config)) if phase.first <= step]
+    begun = [phase for phase in phases_of(RunConfig.model_validate(config, context=done)) if phase.first <= step]
     return [(phase.first, *(getattr(phase.config, name) for name in ("model", "batch", "data"))) for phase in begun]
 
 
@@ -155,25 +155,30 @@ def config_changes(
     *,
     saved_data: Mapping[str, str] | None = None,
     data: Mapping[str, str] | None = None,
+    done: Stretches = (),
 ) -> list[Change]:
     """Every key whose value differs, in the current configuration's order.
 
-    `begun` is False before any sample has been trained on; `step` is the number of steps done. `saved_data`, `data`: path → identity.
+    `begun` is False before any sample has been trained on; `step` is the number of steps done, `done` their sizes.
+    `saved_data`, `data`: path → identity.
     """
     before, after = dict(flattened(saved)), dict(flattened(current))
     contents = by_content(saved, saved_data or {}), by_content(current, data or {})
+    # durations in tokens as steps
+    steps_before, steps_after = dict(flattened(in_steps(saved, done))), dict(flattened(in_steps(current, done)))
     same_data = _trained_blend(contents[0]) == _trained_blend(contents[1])
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
-    if begun and _trained_phases(contents[0], step) != _trained_phases(contents[1], step):
+    if begun and _trained_phases(contents[0], step, done) != _trained_phases(contents[1], step, done):
         mathematics += ("train.phases",)
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
-    notes = {"train.steps": _lost_decay(before, after, step), "optimizer.name": "only the weights would be taken"}
+    notes = {"train.steps": _lost_decay(steps_before, steps_after, step), "optimizer.name": "only the weights would be taken"}
     if "train.steps" in mathematics:
         notes["train.steps"] = "the learning rate of every step follows the run's length while optimizer.decay_steps is null"
     changes = []
     for key in keys:
-        if (was := before.get(key, _ABSENT)) != (now := after.get(key, _ABSENT)):
+        was, now = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if was != now and steps_before.get(key, _ABSENT) != steps_after.get(key, _ABSENT):
             counts = _under(key, mathematics) and not _under(key, _HARMLESS) and not (key == "data.train" and same_data)
             if key == "data.seed" and counts:
                 note = "each source keeps the order that the first seed drew for it; --restart-source PATH draws another"
@@ -226,7 +231,9 @@ def allowed_changes(
     """Changes of configuration, data and plugins since a checkpoint that a run goes on from. Raises CheckpointError as `check_allowed`."""
     progress = saved.progress
     begun = progress.consumed_samples > 0
-    changes = config_changes(with_defaults(saved.config), config, begun, progress.step, saved_data=saved.data, data=data)
+    done = progress.position.steps_done if progress.position is not None else ()
+    before = with_defaults(saved.config)
+    changes = config_changes(before, config, begun, progress.step, saved_data=saved.data, data=data, done=done)
     changes += data_changes(saved.data, data, begun)
     changes += plugin_changes(saved.known_plugins, plugins, begun)
     check_allowed(changes, allowed, where)

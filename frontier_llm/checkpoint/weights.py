@@ -30,7 +30,7 @@ from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Dtyp
 from frontier_llm.checkpoint.save import build_manifest, writing
 from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, read_and_hash, shard_layout, verify
 from frontier_llm.checkpoint.source import WeightSource
-from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of
+from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of, resolved
 from frontier_llm.config.plugins import records_of
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import created, write_all
@@ -86,7 +86,10 @@ class CheckpointWeights:
         Raises ConfigError for one that this version cannot read, CheckpointError for one that describes another model than the tensors.
         """
         run = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
-        config = phase_at(phases_of(run), max(0, self.manifest.progress.step - 1)).config
+        progress = self.manifest.progress
+        if progress.position is not None:
+            run = resolved(run, progress.position.steps_done)
+        config = phase_at(phases_of(run), max(0, progress.step - 1)).config
         self._refuse_other_model(config.model)
         return config
 
