@@ -184,6 +184,52 @@ def test_a_dead_node_is_replaced_by_the_spare_and_the_losses_stay(cluster: Local
     assert len(list((tmp_path / "run" / "checkpoints" / "incarnations").glob("*.json"))) == 2
 
 
+# what node n1 would say that has another torch than the others
+OTHER_TORCH_ON_N1 = """
+import os
+if os.environ.get("SLURMD_NODENAME") == "n1":
+    import torch
+    torch.__version__ = "2.9.0"
+"""
+
+
+@scenario(nodes=4)
+def test_a_node_with_another_torch_is_replaced_by_the_spare_and_refused_if_it_is_half_of_the_nodes(
+    cluster: LocalSlurm, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH_ON_N1)
+    words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=6", "train.steps=2")
+    env = {"PYTHONPATH": str(tmp_path), "FRONTIER_LLM_SIGNAL_LEAD_S": "10"}
+    says = "rank 1 on n1 differs from most ranks: torch is torch 2.9.0 for CPUs, elsewhere torch"
+
+    directory = tmp_path / "spare"
+    spare = {**env, "FRONTIER_LLM_SPARE_NODES": "1"}
+    job_id = sbatch(cluster, "train_small.sbatch", directory, "--nodes=4", "--ntasks-per-node=1", words=words, env=spare)
+    job, run, text = cluster.wait_job(job_id, 300), directory / "run", (directory / "job.out").read_text()
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), text
+    made = run_dir.attempts(run)
+    assert [(attempt.cause, attempt.nodes) for attempt in made] == [
+        ("node failure", ("n0", "n1", "n2")),
+        ("finished", ("n0", "n2", "n3")),
+    ], text
+    assert made[0].failed_host == "n1" and says in made[0].detail and run_dir.bad_hosts(run) == ["n1"]
+    assert [step for step, _ in losses(directory)] == [1, 2]
+
+    directory = tmp_path / "without"  # no spare: the other nodes do not suffice, and the node is not tried again
+    job_id = sbatch(cluster, "train_small.sbatch", directory, "--nodes=3", "--ntasks-per-node=1", words=words, env=env)
+    job, text = cluster.wait_job(job_id, 300), (directory / "job.out").read_text()
+    assert job["ExitCode"] == "2:0" and "--exclude=n1" in text, text
+    assert [attempt.cause for attempt in run_dir.attempts(directory / "run")] == ["node failure"]
+
+    directory = tmp_path / "half"
+    options = ("--nodes=2", "--nodelist=n0,n1", "--ntasks-per-node=1")
+    job_id = sbatch(cluster, "train_small.sbatch", directory, *options, words=words, env=env)
+    job, text = cluster.wait_job(job_id, 300), (directory / "job.out").read_text()
+    assert job["ExitCode"] == "2:0" and says in text, text
+    assert [attempt.cause for attempt in run_dir.attempts(directory / "run")] == ["refused"]
+    assert losses(directory) == [] and cluster.queued() == []
+
+
 @pytest.mark.thorough
 @scenario(nodes=2)
 def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:
