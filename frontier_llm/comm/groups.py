@@ -24,7 +24,7 @@ from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import open_channel
-from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store
+from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store, limit_answer_time
 from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.comm.turns import Turns
 from frontier_llm.comm.warm_up import LIMIT_S, first_use, warm_up
@@ -37,7 +37,7 @@ AS_DEFAULT = CommConfig()
 
 
 def connect(rank: int, world_size: int, meeting: Meeting, backend: str, timeout_s: float) -> None:
-    """Join the job's rendezvous: the store in rank 0's process, then the default group.
+    """Join the job's store, then the default group.
 
     Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others are not there
     within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that started them.
@@ -52,6 +52,7 @@ def connect(rank: int, world_size: int, meeting: Meeting, backend: str, timeout_
             dist.init_process_group("mpi", timeout=timeout)
             return
         store = join_store(rank, world_size, meeting, timeout_s)
+        limit_answer_time()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankFailure(
@@ -234,6 +235,7 @@ def build_mesh(
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)
+    limit_answer_time()  # RCCL's groups have connections of their own by now
     return mesh
 
 

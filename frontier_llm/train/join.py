@@ -13,10 +13,11 @@ from typing import Any, TextIO
 import torch
 
 from frontier_llm import log
-from frontier_llm.cluster.job_secret import JobSecret, private_folder
+from frontier_llm.cluster.job_secret import JobSecret, folder_of, private_folder
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import adopt, environ
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
+from frontier_llm.comm.rendezvous import start_store
 from frontier_llm.comm.transport import LOG_VARIABLES, check_transport, read_transport
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.costs.experts import run_layout
@@ -40,6 +41,7 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
     with _known(config, place) as job:
+        _start_store(config, job)
         sockets_forbidden = _set_environment(config, job)
         device = _device(config, job)
         if device.type == "cpu":
@@ -190,16 +192,36 @@ def _by_node(config: RunConfig, place: RankEnv) -> bool:
     return run_layout(config, place.world_size, numbers).expert_nodes > 1
 
 
+def _meeting(config: RunConfig, job: _Job) -> Meeting:
+    place = job.place
+    assert place.master_port is not None
+    return Meeting(
+        place.master_addr,
+        place.master_port,
+        first=place.rank - place.local_rank,
+        per_node=place.local_world_size,
+        secret=job.secret,
+        store="authenticated" if config.comm.store == "authenticated" else "torch",
+        folder=lambda: folder_of(job.secret()),
+    )
+
+
+def _start_store(config: RunConfig, job: _Job | None) -> None:
+    """On rank 0, let the store's process start while this rank prepares its device."""
+    if config.comm.store in ("direct", "node"):
+        log.info(f"comm.store={config.comm.store} is read as auto: torch's TCPStore. comm.store=authenticated is the store of before")
+    if job is not None and job.place.world_size > 1 and config.comm.backend != "mpi":
+        start_store(job.place.rank, job.place.world_size, _meeting(config, job), config.train.timeout_s)
+
+
 def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, device: torch.device) -> Mesh:
     if job is None or job.place.world_size == 1:
         return serial_mesh()
     place = job.place
-    assert place.master_port is not None
     default = "nccl" if device.type == "cuda" else "gloo"
     backend = default if config.comm.backend == "auto" else config.comm.backend
-    relayed, first = config.comm.store == "node", place.rank - place.local_rank
-    meeting = Meeting(place.master_addr, place.master_port, first, place.local_world_size, job.secret, relayed)
     timeout_s = config.train.timeout_s
+    meeting = _meeting(config, job)
     connect(place.rank, place.world_size, meeting, backend, timeout_s)
     return build_mesh(
         plan.grid,
