@@ -10,22 +10,34 @@ from typing import Any
 from frontier_llm.errors import BackendError
 
 DIRECTORY = Path(__file__).resolve().parent / "_native"
+TORCH_OPS = "libfrontier_ops.so"  # loaded by torch, whose version it is built for (ops/native.py)
+# Libraries that are loaded with ctypes. Each lists its functions without arguments and the value that this version of the package expects.
+LIBRARIES: dict[str, dict[str, int]] = {
+    "libgpu_launcher.so": {},
+    "libheartbeat.so": {"fl_heartbeat_abi": 1},
+    "libsample_index.so": {"fl_abi": 2},
+    "libsha256_pair.so": {},
+    "libshm_collectives.so": {"fl_shm_abi": 2},
+    "libstore_server.so": {"fl_store_abi": 1},
+}
 BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
 
 
 def load_library(name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]], answers: Mapping[str, int] | None = None) -> ctypes.CDLL:
-    """A library by its file's name; `functions`: what each returns and takes; `answers`: what functions without arguments must return, its version say.
+    """Load a library by its file name. `functions` maps a name to its result type and argument types.
 
-    Raises BackendError with the build command when it is missing, foreign, or answers otherwise.
+    The values of LIBRARIES and of `answers` are compared with what the library's functions return.
+    Raises BackendError with the build command if the library is missing, does not load, or returns another value.
     """
     path = DIRECTORY / name
+    expected = {**LIBRARIES.get(name, {}), **(answers or {})}
     if not path.exists():
         raise BackendError(f"{name} has not been built", BUILD_COMMAND, str(DIRECTORY))
     try:
         library = ctypes.CDLL(str(path))
-        given = {question: getattr(library, question)() for question in answers or {}}
-        if given != (answers or {}):
-            raise BackendError(f"{name} answers {given}, expected {answers}", f"build it again: {BUILD_COMMAND}", str(DIRECTORY))
+        given = {question: getattr(library, question)() for question in expected}
+        if given != expected:
+            raise BackendError(f"{name} answers {given}, expected {expected}", f"build it again: {BUILD_COMMAND}", str(DIRECTORY))
         for function, (result, arguments) in functions.items():
             getattr(library, function).restype, getattr(library, function).argtypes = result, arguments
     except (OSError, AttributeError) as error:

@@ -8,7 +8,6 @@ set -euo pipefail
 rank="${SLURM_PROCID:-${OMPI_COMM_WORLD_RANK:-${PALS_RANKID:-${PMI_RANK:?no launcher set a rank}}}}"
 here="$(dirname "${BASH_SOURCE[0]}")"
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline # compute nodes reach no internet
 export PYTHONUNBUFFERED=1
 export PYTHONDONTWRITEBYTECODE=1 # or thousands of ranks would write the same .pyc files next to the sources, on the parallel file system

@@ -14,6 +14,7 @@ from frontier_llm.checkpoint import shard as shard_file
 from frontier_llm.checkpoint.drift import Change, allowed_changes, config_changes, data_changes, environment_changes
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.weights import CheckpointWeights
+from frontier_llm.cluster.complete import fault
 from frontier_llm.config import RunConfig
 from frontier_llm.data.identity import identities
 from frontier_llm.errors import CheckpointError, Problem
@@ -29,12 +30,14 @@ def find(path: Path) -> list[Path]:
 
 def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -> None:
     """Raise, before any rank starts, the CheckpointError with which a run in `directory` would refuse to go on as `config`."""
-    for step in folder.complete_steps(directory):
+    for step in folder.named_steps(directory):
         path = directory / folder.step_name(step)
+        if fault(path) is not None:
+            continue  # the run itself reports it and takes the one before
         try:
             saved = folder.read_manifest(path)[0]
         except DamagedCheckpoint:
-            continue  # the run itself reports it and takes the one before
+            continue
         allowed_changes(saved, config.model_dump(mode="json"), identities(config), allowed, str(path))
         return
 

@@ -23,6 +23,7 @@ from frontier_llm.checkpoint import drift, load
 from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
 from frontier_llm.checkpoint.save import Save, Writer
+from frontier_llm.cluster.complete import fault
 from frontier_llm.cluster.holder import Holder, this_process
 from frontier_llm.comm import Mesh, all_gather_json, broadcast_bytes, broadcast_json
 from frontier_llm.config import RunConfig
@@ -164,7 +165,7 @@ class CheckpointManager:
         Damage is reported by file and tensor and the next older checkpoint is tried; with `strict` it is raised instead.
         Raises CheckpointError when no checkpoint is intact, or the newest intact one does not fit the model or the configuration.
         """
-        steps, latest = self._from_rank_0(lambda: [folder.complete_steps(self.directory), folder.read_latest(self.directory)])
+        steps, latest = self._from_rank_0(lambda: [folder.named_steps(self.directory), folder.read_latest(self.directory)])
         damage: list[Problem] = []
         if latest and folder.step_of(self.directory / latest) not in steps:
             damage.append(Problem(str(self.directory / latest), f"is not there, though {folder.LATEST} names it"))
@@ -185,6 +186,7 @@ class CheckpointManager:
         for step in steps:
             path = self.directory / folder.step_name(step)
             try:
+                self._refuse_incomplete(path)
                 return self.load(path)
             except DamagedCheckpoint as error:
                 if strict:
@@ -193,10 +195,19 @@ class CheckpointManager:
                 log.info("\n".join([f"{path.name} is damaged; trying the one before it", *map(str, error.problems)]))
         return None
 
+    def _refuse_incomplete(self, path: Path) -> None:
+        """Rank 0: raise DamagedCheckpoint for what the supervisor and `status` do not take for a complete checkpoint either."""
+
+        def check() -> None:
+            if (problem := fault(path)) is not None:
+                raise DamagedCheckpoint(problem)
+
+        self._from_rank_0(check)
+
     def _at_most(self, step: int) -> list[int]:
         """Steps of the complete checkpoints that are not above `step`, newest first, when nothing is under way any more."""
         self.wait()
-        steps: list[int] = self._from_rank_0(lambda: [old for old in folder.complete_steps(self.directory) if old <= step])
+        steps: list[int] = self._from_rank_0(lambda: [old for old in folder.named_steps(self.directory) if old <= step])
         return steps
 
     def newest_at_most(self, step: int) -> int | None:
@@ -215,7 +226,7 @@ class CheckpointManager:
 
     def _delete_newer(self, step: int) -> None:
         self._note_latest(folder.step_name(step))
-        for newer in folder.complete_steps(self.directory):
+        for newer in folder.named_steps(self.directory):
             if newer > step and self._lock is not None:
                 self._lock.check()
                 folder.delete_checkpoint(self.directory, newer, self.incarnation)

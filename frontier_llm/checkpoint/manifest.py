@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from frontier_llm.blueprint.optimizers import ADAMW, MASTER, STATISTIC
 from frontier_llm.bounds import LIFT, lifted
+from frontier_llm.cluster.complete import MAX_MANIFEST_BYTES
 from frontier_llm.config.fields import first_fault
 from frontier_llm.errors import CheckpointError, Problem, first_of
 
@@ -27,8 +28,7 @@ FORMAT: Final = "frontier_llm checkpoint"
 VERSION: Final = 3  # 2 named no data and no optimizer: it was AdamW; 1 had one sha256 over a whole shard file; both are still read
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # by safetensors' names; checkpoints have the first two
-# the 1T model on 3072 ranks, with 72,087 pieces, needs a twentieth of the bytes and under half of the others
-MAX_MANIFEST_BYTES = 1 << 26
+# the 1T model on 3072 ranks, with 72,087 pieces, needs under half of these
 MAX_MANIFEST_VALUES = 1 << 21  # commas and brackets of the text
 MAX_CORNERS = 1 << 21  # of all pieces; see _coverage_problems
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 20, 1 << 30
@@ -131,11 +131,6 @@ class Manifest(_Record):
     def to_bytes(self) -> bytes:
         """The file's content."""
         return (json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n").encode()
-
-
-def digest_line(content: bytes) -> bytes:
-    """The content of manifest.sha256; `sha256sum --check` reads it."""
-    return f"{hashlib.sha256(content).hexdigest()}  manifest.json\n".encode()
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

@@ -109,7 +109,7 @@ class Writer:
 
     def audit(self) -> None:
         """Read back this rank's share of the newest `keep` checkpoints. Raises DamagedCheckpoint."""
-        steps = folder.complete_steps(self.directory)
+        steps = folder.named_steps(self.directory)
         if not self._doomed(steps):
             return
         for step in steps[: self.keep]:
@@ -123,7 +123,7 @@ class Writer:
         """Rank 0: delete what is older than the newest `keep`, except permanent checkpoints and the best one; a delete that fails is a warning."""
         assert self.lock is not None
         best = folder.read_latest(self.directory, folder.BEST)
-        for step in self._doomed(folder.complete_steps(self.directory)):
+        for step in self._doomed(folder.named_steps(self.directory)):
             if folder.step_name(step) == best:
                 continue
             self.lock.check()

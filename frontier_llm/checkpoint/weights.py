@@ -103,7 +103,7 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
     One tensor at a time is in memory. Raises CheckpointError when the run has a checkpoint already.
     """
     directory = Path(config.train.run_dir) / "checkpoints"
-    steps = folder.complete_steps(directory)
+    steps = folder.named_steps(directory)
     if steps:
         what = f"holds {folder.step_name(steps[0])} already"
         raise CheckpointError(what, where=str(directory), fix="import into a new train.run_dir")

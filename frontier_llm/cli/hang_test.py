@@ -21,6 +21,7 @@ def hang_test(args: argparse.Namespace) -> int:
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
     from frontier_llm.cluster.rank_env import COMMAND, discover, environment, with_this_package
+    from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.config import load_run
     from frontier_llm.errors import LayoutError
     from frontier_llm.measure import hang
@@ -30,6 +31,7 @@ def hang_test(args: argparse.Namespace) -> int:
     if args.mode:
         if place is None:
             return start_local_ranks(config, world_size, args.typed)
+        set_rank_variables(config, place)  # before anything imports torch
         hang.run_steps(config, place, args.times, Path(config.train.run_dir) / "progress")
         return 0
     if place is not None:

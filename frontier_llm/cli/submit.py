@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, run_options, show
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     *RESUME,
-    option("--dry-run", action="store_true", help="show the script and the command, write and queue nothing"),
+    option("--dry-run", action="store_true", help="show the script, the command and what the site lacks; write and queue nothing"),
     JSON,
     about="Queue a run. The job saves before its walltime and continues by itself until its last step, a file STOP in the run "
     "directory, or three attempts without progress; a file SAVE there makes a checkpoint in between. Hosts that failed before are excluded.",
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     ),
 )
 def submit(args: argparse.Namespace) -> int:
-    """Exit code 0 when the job is queued (or the dry run is legal)."""
+    """Exit code 0 if the job is queued, or if a dry run finds nothing wrong; 1 if something is not installed, or not checkable."""
     from frontier_llm import log
     from frontier_llm.cluster import hostlist
     from frontier_llm.cluster import submit as slurm
@@ -71,8 +72,16 @@ def submit(args: argparse.Namespace) -> int:
     log.info(cost_of(request).describe(request.max_node_hours))
     for note in advice(request):
         log.warn(note)
-    show(args, submission.as_dict(), lambda: str(submission.script if args.dry_run else submission.job_id))
-    return 0
+    if not args.dry_run:
+        show(args, submission.as_dict(), lambda: str(submission.job_id))
+        return 0
+    readiness = slurm.readiness(request, submission)
+    for point in readiness.open_points:
+        log.warn(point)
+    for problem in readiness.problems:
+        log.warn(f"submit would refuse this job: {problem}")
+    show(args, {**submission.as_dict(), **asdict(readiness)}, lambda: submission.script)
+    return 1 if readiness.problems else 0
 
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:

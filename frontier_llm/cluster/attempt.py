@@ -23,6 +23,7 @@ from frontier_llm.cluster.holder import take
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.rank_logs import conclusion, first_traceback
+from frontier_llm.cluster.rank_variables import step_variables
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
@@ -148,6 +149,7 @@ def run_step(step: JobStep) -> Outcome:
     variables = {
         # the allocation survives a dead node, the step must not: its peers would only wait
         **{name: value for name, value in environment().items() if name != "SLURM_NO_KILL"},
+        **step_variables(step.job.config, len(step.nodes), step.job.site, step.job.allocation.cpus_per_task),
         **step.variables,
         "MASTER_ADDR": master_address(step),
         "FRONTIER_LLM_LOG_DIR": str(step.log_dir),

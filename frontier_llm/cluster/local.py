@@ -28,10 +28,11 @@ from frontier_llm.cluster.job_secret import VARIABLE, folder_of, new_secret
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import COMMAND, with_this_package
 from frontier_llm.cluster.rank_logs import failure_lines
+from frontier_llm.cluster.rank_variables import ORIGINS
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure, write_failure
-from frontier_llm.units import printable
+from frontier_llm.units import printable, strict_json
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -57,16 +58,21 @@ class RankExit:
         return f"rank {self.rank} on {self.host}: {self.how}"
 
 
-def rank_variables(rank: int, num_ranks: int, port: int, threads: int) -> dict[str, str]:
+def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """What `rank_env.discover` reads in a rank started here."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
     return {
         **{name: str(value) for name, value in names.items()},
         "FRONTIER_LLM_LAUNCHER": "local",
         "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def thread_variables(num_ranks: int) -> dict[str, str]:
+    """Share this computer's cores among its ranks. An exported OMP_NUM_THREADS wins over this."""
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    return {"OMP_NUM_THREADS": str(threads), ORIGINS: strict_json({"OMP_NUM_THREADS": "frontier_llm/cluster/local.py"}, indent=None)}
 
 
 def run_local_ranks(
@@ -137,13 +143,16 @@ class _Ranks:
         return first.exit_code
 
     def _start(self) -> None:
-        port, threads = free_port(), max(1, (os.cpu_count() or 1) // self.num_ranks)
+        port = free_port()
+        variables = with_this_package(self.env)
+        if "OMP_NUM_THREADS" not in variables:
+            variables.update(thread_variables(self.num_ranks))
         for rank in range(self.num_ranks):
             log = (self.log_dir / f"rank_{rank}.log").open("wb", buffering=0)
             piped = rank == 0
             process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
                 self.command,
-                env={**with_this_package(self.env), **rank_variables(rank, self.num_ranks, port, threads), VARIABLE: self.secret},
+                env={**variables, **rank_variables(rank, self.num_ranks, port), VARIABLE: self.secret},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
                 stderr=subprocess.PIPE if piped else subprocess.STDOUT,

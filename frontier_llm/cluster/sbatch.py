@@ -181,7 +181,7 @@ def render_site(site: Site) -> str:
         f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.",
         "# shellcheck shell=bash disable=SC2034",
         *(f"module use {shlex.quote(path)}" for path in site.module_paths),
-        *(f"module load {shlex.quote(module)}" for module in site.modules),
+        *(_module_load(module) for module in site.modules),
         *(
             ['FRONTIER_LLM_FROM_MODULES="$(export -p)" # launch/job.sh: what is so now was not exported by the user']
             if site.modules
@@ -197,6 +197,12 @@ def render_site(site: Site) -> str:
             raise ConfigError(f"{site.container!r} is not a plain path", where=f"container of {site.name}")
         lines.append(f'export FRONTIER_LLM_CONTAINER="${{FRONTIER_LLM_CONTAINER:-{site.container}}}"')
     return "\n".join(lines) + "\n"
+
+
+def _module_load(module: str) -> str:
+    """`return`, because a user may source the file in a shell of their own."""
+    message = shlex.quote(f"the module {module} cannot be loaded")
+    return f"module load {shlex.quote(module)} || {{ echo {message} >&2; return 2; }}"
 
 
 def _names(names: Iterable[str], where: str) -> list[str]:

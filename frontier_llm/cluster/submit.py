@@ -8,8 +8,6 @@ RUN_DIR/submissions.jsonl
 
 from __future__ import annotations
 
-import compileall
-import hashlib
 import os
 import shlex
 import sys
@@ -19,18 +17,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster.code import code_digest, snapshot
 from frontier_llm.cluster.holder import jobs
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
-from frontier_llm.cluster.sbatch import JobScript, render, render_site
-from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, root_dir, whole_replicas
+from frontier_llm.cluster.readiness import Readiness, before_the_queue
+from frontier_llm.cluster.sbatch import JobScript, render
+from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, whole_replicas
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import format_seconds, plural
 
-SNAPSHOT = ("launch", "slurm", "configs")
 SCRIPT = "job.sbatch"
 
 
@@ -165,9 +164,15 @@ def prepare(request: JobRequest) -> Submission:
     return Submission(render(job, request.site), sbatch_command(directory, options), directory, variables)
 
 
+def readiness(request: JobRequest, submission: Submission) -> Readiness:
+    """What the site has of what the job needs."""
+    return before_the_queue(request.config, request.site, submission.directory, submission.variables)
+
+
 def submit(request: JobRequest) -> Submission:
     """Check, freeze and queue; the result carries the job's id. Raises FrontierError before anything is queued."""
     submission = prepare(request)
+    readiness(request, submission).refuse()
     _refuse_busy(request)
     directory = submission.directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -210,40 +215,6 @@ def _refuse_busy(request: JobRequest) -> None:
             busy.append(Problem("queue", f"{mine} of your jobs are queued; {request.site.name} takes {limit}", "wait, or scancel some"))
     if busy:
         raise ConfigError(busy)
-
-
-def _job_code(site: Site) -> dict[Path, bytes]:
-    """What a job needs: path in the snapshot -> content; from a checkout, or from an installed package and its share directory.
-
-    With the site as the job will read it: `--site` may have named a file outside of the checkout.
-    """
-    package, sites = Path(__file__).resolve().parents[1], Path("slurm") / "sites"
-    roots = {package.name: package, **{name: root_dir() / name for name in SNAPSHOT}}
-    files = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
-    code = {relative: path.read_bytes() for relative, path in sorted(files.items()) if "__pycache__" not in relative.parts}
-    return code | {sites / f"{site.name}.yaml": dump(site).encode(), sites / f"{site.name}.sh": render_site(site).encode()}
-
-
-def code_digest(site: Site) -> str:
-    """sha256 over names and contents of what a snapshot holds; equal code and site give equal digests."""
-    digest = hashlib.sha256()
-    for relative, content in _job_code(site).items():
-        digest.update(f"{relative}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
-
-
-def snapshot(target: Path, site: Site) -> None:
-    """Copy the code to `target`, unless this very code is there already; appears whole or not at all."""
-    if target.is_dir():
-        return
-    partial = target.with_name(f"{target.name}.tmp{os.getpid()}")
-    for relative, content in _job_code(site).items():
-        (partial / relative).parent.mkdir(parents=True, exist_ok=True)
-        (partial / relative).write_bytes(content)
-        if content.startswith(b"#!"):
-            (partial / relative).chmod(0o755)
-    compileall.compile_dir(partial, quiet=2)  # once, here: ranks read bytecode and write none (launch/rank.sh)
-    partial.rename(target)
 
 
 def describe(request: JobRequest, submission: Submission) -> str:

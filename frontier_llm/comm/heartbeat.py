@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from frontier_llm.libraries import load_library
 
-ABI = 1
 VALIDATE, MAGIC = 0, 0x3C85F7CE  # c10d::detail::QueryType::VALIDATE, validationMagicNumber
 KEY_PREFIX = "/"  # TCPStore's clients put it before each key
 CONNECT_S = 10.0
@@ -34,7 +33,7 @@ def _library() -> ctypes.CDLL:
         "fl_heartbeat_failed": (ctypes.c_int, [sender]),
         "fl_heartbeat_close": (None, [sender]),
     }
-    return load_library("libheartbeat.so", functions, {"fl_heartbeat_abi": ABI})
+    return load_library("libheartbeat.so", functions)
 
 
 class Heartbeats:

@@ -14,8 +14,6 @@ from typing import Any
 
 from frontier_llm.libraries import load_library
 
-ABI = 1
-
 
 @functools.cache
 def _library() -> ctypes.CDLL:
@@ -25,7 +23,7 @@ def _library() -> ctypes.CDLL:
         "fl_store_serve": (None, [store, ctypes.c_int]),
         "fl_store_close": (None, [store]),
     }
-    return load_library("libstore_server.so", functions, {"fl_store_abi": ABI})
+    return load_library("libstore_server.so", functions)
 
 
 class NativeServer:

@@ -17,6 +17,21 @@ def _whole(value: Any) -> Any:
 # bounded, so that no mistyped number makes a search for its divisors or neighbours endless
 PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
+
+# Sizes have bounds of their own. They lie far above any model and machine, so that a mistyped digit is refused at once: a million layers
+# keep the layout's check busy for minutes.
+LayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
+DenseLayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=65_536)]
+HeadCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
+ExpertCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
+Width = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]
+OptionalWidth = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1 << 24)]  # 0: the layer has no such part
+VocabularySize = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=(1 << 31) - 1)]  # token ids are int32
+SequenceLength = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 30)]  # tokens
+GlobalBatch = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]  # sequences
+MicroBatch = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 20)]  # sequences
+Degree = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 20)]  # ranks along an axis of the mesh
+
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 

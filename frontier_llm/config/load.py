@@ -238,7 +238,8 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     if error["type"] == "missing":
         return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
-    rule = _RULES.get(error["type"], error["msg"].removeprefix("Value error, ").replace("Input should", "must")).format(**limits)
+    said = error["msg"].removeprefix("Value error, ").replace("Input should", "must")  # may hold braces of the user's own
+    rule = _RULES[error["type"]].format(**limits) if error["type"] in _RULES else said
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
     value = repr(error["input"])
     return Problem(where, f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}", f"did you mean {near!r}?" if near else "")

@@ -11,8 +11,8 @@ from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.cluster import notes, run_dir, slurm, submit
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.config import RunConfig
-from frontier_llm.data.loader import data_problems
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.machine import fp16_note, load_machine
 from frontier_llm.scaling.predict import START_S, predict
@@ -74,14 +74,17 @@ def cost_of(request: submit.JobRequest) -> Cost:
 
 
 def admit(request: submit.JobRequest) -> submit.JobRequest:
-    """The request with the planner's step time. Raises ConfigError with everything that would fail, or that nobody can have meant."""
+    """The request with the planner's step time. Raises ConfigError with everything that would fail, or that nobody can have meant.
+
+    What is installed at the site, data and run directory are `cluster.readiness`'.
+    """
     devices = request.nodes * request.site.tasks_per_node
     problems = []
     if not plan_problems(request.config, devices):
         predicted = predict(request.config, devices, request.site.machine)
         request = replace(request, expected_step_s=predicted.step_time_s)
         problems = [*predicted.memory_problems(), *synthetic_problems(request.config, cost_of(request))]
-    if problems := [*submit.problems(request), *problems, *data_problems(request.config)]:
+    if problems := [*submit.problems(request), *problems]:
         raise ConfigError(problems)
     return request
 
@@ -134,3 +137,9 @@ def admit_job(job: BatchJob) -> None:
     log.info(replace(cost_of(request), slice_hours=left_s and left_s / 3600, lead_s=job.lead_s).describe(job.max_node_hours))
     for note in advice(request):
         log.warn(note)
+
+
+def admit_start(job: BatchJob) -> None:
+    """All checks of `submit` in the batch shell, before the first srun. Raises FrontierError."""
+    admit_job(job)
+    refuse_unready(job)

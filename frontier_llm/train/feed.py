@@ -54,7 +54,7 @@ class Feed:
         self._reads, self._drops = is_end or source.reset_at_documents, drops
 
     def step(self, step: int) -> Callable[[int], Microbatch]:
-        """The microbatches of a training step by number. Collective over the replicas where documents are masked."""
+        """Return the microbatches of a training step by number. Collective over the replicas if the source masks any target."""
         targets = self.count_targets(step)
 
         def microbatch(index: int) -> Microbatch:
@@ -82,7 +82,7 @@ class Feed:
         )
 
     def count_targets(self, step: int) -> int | Tensor:
-        """Targets of the step's global batch that count in the loss. Collective over the replicas where targets are masked.
+        """Targets of the step's global batch that count in the loss. Collective over the replicas if the source masks any target.
 
         Their number is then on the device, where the loss is divided by it: the host need not wait for the sum over dp and cp.
         """

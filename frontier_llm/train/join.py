@@ -15,17 +15,17 @@ import torch
 from frontier_llm import log
 from frontier_llm.cluster.job_secret import JobSecret, folder_of, private_folder
 from frontier_llm.cluster.launchers import RankEnv
-from frontier_llm.cluster.rank_env import adopt, environ
+from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.rank_variables import environment_name, needs_network_plugin, node_count, set_rank_variables, shards_weights
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
 from frontier_llm.comm.rendezvous import start_store
-from frontier_llm.comm.transport import LOG_VARIABLES, check_transport, read_transport
+from frontier_llm.comm.transport import check_transport, read_transport
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.costs.experts import run_layout
 from frontier_llm.data.loader import open_phase
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine import load_machine, rates
-from frontier_llm.machine.env import MACHINES, ONE_QUEUE, PRIVATE
-from frontier_llm.machine.env import environment as machine_environment
+from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
 from frontier_llm.machine.precision import FLUSHING, fp16_note
 from frontier_llm.topology import ParallelPlan, in_flight, make_plan
 from frontier_llm.train.build import TrainState, build_state
@@ -41,8 +41,8 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
     with _known(config, place) as job:
-        _start_store(config, job)
         sockets_forbidden = _set_environment(config, job)
+        _start_store(config, job)
         device = _device(config, job)
         if device.type == "cpu":
             keep_freed_memory()
@@ -75,7 +75,6 @@ class _Job:
     def __init__(self, config: RunConfig, place: RankEnv) -> None:
         self.place, self.secret = place, JobSecret(place, Path(config.train.run_dir))
         self.folder = private_folder(self.secret.wait(config.train.timeout_s))
-        self.rccl_log = self.folder / f"rccl-{place.rank}.log"
 
 
 @contextmanager
@@ -93,36 +92,23 @@ def _known(config: RunConfig, place: RankEnv | None) -> Iterator[_Job | None]:
 
 
 def _set_environment(config: RunConfig, job: _Job | None) -> bool:
-    """Set what RCCL, libfabric and MIOpen need on this machine before the first of them starts.
+    """Set what RCCL, libfabric and MIOpen need on this machine if the command has not yet, and log each variable with its origin.
 
-    Logged with the reasons; what the user has exported stays, and is said. A launcher's exports (slurm/, launch/) come first.
-    What torch has read already at its import is told to it. Raises ConfigError for a machine whose environment nobody knows. Returns True where collectives must not fall to sockets: between nodes of a machine whose network has a plugin.
+    Raises ConfigError for a machine whose environment is unknown. Returns True if collectives must not use sockets.
     """
     if job is None:
         return False
-    place = job.place
-    machine = Path(config.machine).stem
-    if machine not in MACHINES:  # a file of the user's own
-        machine = load_machine(config.machine).environment
-    nodes = -(-place.world_size // place.local_world_size)
-    fsdp = config.parallel.data_mode == "fsdp"
-    wanted = [variable for variable in machine_environment(machine, nodes, fsdp) if not any(map(environ, variable.also))]
-    if fsdp and environ(ONE_QUEUE) == "1":
-        log.warn(f"{ONE_QUEUE}=1, which you exported, keeps FSDP's gathers behind the compute that they are to overlap: unset it")
-    adopted = adopt({variable.name: variable.value.replace(PRIVATE, str(job.folder)) for variable in wanted})
-    if "OMP_NUM_THREADS" not in adopted:
+    had_threads = environ("OMP_NUM_THREADS") is not None
+    settings = set_rank_variables(config, job.place, job.folder)
+    if not had_threads:  # torch, which reads it, has been imported
         torch.set_num_threads(int(environ("OMP_NUM_THREADS") or 1))
-    reasons = ", ".join(f"{variable.name} ({variable.reason})" for variable in wanted if variable.name not in adopted)
-    log.info(f"environment for {machine} on {plural(nodes, 'node')}: {reasons}")
-    for variable in wanted:
-        if variable.name in adopted:
-            log.info(f"kept {variable.name}={adopted[variable.name]}, which you exported, over {variable.value}: {variable.reason}")
-    # what torch's watchdog dumps before it ends the process goes to the run, not to 3,072 files in the user's home
-    adopt({"TORCH_FR_DUMP_TEMP_FILE": str(Path(config.train.run_dir).resolve() / "logs" / "flight_torch_rank_")})
-    sockets_forbidden = nodes > 1 and any(variable.name == "NCCL_NET" for variable in wanted)
-    if sockets_forbidden and place.local_rank == 0:
-        adopt({**LOG_VARIABLES, "NCCL_DEBUG_FILE": str(job.rccl_log)})
-    return sockets_forbidden
+    nodes = node_count(job.place)
+    log.info(f"variables of the ranks for {environment_name(config.machine)} on {plural(nodes, 'node')}:")
+    for setting in settings:
+        log.info(f"  {setting.describe()}")
+    if shards_weights(config) and environ(ONE_QUEUE) == "1":
+        log.warn(f"{ONE_QUEUE}=1, which you exported, keeps FSDP's gathers behind the compute that they are to overlap: unset it")
+    return needs_network_plugin(config, nodes)
 
 
 def _check_network(mesh: Mesh, job: _Job) -> None:
@@ -130,8 +116,8 @@ def _check_network(mesh: Mesh, job: _Job) -> None:
     barrier(mesh.world)  # makes the communicator whose choice is logged
     if job.place.local_rank != 0:
         return
-    path = Path(environ("NCCL_DEBUG_FILE") or "")
-    if path != job.rccl_log:
+    path = Path(environ(RCCL_LOG) or "")
+    if path.parent != job.folder:
         log.info(f"the network is not checked: RCCL's log goes to {path}, as you exported")
         return
     in_use = read_transport(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")

@@ -25,6 +25,7 @@ from frontier_llm.checkpoint.huggingface import HuggingFaceModel, tokenizer_file
 from frontier_llm.checkpoint.inspect import verify
 from frontier_llm.checkpoint.megatron import MegatronModel, archive
 from frontier_llm.cli.main import main
+from frontier_llm.cluster.complete import digest_line
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import CheckpointError, DataError
 from tests.attacks.fuzz import MOST_GROWTH_KIB
@@ -44,7 +45,7 @@ def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content["config_sha256"] = manifest.config_digest(content["config"])
     data = json.dumps(content).encode()
     (checkpoint / folder.MANIFEST).write_bytes(data)
-    (checkpoint / folder.MANIFEST_DIGEST).write_bytes(manifest.digest_line(data))
+    (checkpoint / folder.MANIFEST_DIGEST).write_bytes(digest_line(data))
 
 
 def overlap(content: dict[str, Any]) -> None:

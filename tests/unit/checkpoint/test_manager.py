@@ -46,7 +46,7 @@ def test_working_precision_may_change(saved: str, loaded: str, tmp_path: Path) -
 def test_keeps_the_newest_and_the_permanent(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=2, keep_every=4)
     run.save(*range(1, 11))
-    assert folder.complete_steps(run.manager.directory) == [10, 9, 8, 4]
+    assert folder.named_steps(run.manager.directory) == [10, 9, 8, 4]
 
 
 def test_prunes_nothing_while_one_that_is_kept_is_damaged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_prunes_nothing_while_one_that_is_kept_is_damaged(tmp_path: Path, capfd:
     run.save(1, 2)
     flip(run.manager.directory / "step_00000002" / "shard_00000.safetensors", 100_000)
     run.save(3)
-    assert folder.complete_steps(run.manager.directory) == [3, 2, 1]
+    assert folder.named_steps(run.manager.directory) == [3, 2, 1]
     assert "nothing is deleted" in capfd.readouterr().err
     flip(run.manager.directory / "step_00000003" / "shard_00000.safetensors", 100_000)
     assert run.manager.load_latest().step == 1
@@ -89,7 +89,7 @@ def test_write_protected_checkpoints_stay(tmp_path: Path, capfd: pytest.CaptureF
     monkeypatch.setattr(folder.os, "access", lambda path, mode: path.name != "step_00000001")  # root may write anywhere
     run = Run(tmp_path)
     run.save(1, 2, 3, 4)
-    assert folder.complete_steps(run.manager.directory) == [4, 3, 1]
+    assert folder.named_steps(run.manager.directory) == [4, 3, 1]
     assert "cannot delete step_00000001: it is write-protected; it stays" in capfd.readouterr().err
 
 
@@ -126,7 +126,7 @@ def test_other_names_are_not_checkpoints(name: str, tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1)
     (run.manager.directory / name).mkdir()
-    assert folder.complete_steps(run.manager.directory) == [1]
+    assert folder.named_steps(run.manager.directory) == [1]
     assert run.manager.load_latest().step == 1
 
 

@@ -11,9 +11,9 @@ import yaml
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.code import code_digest, snapshot
 from frontier_llm.cluster.lead import save_seconds, signal_lead_s
 from frontier_llm.cluster.sites import load_site, root_dir
-from frontier_llm.cluster.submit import code_digest, snapshot
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commands = tmp_path / "bin"
     commands.mkdir()
     log = tmp_path / "calls"
-    answers = {"sbatch": "4711", "squeue": "", "scontrol": "JobId=1 JobState=COMPLETED"}
+    answers = {"sbatch": "4711", "squeue": "", "scontrol": "JobId=1 JobState=COMPLETED\nClusterName = here"}
     for name, answer in answers.items():
         script = commands / name
         script.write_text(
@@ -35,6 +35,16 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SMALL = ["submit", "train_small", "--site", "frontier", "-A", "ABC123"]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> list[str]:
+    """SMALL on the cluster of `fake_slurm`, whose ranks compute on CPUs: what they need is installed there."""
+    content = yaml.safe_load((root_dir() / "slurm" / "sites" / "frontier.yaml").read_text())
+    content |= {"name": "here", "cluster": "here", "machine": "local", "bind": "none", "node_local": str(tmp_path)}
+    content |= {"modules": [], "unset": [], "environment": {}, "run_roots": []}
+    (tmp_path / "here.yaml").write_text(yaml.safe_dump(content))
+    return ["submit", "train_small", "--site", str(tmp_path / "here.yaml"), "-A", "ABC123"]
 
 
 def test_everything_wrong_is_said_before_sbatch_is_called(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,15 +70,17 @@ def test_dry_run_writes_and_queues_nothing(fake_slurm: Path, tmp_path: Path, cap
     assert main([*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("#!/bin/bash") and "#SBATCH --time=02:00:00" in out
-    assert fake_slurm.read_text() == "" and not (tmp_path / "r").exists()
+    assert fake_slurm.read_text() == "scontrol show config \n" and not (tmp_path / "r").exists()
 
 
-def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_submission_freezes_code_and_configuration(
+    fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = tmp_path / "a run"
     run_dir.add_bad_hosts(directory, ["n3"])
     run_dir.distrust(directory, ["n6"])
     assert (
-        main([*SMALL, "--nodes", "1", "--spares", "1", "--exclude", "n[4-5]", "--json", f"train.run_dir={directory}", "train.steps=7"]) == 0
+        main([*here, "--nodes", "1", "--spares", "1", "--exclude", "n[4-5]", "--json", f"train.run_dir={directory}", "train.steps=7"]) == 0
     )
     made = json.loads(capsys.readouterr().out)
     assert made["job_id"] == "4711"
@@ -76,7 +88,10 @@ def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path:
     assert "sbatch --parsable" in fake_slurm.read_text()
     assert made["variables"]["FRONTIER_LLM_PYTHON"] == sys.executable  # not the python3 of the site's modules
     code = Path(made["variables"]["FRONTIER_LLM_ROOT"])
-    assert code.name == f"code-{code_digest(load_site('frontier'))[:12]}" and (code / "launch" / "job.sh").stat().st_mode & stat.S_IXUSR
+    assert (
+        code.name == f"code-{code_digest(load_site(str(tmp_path / 'here.yaml')))[:12]}"
+        and (code / "launch" / "job.sh").stat().st_mode & stat.S_IXUSR
+    )
     assert (code / "frontier_llm" / "cluster" / "submit.py").is_file()
     script = (directory / "job.sbatch").read_text()
     assert "#SBATCH --nodes=2" in script and f"'{directory}/run.yaml'" in script
@@ -179,9 +194,9 @@ def test_overrides_without_equals_are_explained(capsys: pytest.CaptureFixture[st
     assert "not of the form key=value" in capsys.readouterr().err
 
 
-def test_a_token_target_becomes_steps(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_target_becomes_steps(fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "run"
-    words = [*SMALL, "--nodes", "1", "--until-tokens", "1M", "--allow-change", "train.steps", f"train.run_dir={directory}"]
+    words = [*here, "--nodes", "1", "--until-tokens", "1M", "--allow-change", "train.steps", f"train.run_dir={directory}"]
     assert main(words) == 0
     per_step = 32 * 256  # configs/runs/train_small.yaml: samples x tokens
     assert f"steps: {-(-1_000_000 // per_step)}\n" in (directory / "run.yaml").read_text()
@@ -222,10 +237,45 @@ def test_a_job_gets_the_walltime_of_its_own_partition(fake_slurm: Path, tmp_path
         assert f"#SBATCH --time={walltime}\n" in shown.out and f"{walltime} each slice" in shown.err
 
 
-def test_data_that_is_not_there_is_found_before_the_queue(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_is_not_there_is_found_before_the_queue(
+    fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*here, "--nodes", "1", f"train.run_dir={tmp_path}/r", f"data.train=[{{path: {tmp_path}/tokens}}]"]
+    assert main(words) == 1
+    assert "tokens.bin: no such file, nor tokens.idx" in capsys.readouterr().err
+    assert "sbatch" not in fake_slurm.read_text() and not (tmp_path / "r").exists()
+
+
+def test_a_refused_dry_run_still_prints_the_script(
+    fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*here, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert main([*words, "data.tokenizer=/nowhere/tokenizer.json"]) == 1
+    refused = capsys.readouterr()
+    assert refused.out == shown.out and shown.out.startswith("#!/bin/bash")
+    assert "/nowhere/tokenizer.json" in refused.err and "would refuse" not in shown.err
+    assert main([*words, "--json", "data.tokenizer=/nowhere/tokenizer.json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_checkable"] and report["problems"][0]["where"] == "/nowhere/tokenizer.json"
+
+
+def test_another_machine_prints_the_open_points_and_queues_nothing(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r", f"data.train=[{{path: {tmp_path}/tokens}}]"]
-    assert main(words) == 2
-    assert "tokens.bin: no such file, nor tokens.idx" in capsys.readouterr().err and fake_slurm.read_text() == ""
+    assert main([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    point = "not checkable here: this is cluster here, and frontier is cluster frontier. `submit` on the site checks torch and its build"
+    assert point in shown.err and shown.out.startswith("#!/bin/bash")
+    assert main(words) == 1
+    assert "not checkable here" in capsys.readouterr().err
+    (fake_slurm.parent / "bin" / "scontrol").write_text("#!/bin/bash\nexit 1\n")
+    assert main([*words, "--dry-run"]) == 0
+    assert "no Slurm answers, so this is no login node of frontier" in capsys.readouterr().err
+    assert main(words) == 1
+    assert "sbatch" not in fake_slurm.read_text() and not (tmp_path / "r").exists()
 
 
 def test_a_run_directory_off_the_scratch_is_pointed_out(

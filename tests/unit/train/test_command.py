@@ -155,6 +155,24 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, there):
         checks.check_start(config, 4)
 
 
+@pytest.mark.parametrize(("number", "waits"), [(signal.SIGTERM, False), (signal.SIGUSR1, True)])
+def test_sigterm_ends_a_command_that_still_checks_its_run(run_file, tmp_path, number, waits):
+    """A plugin stands for a check that takes long. A batch script's warning still waits until it can be acted on."""
+    (tmp_path / "slow.py").write_text("import time\nprint('checking', flush=True)\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "frontier_llm.cli.main", "train", str(run_file), f"plugins=[{tmp_path / 'slow.py'}]", "--check"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "checking\n"
+            process.send_signal(number)
+            if waits:
+                pending = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("ShdPnd"))
+                assert int(pending.split()[1], 16) >> (number - 1) & 1
+            else:
+                assert process.wait(60) == -number
+        finally:
+            process.kill()
+
+
 @pytest.mark.thorough
 def test_ranks_that_torchrun_has_started_train(run_file, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "frontier_llm.cli.main"]

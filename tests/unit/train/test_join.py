@@ -14,11 +14,12 @@ import torch
 from frontier_llm.cluster.job_secret import VARIABLE
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.rank_variables import ORIGINS
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.config.load import find_file
 from frontier_llm.errors import BackendError, ConfigError, FrontierError
-from frontier_llm.machine.env import environment
+from frontier_llm.machine.env import environment, rccl_log_variables
 from frontier_llm.train import join
 
 PLACE = RankEnv(8, 16, 0, 8, "n1", "n0", 23456, "slurm")
@@ -34,8 +35,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     threads = torch.get_num_threads()
     for name in (
         [variable.name for variable in environment("frontier", 2)]
-        + list(join.LOG_VARIABLES)
-        + ["NCCL_DEBUG_FILE", "TORCH_FR_DUMP_TEMP_FILE"]
+        + [variable.name for variable in rccl_log_variables(0)]
+        + ["TORCH_FR_DUMP_TEMP_FILE", ORIGINS]
     ):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
@@ -49,8 +50,9 @@ def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyP
     assert set_environment(load_run("bench", ["machine=frontier"]))
     said = capfd.readouterr().err
     assert environ("FI_CXI_RDZV_PROTO") == "alt_read" and environ("NCCL_NET") == "AWS Libfabric"
-    assert environ("NCCL_CROSS_NIC") == "0" and "kept NCCL_CROSS_NIC=0, which you exported, over 1" in said
-    assert "FI_MR_CACHE_MONITOR (memory-registration cache" in said
+    kept = "NCCL_CROSS_NIC=0 (exported before the start, instead of 1 of frontier_llm/machine/env.py: rings may"
+    assert environ("NCCL_CROSS_NIC") == "0" and kept in said
+    assert "FI_MR_CACHE_MONITOR=kdreg2 (frontier_llm/machine/env.py: memory-registration cache" in said
     assert (environ("TORCH_FR_DUMP_TEMP_FILE") or "").endswith("/logs/flight_torch_rank_")
 
 
