@@ -17,6 +17,7 @@ from frontier_llm.blueprint import model_parameters
 from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import ModelConfig, RunConfig, phases_of
+from frontier_llm.data.blend import whole_weights
 from frontier_llm.errors import CheckpointError, Problem, suggest
 from frontier_llm.optim.lr_schedule import decay_begin
 
@@ -74,6 +75,10 @@ def _trained_phases(config: Mapping[str, Any], step: int) -> list[Any]:
     return [(phase.first, *(getattr(phase.config, name) for name in ("model", "batch", "data"))) for phase in begun]
 
 
+def _trained_blend(config: Mapping[str, Any]) -> Any:
+    return config.get("data", {}).get("train")
+
+
 def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str:
     """A warning where a longer run would lift a learning rate that had begun its final decay when `step` steps were done; '' elsewhere."""
     if before.get("optimizer.schedule") != "wsd" or after.get("optimizer.schedule") != "wsd":
@@ -123,15 +128,42 @@ def _section(config: Any, path: Sequence[Any]) -> Any:
     return config
 
 
-def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: bool = True, step: int = 0) -> list[Change]:
+def by_content(config: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, Any]:
+    """A configuration whose training data is named by identity, in whole proportions: equal where the run reads the same samples.
+
+    `data`: path → identity. What has none keeps its path.
+    """
+    changed: Any = deepcopy(dict(config))
+    phases = changed.get("train", {}).get("phases") or ()
+    for section in (changed, *phases):
+        blend = (section.get("data") or {}).get("train")
+        if isinstance(blend, list | tuple):
+            weights = whole_weights([source["weight"] for source in blend])
+            named = [{"path": data.get(source["path"], source["path"])} for source in blend]
+            members = [{**source, "weight": float(weight)} for source, weight in zip(named, weights, strict=True)]
+            section["data"]["train"] = sorted(members, key=lambda member: str(member["path"]))
+    return cast("dict[str, Any]", changed)
+
+
+def config_changes(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    begun: bool = True,
+    step: int = 0,
+    *,
+    saved_data: Mapping[str, str] | None = None,
+    data: Mapping[str, str] | None = None,
+) -> list[Change]:
     """Every key whose value differs, in the current configuration's order.
 
-    `begun` is False before any sample has been trained on; `step` is the number of steps done.
+    `begun` is False before any sample has been trained on; `step` is the number of steps done. `saved_data`, `data`: path → identity.
     """
     before, after = dict(flattened(saved)), dict(flattened(current))
+    contents = by_content(saved, saved_data or {}), by_content(current, data or {})
+    same_data = _trained_blend(contents[0]) == _trained_blend(contents[1])
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
-    if begun and _trained_phases(saved, step) != _trained_phases(current, step):
+    if begun and _trained_phases(contents[0], step) != _trained_phases(contents[1], step):
         mathematics += ("train.phases",)
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
     notes = {"train.steps": _lost_decay(before, after, step), "optimizer.name": "only the weights would be taken"}
@@ -140,7 +172,11 @@ def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: 
     changes = []
     for key in keys:
         if (was := before.get(key, _ABSENT)) != (now := after.get(key, _ABSENT)):
-            counts = _under(key, mathematics) and not _under(key, _HARMLESS)
+            counts = _under(key, mathematics) and not _under(key, _HARMLESS) and not (key == "data.train" and same_data)
+            if key == "data.seed" and counts:
+                note = "each source keeps the order that the first seed drew for it; --restart-source PATH draws another"
+                changes.append(Change(key, was, now, counts, note, allowable=False))
+                continue
             fits = not (counts and key.startswith("model.")) or _fits(saved["model"], current["model"], key)
             changes.append(Change(key, was, now, counts, notes.get(key, "") if fits else "the saved weights have other shapes", fits))
     return changes
@@ -170,7 +206,8 @@ def allowed_changes(
     """What is other in configuration and data than in a checkpoint that a run goes on from. Raises CheckpointError as `check_allowed`."""
     progress = saved.progress
     begun = progress.consumed_samples > 0
-    changes = config_changes(with_defaults(saved.config), config, begun, progress.step) + data_changes(saved.data, data, begun)
+    changes = config_changes(with_defaults(saved.config), config, begun, progress.step, saved_data=saved.data, data=data)
+    changes += data_changes(saved.data, data, begun)
     check_allowed(changes, allowed, where)
     return changes
 

@@ -16,7 +16,7 @@ from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.cluster.complete import fault
 from frontier_llm.config import RunConfig
-from frontier_llm.data.identity import identities
+from frontier_llm.data.identity import datasets_of, identities
 from frontier_llm.errors import CheckpointError, Problem
 
 
@@ -38,7 +38,7 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
             saved = folder.read_manifest(path)[0]
         except DamagedCheckpoint:
             continue
-        allowed_changes(saved, config.model_dump(mode="json"), identities(config), allowed, str(path))
+        allowed_changes(saved, config.model_dump(mode="json"), identities(datasets_of([config])), allowed, str(path))
         return
 
 

@@ -22,11 +22,13 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import drift, load
 from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
+from frontier_llm.checkpoint.older import position_of
 from frontier_llm.checkpoint.save import Save, Writer
 from frontier_llm.cluster.complete import fault
 from frontier_llm.cluster.holder import Holder, this_process
 from frontier_llm.comm import Mesh, all_gather_json, broadcast_bytes, broadcast_json
 from frontier_llm.config import RunConfig
+from frontier_llm.data.identity import Dataset, identities
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer
@@ -47,7 +49,7 @@ class CheckpointManager:
         keep: int,
         keep_every: int = 0,
         environment: Mapping[str, str] | None = None,
-        data: Mapping[str, str] | None = None,
+        datasets: Mapping[str, Dataset] | None = None,
         job: str = "",
         restart: int = 0,
         incarnation: int = 0,
@@ -56,8 +58,8 @@ class CheckpointManager:
         """Take the run directory's lock and clear what an interrupted save has left.
 
         keep: newest checkpoints that stay, ≥ 2; keep_every: checkpoints at its multiples stay for good (0 = none).
-        environment: versions, code commit, device; shown when it differs on resume. data: path → identity of each dataset that is trained
-        on; refused when it differs. Both of rank 0 alone. job, restart: the scheduler's identity of this job
+        environment: versions, code commit, device, of rank 0 alone; shown when it differs on resume. datasets: by path those that are trained
+        on; refused when their tokens differ. job, restart: the scheduler's identity of this job
         and how often it was requeued, so that a requeued job takes its own lock over at once. incarnation: the supervisor's count of starts, 0 = none.
         allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
         Raises CheckpointError when another live job holds the directory or it cannot be written.
@@ -65,7 +67,8 @@ class CheckpointManager:
         assert keep >= 2, f"keep {keep}: with one, the only checkpoint could be the damaged one"
         self.directory, self._mesh, self._optimizer = directory, mesh, optimizer
         self._config = config.model_dump(mode="json")
-        self._environment, self._data, self._allow_changes = dict(environment or {}), dict(data or {}), tuple(allow_changes)
+        self._environment, self._data, self._allow_changes = dict(environment or {}), identities(datasets or {}), tuple(allow_changes)
+        self._datasets = dict(datasets or {})
         self._device = optimizer.device
         self._lock: RunLock | None = None
         self.incarnation = int(self._from_rank_0(lambda: self._open(this_process(job, restart), incarnation)))
@@ -250,7 +253,8 @@ class CheckpointManager:
             raise (DamagedCheckpoint if damaged else CheckpointError)(problems)
         self._optimizer.weights_from_masters()
         hit("checkpoint.loaded")
-        progress = manifest.progress
+        position = position_of(manifest, self._datasets)
+        progress = manifest.progress.model_copy(update={"position": position})
         if manifest.optimizer != self._optimizer.rule.name:
             log.info(
                 f"only the weights are taken from {path.name}: {self._optimizer.rule.name} has no use for what {manifest.optimizer} keeps"
@@ -287,6 +291,9 @@ class CheckpointManager:
         elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
         for change in [*changes, *elsewhere]:
             log.info(f"differs from the checkpoint: {change}")
+        if manifest.progress.position is None and manifest.progress.step:
+            what = "what earlier changes of batch, weights or data skipped or read twice is not recorded"
+            log.info(f"{where} has version {manifest.version}: how much of each dataset it has read follows from its step; {what}")
 
     def close(self, audit: bool = True) -> None:
         """Finish what is under way and give the run directory up. With `audit=False` only until LATEST has moved."""

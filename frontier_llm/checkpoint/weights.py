@@ -35,6 +35,7 @@ from frontier_llm.files import created, write_all
 from frontier_llm.optim import initial_loss_scale
 from frontier_llm.packing import packed
 from frontier_llm.topology import Rectangle
+from frontier_llm.units import format_count
 
 
 class CheckpointWeights:
@@ -66,9 +67,37 @@ class CheckpointWeights:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The run's, as of the phase whose step was the last before this checkpoint. Raises ConfigError for one that this version cannot read."""
+        """The run's, as of the phase whose step was the last before this checkpoint.
+
+        Raises ConfigError for one that this version cannot read, CheckpointError for one that describes another model than the tensors.
+        """
         run = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
-        return phase_at(phases_of(run), max(0, self.manifest.progress.step - 1)).config
+        config = phase_at(phases_of(run), max(0, self.manifest.progress.step - 1)).config
+        self._refuse_other_model(config.model)
+        return config
+
+    def _refuse_other_model(self, model: ModelConfig) -> None:
+        """Compare the shapes that the configuration claims with those of the tensors, before anything is built or allocated."""
+        where = f"{self.path}/manifest.json: config"
+        fix = "the checkpoint was damaged or forged: take another one"
+        if model.layers > len(self.tensors):
+            raise CheckpointError(f"claims {model.layers:,} layers, the checkpoint has {len(self.tensors):,} tensors", fix, where)
+        claimed = model_parameters(model)
+        held = {name: tensor.shape for name, tensor in self.tensors.items()}
+        other = [name for name, parameter in claimed.items() if held.get(name) != parameter.shape]
+        unknown = [name for name, tensor in self.tensors.items() if name not in claimed and MASTER in self.manifest.kinds_of(tensor)]
+        if not other and not unknown:
+            return
+        total = sum(parameter.numel for parameter in claimed.values())
+        present = sum(prod(held[name]) for name in [*claimed, *unknown] if name in held)
+        if other:
+            name = other[0]
+            is_held = f"is {held[name]}" if name in held else "is not there"
+            difference = f"{name} would be {claimed[name].shape} and {is_held}"
+        else:
+            difference = f"{unknown[0]} is no part of the model that it describes"
+        what = f"claims {format_count(total)} parameters, the tensors hold {format_count(present)}: {difference}"
+        raise CheckpointError(what, fix, where)
 
     @property
     def model(self) -> ModelConfig:

@@ -189,6 +189,18 @@ def natural(text: str) -> int:
     return int(_number(text, r"\d{1,18}", "a whole number, 0 or more")[0])
 
 
+def amount(text: str) -> float:
+    """A finite number, 0 or more: '1.5', '2e3'. Not nan, which no comparison would ever stop."""
+    return float(_number(text, r"\d{1,18}(?:\.\d*)?(?:e\+?\d{1,2})?|\.\d+", "a number, 0 or more")[0])
+
+
+def positive_amount(text: str) -> float:
+    """A finite number above 0."""
+    if not (number := amount(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 def size_of(text: str) -> int:
     """'64KiB' -> 65536."""
     match = _number(text, r"(\d+)\s*([kmg]ib)?", "a size such as 1KiB, 64MiB or 4GiB")

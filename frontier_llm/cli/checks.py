@@ -10,7 +10,7 @@ from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster.run_dir import STOP_FILE
-from frontier_llm.config import RunConfig, phase_note, phases_of, warmup_note
+from frontier_llm.config import RunConfig, phase_note, phases_of, saves_between, warmup_note
 from frontier_llm.errors import ConfigError, FrontierError, Problem, not_installed, suggest
 from frontier_llm.units import format_bytes, plural
 
@@ -181,6 +181,9 @@ def _run_dir_problems(run_dir: Path) -> list[Problem]:
     return []
 
 
+LOG_BYTES = 2**20  # of a run that saves nothing
+
+
 def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """The checkpoints that this start writes before it may delete one must fit, in bytes and in files."""
     from frontier_llm.blueprint.optimizers import state_bytes
@@ -188,10 +191,10 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     train = config.train
     checkpoints = Path(train.run_dir) / "checkpoints"
     existing = len(list(checkpoints.glob("step_????????"))) if checkpoints.is_dir() else 0
-    saves = 1 + (train.steps - 1) // train.save_interval if train.save_interval else 1
+    saves = saves_between(train, 0, train.steps)
     count = min(saves, 1 if existing >= train.keep_checkpoints else 2)
-    needed_bytes = count * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
-    needed_files = count * (world_size + 3)  # a shard per rank, manifest, its digest, the folder
+    needed_bytes = LOG_BYTES + count * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
+    needed_files = world_size + count * (world_size + 3)  # a log per rank; a shard per rank, manifest, its digest, the folder
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
     disk = os.statvfs(where)
     free_bytes, free_files = disk.f_bavail * disk.f_frsize, disk.f_favail
@@ -200,7 +203,7 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     return [
         Problem(
             "train.run_dir",
-            f"the first {plural(count, 'checkpoint')} {'needs' if count == 1 else 'need'} {format_bytes(needed_bytes)} and {needed_files} files; "
+            f"logs and the first {plural(count, 'checkpoint')} need {format_bytes(needed_bytes)} and {needed_files} files; "
             f"{where} has {format_bytes(free_bytes)} and {free_files} files free",
             "free space, raise the quota, or choose another train.run_dir",
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import command, option
+from frontier_llm.cli.arguments import command, option, positive_amount
 from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.units import GIB, printable
 
@@ -25,7 +25,7 @@ _PLUGIN = option(
 IMPORT_OPTIONS = (
     option("run", nargs="?", metavar="RUN", help="run file whose model has the same shape, or the name of one in configs/runs"),
     option("overrides", nargs="*", metavar="key=value", help="e.g. train.run_dir=runs/imported"),
-    option("--shard-gib", type=float, default=8.0, metavar="N", help="size of the checkpoint's files (default: 8)"),
+    option("--shard-gib", type=positive_amount, default=8.0, metavar="N", help="size of the checkpoint's files (default: 8)"),
 )
 
 
@@ -93,7 +93,7 @@ def _import(
     option("output", metavar="DIR", help="is created"),
     option("--dtype", choices=_DTYPES, help="of the written weights (default: the run's working precision)"),
     option("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)"),
-    option("--shard-gib", type=float, default=5.0, metavar="N", help="size of the files (default: 5)"),
+    option("--shard-gib", type=positive_amount, default=5.0, metavar="N", help="size of the files (default: 5)"),
     option("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first"),
     option(
         "--push-to-hub",

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, run_options, show
+from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, positive_amount, run_options, show
 
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     option(
         "--continue-with",
         choices=("requeue", "successor", "never"),
-        default="requeue",
-        help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue)",
+        help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue; never if the run saves nothing)",
     ),
-    option("--max-node-hours", type=float, metavar="H", help="save and end when all jobs of the run together have used so many"),
+    option("--max-node-hours", type=positive_amount, metavar="H", help="save and end when all jobs of the run together have used so many"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     *RESUME,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     "directory, or three attempts without progress; a file SAVE there makes a checkpoint in between. Hosts that failed before are excluded.",
     examples=(
         "frontier-llm submit train_small --site lumi --nodes 1 -A project_465 --dry-run",
-        "frontier-llm submit train_1t --site frontier --nodes 384 --spares 4 -A ABC123",
+        "frontier-llm submit pretrain_1t --site frontier --nodes 384 --spares 4 -A ABC123 data.train=/lustre/tokens",
     ),
 )
 def submit(args: argparse.Namespace) -> int:
@@ -45,14 +44,17 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm import log
     from frontier_llm.cluster import hostlist
     from frontier_llm.cluster import submit as slurm
+    from frontier_llm.cluster.job_spec import default_continuation
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
     from frontier_llm.scaling.admission import admit, advice, cost_of
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
+    if args.until_tokens is not None:
+        config = with_token_target(config, args.until_tokens, args.overrides)
     request = slurm.JobRequest(
-        config=config if args.until_tokens is None else with_token_target(config, args.until_tokens, args.overrides),
+        config=config,
         site=site,
         nodes=args.nodes,
         spares=args.spares,
@@ -60,7 +62,7 @@ def submit(args: argparse.Namespace) -> int:
         partition=args.partition,
         qos=args.qos,
         minutes=parse_walltime(args.time) if args.time else None,
-        continue_with=args.continue_with,
+        continue_with=args.continue_with or default_continuation(config),
         dependency=args.dependency,
         exclude=hostlist.expand(args.exclude or ""),
         flags=_resume_flags(args),

@@ -24,7 +24,7 @@ from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.readiness import Readiness, before_the_queue
 from frontier_llm.cluster.sbatch import JobScript, render
 from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, whole_replicas
-from frontier_llm.config import RunConfig, dump
+from frontier_llm.config import RunConfig, dump, saves_nothing
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
@@ -62,7 +62,9 @@ class JobRequest:
     @property
     def lead_s(self) -> int:
         """How long before the walltime the ranks are told."""
-        return signal_lead_s(self.directory, self.site, self.expected_step_s) if self.saves else MIN_LEAD_S
+        if not self.saves or saves_nothing(self.config.train):
+            return MIN_LEAD_S
+        return signal_lead_s(self.directory, self.site, self.expected_step_s)
 
     @property
     def slice_minutes(self) -> int | None:
@@ -111,13 +113,7 @@ def problems(request: JobRequest) -> Iterator[Problem]:
         yield from list(_whole_node_problems(request)) or plan_problems(request.config, request.nodes * request.site.tasks_per_node)
     if request.slice_minutes is not None and 2 * request.lead_s > 60 * request.slice_minutes:
         what = f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(request.lead_s)} before its end"
-        enough = -(-2 * request.lead_s // 60)
-        fix = f"--time {format_walltime(enough)} or more"
-        longest = request.site.max_minutes(request.all_nodes, request.partition)
-        if longest is not None and enough > longest:
-            elsewhere = longer_jobs(request.site, request.all_nodes, enough, request.partition)
-            fix = "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
-        yield Problem("--time", what, fix)
+        yield Problem("--time", what, more_time(request, -(-2 * request.lead_s // 60)))
     if request.qos in request.site.unchained_qos and request.continue_with != "never":
         what = f"{request.site.name} forbids jobs under {request.qos} to continue themselves"
         yield Problem("--qos", what, "add --continue-with never")
@@ -126,6 +122,15 @@ def problems(request: JobRequest) -> Iterator[Problem]:
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
         if value is not None and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
             yield Problem(flag, f"{value!r} is not a name", "letters, digits, - _ .")
+
+
+def more_time(request: JobRequest, minutes: int) -> str:
+    """How a job of these nodes gets so many minutes."""
+    longest = request.site.max_minutes(request.all_nodes, request.partition)
+    if longest is None or minutes <= longest:
+        return f"--time {format_walltime(minutes)} or more"
+    elsewhere = longer_jobs(request.site, request.all_nodes, minutes, request.partition)
+    return "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
 
 
 def prepare(request: JobRequest) -> Submission:

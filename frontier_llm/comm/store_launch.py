@@ -20,7 +20,6 @@ from frontier_llm.threads import in_daemon
 
 # A launcher sends these to every process of the job. The store goes on for as long as ranks need it.
 SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}  # a node that is gone closes no connection
 
 
@@ -47,7 +46,6 @@ class StoreProcess:
         try:
             self._process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
                 [sys.executable, "-P", str(Path(store_process.__file__).resolve())],
-                env={**os.environ, **NO_GPU, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

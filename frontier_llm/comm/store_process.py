@@ -18,6 +18,8 @@ JOB_KEY = "job"  # holds the token that tells this job's store from another job'
 OWN_FILES = 1024  # open files that a process needs besides the connections: libraries, logs, data
 GRACE_S = 0.5  # without any connection after the end of rank 0
 POLL_S = 0.1
+# no GPU is touched, and no threads wait for work
+TORCH_VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def raise_open_file_limit(connections: int) -> str | None:
@@ -66,6 +68,8 @@ def main() -> None:
     if problem is not None:
         _answer({"problem": problem})
         return
+    for name, value in TORCH_VARIABLES.items():
+        os.putenv(name, value)
     from torch.distributed import TCPStore
 
     store = TCPStore(

@@ -2,7 +2,8 @@
 
 from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run
 from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
-from frontier_llm.config.phases import RunPhase, consumed, phase_at, phases_of, steps_of_tokens
+from frontier_llm.config.phases import RunPhase, phase_at, phases_of, planned_tokens, steps_of_tokens
+from frontier_llm.config.saves import saves_between, saves_nothing
 from frontier_llm.config.schema import (
     OUTPUT_Z,
     RECOMPUTE,
@@ -42,7 +43,6 @@ __all__ = [
     "available",
     "build",
     "configs_dir",
-    "consumed",
     "dump",
     "find_file",
     "load_model",
@@ -52,7 +52,10 @@ __all__ = [
     "phase_at",
     "phase_note",
     "phases_of",
+    "planned_tokens",
     "recompute_modes",
+    "saves_between",
+    "saves_nothing",
     "steps_of_tokens",
     "warmup_note",
 ]

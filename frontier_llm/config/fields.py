@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 
 def _whole(value: Any) -> Any:
@@ -53,7 +55,35 @@ def first_fault(error: ValidationError) -> str:
     return ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))[:400]
 
 
+@functools.cache
+def _takes_numbers_only(section: type[BaseModel], field: str) -> bool:
+    """True if a field takes numbers, alone or in a list, and no boolean."""
+    types = set(_types_in(section.model_fields[field].annotation))
+    return bool(types & {int, float}) and bool not in types
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation is made of."""
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _types_in(inner)
+
+
+def _holds_boolean(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_boolean, value.values()))
+    return isinstance(value, bool) or (isinstance(value, list | tuple) and any(map(_holds_boolean, value)))
+
+
 class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)  # JSON has neither
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`layers: true` is a mistake; pydantic would take it for 1."""
+        if info.field_name is not None and _takes_numbers_only(cls, info.field_name) and _holds_boolean(value):
+            raise ValueError("must be a number")
+        return value

@@ -10,6 +10,7 @@ from frontier_llm.checkpoint.huggingface import CONFIG, HuggingFaceModel
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.data.hub import HUB
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.inspect import recorded_tokenizer
 from frontier_llm.data.meta import read_meta
@@ -55,6 +56,9 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
             fix="name one with --tokenizer (a file, a directory, or `bytes`)",
             where=str(opened.path),
         )
+    if given is None and spec.startswith(HUB) and recorded_tokenizer(str(opened.path), spec) is None:
+        what = f"names the tokenizer {spec[:200]}, which was never fetched here"  # a checkpoint may be a stranger's
+        raise DataError(what, where=str(opened.path), fix=f"if you trust that name, fetch it with --tokenizer {spec[:200]}")
     tokenizer = load_tokenizer(spec)
     check_vocabulary(tokenizer, opened.source.model)
     return tokenizer

@@ -22,7 +22,7 @@ from frontier_llm.comm.rendezvous import start_store
 from frontier_llm.comm.transport import check_transport, read_transport
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.costs.experts import run_layout
-from frontier_llm.data.loader import open_phase
+from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
@@ -63,7 +63,7 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
 def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
     """Join the job's ranks and build this rank's part of the run; `draws`: with initial weights, which no checkpoint will replace."""
     with joined(config, place) as (plan, mesh, device):
-        batches = open_phase(phases_of(config)[0], mesh.dp.rank, mesh.dp.size)
+        batches = open_batches(phases_of(config)[0].config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, plan, mesh, device, batches, draws)
         yield state
         state.optimizer.settle()  # a rank that left with a gather under way would fail its peers

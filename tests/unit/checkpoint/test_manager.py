@@ -12,7 +12,7 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.inspect import check_resume
 from frontier_llm.cli.main import main
 from frontier_llm.config import RunConfig
-from frontier_llm.data.identity import identities
+from frontier_llm.data.identity import Dataset, datasets_of
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.errors import CheckpointError
 from frontier_llm.topology import shard
@@ -150,13 +150,13 @@ def test_other_tokens_under_the_same_path_must_be_allowed(tmp_path: Path) -> Non
     one, other = "1" * 64, "2" * 64
 
     def resumes(data: dict[str, str], *allowed: str) -> bool:
-        run = Run(tmp_path, data=data, allow_changes=allowed)
+        run = Run(tmp_path, datasets={path: Dataset(identity, 1000) for path, identity in data.items()}, allow_changes=allowed)
         try:
             return run.manager.load_latest().step == 2
         finally:
             run.manager.close()
 
-    run = Run(tmp_path, data={"text": one, "more": one})
+    run = Run(tmp_path, datasets={"text": Dataset(one, 1000), "more": Dataset(one, 1000)})
     run.save(2)
     run.manager.close()
     assert resumes({"text": one, "moved": other})  # another path is another data.train
@@ -172,7 +172,7 @@ def test_a_parent_looks_at_the_data_before_ranks_start(tmp_path: Path) -> None:
 
     write(1)
     config = changed(data={"train": str(tmp_path / "text")})
-    run = Run(tmp_path, config=config, data=identities(config))
+    run = Run(tmp_path, config=config, datasets=datasets_of([config]))
     run.save(2)
     run.manager.close()
     check_resume(tmp_path / "checkpoints", config, [])

@@ -35,6 +35,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SMALL = ["submit", "train_small", "--site", "frontier", "-A", "ABC123"]
+PRETRAIN_1T = ["submit", "pretrain_1t", "--site", "frontier", "-A", "A", "data.train=synthetic", "data.allow_synthetic=true"]
 
 
 @pytest.fixture
@@ -127,13 +128,15 @@ def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """statvfs shows the whole of Orion; a project may keep 50 TB there, and the 1T run's checkpoint has 12."""
-    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "384", "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r", "train.steps=100"]
     assert main(words) == 0
     assert "50 TB" not in capsys.readouterr().err
     assert main([*words, "train.keep_checkpoints=3"]) == 0
     assert "up to 4 checkpoints of 12.1 TB are 48 TB" in capsys.readouterr().err
-    assert main([*words, "train.steps=15259", "data.allow_synthetic=true", "train.keep_every=5000"]) == 0  # three more that stay for good
+    assert main([*words, "train.steps=15259", "train.keep_every=5000"]) == 0  # three more that stay for good
     assert "up to 6 checkpoints of 12.1 TB are 73 TB" in capsys.readouterr().err
+    assert main([*words, "train.keep_checkpoints=3", "train.save_interval=0", "train.save_final=false", "train.steps=5"]) == 0
+    assert "50 TB" not in capsys.readouterr().err
 
 
 def test_many_nodes_are_told_to_bring_their_environment(
@@ -206,14 +209,14 @@ def test_a_token_target_becomes_steps(fake_slurm: Path, here: list[str], tmp_pat
 
 
 def test_the_signal_leads_by_more_than_a_predicted_step(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "384", "-A", "ABC123", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 0
     (lead,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH --signal")]
     assert int(lead.rpartition("@")[2]) > 600 + 2 * 500
 
 
 def test_a_walltime_that_saving_would_eat_is_refused(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "384", "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main([*words, "--time", "0:30:00"]) == 2
     fix = capsys.readouterr().err.rpartition("--time ")[2].split()[0]
     assert main([*words, "--time", fix]) == 0
@@ -221,7 +224,7 @@ def test_a_walltime_that_saving_would_eat_is_refused(fake_slurm: Path, tmp_path:
 
 def test_a_way_out_lies_within_the_bin(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On 64 nodes a step of ORNL's whole batch takes nearly an hour, and the bin of 64 nodes ends after two."""
-    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "64", "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    words = [*PRETRAIN_1T, "--nodes", "64", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 2
     err = capsys.readouterr().err
     assert "smaller batch.global_batch" in err and "--partition extended" in err and "from 92 nodes" in err

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from frontier_llm.checkpoint.drift import check_allowed, config_changes
-from frontier_llm.config import RunConfig, build, consumed, dump, load_run, phase_at, phase_note, phases_of, steps_of_tokens
+from frontier_llm.config import RunConfig, build, dump, load_run, phase_at, phase_note, phases_of, planned_tokens, steps_of_tokens
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import CheckpointError, ConfigError
 from frontier_llm.scaling.predict import predict
@@ -32,15 +32,9 @@ def test_a_phase_is_the_run_with_a_few_keys_changed(tmp_path: Path) -> None:
     assert [phase.config.model.sequence_length for phase in phases] == [64, 64, 128]
     assert phases[1].config.model == config.model and phases[2].config.optimizer == config.optimizer
     assert [phase_at(phases, step).number for step in (0, 2, 3, 5, 7)] == [1, 1, 2, 3, 3]
-    assert [consumed(phases, step) for step in (0, 3, 4, 5, 7)] == [(0, 0), (12, 768), (20, 1280), (28, 1792), (32, 2304)]
+    assert planned_tokens(phases) == 2304
     assert steps_of_tokens(phases, 1281) == 5 and steps_of_tokens(phases, 2305) == 8
     assert RunConfig.model_validate(yaml.safe_load(dump(config))) == config  # as a run directory keeps it
-
-
-def test_a_batch_ramp_goes_on_in_its_data_and_another_length_has_an_order_of_its_own(tmp_path: Path) -> None:
-    again = THREE.replace("[{steps: 3}", "[{steps: 3}, {steps: 2, model: {sequence_length: 128}}")
-    streams = [(phase.stream, phase.first_sample) for phase in phases_of(run(tmp_path, f"train.phases={again}"))]
-    assert streams == [(1, 0), (2, 0), (1, 12), (2, 8)]
 
 
 def test_the_last_phase_goes_on_to_the_runs_end_and_a_run_that_ends_before_it_is_told(tmp_path: Path) -> None:

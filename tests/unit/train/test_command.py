@@ -237,5 +237,6 @@ def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monke
         return
     (problem,) = problems
     parameters = total_parameters(config.model)
-    assert f"the first 2 checkpoints need {format_bytes(2 * 12 * parameters)} and 14 files" in problem.what
+    needed = format_bytes(checks.LOG_BYTES + 2 * 12 * parameters)
+    assert f"logs and the first 2 checkpoints need {needed} and 18 files" in problem.what
     assert f"{free_files} files free" in problem.what and "choose another train.run_dir" in problem.fix
