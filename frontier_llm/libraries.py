@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ LIBRARIES: dict[str, dict[str, int]] = {
     "libstore_server.so": {"fl_store_abi": 1},
 }
 BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
+
+
+def libraries_digest() -> str:
+    """sha256 of all libraries that have been built."""
+    digest = hashlib.sha256()
+    for path in sorted(DIRECTORY / name for name in (*LIBRARIES, TORCH_OPS)):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def load_library(name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]], answers: Mapping[str, int] | None = None) -> ctypes.CDLL:

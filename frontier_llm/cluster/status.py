@@ -17,9 +17,12 @@ from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.complete import MANIFEST, faults, step_name
 from frontier_llm.cluster.holder import Holder, is_ahead, jobs, living_holder, newest_lock, silence_s
+from frontier_llm.cluster.recorded import steps_done
 from frontier_llm.cluster.records import DamagedRecord, is_count, json_lines, read_text
 from frontier_llm.cluster.run_dir import Slow
 from frontier_llm.cluster.sites import walltime_s
+from frontier_llm.config import in_steps
+from frontier_llm.config.fields import TokenSteps
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.failure import FILE, Failure, read_failure
@@ -114,6 +117,7 @@ def read_status(directory: Path) -> Status:
     _note_lines(parts, "metrics.jsonl", run_dir.is_row)
     _note_lines(parts, "attempts.jsonl", run_dir.is_attempt)
     config = parts.read(_config, dict[str, Any]())
+    config = parts.read(lambda path: _counted(config, path), config)
     target = parts.value(config, "train", "steps", is_count)
     save_final = parts.value(config, "train", "save_final", lambda value: isinstance(value, bool))
     samples = parts.value(config, "batch", "global_batch", is_count)
@@ -228,6 +232,15 @@ def _config(directory: Path) -> dict[str, Any]:
             read_text(directory / name)  # names what is not a file
             return read_yaml(directory / name)
     return {}
+
+
+def _counted(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A configuration with the number of steps that its duration in tokens takes. Raises FrontierError for a duration that has no end."""
+    content: dict[str, Any] = in_steps(config, steps_done(directory))
+    train = content.get("train")
+    if isinstance(train, dict) and isinstance(train.get("steps"), TokenSteps):
+        return {**content, "train": {**train, "steps": int(train["steps"])}}
+    return content
 
 
 def _blocked(directory: Path) -> dict[str, dict[str, int]]:
