@@ -186,7 +186,7 @@ class CommConfig(Section):
     overlap_weights: bool = False  # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
     overlap_experts: bool = True  # rows to experts travel beside another microbatch, in schedules that pair them: dualpipe-v (since 0.2)
     tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
-    store: Literal["direct", "node"] = "direct"  # connections to the rendezvous: one per rank, or one per node that its ranks share
+    store: Literal["auto", "torch", "authenticated", "direct", "node"] = "auto"  # where ranks meet; auto, direct, node: torch's TCPStore
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
     in_flight: Literal["auto", "one", "many"] = "auto"  # communications at a time; auto: as the machine file says (since 0.2)
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
