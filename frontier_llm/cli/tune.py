@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JSON, command, natural, option, positive, run_options, show
+from frontier_llm.cli.arguments import JSON, amount, command, natural, option, positive, positive_amount, run_options, show
 from frontier_llm.tables import aligned
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ DIRECTORY = "runs/tune"
 @command(
     *run_options(),
     option(
-        "--budget-node-hours", type=float, required=True, metavar="H", help="what all trials together may use; 0: only write the report"
+        "--budget-node-hours", type=amount, required=True, metavar="H", help="what all trials together may use; 0: only write the report"
     ),
     option("--nodes", type=positive, metavar="N", help="nodes of a trial (default: the allocation's, less the spares)"),
     option("--spares", type=natural, default=0, metavar="N", help="nodes of the allocation to keep in hand (default: 0)"),
@@ -28,7 +28,9 @@ DIRECTORY = "runs/tune"
     option("--trials", type=positive, metavar="N", help="at most so many (default: as many as the budget and the gain allow)"),
     option("--fix", action="append", default=[], metavar="KEY=VALUE", help="search around a choice, as for `plan`; may be repeated"),
     option("--layouts", type=positive, default=256, metavar="N", help="the planner's best so many are the space (default: %(default)s)"),
-    option("--within", type=float, default=2.0, metavar="X", help="of which predicted within X times the best (default: %(default)s)"),
+    option(
+        "--within", type=positive_amount, default=2.0, metavar="X", help="of which predicted within X times the best (default: %(default)s)"
+    ),
     option("--allow-cross-node-tp", action="store_true", help="also try tensor parallelism beyond the node"),
     option("--exhaustive", action="store_true", help="try every layout of the space, in random order"),
     option("--seed", type=natural, default=0, metavar="N", help="of what is chosen at random (default: 0)"),

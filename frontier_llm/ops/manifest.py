@@ -91,6 +91,12 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
     return manifest
 
 
+def manifest_digest(architecture: str) -> str:
+    """sha256 of an architecture's manifest, which names the digest of every code object; '' without a manifest."""
+    path = GPU_DIR / architecture / "manifest.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
 def _has_digest(path: Path, digest: str) -> bool:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() == digest

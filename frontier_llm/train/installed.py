@@ -9,7 +9,6 @@ those before it: an interpreter without torch still gives the facts of the rest.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -78,17 +77,15 @@ def torch_facts() -> TorchFacts:
 def kernel_facts(architecture: str) -> KernelFacts:
     """State of the code objects of one architecture. Needs `frontier_llm.ops`, hence torch."""
     from frontier_llm.ops.kernel_table import ARCHITECTURES
-    from frontier_llm.ops.manifest import GPU_DIR, read_manifest
+    from frontier_llm.ops.manifest import GPU_DIR, manifest_digest, read_manifest
 
     problems: tuple[Problem, ...] = ()
     try:
         read_manifest(architecture)
     except BackendError as error:
         problems = error.problems
-    path = GPU_DIR / architecture / "manifest.json"
-    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
     built = tuple(name for name in ARCHITECTURES if (GPU_DIR / name / "manifest.json").is_file())
-    return KernelFacts(architecture=architecture, digest=digest, problems=problems, built=built)
+    return KernelFacts(architecture=architecture, digest=manifest_digest(architecture), problems=problems, built=built)
 
 
 def provider_facts() -> dict[str, str]:
