@@ -88,7 +88,7 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
         raise DeviceError(
             "no GPU",
             f"{torch_facts().describe()} on {node_name()} sees no GPU; {_expectation(config, expected)}",
-            "check the modules, the container and ROCR_VISIBLE_DEVICES; train.device=cpu computes on CPUs without any check",
+            "check the modules, the container and ROCR_VISIBLE_DEVICES, or set train.device=cpu, which computes on CPUs without any check",
         )
     visible = torch.cuda.device_count()
     if place is not None and 1 < visible < place.local_world_size:  # one is what a launcher shows that gives each rank its own
