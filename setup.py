@@ -42,8 +42,9 @@ def torch_flags() -> tuple[list[str], list[str], list[str]]:
         )
     if tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2]) < OLDEST_TORCH:
         fail(f"torch {torch.__version__} is too old", f"install torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}")
-    abi = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    return cpp_extension.include_paths(), cpp_extension.library_paths(), abi
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    version = f'-DFRONTIER_TORCH_VERSION="{torch.__version__}"'
+    return cpp_extension.include_paths(), cpp_extension.library_paths(), [abi, version]
 
 
 class BuildOps(Command):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,42 @@ from typing import Any
 from frontier_llm.errors import BackendError
 
 DIRECTORY = Path(__file__).resolve().parent / "_native"
+TORCH_OPS = "libfrontier_ops.so"  # loaded by torch, whose version it is built for (ops/native.py)
+# Libraries that are loaded with ctypes. Each lists its functions without arguments and the value that this version of the package expects.
+LIBRARIES: dict[str, dict[str, int]] = {
+    "libgpu_launcher.so": {},
+    "libsample_index.so": {"fl_abi": 2},
+    "libsha256_pair.so": {},
+    "libshm_collectives.so": {"fl_shm_abi": 2},
+    "libstore_server.so": {"fl_store_abi": 1},
+}
 BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
 
 
-def load_library(name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]], answers: Mapping[str, int] | None = None) -> ctypes.CDLL:
-    """A library by its file's name; `functions`: what each returns and takes; `answers`: what functions without arguments must return, its version say.
+def libraries_digest() -> str:
+    """sha256 of all libraries that have been built."""
+    digest = hashlib.sha256()
+    for path in sorted(DIRECTORY / name for name in (*LIBRARIES, TORCH_OPS)):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
-    Raises BackendError with the build command when it is missing, foreign, or answers otherwise.
+
+def load_library(name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]], answers: Mapping[str, int] | None = None) -> ctypes.CDLL:
+    """Load a library by its file name. `functions` maps a name to its result type and argument types.
+
+    The values of LIBRARIES and of `answers` are compared with what the library's functions return.
+    Raises BackendError with the build command if the library is missing, does not load, or returns another value.
     """
     path = DIRECTORY / name
+    expected = {**LIBRARIES.get(name, {}), **(answers or {})}
     if not path.exists():
         raise BackendError(f"{name} has not been built", BUILD_COMMAND, str(DIRECTORY))
     try:
         library = ctypes.CDLL(str(path))
-        given = {question: getattr(library, question)() for question in answers or {}}
-        if given != (answers or {}):
-            raise BackendError(f"{name} answers {given}, expected {answers}", f"build it again: {BUILD_COMMAND}", str(DIRECTORY))
+        given = {question: getattr(library, question)() for question in expected}
+        if given != expected:
+            raise BackendError(f"{name} answers {given}, expected {expected}", f"build it again: {BUILD_COMMAND}", str(DIRECTORY))
         for function, (result, arguments) in functions.items():
             getattr(library, function).restype, getattr(library, function).argtypes = result, arguments
     except (OSError, AttributeError) as error:

@@ -8,7 +8,6 @@ set -euo pipefail
 rank="${SLURM_PROCID:-${OMPI_COMM_WORLD_RANK:-${PALS_RANKID:-${PMI_RANK:?no launcher set a rank}}}}"
 here="$(dirname "${BASH_SOURCE[0]}")"
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline # compute nodes reach no internet
 export PYTHONUNBUFFERED=1
 export PYTHONDONTWRITEBYTECODE=1 # or thousands of ranks would write the same .pyc files next to the sources, on the parallel file system
@@ -18,6 +17,10 @@ export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # a failed rendezvous
 if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
     mkdir -p "$FRONTIER_LLM_LOG_DIR"
     log="$FRONTIER_LLM_LOG_DIR/rank_$rank.log"
+    if [[ -L "$log" ]]; then
+        echo "rank.sh: $log is a link; nothing is written through links below a run directory: remove it" >&2
+        exit 2
+    fi
     if [[ "$rank" -eq 0 ]]; then
         # Slurm's warning reaches every process of the step; tee has to outlive it, or rank 0 would write into a broken pipe
         exec > >(trap '' USR1 USR2 TERM INT && exec tee --append "$log") 2>&1

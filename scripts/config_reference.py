@@ -19,8 +19,8 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from frontier_llm.config import fields, schema
 from frontier_llm.config import model as model_keys
-from frontier_llm.config import schema
 from frontier_llm.config.schema import RunConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -28,6 +28,8 @@ FIRST_VERSION = "0.1"
 NAMES = {
     "PositiveInt": "whole number ≥ 1",
     "NonNegativeInt": "whole number ≥ 0",
+    "StepCount": "whole number ≥ 1, or a duration",
+    "WarmupSteps": "whole number ≥ 0, or a duration",
     "PositiveFloat": "number > 0",
     "NonNegativeFloat": "number ≥ 0",
     "BelowOne": "number in [0, 1)",
@@ -92,7 +94,19 @@ def type_text(annotation: str) -> str:
     parts = re.split(r" \| (?![^\[]*\])", annotation)
     if len(parts) > 1:
         return " or ".join(type_text(part) for part in parts)
-    return NAMES.get(annotation, annotation)
+    return size_text(annotation) or NAMES.get(annotation, annotation)
+
+
+def size_text(name: str) -> str:
+    """A bounded kind of whole number of `config.fields` in words: 'LayerCount' → 'whole number from 1 to 65,536'. Others give ''."""
+    limits = {key: limit for item in getattr(getattr(fields, name, None), "__metadata__", ()) for key, limit in limits_of(item)}
+    return f"whole number from {limits['ge']} to {limits['le']:,}" if {"ge", "le"} <= limits.keys() else ""
+
+
+def limits_of(item: object) -> list[tuple[str, int]]:
+    """(name, value) of each bound in one item of an annotation."""
+    bounds = item.metadata if isinstance(item, FieldInfo) else ()
+    return [(name, getattr(bound, name)) for bound in bounds for name in ("ge", "le") if hasattr(bound, name)]
 
 
 def default_text(field: FieldInfo) -> str:
@@ -110,8 +124,8 @@ def default_text(field: FieldInfo) -> str:
 def page() -> str:
     """The whole page. Raises ValueError naming a field without a meaning."""
     notes, text = source_notes(), []
-    for prefix, model, fields in sections(RunConfig):
-        if not fields:
+    for prefix, model, keys in sections(RunConfig):
+        if not keys:
             continue
         text += [
             f"## {prefix or 'At the root'}",
@@ -121,7 +135,7 @@ def page() -> str:
             "| key | type | default | meaning | since |",
             "|---|---|---|---|---|",
         ]
-        for name, field in fields.items():
+        for name, field in keys.items():
             annotation, comment = notes[model.__name__, name]
             if not comment:
                 raise ValueError(f"{model.__name__}.{name} has no comment that says what it means")

@@ -397,7 +397,10 @@ void embedding_backward_(const Tensor& main_grad, const Tensor& ids_in, const Te
   });
 }
 
-// ---- the instruction set ----
+// ---- the build ----
+
+// torch.__version__ of the build, from setup.py. A library that loads into another torch may still read its tensors wrongly.
+std::string built_for() { return FRONTIER_TORCH_VERSION; }
 
 std::string instruction_set() { return kernels().isa; }
 
@@ -428,6 +431,7 @@ TORCH_LIBRARY(frontier_llm, m) {
   m.def("sum_of_squares(Tensor x) -> Tensor");
   m.def("accumulate_(Tensor(a!) main_grad, Tensor grad) -> ()");
   m.def("embedding_backward_(Tensor(a!) main_grad, Tensor ids, Tensor grad, int first_vocab) -> ()");
+  m.def("built_for() -> str", &built_for);
   m.def("instruction_set() -> str", &instruction_set);
   m.def("use_instruction_set(str name) -> ()", &use_instruction_set);
 }

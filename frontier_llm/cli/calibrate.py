@@ -27,6 +27,7 @@ def calibrate(args: argparse.Namespace) -> int:
     """Join a launcher's ranks or start local ones; rank 0 writes the file."""
     from frontier_llm.cli.local_ranks import start_local_ranks
     from frontier_llm.cluster.rank_env import discover
+    from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError
@@ -37,6 +38,8 @@ def calibrate(args: argparse.Namespace) -> int:
     place = discover()
     ranks = place.world_size if place else args.ranks
     config = load_run(args.run, args.overrides)
+    if place is not None:
+        set_rank_variables(config, place)  # before anything imports torch
     tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
     batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})

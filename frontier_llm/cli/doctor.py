@@ -16,8 +16,9 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
     option("--timeout", type=positive, default=45, metavar="SECONDS", help="a node that is silent for so long is bad (default: 45)"),
     option("--system-root", default="/", help=argparse.SUPPRESS),
     JSON,
-    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems. "
-    "Inside a Slurm allocation it asks every node; bad ones are named as --exclude takes them.",
+    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems; and what "
+    "is installed in the interpreter of the ranks: torch, C++ libraries, GPU kernels, with --run also its op back-ends, data and tokenizer. "
+    "Lists the variables that ranks get, each with what sets it. Inside a Slurm allocation it asks every node; bad ones are named as --exclude takes them.",
     examples=(
         "frontier-llm doctor --site frontier --this-node",
         "frontier-llm doctor --site lumi --run train_175b --json",
@@ -25,19 +26,24 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
 )
 def doctor(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing fatal was found, else 1."""
+    from dataclasses import replace
+
     from frontier_llm import log
     from frontier_llm.blueprint.optimizers import state_bytes
     from frontier_llm.cluster import hostlist
     from frontier_llm.cluster.doctor import examine
     from frontier_llm.cluster.probe import Settings
     from frontier_llm.cluster.rank_env import environ
+    from frontier_llm.cluster.rank_variables import expected_settings, run_variables
+    from frontier_llm.cluster.readiness import installation_problems
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
+    from frontier_llm.machine.env import environment
 
     site = load_site(args.site)
     directory, needed_bytes = Path(args.run_dir), 0
-    if args.run:
-        config = load_run(args.run)
+    config = load_run(args.run, [f"machine={site.machine}"]) if args.run else None
+    if config is not None:
         directory = Path(config.train.run_dir)
         needed_bytes = 2 * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     nodelist = None if args.this_node else environ("SLURM_JOB_NODELIST")
@@ -45,5 +51,11 @@ def doctor(args: argparse.Namespace) -> int:
         log.info("not inside an allocation (salloc, sbatch): only this machine is examined")
     settings = Settings(site=site, run_dir=str(directory.resolve()), system_root=args.system_root)
     report = examine(settings, hostlist.expand(nodelist or ""), needed_bytes, args.timeout)
+    nodes = len(report.hosts)
+    wanted = run_variables(config, nodes) if config else environment(site.machine, nodes)
+    installed = installation_problems(site, config, directory.resolve())
+    for point in installed.open_points:
+        log.info(point)
+    report = replace(report, variables=tuple(expected_settings(wanted, site)), installation=installed.problems)
     show(args, report.as_dict(), report.render)
     return 0 if report.healthy else 1

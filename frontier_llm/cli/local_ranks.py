@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from frontier_llm.cluster.local import run_local_ranks
 from frontier_llm.cluster.rank_env import discover, environment
+from frontier_llm.cluster.rank_variables import set_rank_variables
 from frontier_llm.config import RunConfig, load_run
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def measure_on_ranks(args: Namespace, measure: Callable[[RunConfig, RankEnv | No
     from frontier_llm.cli.checks import check
 
     config, place = load_run(args.run, args.overrides), discover()
+    if place is not None:
+        set_rank_variables(config, place)  # before anything imports torch
     world_size = place.world_size if place else local_world_size(config)
     if place is None:
         check(config, world_size, saves=False)

@@ -6,10 +6,12 @@ import argparse
 import signal
 from pathlib import Path
 
+from frontier_llm import log
 from frontier_llm.cli.arguments import RESUME, command, option, run_options
 from frontier_llm.cli.checks import check, check_resume, check_start
 from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
 from frontier_llm.config import load_run
+from frontier_llm.data.position import START
 
 
 @command(
@@ -28,36 +30,47 @@ from frontier_llm.config import load_run
 )
 def train(args: argparse.Namespace) -> int:
     """Exit code 0 when the run reached its last step."""
-    from frontier_llm.cluster.signals import held
+    from frontier_llm.cluster.rank_env import discover
+    from frontier_llm.cluster.signals import BEFORE_RANKS, held
 
-    with held():  # until ranks can hear what they are told: what is read and imported before takes seconds
+    if discover() is not None:
+        with held():  # a rank that is told to save while it reads and imports, which takes seconds, does so when it has begun
+            return _run(args)
+    with held(BEFORE_RANKS):  # until ranks start, SIGTERM ends the command at once: nothing is lost
         return _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.holder import refuse_second_start
     from frontier_llm.cluster.rank_env import discover
-    from frontier_llm.cluster.signals import SignalWatcher
+    from frontier_llm.cluster.rank_variables import set_rank_variables
+    from frontier_llm.cluster.recorded import as_it_stands, recorded_position
+    from frontier_llm.cluster.signals import SignalWatcher, held
 
     overrides = [*args.overrides, *(["ops.no_jit=true"] if args.no_jit else [])]
     config = load_run(args.run, overrides)
     place = discover()
+    if config.train.device == "cpu" and (place is None or place.rank == 0):
+        log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
+    if place is not None:
+        set_rank_variables(config, place)  # before anything imports torch
     world_size = place.world_size if place else local_world_size(config)
     if place is None:
         refuse_second_start(Path(config.train.run_dir))
     if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
-        check(config, world_size)
+        check(as_it_stands(config), world_size, position=recorded_position(Path(config.train.run_dir)) or START)
         check_resume(config, args.allow_change)
     if args.check:
         return 0
     if place is None:
         check_start(config, world_size)
-    if place is None and world_size > 1:
-        return start_local_ranks(config, world_size, args.typed)
-    with SignalWatcher() as signals:
-        from frontier_llm.train.loop import Resume, train
+    with held():
+        if place is None and world_size > 1:
+            return start_local_ranks(config, world_size, args.typed)
+        with SignalWatcher() as signals:
+            from frontier_llm.train.loop import Resume, train
 
-        code = train(config, place, signals, Resume(args.strict, tuple(args.allow_change)))
-    if place is not None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning must not make a crash of a rank that is done and leaving
-    return code
+            code = train(config, place, signals, Resume(args.strict, tuple(args.allow_change)))
+        if place is not None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning must not make a crash of a rank that is done and leaving
+        return code

@@ -11,7 +11,6 @@ believe ('mpi4py' asks MPI itself, which some sites want imported before torch).
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -52,17 +51,15 @@ def rank_python() -> str:
     return environ("FRONTIER_LLM_RANK_PYTHON") or environ("FRONTIER_LLM_PYTHON") or sys.executable
 
 
-def adopt(wanted: Mapping[str, str]) -> dict[str, str]:
-    """Set the variables that are not set yet; returns {name: value} of those that the user has set otherwise, which stay.
-
-    `${NAME:-default}` in a value is expanded, as the shell of a batch script would.
-    """
-    others = {}
+def adopt(wanted: Mapping[str, str]) -> None:
+    """Set the variables that are not set yet."""
     for name, value in wanted.items():
-        expanded = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: os.environ.get(match[1], match[2]), value)
-        if os.environ.setdefault(name, expanded) != expanded:
-            others[name] = os.environ[name]
-    return others
+        os.environ.setdefault(name, value)
+
+
+def put(name: str, value: str) -> None:
+    """Set a variable of this process and of the processes that it starts."""
+    os.environ[name] = value
 
 
 def discover(variables: Mapping[str, str] | None = None) -> RankEnv | None:

@@ -6,7 +6,8 @@ to the wakeup descriptor at once, from whichever thread the kernel chose. A thre
 training loop looks at the flag between steps.
 
 Until there are handlers, half a second after the start at best, a signal would kill the process. So whoever starts ranks holds the warnings
-back (`held`): they wait in the kernel, also across exec, until a watcher takes them.
+back (`held`): they wait in the kernel, also across exec, until a watcher takes them. Before any rank starts, a command checks its run and
+has nothing to save: SIGTERM then ends it at once.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Any
 
 # A rank saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
 EXIT_INTERRUPTED = 75
-_HELD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
-SIGNALS = (*_HELD, signal.SIGINT)  # Ctrl-C is not held back: nothing is lost yet, and the user sits there waiting
+BEFORE_RANKS = (signal.SIGUSR1, signal.SIGHUP)  # blocked while a command checks its run: a batch script's warning is then acted on later
+HELD = (*BEFORE_RANKS, signal.SIGTERM)
+SIGNALS = (*HELD, signal.SIGINT)  # Ctrl-C is not held back: nothing is lost yet, and the user sits there waiting
 
 
 def heeded() -> list[signal.Signals]:
@@ -34,9 +36,9 @@ def heeded() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-    """In the body, and in processes started there, SIGUSR1, SIGTERM and SIGHUP wait until a SignalWatcher is entered. Main thread only."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+def held(numbers: Collection[signal.Signals] = HELD) -> Iterator[None]:
+    """In the body, and in processes started there, these signals wait until a SignalWatcher is entered. Main thread only."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from frontier_llm.errors import BackendError
 from frontier_llm.libraries import load_library
 
-ABI = 2
 _REGION = re.compile(r"/proc/([0-9]{1,10})/fd/[0-9]{1,10}")
 MEMORY_DIR = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives on Linux
 
@@ -50,7 +49,7 @@ def library() -> ctypes.CDLL:
         "fl_shm_progress": (size, [pointer, number]),
         "fl_shm_is_missing": (number, [pointer, number]),
     }
-    return load_library("libshm_collectives.so", functions, {"fl_shm_abi": ABI})
+    return load_library("libshm_collectives.so", functions)
 
 
 def host_identity() -> bytes:

@@ -19,8 +19,6 @@ from frontier_llm.comm.relay import Relay
 from frontier_llm.errors import BackendError
 from frontier_llm.libraries import load_library
 
-ABI = 1
-
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
@@ -31,7 +29,7 @@ def _library() -> ctypes.CDLL | None:
         "fl_store_close": (None, [store]),
     }
     with suppress(BackendError):
-        return load_library("libstore_server.so", functions, {"fl_store_abi": ABI})
+        return load_library("libstore_server.so", functions)
     return None
 
 

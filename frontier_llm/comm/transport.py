@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from frontier_llm.errors import BackendError
 
-LOG_VARIABLES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}  # what must be set before the first communicator for a log to read
-
 PROVIDER = "cxi"  # libfabric's for Slingshot
 _NETWORK = re.compile(r"Using network (\S.*?)\s*$", re.MULTILINE)
 _PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([\w;]+)")
@@ -37,7 +35,7 @@ class TransportInUse:
 
 
 def read_transport(log_text: str) -> TransportInUse:
-    """Parse a log written with LOG_VARIABLES."""
+    """Parse a log written with the variables of `machine.env.rccl_log_variables`."""
     network, provider, plugin = (pattern.search(log_text) for pattern in (_NETWORK, _PROVIDER, _PLUGIN_VERSION))
     channels = _CHANNEL.findall(log_text)
     return TransportInUse(

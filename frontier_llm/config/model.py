@@ -6,7 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from frontier_llm.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from frontier_llm.config.fields import (
+    DenseLayerCount,
+    ExpertCount,
+    HeadCount,
+    LayerCount,
+    NonNegativeFloat,
+    OptionalWidth,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SequenceLength,
+    VocabularySize,
+    Width,
+)
 
 
 class RopeScaling(Section):
@@ -18,17 +31,17 @@ class RopeScaling(Section):
     high_freq_factor: PositiveFloat = 4.0  # llama3: and from which it is fast; those between are blended
     beta_slow: PositiveFloat = 1.0  # yarn: turns within the original context up to which a rotation is slow (since 0.2)
     beta_fast: PositiveFloat = 32.0  # yarn: and from which it is fast (since 0.2)
-    original_sequence_length: PositiveInt | None = None  # context that the model was trained with before, in tokens; for llama3 and yarn
+    original_sequence_length: SequenceLength | None = None  # context that the model was trained with before, in tokens; for llama3 and yarn
 
 
 class MoeConfig(Section):
     """A mixture of experts in place of the MLP: each token goes to the few experts that a router chooses for it (docs/moe.md)."""
 
     experts: Annotated[int, Field(ge=2, le=65536)]  # E, of each layer (since 0.2)
-    top_k: PositiveInt  # experts that each token goes to (since 0.2)
-    expert_hidden: PositiveInt | None = None  # width of an expert; None = ffn_hidden (since 0.2)
-    dense_layers: NonNegativeInt = 0  # first layers that keep an ordinary MLP, of ffn_hidden (since 0.2)
-    shared_hidden: NonNegativeInt = 0  # width of the expert that every token passes beside its own ones; 0 = none (since 0.2)
+    top_k: ExpertCount  # experts that each token goes to (since 0.2)
+    expert_hidden: Width | None = None  # width of an expert; None = ffn_hidden (since 0.2)
+    dense_layers: DenseLayerCount = 0  # first layers that keep an ordinary MLP, of ffn_hidden (since 0.2)
+    shared_hidden: OptionalWidth = 0  # width of the expert that every token passes beside its own ones; 0 = none (since 0.2)
     shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of the token (since 0.2)
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits, over all experts (since 0.2)
     normalise: bool = True  # a token's weights sum to 1; with softmax the same as a softmax over the chosen alone (since 0.2)
@@ -45,15 +58,15 @@ class ModelConfig(Section):
     """The transformer's shape and family; every other room reads the architecture from here alone."""
 
     name: str = "custom"  # for people, and for records; the file's own name where it is a model file
-    layers: PositiveInt  # transformer blocks
-    hidden: PositiveInt  # H, width of the residual stream
-    heads: PositiveInt  # A, query heads
-    kv_heads: PositiveInt | None = None  # key/value heads (grouped-query attention); None = heads
-    head_dim: PositiveInt | None = None  # D, width of a head; None = hidden / heads
-    ffn_hidden: PositiveInt  # F, width inside the MLP
-    vocab_size: PositiveInt  # the tokenizer's true size; see padded_vocab_size
-    vocab_multiple: PositiveInt = 128  # rows of the embedding are padded to this, whatever the layout
-    sequence_length: PositiveInt  # S, the context in tokens
+    layers: LayerCount  # transformer blocks
+    hidden: Width  # H, width of the residual stream
+    heads: HeadCount  # A, query heads
+    kv_heads: HeadCount | None = None  # key/value heads (grouped-query attention); None = heads
+    head_dim: Width | None = None  # D, width of a head; None = hidden / heads
+    ffn_hidden: Width  # F, width inside the MLP
+    vocab_size: VocabularySize  # the tokenizer's true size; see padded_vocab_size
+    vocab_multiple: VocabularySize = 128  # rows of the embedding are padded to this, whatever the layout
+    sequence_length: SequenceLength  # S, the context in tokens
     position: Literal["learned", "rope", "alibi"] = "rope"  # a table of vectors, rotated queries and keys, or a slope on the scores
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"  # of every block and before the head
     norm_eps: PositiveFloat = 1e-5  # added to the variance (rmsnorm: the mean square)
@@ -69,8 +82,8 @@ class ModelConfig(Section):
     rope_theta: PositiveFloat = 10000.0  # base of the rotations' wavelengths
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
     sliding_window: PositiveInt | None = None  # tokens that a query sees, itself included; None = all before it (since 0.2)
-    full_attention_every: PositiveInt | None = None  # with a window: each n-th layer sees all (Gemma 2: 2); None = none does (since 0.2)
-    score_width: PositiveInt | None = None  # scores are q·k over its root; None = head_dim (since 0.2)
+    full_attention_every: LayerCount | None = None  # with a window: each n-th layer sees all (Gemma 2: 2); None = none does (since 0.2)
+    score_width: Width | None = None  # scores are q·k over its root; None = head_dim (since 0.2)
     score_softcap: PositiveFloat | None = None  # x in x tanh(score / x), attention's scores bounded softly; None = as they are (since 0.2)
     logit_softcap: PositiveFloat | None = None  # the same of the logits (since 0.2)
     scaled_embedding: bool = False  # token embeddings times the root of hidden (Gemma) (since 0.2)

@@ -9,32 +9,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from frontier_llm.config.durations import in_steps
-from frontier_llm.config.fields import BelowOne, NonNegativeFloat, NonNegativeInt, PathText, PositiveFloat, PositiveInt, Section
+from frontier_llm.config.fields import (
+    BelowOne,
+    Degree,
+    GlobalBatch,
+    LayerCount,
+    MicroBatch,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SequenceLength,
+    StepCount,
+    WarmupSteps,
+)
 from frontier_llm.config.model import ModelConfig, RopeScaling
 
 
 class ParallelConfig(Section):
     """Degrees of the mesh and how the pipeline is played."""
 
-    tensor: PositiveInt = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs)
-    pipeline: PositiveInt = 1  # pp, ranks in a row that hold the layers
-    data: PositiveInt | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp)
-    context: PositiveInt = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp (since 0.2)
+    tensor: Degree = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs)
+    pipeline: Degree = 1  # pp, ranks in a row that hold the layers
+    data: Degree | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp)
+    context: Degree = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp (since 0.2)
     context_attention: Literal["auto", "gather", "ring", "heads"] = "auto"  # how they attend to each other (since 0.2)
-    expert: PositiveInt = 1  # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
-    expert_tensor: PositiveInt = 1  # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
+    expert: Degree = 1  # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
+    expert_tensor: Degree = 1  # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
     expert_all_to_all: Literal["auto", "flat", "hierarchical"] = "auto"  # to nodes: a row per expert, or one per node (since 0.2)
-    chunks: PositiveInt = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved; a V has 2
+    chunks: LayerCount = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved; a V has 2
     schedule: str = "1f1b"  # see docs/schedules.md: 1f1b, interleaved, zb-h1, zb-v, v-half, …, or what was registered
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
     data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
-    data_shard: PositiveInt | None = None  # fsdp: neighbouring replicas that share out one copy of the weights; None = all (since 0.2)
+    data_shard: Degree | None = None  # fsdp: neighbouring replicas that share out one copy of the weights; None = all (since 0.2)
     zero: Literal[0, 1, 2, 3] = 1  # 1 = the optimizer state is split over dp; 2 and 3 stand in records of older runs and are refused
-    stage_layers: tuple[PositiveInt, ...] | None = None  # layers of each virtual stage in order; None = balanced
+    stage_layers: tuple[LayerCount, ...] | None = None  # layers of each virtual stage in order; None = balanced
 
     @property
     def model_ranks(self) -> int:
@@ -45,8 +60,8 @@ class ParallelConfig(Section):
 class BatchConfig(Section):
     """Batch sizes in samples (sequences of model.sequence_length tokens)."""
 
-    global_batch: PositiveInt  # samples of one optimizer step, over all ranks
-    micro_batch: PositiveInt = 1  # samples that pass a stage at once, on one replica
+    global_batch: GlobalBatch  # samples of one optimizer step, over all ranks
+    micro_batch: MicroBatch = 1  # samples that pass a stage at once, on one replica
 
 
 class OptimizerConfig(Section):
@@ -62,8 +77,8 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1  # of matrices, times the learning rate, per step
     clip_norm: NonNegativeFloat = 1.0  # 0 = no clipping
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # after warm-up; wsd stays at lr until its decay
-    warmup_steps: NonNegativeInt = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
-    decay_steps: NonNegativeInt | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
+    warmup_steps: WarmupSteps = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
+    decay_steps: WarmupSteps | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
     momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's (since 0.2)
     validated: Literal["before", "after"] = "before"  # after: update before all ranks are done, undo where that was wrong (since 0.2)
     heads: Literal["together", "groups"] = "together"  # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
@@ -204,7 +219,7 @@ class ProfileConfig(Section):
 class PhaseModel(Section):
     """Of the model, what a phase may change: nothing that has weights."""
 
-    sequence_length: PositiveInt | None = None  # S in this phase; None = model.sequence_length (since 0.2)
+    sequence_length: SequenceLength | None = None  # S in this phase; None = model.sequence_length (since 0.2)
     rope_theta: PositiveFloat | None = None  # base of its rotations; None = model.rope_theta (since 0.2)
     rope_scaling: RopeScaling | None = None  # how they are slowed down; None = model.rope_scaling (since 0.2)
 
@@ -212,8 +227,8 @@ class PhaseModel(Section):
 class PhaseBatch(Section):
     """Of the batch: all of it."""
 
-    global_batch: PositiveInt | None = None  # samples of one step of this phase; None = batch.global_batch (since 0.2)
-    micro_batch: PositiveInt | None = None  # samples that pass a stage at once; None = batch.micro_batch (since 0.2)
+    global_batch: GlobalBatch | None = None  # samples of one step of this phase; None = batch.global_batch (since 0.2)
+    micro_batch: MicroBatch | None = None  # samples that pass a stage at once; None = batch.micro_batch (since 0.2)
 
 
 class PhaseData(Section):
@@ -227,7 +242,7 @@ class PhaseData(Section):
 class PhaseConfig(Section):
     """A stretch of a run: how long it lasts, and what is other in it than the rest of the run file says (`config/phases.py`)."""
 
-    steps: PositiveInt  # optimizer steps, or as text "20B tokens", "2 epochs" (since 0.2)
+    steps: StepCount  # optimizer steps, or as text "20B tokens", "2 epochs" (since 0.2)
     model: PhaseModel = PhaseModel()
     batch: PhaseBatch = PhaseBatch()
     data: PhaseData = PhaseData()
@@ -270,7 +285,7 @@ class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
     run_dir: PathText = "runs/default"  # where records, logs and checkpoints go
-    steps: PositiveInt = 100  # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
+    steps: StepCount = 100  # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
     phases: tuple[PhaseConfig, ...] = ()  # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
     seed: NonNegativeInt = 1234  # initial weights, and dropout's masks
     recompute: Recompute = "none"  # by backward, not kept: none, selective (attention's inside), full (layers), or a list of these by layer
@@ -282,7 +297,7 @@ class TrainConfig(Section):
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     save_final: bool = True  # a checkpoint after the last step; False with save_interval=0: none when stopped either (since 0.2)
     save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
-    keep_checkpoints: Annotated[int, Field(ge=2)] = 2  # newest ones that stay on disk
+    keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
     keep_best: str | None = None  # validation, or validation/NAME: a better one is saved at once, kept, and named in BEST (since 0.2)
     tensorboard: bool = True  # also write the metrics for TensorBoard
@@ -299,7 +314,7 @@ class GuardConfig(Section):
     """What the run watches for, and what it does about it."""
 
     spike_sigmas: NonNegativeFloat = 0.0  # a step whose loss or gradient norm is this far above the last ones' mean is a spike; 0 = off
-    spike_window: Annotated[int, Field(ge=2)] = 128  # accepted steps that make the mean
+    spike_window: Annotated[int, Field(ge=2, le=1_000_000)] = 128  # accepted steps that make the mean
     spike_action: Literal["skip", "rewind"] = "skip"  # leave the step out; or go back and leave data out
     rewind_steps: PositiveInt = 100  # go back at least so far before the spike
     rewind_skip_steps: PositiveInt = 200  # steps' worth of data that is left out, counted from where it went back to
@@ -325,4 +340,7 @@ class RunConfig(Section):
     machine: str = "local"  # name of a file in configs/machines, or a path
     plugins: tuple[str, ...] = ()  # modules or .py files that register schedules, optimizers, losses: docs/extending.md (since 0.2)
 
-    _durations = model_validator(mode="before")(in_steps)
+    @model_validator(mode="before")
+    @classmethod
+    def _durations(cls, content: Any, info: ValidationInfo) -> Any:
+        return in_steps(content, info.context or ())

@@ -98,15 +98,18 @@ def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any
         header = json.loads(data[8 + 4 * count : first])
         if not all(size is None or (isinstance(size, int) and size >= 0) for size in header["column_sizes"]):
             raise ValueError(f"column_sizes {header['column_sizes']}")
-        lengths = {len(header[key]) for key in ("column_names", "column_encodings", "column_sizes")}
+        columns = {key: len(header[key]) for key in ("column_names", "column_encodings", "column_sizes")}
     except FrontierError:
         raise
     except Exception as error:  # struct, json, gzip and pyarrow have no common base
         raise DataError(
             f"is no MDS shard: {error}", where=str(path), fix="copy it again, or give the directory of an MDS dataset"
         ) from error
-    if last != len(data) or len(lengths) != 1:
+    if last != len(data):
         raise DataError(f"at byte {4 + 4 * count}: expected {last} bytes, found {len(data)}", where=str(path), fix="copy it again")
+    if len(set(columns.values())) != 1:
+        counts = ", ".join(f"{number} {key}" for key, number in columns.items())
+        raise DataError(f"its header lists {counts}, not the same number of each", where=str(path), fix="copy it again")
     return data, header
 
 

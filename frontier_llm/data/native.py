@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm.errors import DataError
-from frontier_llm.libraries import load_library
+from frontier_llm.libraries import LIBRARIES, load_library
 
-ABI = 2
+ABI = LIBRARIES["libsample_index.so"]["fl_abi"]  # part of a cached index' name: samples.py
 FAILURES = {
     -1: "a sequence has a negative length, or a document lies outside the sequences: the .idx is damaged",
     -2: "the cached sample index belongs to another dataset: delete it",
@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL:
     """The shared library; raises BackendError with the build command when it is missing, foreign or of another version."""
     kinds = {"p": ctypes.c_void_p, "u": ctypes.c_uint64}
     functions = {name: (ctypes.c_int64, [kinds[kind] for kind in arguments]) for name, arguments in _SIGNATURES.items()}
-    return load_library("libsample_index.so", functions, {"fl_abi": ABI})
+    return load_library("libsample_index.so", functions)
 
 
 def call(name: str, *arguments: Any, where: str = "") -> int:

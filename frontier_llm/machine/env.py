@@ -1,11 +1,17 @@
-"""The one file that knows RCCL, libfabric, MIOpen, HSA and framework variables: what to set on a machine, why, and who says so."""
+"""The one file that knows RCCL, libfabric, MIOpen, HSA and framework variables: what to set on a machine, why, and who says so.
+
+`environment` lists what a machine needs. `resolve` combines that list with what is exported already, and names what set each variable.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from frontier_llm.errors import ConfigError, suggest
 
+Vendor = Literal["amd", "nvidia", "none"]
 OLCF = "OLCF Frontier user guide (pytorch_frontier.rst, 2026)"
 HPE = "HPE shs-ccl-docs, RCCL tuning guide"
 LUMI = "LUMI AI guide"
@@ -21,9 +27,67 @@ class Variable:
     value: str
     reason: str
     source: str
-    also: tuple[str, ...] = ()  # other names of the same setting: where the user has exported one, ours stays unset
+    also: tuple[str, ...] = ()  # other names of the same setting: if the user has exported one, ours stays unset
+
+    def on_rank(self, folder: str, local_rank: int) -> Variable:
+        """The variable with its value for one rank. `folder`: the job's private folder on the rank's node."""
+        return replace(self, value=self.value.replace(PRIVATE, folder).replace(LOCAL_RANK, str(local_rank)))
+
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether the value contains the job's private folder or the local rank, which only the rank itself knows."""
+        return PRIVATE in self.value or LOCAL_RANK in self.value
 
 
+PRIVATE = "{private folder of the job}"  # on the node's local disk
+LOCAL_RANK = "{local rank}"
+THIS_FILE = "frontier_llm/machine/env.py"
+EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell
+# Variables with these prefixes are shown with their origin even if no machine needs them.
+SHOWN_PREFIXES = ("FI_", "GLOO_", "HIP_", "HSA_", "MIOPEN_", "NCCL_", "RCCL_", "ROCR_")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable as the ranks get it."""
+
+    name: str
+    value: str
+    origin: str  # the file that sets the variable, a module, or the user
+    reason: str = ""
+    machine_value: str = ""  # what the machine needs, if an exported value replaces it
+
+    def describe(self) -> str:
+        """'NCCL_NET=Socket (frontier_llm/machine/env.py: one node …)' for rank 0's log and `doctor`."""
+        instead = f", instead of {self.machine_value} of {THIS_FILE}" if self.machine_value else ""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.name}={self.value} ({self.origin}{instead}{reason})"
+
+
+def resolve(wanted: Sequence[Variable], exported: Mapping[str, str], origins: Mapping[str, str]) -> list[Setting]:
+    """Every variable that the ranks get for their network and their GPUs. An exported value wins over the machine's.
+
+    A variable of `wanted` is left out if the same setting is exported under another name (`Variable.also`).
+    `origins`: what set an exported variable, if that is known; such a variable is always listed.
+    """
+    settings = []
+    for variable in wanted:
+        if variable.name in exported:
+            value, origin = exported[variable.name], origins.get(variable.name, EXPORTED)
+            is_replaced = origin != THIS_FILE and value != variable.value
+            machine_value = variable.value if is_replaced else ""
+            settings.append(Setting(variable.name, value, origin, variable.reason, machine_value))
+        elif not any(exported.get(name) for name in variable.also):
+            settings.append(Setting(variable.name, variable.value, THIS_FILE, variable.reason))
+    other_names = {name for variable in wanted for name in variable.also}
+    listed = {variable.name for variable in wanted}
+    for name in sorted(exported.keys() - listed):
+        if name in origins or name in other_names or name.startswith(SHOWN_PREFIXES):
+            settings.append(Setting(name, exported[name], origins.get(name, EXPORTED)))
+    return settings
+
+
+RCCL_LOG = "NCCL_DEBUG_FILE"
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"  # with sharded weights their gathers would wait behind the compute that they are to overlap
 
 _PYTORCH = (
@@ -37,8 +101,7 @@ _PYTORCH = (
     Variable("TORCH_FR_BUFFER_SIZE", "2000", "flight recorder: the last collectives of each rank, dumped when one times out", TORCH),
 )
 
-PRIVATE = "{private}"  # stands for the job's own folder on the node's local disk
-_NODE_LOCAL = f"{PRIVATE}/miopen-${{SLURM_LOCALID:-0}}"  # one per rank
+_NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
 
 _ROCM = (
     Variable(
@@ -60,7 +123,7 @@ _ROCM = (
         "MIOpen's SQLite files break on a parallel file system ('disk I/O error')",
         OLCF,
     ),
-    Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "same", OLCF),
+    Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "as MIOPEN_USER_DB_PATH", OLCF),
     Variable(
         "PYTORCH_HIP_ALLOC_CONF",  # the name that torch 2.10 and 2.13 both honour; 2.13 would take it before PYTORCH_ALLOC_CONF
         "max_split_size_mb:512",
@@ -118,10 +181,34 @@ _RANKS_PER_NODE = 8
 _ONE_INTERFACE_NODES = 300  # above it, bootstrap over four interfaces stalls now and then
 _LARGE_NODES = 512
 
+
+def rccl_log_variables(rank: int) -> list[Variable]:
+    """What makes RCCL say which network it uses, in a file of its own. For one rank per node."""
+    reason = "rank 0 of each node reads which network RCCL uses"
+    return [
+        Variable("NCCL_DEBUG", "INFO", reason, NCCL),
+        Variable("NCCL_DEBUG_SUBSYS", "INIT,NET", reason, NCCL),
+        Variable(RCCL_LOG, f"{PRIVATE}/rccl-{rank}.log", reason, NCCL),
+    ]
+
+
+def flight_record_variable(run_dir: str) -> Variable:
+    """Where torch's watchdog writes a rank's last collectives before it ends the process."""
+    reason = "flight records go to the run, not to one file per rank in the user's home"
+    return Variable("TORCH_FR_DUMP_TEMP_FILE", f"{run_dir}/logs/flight_torch_rank_", reason, TORCH)
+
+
 _SLINGSHOT_MACHINES = tuple(_OWN)
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
 _NVIDIA_MACHINES = ("selene", "jean-zay", "eos", "h200", "vtrain-a100", "vtrain-a100-node", "llm-foundry-a100", "llm-foundry-a100-40", "llm-foundry-h100", "torchtitan-a100", "torchtitan-h100")  # fmt: skip
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
+
+
+def vendor_of_machine(machine: str) -> Vendor:
+    """Whose variables the ranks of a shipped machine get; "none" for `local` and for a machine that this file does not know."""
+    if machine in _ROCM_MACHINES:
+        return "amd"
+    return "nvidia" if machine in _NVIDIA_MACHINES else "none"
 
 
 def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[Variable]:

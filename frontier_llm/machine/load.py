@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from frontier_llm.blueprint.items import Habits
 from frontier_llm.config.load import as_problem, available, compose, find_file, merge
 from frontier_llm.errors import ConfigError, Problem, suggest
+from frontier_llm.machine.env import Vendor, vendor_of_machine
 from frontier_llm.machine.rates import Rates, Table
-from frontier_llm.machine.schema import Machine, Number
+from frontier_llm.machine.schema import Machine, Number, vendor_of
 from frontier_llm.units import GIB
 
 OWN_STACK = "frontier-llm"  # the name that machine files give this program's own software
@@ -35,12 +36,20 @@ def load_machine(name_or_path: str) -> Machine:
     path = find_file(name_or_path, "machines")
     content, files = compose(path, "machines")
     content.setdefault("environment", files[-1].stem)  # of the file that the others are based on
+    if isinstance(device := content.get("device"), dict) and "vendor" not in device:
+        content["device"] = {**device, "vendor": _stated_vendor(device.get("architecture"), content["environment"])}
     content["stacks"] = _stacks(content.get("stacks"), str(path))
     try:
         return Machine.model_validate({"name": path.stem, **content})
     except ValidationError as error:
         lines = {key: place for file in reversed(files) for key, place in _lines(file)}
         raise ConfigError([_problem(path, lines, detail) for detail in error.errors()]) from None
+
+
+def _stated_vendor(architecture: Any, environment: Any) -> Vendor:
+    """The vendor of a file without `device.vendor`: its architecture's, otherwise that of the machine whose environment it names."""
+    named = vendor_of(str(architecture))
+    return vendor_of_machine(str(environment)) if named == "none" else named
 
 
 def _stacks(stacks: Any, where: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -9,8 +10,10 @@ from pydantic import Field, model_validator
 
 from frontier_llm.blueprint.items import Habits
 from frontier_llm.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from frontier_llm.machine.env import Vendor, vendor_of_machine
 
 Tag = Literal["measured", "published", "estimated"]  # estimated includes fitted: the source then says on what
+_VENDORS: dict[str, Vendor] = {"gfx": "amd", "sm_": "nvidia"}  # by the first three letters of an architecture's name
 
 
 class Number(Section):
@@ -38,6 +41,9 @@ class Device(Section):
     """What one rank runs on. On MI250X that is one of the package's two dies (a GCD), never the package."""
 
     name: str
+    # "none": no particular GPU is expected. Ranks use the GPU that torch sees, otherwise the CPU, and nothing is checked.
+    vendor: Vendor = "none"
+    architecture: str | None = None  # gfx90a, sm_80 …: whose prebuilt kernels the device runs. None: any of the vendor
     peak_tflops: Number  # dense bf16/fp16
     memory_gib: Number
     memory_gbps: Number  # GB/s, peak
@@ -47,6 +53,19 @@ class Device(Section):
     flushes_fp16: bool = False  # its fp16 matrix products take and give 0 for numbers below 6.1e-5 (MI200)
     gemm_shapes: GemmShapes | None = None
     host_executes: bool = False  # a CPU: the cores that dispatch operations are those that run them
+
+    @model_validator(mode="after")
+    def _architecture_is_the_vendors(self) -> Device:
+        if self.architecture is None:
+            return self
+        if not re.fullmatch(r"gfx[0-9a-f]{3,4}|sm_\d{2,3}", self.architecture):
+            raise ValueError(f"architecture {self.architecture!r} is not the name of one: write e.g. gfx90a, gfx942, sm_80 or sm_90")
+        if re.fullmatch(r"sm_8[1-9]", self.architecture):
+            raise ValueError(f"architecture {self.architecture} runs the kernels of sm_80: write sm_80")
+        maker = vendor_of(self.architecture)
+        if self.vendor not in ("none", maker):
+            raise ValueError(f"architecture {self.architecture} is one of vendor {maker}, and vendor is {self.vendor}")
+        return self
 
 
 class CollectiveTables(Sourced):
@@ -111,6 +130,11 @@ class AllReduceTable(Sourced):
     def _rectangular(self) -> AllReduceTable:
         check_rectangle(self.time_us, self.message_bytes, "nodes", least_rows=2)
         return self
+
+
+def vendor_of(architecture: str) -> Vendor:
+    """The vendor that an architecture's name belongs to; "none" for any other text."""
+    return _VENDORS.get(architecture[:3], "none")
 
 
 def check_rectangle(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, ...], rows: str, least_rows: int) -> None:
@@ -194,6 +218,16 @@ class Machine(Section):
     def _default_exists(self) -> Machine:
         if self.default_stack not in self.stacks:
             raise ValueError(f"default_stack {self.default_stack!r} is not one of the stacks {sorted(self.stacks)}")
+        return self
+
+    @model_validator(mode="after")
+    def _environment_is_the_vendors(self) -> Machine:
+        meant = vendor_of_machine(self.environment)
+        if "none" not in (meant, self.device.vendor) and meant != self.device.vendor:
+            raise ValueError(
+                f"device.vendor is {self.device.vendor}, and environment {self.environment} sets the variables of {meant}: "
+                "let `environment:` name a machine of the same vendor"
+            )
         return self
 
     @property

@@ -6,9 +6,9 @@ import functools
 
 import torch
 
-from frontier_llm.libraries import DIRECTORY
+from frontier_llm.libraries import DIRECTORY, TORCH_OPS
 
-CPU_LIBRARY = DIRECTORY / "libfrontier_ops.so"
+CPU_LIBRARY = DIRECTORY / TORCH_OPS
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import socket
 import stat
 import time
@@ -218,7 +219,7 @@ def test_a_folder_that_somebody_else_made_first_is_not_used(tmp_path: Path, monk
     os.chown(folder, NOBODY, NOBODY)
     with pytest.raises(FrontierError, match="not this user's alone"):
         private_folder(SECRET)
-    folder.rmdir()
+    shutil.rmtree(folder)
     folder.mkdir(mode=0o755)
     with pytest.raises(FrontierError, match="not this user's alone"):
         private_folder(SECRET)

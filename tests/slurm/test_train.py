@@ -13,6 +13,7 @@ import pytest
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.holder import last_start
 from frontier_llm.cluster.rank_env import environment
+from frontier_llm.data.indexed_writer import IndexedWriter
 from tests.harness.scenarios import scenario
 from tests.harness.slurm import ENDED, ROOT, LocalSlurm
 
@@ -63,11 +64,40 @@ def test_train_1t_runs_on_four_nodes_with_tp8_and_pp4(cluster: LocalSlurm, tmp_p
     text = (tmp_path / "job.out").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), text
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3]
-    assert run_dir.latest_step(tmp_path / "run") == 3
+    assert run_dir.latest_step(tmp_path / "run") == 0  # a benchmark saves nothing
+    assert "this job takes 4 nodes for about 10 minutes" in text and "this job writes no checkpoint (0 bytes)" in text
+    assert text.index("this job writes") < text.index("step 1 ")  # before the ranks start
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert (plan["grid"]["tp"], plan["grid"]["pp"], plan["grid"]["dp"]) == (8, 4, 1)
     assert len(list((tmp_path / "run" / "logs" / "attempt_0001").glob("rank_*.log"))) == 32
     assert cluster.queued() == []
+
+
+def test_a_benchmark_with_data_is_refused_and_the_production_script_trains(cluster: LocalSlurm, tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "tokens", "u2") as writer:
+        for start in range(100):
+            writer.add_sequence([(start + offset) % 250 for offset in range(100)])
+            writer.end_document()
+    words = (
+        f"data.train=[{{path: {tmp_path}/tokens}}]",
+        "parallel.tensor=2",
+        "parallel.pipeline=1",
+        "batch.global_batch=4",
+        "train.steps=4",
+        "train.save_interval=2",
+    )
+    options = ("--nodes=2", "--ntasks-per-node=1", "--time=20", "--signal=USR1@10")
+    env = {"FRONTIER_LLM_SIGNAL_LEAD_S": "10"}
+    unsaved = (*words, "train.save_interval=0")
+    refused = sbatch(cluster, "train_1t.sbatch", tmp_path / "refused", *options, words=unsaved, env=env)
+    trained = sbatch(cluster, "pretrain_1t.sbatch", tmp_path / "trained", *options, words=words, env=env)
+    assert cluster.wait_job(refused, 240)["ExitCode"] == "2:0"
+    text = (tmp_path / "refused" / "job.out").read_text()
+    assert "no checkpoint is written" in text and "slurm/pretrain_1t.sbatch" in text
+    assert run_dir.attempts(tmp_path / "refused" / "run") == []
+    assert cluster.wait_job(trained, 300)["ExitCode"] == "0:0", (tmp_path / "trained" / "job.out").read_text()
+    assert run_dir.latest_step(tmp_path / "trained" / "run") == 4
+    assert "2 checkpoints of" in (tmp_path / "trained" / "job.out").read_text()
 
 
 def test_a_users_mistake_ends_the_run_at_once_and_blames_no_node(cluster: LocalSlurm, tmp_path: Path) -> None:

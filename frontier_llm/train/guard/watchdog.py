@@ -24,6 +24,7 @@ from frontier_llm.comm.rendezvous import has_joined
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, write_failure
+from frontier_llm.files import open_below
 from frontier_llm.train.guard.cause import Inquiry, period_s
 from frontier_llm.train.guard.suspects import WrongResults
 
@@ -50,8 +51,9 @@ class Watchdog:
         self._period_s = min(period_s(mesh.world.size), self._timeout_s / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._stacks_path = self._logs / f"stacks_rank_{self._rank:05}.txt"
-        self._stacks_path.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = self._stacks_path.open("w", encoding="utf-8")  # faulthandler writes to it even without the interpreter lock
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        stacks = open_below(self._run_dir, f"logs/{self._stacks_path.name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._stacks = os.fdopen(stacks, "w", encoding="utf-8")  # faulthandler writes to it even without the interpreter lock
 
     def at(self, step: int, section: str) -> None:
         """Note where the main thread is; cheap."""

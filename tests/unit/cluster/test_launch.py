@@ -13,6 +13,7 @@ import pytest
 
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.sites import root_dir
+from frontier_llm.machine.env import environment as machine_variables
 
 LAUNCH = root_dir() / "launch"
 
@@ -64,6 +65,27 @@ def test_what_a_module_has_set_before_sbatch_is_not_the_users(root: Path) -> Non
     before = {"FRONTIER_LLM_PYTHON": sys.executable, "NCCL_SOCKET_IFNAME": "module", "NCCL_CROSS_NIC": "mine"}
     done = job_sh(root, **before)
     assert done.stdout == f"{sys.executable} ours mine\n", done.stderr
+
+
+def test_the_names_of_the_users_and_the_modules_variables_reach_the_supervisor(root: Path) -> None:
+    site = root / "slurm" / "sites" / "fake.sh"
+    site.write_text(site.read_text() + 'FRONTIER_LLM_FROM_MODULES="$(export -p)"\n')
+    (root / "say.py").write_text("import os\nprint(os.environ['FRONTIER_LLM_USER_VARIABLES'], os.environ['FRONTIER_LLM_MODULE_VARIABLES'])")
+    exported = {"NCCL_SOCKET_IFNAME": "module", "NCCL_CROSS_NIC": "mine", "GPU_MAX_HW_QUEUES": "4", "OTHER": "1"}
+    env = {"PATH": "/usr/bin:/bin", "FRONTIER_LLM_PYTHON": sys.executable, **exported}
+    done = subprocess.run([root / "launch" / "job.sh", "fake", "say"], capture_output=True, text=True, env=env)
+    assert done.stdout == "GPU_MAX_HW_QUEUES NCCL_CROSS_NIC NCCL_CROSS_NIC NCCL_SOCKET_IFNAME\n", done.stderr
+
+
+def test_every_variable_of_the_machines_is_kept_by_the_job_if_the_user_has_exported_it(root: Path) -> None:
+    """launch/job.sh restores what the user has exported by a pattern of names."""
+    names = sorted({variable.name for name in ("frontier", "lumi") for variable in machine_variables(name, 9000)})
+    site = root / "slurm" / "sites" / "fake.sh"
+    site.write_text("".join(f"export {name}=site\n" for name in names))
+    (root / "say.py").write_text("import os, sys\nprint(*(os.environ[name] for name in sys.argv[1:]))")
+    env = {"PATH": "/usr/bin:/bin", "FRONTIER_LLM_PYTHON": sys.executable, **dict.fromkeys(names, "mine")}
+    done = subprocess.run([root / "launch" / "job.sh", "fake", "say", *names], capture_output=True, text=True, env=env)
+    assert done.stdout.split() == ["mine"] * len(names), done.stderr
 
 
 def test_a_python_without_the_package_is_explained(root: Path) -> None:

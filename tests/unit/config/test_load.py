@@ -249,6 +249,31 @@ def test_wrong_values_are_told_in_the_words_of_a_run_file(override: str, expecte
     assert not re.search(r"Input should|valid (tuple|dictionary)|tuple\[|literal\[", text)
 
 
+@pytest.mark.parametrize(
+    ("key", "largest"),
+    [
+        ("model.layers", 65_536),
+        ("model.hidden", 1 << 24),
+        ("model.ffn_hidden", 1 << 24),
+        ("model.heads", 65_536),
+        ("model.vocab_size", (1 << 31) - 1),
+        ("model.sequence_length", 1 << 30),
+        ("batch.global_batch", 1 << 24),
+        ("batch.micro_batch", 1 << 20),
+        ("parallel.tensor", 1 << 20),
+        ("parallel.pipeline", 1 << 20),
+        ("parallel.data", 1 << 20),
+        ("parallel.chunks", 65_536),
+        ("train.keep_checkpoints", 1_000_000),
+    ],
+)
+def test_an_absurd_size_is_refused_by_the_schema(run_file: str, key: str, largest: int) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)}: must be {largest} or less; got {largest + 1}"):
+        load_run(run_file, [f"{key}={largest + 1}"])
+    section, name = key.split(".")
+    assert getattr(getattr(load_run(run_file, [f"{key}={largest}"]), section), name) == largest
+
+
 def test_a_key_written_twice_is_an_error_with_both_lines(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("base: train_small\ntrain:\n  steps: 5\n  seed: 1\n  steps: 6\n")

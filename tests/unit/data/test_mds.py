@@ -61,6 +61,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
     path.write_bytes(good[:-1])
     with pytest.raises(DataError, match=f"expected {len(good)} bytes, found {len(good) - 1}"):
         open_column(path, "text")
+    path.write_bytes(shard([b""], ["text", "source"], ["str"], [None]))
+    with pytest.raises(DataError, match="its header lists 2 column_names, 1 column_encodings, 1 column_sizes, not the same number of each"):
+        open_column(path, "text")
     path.write_bytes(b"\x01")
     with pytest.raises(DataError, match="is no MDS shard"):
         open_column(path, "text")

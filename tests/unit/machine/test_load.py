@@ -10,7 +10,9 @@ import yaml
 from frontier_llm.config import configs_dir
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine import load_machine, machine_names, provenance, rates
+from frontier_llm.machine.env import vendor_of_machine
 from frontier_llm.machine.load import PLACES
+from frontier_llm.ops.kernel_table import ARCHITECTURES
 
 FRONTIER = configs_dir() / "machines" / "frontier.yaml"
 
@@ -119,3 +121,58 @@ def test_no_rule_is_told_in_pydantics_words(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "must have at least 3 characters; got 'ab'" in message and "must be a finite number" in message
     assert "should" not in message
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_shipped_machine_states_its_device(name: str) -> None:
+    """The vendor is the one whose variables its ranks get, and kernels are built for the architecture."""
+    machine = load_machine(name)
+    assert "vendor" in machine.device.model_fields_set
+    assert machine.device.vendor == vendor_of_machine(name)
+    assert (machine.device.architecture in ARCHITECTURES) == (name != "local")
+    assert machine.device.flushes_fp16 == (machine.device.architecture == "gfx90a")
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("", ("none", None)),  # nothing is known of a file whose environment is its own name
+        ("environment: lumi\n", ("amd", None)),
+        ("environment: h200\n", ("nvidia", None)),
+        ("environment: local\n", ("none", None)),
+        ("  architecture: gfx942\n", ("amd", "gfx942")),
+        ("  architecture: sm_100\n", ("nvidia", "sm_100")),
+    ],
+)
+def test_a_file_without_a_vendor_has_that_of_its_architecture_or_of_its_environment(
+    tmp_path: Path, lines: str, expected: tuple[str, str | None]
+) -> None:
+    text = FRONTIER.read_text().replace("  vendor: amd\n", "").replace("  architecture: gfx90a\n", lines if lines[:1] == " " else "")
+    path = tmp_path / "mine.yaml"
+    path.write_text(("" if lines[:1] == " " else lines) + text)
+    device = load_machine(str(path)).device
+    assert (device.vendor, device.architecture) == expected
+
+
+def test_a_machine_may_be_rehearsed_without_its_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "rehearsal.yaml"
+    path.write_text("base: frontier\ndevice: {vendor: none}\n")
+    machine = load_machine(str(path))
+    assert (machine.device.vendor, machine.device.architecture, machine.environment) == ("none", "gfx90a", "frontier")
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("device: {vendor: intel}", "device.vendor"),
+        ("device: {architecture: '{mi250x}'}", "architecture '{mi250x}' is not the name of one: write e.g. gfx90a"),
+        ("device: {architecture: sm_90}", "architecture sm_90 is one of vendor nvidia, and vendor is amd"),
+        ("device: {vendor: nvidia, architecture: sm_86}", "runs the kernels of sm_80: write sm_80"),
+        ("device: {vendor: nvidia, architecture: sm_90}", "environment frontier sets the variables of amd"),
+    ],
+)
+def test_a_contradiction_about_the_device_is_refused(tmp_path: Path, content: str, rule: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: frontier\n{content}\n")
+    with pytest.raises(ConfigError, match=rule):
+        load_machine(str(path))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +12,12 @@ import torch
 from frontier_llm.cluster.job_secret import VARIABLE
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.rank_variables import ORIGINS
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.config.load import find_file
-from frontier_llm.errors import BackendError, ConfigError, FrontierError
-from frontier_llm.machine.env import environment
+from frontier_llm.errors import BackendError, ConfigError
+from frontier_llm.machine.env import environment, rccl_log_variables
 from frontier_llm.train import join
 
 PLACE = RankEnv(8, 16, 0, 8, "n1", "n0", 23456, "slurm")
@@ -34,8 +33,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     threads = torch.get_num_threads()
     for name in (
         [variable.name for variable in environment("frontier", 2)]
-        + list(join.LOG_VARIABLES)
-        + ["NCCL_DEBUG_FILE", "TORCH_FR_DUMP_TEMP_FILE"]
+        + [variable.name for variable in rccl_log_variables(0)]
+        + ["TORCH_FR_DUMP_TEMP_FILE", ORIGINS]
     ):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
@@ -49,8 +48,9 @@ def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyP
     assert set_environment(load_run("bench", ["machine=frontier"]))
     said = capfd.readouterr().err
     assert environ("FI_CXI_RDZV_PROTO") == "alt_read" and environ("NCCL_NET") == "AWS Libfabric"
-    assert environ("NCCL_CROSS_NIC") == "0" and "kept NCCL_CROSS_NIC=0, which you exported, over 1" in said
-    assert "FI_MR_CACHE_MONITOR (memory-registration cache" in said
+    kept = "NCCL_CROSS_NIC=0 (exported before the start, instead of 1 of frontier_llm/machine/env.py: rings may"
+    assert environ("NCCL_CROSS_NIC") == "0" and kept in said
+    assert "FI_MR_CACHE_MONITOR=kdreg2 (frontier_llm/machine/env.py: memory-registration cache" in said
     assert (environ("TORCH_FR_DUMP_TEMP_FILE") or "").endswith("/logs/flight_torch_rank_")
 
 
@@ -118,43 +118,3 @@ def test_a_log_that_says_socket_ends_the_run(clean: pytest.MonkeyPatch, capfd: p
         join._check_network(serial_mesh(), job)
         assert "the network is not checked" in capfd.readouterr().err
     assert not job.folder.exists()
-
-
-def _pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, bus: int) -> None:
-    properties = SimpleNamespace(gcnArchName="gfx90a", pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
-    pretended = {"is_available": lambda: True, "device_count": lambda: gpus, "set_device": lambda index: None}
-    for name, function in {**pretended, "get_device_properties": lambda index: properties}.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-
-
-def _job(local_rank: int, ranks: int) -> join._Job:
-    place = RankEnv(local_rank, ranks, local_rank, ranks, "n0", "n0", 23456, "slurm")
-    return join._Job(load_run("quickstart"), place)
-
-
-def test_more_ranks_than_gpus_are_refused(clean: pytest.MonkeyPatch) -> None:
-    _pretend(clean, 4, 0xC1)
-    for local_rank in (0, 7):  # each rank, not only those without a GPU: all end with the reason
-        with pytest.raises(FrontierError, match="8 ranks on n0, where torch sees 4 GPUs"):
-            join._device(load_run("quickstart", ["train.device=cuda"]), _job(local_rank, 8))
-    shutil.rmtree(_job(0, 8).folder)
-
-
-def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(clean: pytest.MonkeyPatch) -> None:
-    run, job, other = load_run("quickstart", ["train.device=cuda"]), _job(0, 2), _job(1, 2)
-    _pretend(clean, 1, 0xC1)
-    try:
-        assert join._device(run, job).index == 0
-        assert join._device(run, job).index == 0  # a rank that joins again
-        with clean.context() as another_process:
-            another_process.setattr(join, "_LOCKS", {})
-            with pytest.raises(FrontierError, match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job has"):
-                join._device(run, other)
-            _pretend(clean, 1, 0xC6)
-            assert join._device(run, other).index == 0  # its own
-            for lock in join._LOCKS.values():
-                lock.close()
-    finally:
-        for path in [path for path in join._LOCKS if Path(path).parent == job.folder]:
-            join._LOCKS.pop(path).close()
-        shutil.rmtree(job.folder)

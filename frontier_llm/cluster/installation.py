@@ -1,0 +1,138 @@
+"""What is installed in the interpreter that ranks run in: the record of its facts, and how another process asks for them.
+
+`train/installed.py` collects the facts inside that interpreter. This module imports neither torch nor pydantic, so that it works in
+an interpreter that lacks both.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.units import strict_json
+
+COLLECTOR = "frontier_llm.train.installed"
+TIMEOUT_S = 600.0  # torch's first import from a busy parallel file system takes minutes
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """The torch of an interpreter."""
+
+    version: str  # torch.__version__; '' if torch cannot be imported
+    hip: str  # torch.version.hip; '' if torch was built without ROCm
+    cuda: str  # torch.version.cuda; '' if torch was built without CUDA
+    path: str  # of its package
+    error: str  # why importing it fails; '' if it can be imported
+
+    @property
+    def vendor(self) -> str:
+        """Vendor of the GPUs that this build can use: amd, nvidia or none."""
+        if self.hip:
+            return "amd"
+        return "nvidia" if self.cuda else "none"
+
+    def describe(self) -> str:
+        """One phrase for messages."""
+        if self.error:
+            return f"no usable torch ({self.error})"
+        if self.hip:
+            return f"torch {self.version} for ROCm {self.hip}"
+        return f"torch {self.version} for CUDA {self.cuda}" if self.cuda else f"torch {self.version} for CPUs"
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """The GPU kernels that were built ahead of time."""
+
+    architecture: str  # that was asked for
+    digest: str  # sha256 of its manifest, which names each code object's digest; '' without a manifest
+    problems: tuple[Problem, ...]  # no manifest, other kernel sources, damaged code objects; each with the build command
+    built: tuple[str, ...]  # architectures that have a manifest
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What a run reads and writes, as the interpreter of the ranks sees it: a container sees other file systems than its host."""
+
+    problems: tuple[Problem, ...]  # of data and tokenizer
+    run_dir_error: str  # why the run directory cannot be written; '' if it can
+    run_dir_free_bytes: int  # of its file system
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The facts of one interpreter."""
+
+    host: str
+    executable: str
+    python: str  # version
+    missing_modules: tuple[str, ...]  # requirements of the package that cannot be found
+    package: str  # directory from which frontier_llm is imported
+    package_digest: str  # of its Python sources
+    torch: TorchFacts
+    libraries: Mapping[str, str]  # file name -> why it cannot be used; '' if it can
+    built_for: str  # torch version that TORCH_OPS was built for; '' if the library does not load
+    kernels: KernelFacts | None  # None if no architecture was asked for, or if torch cannot be used
+    providers: Mapping[str, str]  # op back-end -> why it cannot be used; '' if it can. Without triton: see kernels
+    ops_error: str = ""  # why frontier_llm.ops cannot be imported with this torch
+    inputs: InputFacts | None = None  # None if no run was given, or if the run file cannot be read in this interpreter
+    seconds: float = field(default=0.0, compare=False)  # that collecting took
+
+    def as_json(self) -> str:
+        """One line."""
+        return strict_json(asdict(self), indent=None)
+
+    @classmethod
+    def from_json(cls, line: str) -> Installation:
+        """The inverse of `as_json`. Raises ValueError, KeyError or TypeError for another text."""
+        fields: dict[str, Any] = json.loads(line)
+        kernels, inputs = fields["kernels"], fields["inputs"]
+        if kernels is not None:
+            kernels = KernelFacts(**{**kernels, "problems": _problems(kernels), "built": tuple(kernels["built"])})
+        if inputs is not None:
+            inputs = InputFacts(**{**inputs, "problems": _problems(inputs)})
+        nested = {"torch": TorchFacts(**fields["torch"]), "kernels": kernels, "inputs": inputs}
+        return cls(**{**fields, **nested, "missing_modules": tuple(fields["missing_modules"])})
+
+
+def _problems(fields: Mapping[str, Any]) -> tuple[Problem, ...]:
+    return tuple(Problem(**problem) for problem in fields["problems"])
+
+
+def ask(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    architecture: str | None,
+    run_text: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Installation:
+    """Facts of the interpreter that `command` starts: ("python", "-P", "-m"), or ("launch/job.sh", SITE, "--as-rank").
+
+    `run_text` is a run file's content, whose data, tokenizer and run directory are examined there.
+    Raises FrontierError with the interpreter's own last words if it gives no facts.
+    """
+    words = [*command, COLLECTOR, architecture or "none", *(["-"] if run_text is not None else [])]
+    try:
+        done = subprocess.run(  # noqa: S603 a list
+            words, env=dict(environment), input=run_text or "", capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s
+        )
+    except OSError as error:
+        raise FrontierError(f"cannot be started: {error.strerror}", "name another interpreter by FRONTIER_LLM_PYTHON", words[0]) from error
+    except subprocess.TimeoutExpired as error:
+        raise FrontierError(f"no answer within {timeout_s:.0f} s", "is the file system of the environment slow?", words[0]) from error
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            return Installation.from_json(line)
+    complaint = done.stderr.strip().splitlines() or [f"ended with {done.returncode} and said nothing"]
+    raise FrontierError("\n".join(complaint[-8:]), f"run it by hand: {' '.join(words)}", "the ranks' interpreter")
+
+
+def of_this_interpreter(architecture: str | None, environment: Mapping[str, str], python: str = sys.executable) -> Installation:
+    """`ask` an interpreter that has the environment of this process."""
+    return ask((python, "-P", "-m"), environment, architecture)

@@ -1,0 +1,120 @@
+"""Set the variables of `machine.env` for the ranks of a run, before torch is imported: HIP reads some of them when its library is loaded.
+
+The supervisor exports them to the environment of srun. A rank sets those that differ between ranks, and all of them if another launcher
+(torchrun, mpirun, a bare srun) started it. ORIGINS tells a rank what the supervisor, the user, a module or the site file has set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from frontier_llm.cluster import job_secret
+from frontier_llm.cluster.launchers import RankEnv
+from frontier_llm.cluster.rank_env import adopt, environ, environment, put
+from frontier_llm.cluster.sites import Site
+from frontier_llm.config import RunConfig
+from frontier_llm.machine import env as machine_env
+from frontier_llm.machine import load_machine
+from frontier_llm.machine.env import MACHINES, THIS_FILE, Setting, Variable, resolve
+from frontier_llm.units import strict_json
+
+ORIGINS = "FRONTIER_LLM_VARIABLE_ORIGINS"  # JSON: name of a variable -> what set it
+USER_NAMES, MODULE_NAMES = "FRONTIER_LLM_USER_VARIABLES", "FRONTIER_LLM_MODULE_VARIABLES"  # lists of names, from launch/job.sh
+
+
+def environment_name(machine: str) -> str:
+    """The key of `machine.env` for a machine's name or a machine file."""
+    name = Path(machine).stem
+    return name if name in MACHINES else load_machine(machine).environment
+
+
+def shards_weights(config: RunConfig) -> bool:
+    """Whether the run gathers sharded weights during compute, so that one hardware queue would delay them."""
+    return config.parallel.data_mode == "fsdp"
+
+
+def run_variables(config: RunConfig, nodes: int) -> list[Variable]:
+    """What the ranks of a run on `nodes` nodes need. Raises ConfigError for a machine whose environment is unknown."""
+    run_dir = str(Path(config.train.run_dir).resolve())
+    machine = machine_env.environment(environment_name(config.machine), nodes, shards_weights(config))
+    return [*machine, machine_env.flight_record_variable(run_dir)]
+
+
+def _site_file(site: Site) -> str:
+    return f"slurm/sites/{site.name}.yaml"
+
+
+def known_origins(variables: Mapping[str, str], site: Site | None = None) -> dict[str, str]:
+    """What set the variables of a process: as its parent says, else as launch/job.sh and the site file say."""
+    if ORIGINS in variables:
+        return dict(json.loads(variables[ORIGINS]))
+    modules = dict.fromkeys(variables.get(MODULE_NAMES, "").split(), "a module")
+    in_site_file = dict.fromkeys(site.environment, _site_file(site)) if site else {}
+    user = dict.fromkeys(variables.get(USER_NAMES, "").split(), "you")
+    return {**modules, **in_site_file, **user}
+
+
+def expected_settings(wanted: Sequence[Variable], site: Site) -> list[Setting]:
+    """What the ranks of a job would get if it were submitted from this shell, before launch/job.sh has loaded the site's file."""
+    exported = environment()
+    if MODULE_NAMES not in exported:
+        extends_others = {name for name, value in site.environment.items() if "$" in value}
+        from_site = {name: value for name, value in site.environment.items() if name in extends_others or name not in exported}
+        exported = {**exported, **from_site, ORIGINS: strict_json(dict.fromkeys(from_site, _site_file(site)), indent=None)}
+    return job_settings(wanted, site, site.cpus_per_task, exported)
+
+
+def job_settings(wanted: Sequence[Variable], site: Site, cpus_per_task: int, exported: Mapping[str, str]) -> list[Setting]:
+    """What the ranks of a job get if their parent has the environment `exported`. `wanted`: what the machine and the run need."""
+    exported = dict(exported)
+    origins = known_origins(exported, site)
+    if "OMP_NUM_THREADS" not in exported:
+        exported["OMP_NUM_THREADS"] = str(cpus_per_task)
+        origins["OMP_NUM_THREADS"] = "sbatch --cpus-per-task"
+    return resolve(wanted, exported, origins)
+
+
+def step_variables(config: RunConfig, nodes: int, site: Site, cpus_per_task: int) -> dict[str, str]:
+    """What the supervisor adds to the environment of srun: all that is the same for every rank, and ORIGINS."""
+    wanted = run_variables(config, nodes)
+    by_rank = {variable.name for variable in wanted if variable.differs_by_rank}
+    settings = job_settings(wanted, site, cpus_per_task, environment())
+    same_everywhere = [setting for setting in settings if setting.origin != THIS_FILE or setting.name not in by_rank]
+    origins = {setting.name: setting.origin for setting in same_everywhere}
+    return {**{setting.name: setting.value for setting in same_everywhere}, ORIGINS: strict_json(origins, indent=None)}
+
+
+def set_rank_variables(config: RunConfig, place: RankEnv, folder: Path | None = None) -> list[Setting]:
+    """Set what is missing in this rank's environment, and return every setting with its origin. May be called again.
+
+    Commands call this before they import torch. `folder` is the job's private folder on this node. Without it, values that contain it are
+    set only if the launcher has given the job's secret; the others follow when the rank joins (`train.join`).
+    """
+    secret = environ(job_secret.VARIABLE)
+    if folder is None and secret:
+        folder = job_secret.folder_of(secret.encode())
+    nodes = node_count(place)
+    wanted = run_variables(config, nodes)
+    if folder is None:
+        wanted = [variable for variable in wanted if not variable.differs_by_rank]
+    elif place.local_rank == 0 and needs_network_plugin(config, nodes):
+        wanted += machine_env.rccl_log_variables(place.rank)
+    exported = environment()
+    origins = known_origins(exported)
+    settings = resolve([variable.on_rank(str(folder), place.local_rank) for variable in wanted], exported, origins)
+    missing = {setting.name: setting.value for setting in settings if setting.name not in exported}
+    adopt(missing)
+    put(ORIGINS, strict_json({**origins, **dict.fromkeys(missing, THIS_FILE)}, indent=None))
+    return settings
+
+
+def node_count(place: RankEnv) -> int:
+    """Nodes of the job."""
+    return -(-place.world_size // place.local_world_size)
+
+
+def needs_network_plugin(config: RunConfig, nodes: int) -> bool:
+    """Whether collectives must not use sockets: between nodes of a machine whose network has a plugin."""
+    return nodes > 1 and any(variable.name == "NCCL_NET" for variable in run_variables(config, nodes))
