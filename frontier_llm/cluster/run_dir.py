@@ -6,7 +6,7 @@ attempts.jsonl                 one line per start of the ranks: nodes, steps, ho
 incarnation.json               the newest start, and its job (holder.py)
 bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
 successor                      id of the job that was queued last
-untrusted_nodes.json           hosts that computed wrongly: left out, and never used again; delete the file to forgive them
+untrusted_nodes.json           hosts that computed wrongly or differed from the others at a start: never used again; delete the file to forgive them
 STOP                           made by a person: save, end, and do not continue until it is deleted
 SAVE                           made by a person: save within a step and go on; the run deletes it
 """
@@ -244,7 +244,7 @@ def bad_hosts(run_dir: Path) -> list[str]:
 
 
 def untrusted_hosts(run_dir: Path) -> list[str]:
-    """Hosts that computed wrongly."""
+    """Hosts that computed wrongly, or that differed from the others at a start (train/agreement.py)."""
     return _listed(run_dir / "untrusted_nodes.json")
 
 
