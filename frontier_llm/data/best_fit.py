@@ -11,6 +11,7 @@ rank keeps one window: 2 MB, and 0.125 byte per document.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,6 +115,13 @@ class PackedSamples:
         window = int(order[turn])
         inside = np.array([place - int(before[turn])], np.uint64)
         return window, int(permute(int(self.packed[window]), derive_key("sequences", self.key, epoch, window), inside)[0])
+
+    def parts(self, k: int) -> Iterator[tuple[int, int]]:
+        """See DatasetSamples."""
+        number, sequence = self.locate(k)
+        window = self._window(number)
+        for piece in range(int(window.starts[sequence]), int(window.starts[sequence + 1])):
+            yield int(window.tokens[piece]), int(window.lengths[piece])
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream; padding counts as a piece of its own."""

@@ -179,6 +179,11 @@ class IndexedDataset:
         """Tokens of one document, a view of the file."""
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
+    def document_at(self, token: int) -> int:
+        """The document that holds a token, by its place in `tokens`."""
+        sequence = int(np.searchsorted(self.sequence_pointers, token * self.dtype.itemsize, side="right")) - 1
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+
     def check_token_ids(self) -> None:
         """Raises DataError for values that are not whole numbers."""
         if self.dtype.kind not in "iu":

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -55,6 +55,9 @@ class DatasetSamples(SampleStream, Protocol):
 
     def prepare(self, samples: int) -> None:
         """Build and cache the indices that the first `samples` samples need, where they are large enough to be cached."""
+
+    def parts(self, k: int) -> Iterator[tuple[int, int]]:
+        """The parts of documents that sample k is made of: first token in .bin, tokens. Padding is none of them."""
 
 
 def threads() -> int:
@@ -187,18 +190,24 @@ class DocumentSamples:
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream."""
-        epoch, token = self.cut(k)
         filled, lengths = 0, []
-        while filled < tokens_S1.size:
-            pieces = self.index.pieces(epoch, token, tokens_S1.size - filled)
-            for start, length in zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True):
-                tokens_S1[filled : filled + length] = self.dataset.read(start, length)
-                if learnt_S1 is not None:
-                    learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
-                filled += length
-            lengths.append(pieces.lengths)
+        for start, length in self.parts(k):
+            tokens_S1[filled : filled + length] = self.dataset.read(start, length)
+            if learnt_S1 is not None:
+                learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
+            filled += length
+            lengths.append(length)
+        return np.array(lengths, np.int64)
+
+    def parts(self, k: int) -> Iterator[tuple[int, int]]:
+        """See DatasetSamples."""
+        epoch, token = self.cut(k)
+        left = self.sequence_length + 1
+        while left:
+            pieces = self.index.pieces(epoch, token, left)
+            yield from zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
+            left -= int(pieces.lengths.sum())
             epoch, token = epoch + 1, 0
-        return np.concatenate(lengths)
 
 
 class BlendedSamples:
