@@ -12,6 +12,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.load import DTYPES
-from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, SavedPiece, shard_name
+from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, DtypeName, Progress, SavedPiece, shard_name
 from frontier_llm.checkpoint.save import build_manifest, writing
 from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, read_and_hash, shard_layout, verify
 from frontier_llm.checkpoint.source import WeightSource
@@ -37,6 +38,8 @@ from frontier_llm.optim import initial_loss_scale
 from frontier_llm.packing import packed
 from frontier_llm.topology import Rectangle
 from frontier_llm.units import format_count
+
+DAMAGE_FIX = "restore the file from a copy, or take another checkpoint; --no-verify reads it as it is"
 
 
 class CheckpointWeights:
@@ -58,13 +61,23 @@ class CheckpointWeights:
         self._places: dict[tuple[str, str], list[tuple[Rectangle, Path, int]]] = defaultdict(list)
         for shard in self.manifest.shards:
             file = self.path / shard.file
-            if verified:
-                verify(file, self.manifest, shard)
             layout, pieces = layout_of(self.manifest, shard, file), self.manifest.pieces_of(shard)
             with opened(file, shard.bytes, layout.head):
                 for extent in layout.entries:
                     piece = pieces[extent.piece]
                     self._places[piece.name, extent.kind].append((Rectangle(piece.offset, piece.shape), file, extent.start))
+        if verified and (problems := self.damage()):
+            raise DamagedCheckpoint(problems)
+
+    def damage(self, rank: int = 0, ranks: int = 1) -> list[Problem]:
+        """Read every shard whole, or this rank's share of them, and compare it with its digest. Returns what is damaged, by file."""
+        problems: list[Problem] = []
+        for shard in self.manifest.shards[rank::ranks]:
+            try:
+                verify(self.path / shard.file, self.manifest, shard)
+            except DamagedCheckpoint as error:
+                problems += (replace(problem, fix=problem.fix or DAMAGE_FIX) for problem in error.problems)
+        return problems
 
     @functools.cached_property
     def config(self) -> RunConfig:

@@ -148,6 +148,7 @@ PLUGIN = option(
     metavar="FILE",
     help="import this plugin: a .py file, module or entry point (docs/extending.md); repeatable",
 )
+NO_VERIFY = option("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first")
 # whom Slurm charges and where it queues
 JOB = (
     option("-A", "--account", metavar="PROJECT", help="project to charge (default: SBATCH_ACCOUNT)"),

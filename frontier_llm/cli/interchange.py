@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import PLUGIN, command, option, positive_amount
+from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, command, option, positive_amount
 from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.units import GIB, printable
 
@@ -91,7 +91,7 @@ def _import(
     option("--dtype", choices=_DTYPES, help="of the written weights (default: the run's working precision)"),
     option("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)"),
     option("--shard-gib", type=positive_amount, default=5.0, metavar="N", help="size of the files (default: 5)"),
-    option("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first"),
+    NO_VERIFY,
     option(
         "--push-to-hub",
         metavar="USER/NAME",

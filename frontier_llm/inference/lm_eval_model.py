@@ -43,7 +43,7 @@ class FrontierLM(TemplateLM):
         **_: Any,
     ) -> None:
         super().__init__()
-        opened = open_model(path, plugins=[plugin] if plugin else [])
+        opened = open_model(path, verified=True, plugins=[plugin] if plugin else [])
         self.tokens = open_tokenizer(opened, tokenizer)
         self.batch_size_per_gpu = int(batch_size) if str(batch_size).isdigit() else 8
         place = _device(device)
