@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from frontier_llm import log
@@ -55,9 +53,10 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
         model = open_model(args.model, plugins=args.plugin).source.model
         inference_plan(model, args.tensor, args.pipeline, world_size, args.expert)
     from frontier_llm.cluster.local import run_local_ranks
+    from frontier_llm.cluster.node_folders import temporary_folder
 
-    with TemporaryDirectory(prefix="frontier-llm-") as logs:
-        return run_local_ranks(world_size, args.typed, environment(), Path(logs))
+    with temporary_folder() as logs:
+        return run_local_ranks(world_size, args.typed, environment(), logs)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class BatchJob:
 
     @property
     def untrusted(self) -> list[str]:
-        """Nodes of the allocation that computed wrongly."""
+        """Nodes of the allocation that computed wrongly, or that differed from the others at a start."""
         return [node for node in run_dir.untrusted_hosts(self.directory) if node in self.allocation.nodes]
 
     @property

@@ -186,7 +186,7 @@ class CommConfig(Section):
     overlap_weights: bool = False  # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
     overlap_experts: bool = True  # rows to experts travel beside another microbatch, in schedules that pair them: dualpipe-v (since 0.2)
     tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
-    store: Literal["direct", "node"] = "direct"  # connections to the rendezvous: one per rank, or one per node that its ranks share
+    store: Literal["auto", "torch", "authenticated", "direct", "node"] = "auto"  # where ranks meet; auto, direct, node: torch's TCPStore
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
     in_flight: Literal["auto", "one", "many"] = "auto"  # communications at a time; auto: as the machine file says (since 0.2)
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
@@ -303,7 +303,7 @@ class TrainConfig(Section):
     tensorboard: bool = True  # also write the metrics for TensorBoard
     observers: tuple[str, ...] = ()  # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
     profile: ProfileConfig | None = None  # steps whose trace is written; None = none (since 0.2)
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU that the machine file states; cpu: without any check; cuda: also ROCm
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis
 
