@@ -303,9 +303,7 @@ class TrainConfig(Section):
     tensorboard: bool = True  # also write the metrics for TensorBoard
     observers: tuple[str, ...] = ()  # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
     profile: ProfileConfig | None = None  # steps whose trace is written; None = none (since 0.2)
-    device: Literal["auto", "cpu", "cuda"] = (
-        "auto"  # auto: the GPU that the machine file states, or an error; without a statement a GPU, else the CPU. cpu: no check. cuda: also ROCm
-    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU that the machine file states; cpu: without any check; cuda: also ROCm
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis
 

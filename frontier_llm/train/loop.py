@@ -196,6 +196,10 @@ class _Session:
             result = train_step(self.state, self.wishes.own)
         for observer in self.observers:
             observer.after_step(self.state, result)
+        if self.metrics is not None:
+            self.metrics.step(
+                step, result, self.state.skipped_steps, self.state.position
+            )  # before any event: an event restarts the step's clock
         for straggler in stragglers:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
@@ -205,8 +209,6 @@ class _Session:
             if self.metrics is not None:
                 self.metrics.event("collapsed router", step, asdict(collapsed))
         self.watchdog.at(step + 1, "train")
-        if self.metrics is not None:
-            self.metrics.step(step, result, self.state.skipped_steps, self.state.position)
         self.saves.follow(step + 1)
         self._judge(step, result)
         return result.wish
