@@ -1,17 +1,20 @@
-"""`frontier-llm data tokenizer|tokenize|import|index|inspect|plan|show|stdlib`: from text to a dataset that `train` reads."""
+"""`frontier-llm data tokenizer|tokenize|import|index|inspect|check|plan|show|stdlib`: from text to a dataset that `train` reads."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frontier_llm import log
 from frontier_llm.cli.arguments import JSON, Command, command, dataset_prefix, natural, option, positive, run_options, show
 from frontier_llm.tables import aligned
 from frontier_llm.units import format_count
+
+if TYPE_CHECKING:
+    from frontier_llm.data.ids import IdScan
 
 INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS")
 BOUND = option("--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)")
@@ -135,6 +138,41 @@ def _inspect(args: argparse.Namespace) -> int:
     report = inspect(args.prefix, args.tokenizer, args.samples, args.top, sequence_length=args.sequence_length)
     show(args, report, lambda: "\n".join(_tables(report)))
     return 0
+
+
+@command(
+    option("prefixes", nargs="+", type=dataset_prefix, metavar="PREFIX", help="paths without .bin/.idx"),
+    option(
+        "--vocab-size", type=positive, metavar="N", help="ids that a model has (default: that of the tokenizer in the dataset's record)"
+    ),
+    JSON,
+    line="read every token and index entry of datasets; name the first id that a vocabulary does not have",
+)
+def _check(args: argparse.Namespace) -> int:
+    """Exit code 1 if an id is outside of a vocabulary."""
+    from frontier_llm.cli.progress import ProgressBar
+    from frontier_llm.data.ids import scan
+
+    progress = ProgressBar()
+    scans = [scan(prefix, args.vocab_size, progress.on(prefix, "tokens")) for prefix in args.prefixes]
+    progress.close()
+    show(args, [asdict(one) for one in scans], lambda: "\n".join(_scan_lines(scans)))
+    return 0 if all(one.is_sound for one in scans) else 1
+
+
+def _scan_lines(scans: Sequence[IdScan]) -> Iterator[str]:
+    rows = [
+        (one.prefix, f"{one.documents:,}", f"{one.tokens:,}", *map(_known, (one.smallest_id, one.largest_id, one.vocab_size)))
+        for one in scans
+    ]
+    yield aligned(("dataset", ">documents", ">tokens", ">smallest id", ">largest id", ">vocabulary"), rows)
+    for one in scans:
+        if one.outside is not None:
+            yield f"{one.prefix}: {one.outside}, outside of the vocabulary of {_known(one.vocab_size)}; train with the tokenizer that made the data"
+
+
+def _known(number: int | None) -> str:
+    return "unknown" if number is None else f"{number:,}"
 
 
 def _tables(report: dict[str, Any]) -> Iterator[str]:
@@ -265,6 +303,7 @@ data = Command(
         "import": _import,
         "index": _index,
         "inspect": _inspect,
+        "check": _check,
         "plan": _plan,
         "show": _show,
         "stdlib": _stdlib,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.keys import derive_key
 from frontier_llm.data.native import FAILURES, call, permute
-from frontier_llm.data.samples import BLOCK, check_readable, documents_of, index_path, index_table, threads
+from frontier_llm.data.samples import BLOCK, Origin, check_readable, documents_of, index_path, index_table, threads
 from frontier_llm.errors import DataError
 
 WINDOW = 1 << 16  # pieces that are packed together; packing one takes a tenth of a second, once per rank and epoch
@@ -142,3 +142,14 @@ class PackedSamples:
             if learnt_S1 is not None:
                 learnt_S1[filled:] = False
         return np.array(lengths, np.int64)
+
+    def origin(self, k: int, place: int) -> Origin:
+        """See SampleStream; padding repeats the token before it."""
+        number, sequence = self.locate(k)
+        window = self._window(number)
+        first, last = int(window.starts[sequence]), int(window.starts[sequence + 1])
+        ends = np.cumsum(window.lengths[first:last])
+        place = min(place, int(ends[-1]) - 1)
+        piece = int(np.searchsorted(ends, place, side="right"))
+        inside = place - int(ends[piece] - window.lengths[first + piece])
+        return Origin(self.dataset, int(window.tokens[first + piece]) + inside)

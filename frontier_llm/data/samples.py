@@ -47,6 +47,19 @@ class SampleStream(Protocol):
         made of (they sum to S + 1).
         """
 
+    def origin(self, k: int, place: int) -> Origin | None:
+        """Where token `place` of sample k comes from; None for made-up tokens."""
+
+
+class Origin(NamedTuple):
+    """Where a token of a sample comes from."""
+
+    dataset: IndexedDataset
+    token: int  # its index in the dataset's tokens
+
+    def __str__(self) -> str:
+        return f"{self.dataset.prefix}: {self.dataset.place_of(self.token)}"
+
 
 class DatasetSamples(SampleStream, Protocol):
     """The samples of one dataset."""
@@ -209,6 +222,19 @@ class DocumentSamples:
             left -= int(pieces.lengths.sum())
             epoch, token = epoch + 1, 0
 
+    def origin(self, k: int, place: int) -> Origin:
+        """See SampleStream."""
+        epoch, token = self.cut(k)
+        while True:
+            pieces = self.index.pieces(epoch, token, place + 1)
+            ends = np.cumsum(pieces.lengths)
+            if place < ends[-1]:
+                piece = int(np.searchsorted(ends, place, side="right"))
+                inside = place - int(ends[piece] - pieces.lengths[piece])
+                return Origin(self.dataset, int(pieces.starts[piece]) + inside)
+            place -= int(ends[-1])
+            epoch, token = epoch + 1, 0
+
 
 class BlendedSamples:
     """Samples of one or several streams."""
@@ -223,6 +249,11 @@ class BlendedSamples:
         """See SampleStream."""
         place, index = self.locate(k)
         return self.streams[place].fill(index, tokens_S1, learnt_S1)
+
+    def origin(self, k: int, place: int) -> Origin | None:
+        """See SampleStream."""
+        stream, index = self.locate(k)
+        return self.streams[stream].origin(index, place)
 
 
 class SyntheticSamples:
@@ -241,6 +272,9 @@ class SyntheticSamples:
         self.key = first if key is None else key
         self.places = min(vocab_size, 1024)
         self._cycle = np.random.Philox(key=first).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
+
+    def origin(self, k: int, place: int) -> None:
+        """See SampleStream."""
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream."""
