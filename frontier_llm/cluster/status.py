@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.complete import MANIFEST, faults, step_name
 from frontier_llm.cluster.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
-from frontier_llm.cluster.recorded import steps_done
+from frontier_llm.cluster.recorded import epochs_read, steps_done
 from frontier_llm.cluster.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.cluster.run_dir import Slow
 from frontier_llm.cluster.run_parts import RunParts
@@ -60,6 +60,7 @@ class Status:
     slow_hosts: tuple[Slow, ...]  # named as stragglers
     blocked: dict[str, dict[str, int]]  # by axis: calls, p50_us and p99_us of how long one blocked on rank 0, at the last save
     last_failure: str | None
+    epochs: dict[str, float] = field(default_factory=dict)  # by path of each source, at the newest checkpoint
     damage: tuple[str, ...] = ()  # files that are damaged, and how; what they would tell is missing above
 
 
@@ -116,6 +117,7 @@ def read_status(directory: Path) -> Status:
         slow_hosts=tuple(parts.read(run_dir.slow_hosts, [])),
         blocked=parts.read(_blocked, {}),
         last_failure=failure.describe() if failure else failures[-1].detail if failures else None,
+        epochs=parts.read(epochs_read, {}),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
 
@@ -284,6 +286,7 @@ def _render_one(status: Status) -> str:
     facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
     facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
     facts += [("failure", status.last_failure or ""), ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else "")]
+    facts.append(("data", ", ".join(f"{path} {epochs:.3g} epochs" for path, epochs in status.epochs.items())))
     facts += [("damaged", text) for text in status.damage]
     return "\n".join([f"{status.run_dir}   {job}{status.state}{where}{reason}", *(f"  {name:<11}{text}" for name, text in facts if text)])
 
