@@ -14,13 +14,14 @@ from frontier_llm.cluster.run_dir import latest_step, rows
 from frontier_llm.config import RunConfig, Stretches, resolved
 from frontier_llm.data.position import Position
 from frontier_llm.errors import DataError
+from frontier_llm.units import strict_json
 
 
 def recorded_position(run_dir: Path) -> Position | None:
     """None without a checkpoint, and of one that records no position (imported weights, formats before 4)."""
     content = _progress(run_dir).get("position")
     try:
-        return None if content is None else Position.model_validate_json(json.dumps(content))
+        return None if content is None else Position.model_validate_json(strict_json(content))
     except ValidationError:
         return None  # the load names what is wrong
 
@@ -45,7 +46,7 @@ def before_step(run_dir: Path, step: int) -> tuple[Position, int]:
     known = [row for row in rows(run_dir) if row.get("kind") == "data" and row["step"] < step]
     try:
         row = known[-1]
-        position = Position.model_validate_json(json.dumps(row["position"]))
+        position = Position.model_validate_json(strict_json(row["position"]))
         batch = int(row["global_batch"])
         return position.advance(batch, step - 1 - int(row["step"])), batch
     except (LookupError, TypeError, ValueError) as error:

@@ -29,6 +29,7 @@ from frontier_llm.comm.store_launch import StoreProcess
 from frontier_llm.comm.store_process import JOB_KEY, raise_open_file_limit
 from frontier_llm.comm.store_server import open_server
 from frontier_llm.errors import BackendError
+from frontier_llm.files import write_atomically
 from frontier_llm.threads import in_daemon
 
 CONNECTIONS = 4  # of a rank: its groups, questions about failures, its heartbeats, and RCCL's watchdog
@@ -178,9 +179,7 @@ def _join_torch(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
 
 
 def _write_port(path: Path, port: int) -> None:
-    building = path.with_suffix(".tmp")
-    building.write_text(str(port), encoding="ascii")
-    building.replace(path)
+    write_atomically(path, str(port))
 
 
 def _store_address(world_size: int, meeting: Meeting) -> tuple[str, int]:

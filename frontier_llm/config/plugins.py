@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.abc
 import importlib.util
 import os
 import sys
@@ -206,19 +207,36 @@ def _digest(path: Path) -> str:
     return state.hexdigest()
 
 
+class _LoaderOfBytes(importlib.abc.SourceLoader):
+    """Executes the bytes that it has read once, never a cached .pyc, so that the digest is of what was executed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.source = path.read_bytes()
+
+    def get_filename(self, fullname: str) -> str:
+        """Name of the file, for tracebacks."""
+        return str(self._path)
+
+    def get_data(self, path: str | bytes) -> bytes:
+        """The source. Raises OSError for any other file, such as a .pyc beside it."""
+        if str(path) != str(self._path):
+            raise FileNotFoundError(path)
+        return self.source
+
+
 def _import_file(path: Path) -> None:
     if str(path) in sys.modules:
         return
-    spec = importlib.util.spec_from_file_location(str(path), path)
-    if spec is None or spec.loader is None:
+    loader = _LoaderOfBytes(path)
+    spec = importlib.util.spec_from_file_location(str(path), path, loader=loader)
+    if spec is None:
         raise ImportError(f"{path} is no Python file")
-    source = path.read_bytes()
     module = importlib.util.module_from_spec(spec)
     sys.modules[str(path)] = module
     try:
-        # not the loader's exec_module: the bytes that are executed must be the bytes that the digest is of
-        exec(compile(source, str(path), "exec"), module.__dict__)  # noqa: S102 the user named this file
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[str(path)]
         raise
-    _executed[str(path)] = hashlib.sha256(source).hexdigest()
+    _executed[str(path)] = hashlib.sha256(loader.source).hexdigest()

