@@ -15,6 +15,7 @@ TORCH_OPS = "libfrontier_ops.so"  # loaded by torch, whose version it is built f
 # Libraries that are loaded with ctypes. Each lists its functions without arguments and the value that this version of the package expects.
 LIBRARIES: dict[str, dict[str, int]] = {
     "libgpu_launcher.so": {},
+    "libheartbeat.so": {"fl_heartbeat_abi": 1},
     "libsample_index.so": {"fl_abi": 2},
     "libsha256_pair.so": {},
     "libshm_collectives.so": {"fl_shm_abi": 2},

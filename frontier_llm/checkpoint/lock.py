@@ -23,8 +23,9 @@ from frontier_llm.cluster.holder import (
     start_after,
     watched_dead,
 )
+from frontier_llm.cluster.run_dir import MOVE_BACK, MOVED
 from frontier_llm.errors import CheckpointError
-from frontier_llm.files import write_atomically, write_durably
+from frontier_llm.files import folder_below, write_atomically, write_durably
 from frontier_llm.threads import Heartbeat
 
 HEARTBEAT_S = 5.0
@@ -45,7 +46,8 @@ class RunLock:
         Raises CheckpointError naming the live holder.
         """
         self._folder, self._holder, self._counted = directory / "incarnations", holder, incarnation
-        self._folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        folder_below(directory, self._folder.name)
         self.incarnation = self._acquire()
         self._heartbeat = Heartbeat(self._path(self.incarnation), HEARTBEAT_S)
 
@@ -111,8 +113,7 @@ class RunLock:
         Called right before every change of the directory.
         """
         if not self._folder.is_dir():
-            what = "was moved away or deleted while the run goes on; nothing is written in its old place"
-            raise CheckpointError(what, "move it back, or start again where it is now", str(self._folder.parent))
+            raise CheckpointError(MOVED, MOVE_BACK, str(self._folder.parent))
         newest = self._newest()
         if newest > self.incarnation or not self._path(self.incarnation).exists():
             holder = read_holder(self._path(newest)) if newest > self.incarnation else None

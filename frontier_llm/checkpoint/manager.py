@@ -28,6 +28,7 @@ from frontier_llm.cluster.complete import fault
 from frontier_llm.cluster.holder import Holder, this_process
 from frontier_llm.comm import Mesh, all_gather_json, broadcast_bytes, broadcast_json
 from frontier_llm.config import RunConfig
+from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.data.identity import Dataset, identities
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
@@ -49,6 +50,7 @@ class CheckpointManager:
         keep: int,
         keep_every: int = 0,
         environment: Mapping[str, str] | None = None,
+        plugins: Sequence[PluginRecord] = (),
         datasets: Mapping[str, Dataset] | None = None,
         job: str = "",
         restart: int = 0,
@@ -61,12 +63,14 @@ class CheckpointManager:
         environment: versions, code commit, device, of rank 0 alone; shown when it differs on resume. datasets: by path those that are trained
         on; refused when their tokens differ. job, restart: the scheduler's identity of this job
         and how often it was requeued, so that a requeued job takes its own lock over at once. incarnation: the supervisor's count of starts, 0 = none.
+        plugins: those that this process has imported, of rank 0 alone; refused when they differ.
         allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
         Raises CheckpointError when another live job holds the directory or it cannot be written.
         """
         assert keep >= 2, f"keep {keep}: with one, the only checkpoint could be the damaged one"
         self.directory, self._mesh, self._optimizer = directory, mesh, optimizer
         self._config = config.model_dump(mode="json")
+        self._plugins = tuple(plugins)
         self._environment, self._data, self._allow_changes = dict(environment or {}), identities(datasets or {}), tuple(allow_changes)
         self._datasets = dict(datasets or {})
         self._device = optimizer.device
@@ -79,6 +83,7 @@ class CheckpointManager:
             config=self._config,
             environment=self._environment,
             data=self._data,
+            plugins=self._plugins,
             incarnation=self.incarnation,
             keep=keep,
             keep_every=keep_every,
@@ -287,7 +292,7 @@ class CheckpointManager:
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
         """Rank 0: say what has changed since, or refuse it."""
-        changes = drift.allowed_changes(manifest, self._config, self._data, self._allow_changes, where)
+        changes = drift.allowed_changes(manifest, self._config, self._data, self._plugins, self._allow_changes, where)
         elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
         for change in [*changes, *elsewhere]:
             log.info(f"differs from the checkpoint: {change}")

@@ -23,12 +23,13 @@ from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.cluster.complete import MAX_MANIFEST_BYTES
 from frontier_llm.cluster.records import is_count, is_number
 from frontier_llm.config.fields import first_fault
+from frontier_llm.config.plugins import PluginRecord, recorded_names
 from frontier_llm.data.position import Position
 from frontier_llm.errors import CheckpointError, Problem, first_of
 
 FORMAT: Final = "frontier_llm checkpoint"
 VERSION: Final = 4
-# All are still read. 3 had no position in the data but a number of steps; 2 named no data and no optimizer: it was AdamW;
+# All are still read. 3 had no position in the data but a number of steps, and no plugins; 2 named no data and no optimizer: it was AdamW;
 # 1 had one sha256 over a whole shard file.
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # by safetensors' names; checkpoints have the first two
@@ -36,6 +37,7 @@ ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # by safetensors' names;
 MAX_MANIFEST_VALUES = 1 << 21  # commas and brackets of the text
 MAX_CORNERS = 1 << 21  # of all pieces; see _coverage_problems
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 20, 1 << 30
+MAX_PLUGINS = 1_000
 _MAX_DIMS = 8
 MAX_STEPS = 10**12  # of a run: the bound of train.steps
 _BEFORE_3 = (MASTER, "exp_avg", "exp_avg_sq")  # of every checkpoint that names no optimizer
@@ -113,6 +115,7 @@ class Manifest(_Record):
     config: dict[str, Any]
     config_sha256: Digest
     environment: dict[str, str]
+    plugins: Annotated[tuple[PluginRecord, ...], Field(max_length=MAX_PLUGINS)] = ()  # that it was trained with; see known_plugins
     data: dict[str, Digest] = {}  # path → identity of each dataset that it was trained on; none of synthetic data, and in version 2
     dtype: DtypeName
     optimizer: str = ADAMW.name  # whose states they are
@@ -124,6 +127,11 @@ class Manifest(_Record):
     def total_bytes(self) -> int:
         """Of all shards."""
         return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def known_plugins(self) -> tuple[PluginRecord, ...]:
+        """The plugins that it was trained with. Of checkpoints that recorded none, those that the configuration names, without digests."""
+        return self.plugins or recorded_names(self.config)[:MAX_PLUGINS]
 
     def kinds_of(self, tensor: TensorEntry) -> tuple[str, ...]:
         """What is kept of a tensor."""

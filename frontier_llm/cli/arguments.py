@@ -140,6 +140,15 @@ def run_options(about: str = "", default: str | None = None) -> tuple[Option, Op
 
 # the same flag and the same promise everywhere
 JSON = option("--json", action="store_true", help="machine-readable result on stdout")
+# the only way to import code for a checkpoint that does not lie in the user's own run directory
+PLUGIN = option(
+    "--plugin",
+    action="append",
+    default=[],
+    metavar="FILE",
+    help="import this plugin: a .py file, module or entry point (docs/extending.md); repeatable",
+)
+NO_VERIFY = option("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first")
 # whom Slurm charges and where it queues
 JOB = (
     option("-A", "--account", metavar="PROJECT", help="project to charge (default: SBATCH_ACCOUNT)"),

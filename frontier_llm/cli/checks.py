@@ -11,14 +11,17 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.config import RunConfig, phase_note, phases_of, saves_between, warmup_note
+from frontier_llm.data.position import START, Position
 from frontier_llm.errors import ConfigError, FrontierError, Problem, not_installed, suggest
 from frontier_llm.units import format_bytes, plural
 
 GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # of the vendors' drivers; asking torch takes two seconds
 
 
-def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
+def check(config: RunConfig, world_size: int, saves: bool = True, position: Position = START) -> None:
     """Refuse whatever would fail on the ranks, a disk without room for checkpoints if it `saves` them too, and log the layout.
+
+    `position`: where the run is in its data.
 
     Raises ConfigError (or its kin) with every problem found.
     """
@@ -27,7 +30,12 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     from frontier_llm.topology import make_plan, plan_problems
     from frontier_llm.train import observers
 
-    problems = [*_package_problems(config), *plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
+    problems = [
+        *_package_problems(config),
+        *plan_problems(config, world_size),
+        *data_problems(config, position),
+        *_named_file_problems(config),
+    ]
     problems += [*_profile_problems(config, world_size), *_best_problems(config), *_task_problems(config)]
     problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
     if problems:
@@ -44,7 +52,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     if config.train.phases:
         for phase in phases_of(config):
             log.info(phase.describe())
-    log_datasets(config)
+    log_datasets(config, position)
     for note in filter(None, (warmup_note(config), phase_note(config))):
         log.warn(note)
 

@@ -45,6 +45,7 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm.cluster import hostlist
     from frontier_llm.cluster import submit as slurm
     from frontier_llm.cluster.job_spec import default_continuation
+    from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
     from frontier_llm.scaling.admission import admit, advice, cost_of
@@ -53,6 +54,7 @@ def submit(args: argparse.Namespace) -> int:
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
     if args.until_tokens is not None:
         config = with_token_target(config, args.until_tokens, args.overrides)
+    config = as_it_stands(config)
     request = slurm.JobRequest(
         config=config,
         site=site,
@@ -92,10 +94,11 @@ def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:
     """The run with as many steps as `tokens` need. Raises ConfigError when train.steps is given too."""
-    from frontier_llm.config import phases_of, steps_of_tokens
+    from frontier_llm.config import RunConfig, build
     from frontier_llm.errors import ConfigError
 
     if any(word.startswith("train.steps=") for word in overrides):
         raise ConfigError("the run's end is given twice", "leave train.steps= or --until-tokens out", "--until-tokens")
-    steps = steps_of_tokens(phases_of(config), tokens)
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    content = config.model_dump(mode="json", exclude_unset=True)
+    content.setdefault("train", {})["steps"] = f"{int(tokens)} tokens"
+    return build(RunConfig, content)

@@ -11,6 +11,7 @@ from pathlib import Path
 from frontier_llm.cluster import run_dir, slurm
 from frontier_llm.cluster.lead import job_lead_s
 from frontier_llm.cluster.rank_env import COMMAND, environ
+from frontier_llm.cluster.recorded import as_it_stands
 from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.config import RunConfig, load_run, saves_nothing
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
@@ -69,7 +70,7 @@ class BatchJob:
 
     @property
     def untrusted(self) -> list[str]:
-        """Nodes of the allocation that computed wrongly."""
+        """Nodes of the allocation that computed wrongly, or that differed from the others at a start."""
         return [node for node in run_dir.untrusted_hosts(self.directory) if node in self.allocation.nodes]
 
     @property
@@ -85,7 +86,7 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
     site = load_site()
     words, flags = split_flags(words)
     words = (words[0], f"machine={site.machine}", *words[1:])  # a run file may have been written for another site
-    config = load_run(words[0], words[1:])
+    config = as_it_stands(load_run(words[0], words[1:]))
     continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or default_continuation(config)
     if continue_with not in ("requeue", "successor", "never"):
         raise FrontierError(f"{continue_with!r} is not requeue, successor or never", where="FRONTIER_LLM_CONTINUE")

@@ -6,7 +6,7 @@ attempts.jsonl                 one line per start of the ranks: nodes, steps, ho
 incarnation.json               the newest start, and its job (holder.py)
 bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
 successor                      id of the job that was queued last
-untrusted_nodes.json           hosts that computed wrongly: left out, and never used again; delete the file to forgive them
+untrusted_nodes.json           hosts that computed wrongly or differed from the others at a start: never used again; delete the file to forgive them
 STOP                           made by a person: save, end, and do not continue until it is deleted
 SAVE                           made by a person: save within a step and go on; the run deletes it
 """
@@ -25,10 +25,13 @@ from typing import Any
 
 from frontier_llm.cluster.complete import newest_complete
 from frontier_llm.cluster.records import DamagedRecord, is_count, is_number, json_lines, read_json, read_text
-from frontier_llm.files import write_atomically
+from frontier_llm.errors import FrontierError
+from frontier_llm.files import folder_below, open_below, write_atomically
 from frontier_llm.units import strict_json
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
+MOVED = "was moved away or deleted while the run goes on; nothing is written in its old place"
+MOVE_BACK = "move it back, or start again where it is now"
 TORN_BYTES = 1 << 16  # no line is nearly as long
 NUMBERS = ("loss", "gradient_norm", "tokens_per_s", "step_time_s", "consumed_tokens")  # of a row of metrics.jsonl, where it has them
 NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")  # so null in the file; a null `mfu` is not known
@@ -62,13 +65,41 @@ class Attempt:
         return self.cause not in ("finished", "interrupted")
 
 
+class Moved(FrontierError):
+    """The run directory is no longer where it was when the launcher started."""
+
+
+def place(run_dir: Path) -> tuple[int, int]:
+    """(device, inode) of the run directory, by which `refuse_moved` finds it again. Raises Moved if it is not there."""
+    try:
+        status = run_dir.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise Moved(MOVED, MOVE_BACK, str(run_dir)) from None
+    return status.st_dev, status.st_ino
+
+
+def refuse_moved(run_dir: Path, before: tuple[int, int]) -> None:
+    """Raise Moved if the run directory was renamed, deleted or replaced: a record in its old place would begin another run."""
+    if place(run_dir) != before:
+        raise Moved(MOVED, MOVE_BACK, str(run_dir))
+
+
 def open_lines(path: Path) -> FileIO:
-    """For appending whole lines. Half a line that a crash or a full disk has left at the end is cut off."""
-    lines = path.open("a+b", buffering=0)
-    size = path.stat().st_size
+    """For appending whole lines. Half a line that a crash or a full disk has left at the end is cut off. Raises FrontierError for a link."""
+    lines = FileIO(open_below(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
+    size = os.fstat(lines.fileno()).st_size
     lines.seek(max(0, size - TORN_BYTES))
     lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
     return lines
+
+
+def make_log_dir(log_dir: Path, run_dir: Path | None) -> None:
+    """Make the folder of the ranks' logs. Raises FrontierError if it lies below the run directory and a link is on the way."""
+    if run_dir is not None and log_dir.is_relative_to(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        folder_below(run_dir, str(log_dir.relative_to(run_dir)))
+    else:
+        log_dir.mkdir(parents=True, exist_ok=True)
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
@@ -213,7 +244,7 @@ def bad_hosts(run_dir: Path) -> list[str]:
 
 
 def untrusted_hosts(run_dir: Path) -> list[str]:
-    """Hosts that computed wrongly."""
+    """Hosts that computed wrongly, or that differed from the others at a start (train/agreement.py)."""
     return _listed(run_dir / "untrusted_nodes.json")
 
 

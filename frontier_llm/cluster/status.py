@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.complete import MANIFEST, faults, step_name
-from frontier_llm.cluster.holder import Holder, is_ahead, jobs, living_holder, newest_lock, silence_s
-from frontier_llm.cluster.records import DamagedRecord, is_count, json_lines, read_text
+from frontier_llm.cluster.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
+from frontier_llm.cluster.recorded import steps_done
+from frontier_llm.cluster.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.cluster.run_dir import Slow
 from frontier_llm.cluster.sites import walltime_s
+from frontier_llm.config import in_steps
+from frontier_llm.config.fields import TokenSteps
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.failure import FILE, Failure, read_failure
@@ -114,12 +117,13 @@ def read_status(directory: Path) -> Status:
     _note_lines(parts, "metrics.jsonl", run_dir.is_row)
     _note_lines(parts, "attempts.jsonl", run_dir.is_attempt)
     config = parts.read(_config, dict[str, Any]())
+    config = parts.read(lambda path: _counted(config, path), config)
     target = parts.value(config, "train", "steps", is_count)
     save_final = parts.value(config, "train", "save_final", lambda value: isinstance(value, bool))
     samples = parts.value(config, "batch", "global_batch", is_count)
     length = parts.value(config, "model", "sequence_length", is_count)
     checkpoint, saved_unix_s = _checkpoint(parts)
-    job_id, fields = _job(parts.read(jobs, list[str]()))
+    job_id, fields = _job(_job_ids(parts))
     living = parts.read(living_holder, None)  # also of a run without any job
     _note_clock(parts, living)
     step = int(last.get("step", checkpoint))
@@ -174,13 +178,15 @@ def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Probl
 
 def _note_lines(parts: _Parts, name: str, is_sound: Callable[[Mapping[str, Any]], bool]) -> None:
     """Name the lines of a file that were left out."""
+    if what := parts.read(lambda directory: damaged_lines(directory / name, is_sound), ""):
+        parts.note(Problem(name, what))
 
-    def bad_lines(directory: Path) -> list[int]:
-        return [number for number, row in json_lines(directory / name) if row is None or not is_sound(row)]
 
-    if bad := parts.read(bad_lines, list[int]()):
-        which = f"line {bad[0]} is" if len(bad) == 1 else f"{len(bad)} lines, the first is line {bad[0]}, are"
-        parts.note(Problem(name, f"{which} damaged and left out"))
+def _job_ids(parts: _Parts) -> list[str]:
+    """Ids of the job that started last and of the one that was queued last; a damaged file of one does not hide the other."""
+    started = parts.read(lambda directory: str(last_start(directory).get("job_id", "")), "")
+    queued = parts.read(run_dir.queued_job, "")
+    return [job_id for job_id in dict.fromkeys((started, queued)) if job_id]
 
 
 def _note_clock(parts: _Parts, living: Holder | None) -> None:
@@ -228,6 +234,15 @@ def _config(directory: Path) -> dict[str, Any]:
             read_text(directory / name)  # names what is not a file
             return read_yaml(directory / name)
     return {}
+
+
+def _counted(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A configuration with the number of steps that its duration in tokens takes. Raises FrontierError for a duration that has no end."""
+    content: dict[str, Any] = in_steps(config, steps_done(directory))
+    train = content.get("train")
+    if isinstance(train, dict) and isinstance(train.get("steps"), TokenSteps):
+        return {**content, "train": {**train, "steps": int(train["steps"])}}
+    return content
 
 
 def _blocked(directory: Path) -> dict[str, dict[str, int]]:

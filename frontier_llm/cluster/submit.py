@@ -1,7 +1,7 @@
 """Queue a run: check everything, freeze code and configuration in the run directory, then call sbatch once.
 
 RUN_DIR/run.yaml        the resolved configuration that the job reads
-RUN_DIR/code-DIGEST/    the package, launch/, slurm/ and configs/ as they were
+RUN_DIR/code-DIGEST/    the package, launch/, slurm/, configs/ and plugin files as they were
 RUN_DIR/job.sbatch      the script; a successor job uses it again
 RUN_DIR/submissions.jsonl
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
-from frontier_llm.cluster.code import code_digest, snapshot
+from frontier_llm.cluster.code import code_digest, plugin_places, snapshot
 from frontier_llm.cluster.holder import jobs
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
@@ -159,7 +159,7 @@ def prepare(request: JobRequest) -> Submission:
     }
     variables = {
         "FRONTIER_LLM_PYTHON": environ("FRONTIER_LLM_PYTHON") or sys.executable,
-        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site)[:12]}"),
+        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site, request.config.plugins)[:12]}"),
         "FRONTIER_LLM_SITE": request.site.name,
         "FRONTIER_LLM_SPARE_NODES": str(request.spares),
         "FRONTIER_LLM_CONTINUE": request.continue_with,
@@ -181,14 +181,25 @@ def submit(request: JobRequest) -> Submission:
     _refuse_busy(request)
     directory = submission.directory
     directory.mkdir(parents=True, exist_ok=True)
-    snapshot(Path(submission.variables["FRONTIER_LLM_ROOT"]), request.site)
-    config = request.config.model_copy(update={"train": request.config.train.model_copy(update={"run_dir": str(directory)})})
-    write_atomically(directory / "run.yaml", dump(config))
+    code = Path(submission.variables["FRONTIER_LLM_ROOT"])
+    snapshot(code, request.site, request.config.plugins)
+    write_atomically(directory / "run.yaml", dump(_frozen(request, code)))
     write_atomically(directory / SCRIPT, submission.script)
     job_id = queue(directory, submission.command, submission.variables)
     entry = {"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(submission.command)}
     run_dir.append_line(directory / "submissions.jsonl", entry)
     return replace(submission, job_id=job_id)
+
+
+def _frozen(request: JobRequest, code: Path) -> RunConfig:
+    """The configuration that the job reads: it names the run directory, and the copies of plugin files by paths relative to it."""
+    copies = {name: str(code.relative_to(request.directory) / place) for name, place in plugin_places(request.config.plugins).items()}
+    return request.config.model_copy(
+        update={
+            "train": request.config.train.model_copy(update={"run_dir": str(request.directory)}),
+            "plugins": tuple(copies.get(name, name) for name in request.config.plugins),
+        }
+    )
 
 
 def sbatch_command(directory: Path, options: Mapping[str, str | None]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import open_channel
-from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store
+from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store, limit_answer_time
 from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.comm.turns import Turns
 from frontier_llm.comm.warm_up import LIMIT_S, first_use, warm_up
@@ -44,7 +44,7 @@ def connect(
     timeout_s: float,
     agree: Callable[[dist.Store], None] | None = None,
 ) -> None:
-    """Join the job's rendezvous: the store in rank 0's process, then the default group.
+    """Join the job's store, then the default group.
 
     `agree` is called between the two: what it raises ends this rank before any other rank is waited for in a collective.
     With MPI there is no store, and it is not called.
@@ -58,6 +58,7 @@ def connect(
             dist.init_process_group("mpi", timeout=timeout)
             return
         store = join_store(rank, world_size, meeting, timeout_s)
+        limit_answer_time()
         if agree is not None:
             agree(store)
         _require(backend)
@@ -251,6 +252,7 @@ def build_mesh(
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)
+    limit_answer_time()  # RCCL's groups have connections of their own by now
     return mesh
 
 

@@ -8,7 +8,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 
 def _whole(value: Any) -> Any:
@@ -19,6 +31,36 @@ def _whole(value: Any) -> Any:
 # bounded, so that no mistyped number makes a search for its divisors or neighbours endless
 PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
+
+
+class TokenSteps(int):
+    """Optimizer steps that a duration in tokens takes. It keeps the tokens, because the steps follow from what a run has done (`durations`)."""
+
+    tokens: int
+
+    def __new__(cls, steps: int, tokens: int) -> TokenSteps:
+        """`tokens`: the duration as it was given, an epoch in tokens."""
+        value = super().__new__(cls, steps)
+        value.tokens = tokens
+        return value
+
+    def __str__(self) -> str:
+        return str(int(self))
+
+
+def _keep_tokens(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    steps = validate(value)
+    return TokenSteps(steps, value.tokens) if isinstance(value, TokenSteps) else steps
+
+
+def _written(value: Any) -> Any:
+    """A duration in tokens as text, which loads back as one."""
+    return f"{value.tokens} tokens" if isinstance(value, TokenSteps) else value
+
+
+# numbers of steps that may be given in tokens or epochs
+StepCount = Annotated[PositiveInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
+WarmupSteps = Annotated[NonNegativeInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
 
 # Sizes have bounds of their own. They lie far above any model and machine, so that a mistyped digit is refused at once: a million layers
 # keep the layout's check busy for minutes.

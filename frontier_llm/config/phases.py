@@ -63,15 +63,6 @@ def planned_tokens(phases: tuple[RunPhase, ...]) -> int:
     return sum(phase.steps * phase.tokens_per_step for phase in phases)
 
 
-def steps_of_tokens(phases: tuple[RunPhase, ...], tokens: float) -> int:
-    """Steps that so many tokens take, rounded up; the last phase goes on for as long as need be."""
-    for phase in phases[:-1]:
-        if tokens <= phase.steps * phase.tokens_per_step:
-            return phase.first + -int(-tokens // phase.tokens_per_step)
-        tokens -= phase.steps * phase.tokens_per_step
-    return phases[-1].first + -int(-tokens // phases[-1].tokens_per_step)
-
-
 def _changed(run: RunConfig, phase: PhaseConfig) -> RunConfig:
     def on_top(section: Section, changes: Section) -> Section:
         return section.model_copy(update={key: value for key, value in changes if value is not None})

@@ -140,6 +140,11 @@ class Position(_Record):
         return sum(stretch.steps * stretch.tokens_per_step for stretch in self.stretches)
 
     @property
+    def steps_done(self) -> tuple[tuple[int, int], ...]:
+        """(steps, tokens per step), from which a configuration counts its durations (`config/durations.py`)."""
+        return tuple((stretch.steps, stretch.tokens_per_step) for stretch in self.stretches)
+
+    @property
     def weights(self) -> tuple[int, ...]:
         """The blend's whole weights, in the order of its streams."""
         return tuple(share.weight for share in self.blend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, read_failure
+from frontier_llm.files import open_below
 from frontier_llm.scaling.harvest import step_times_s
 
 OUT_OF_MEMORY = (
@@ -172,7 +174,7 @@ class LocalRanks:
         run.directory.mkdir(parents=True, exist_ok=True)
         began_s = time.monotonic()
         words = [sys.executable, *TRAIN, *run.words]
-        with (run.directory / "ranks.log").open("wb") as text:
+        with open(open_below(run.directory, "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as text:
             process = subprocess.Popen(words, env=with_this_package(environment()), stdin=subprocess.DEVNULL, stdout=text, stderr=text)  # noqa: S603 our own interpreter, no shell
             in_time = True
             try:

@@ -13,12 +13,13 @@ from torch.distributed import Store
 
 from frontier_llm import log
 from frontier_llm.cluster import hostlist
-from frontier_llm.cluster.job_secret import JobSecret, private_folder
+from frontier_llm.cluster.job_secret import JobSecret, folder_of, private_folder
 from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.rank_variables import environment_name, needs_network_plugin, node_count, set_rank_variables, shards_weights
 from frontier_llm.cluster.run_dir import distrust
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
+from frontier_llm.comm.rendezvous import start_store
 from frontier_llm.comm.transport import check_transport, read_transport
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.costs.experts import run_layout
@@ -45,6 +46,7 @@ def joined(config: RunConfig, place: RankEnv | None, recorded: bool = True) -> I
     log.set_rank(place.rank if place else 0, world_size)
     with _known(config, place) as job:
         sockets_forbidden = _set_environment(config, job)
+        _start_store(config, job)
         found = find_device(config, place, job.folder if job else None)
         device = found.device
         if device is not None and device.type == "cpu":
@@ -138,6 +140,28 @@ def _by_node(config: RunConfig, place: RankEnv) -> bool:
     return run_layout(config, place.world_size, numbers).expert_nodes > 1
 
 
+def _meeting(config: RunConfig, job: _Job) -> Meeting:
+    place = job.place
+    assert place.master_port is not None
+    return Meeting(
+        place.master_addr,
+        place.master_port,
+        first=place.rank - place.local_rank,
+        per_node=place.local_world_size,
+        secret=job.secret,
+        store="authenticated" if config.comm.store == "authenticated" else "torch",
+        folder=lambda: folder_of(job.secret()),
+    )
+
+
+def _start_store(config: RunConfig, job: _Job | None) -> None:
+    """On rank 0, let the store's process start while this rank prepares its device."""
+    if config.comm.store in ("direct", "node"):
+        log.info(f"comm.store={config.comm.store} is read as auto: torch's TCPStore. comm.store=authenticated is the store of before")
+    if job is not None and job.place.world_size > 1 and config.comm.backend != "mpi":
+        start_store(job.place.rank, job.place.world_size, _meeting(config, job), config.train.timeout_s)
+
+
 def _record_failed_start(run_dir: Path, failure: Failure) -> None:
     """Write the failure of a start to the run directory. Nodes that are at fault are not used again."""
     write_failure(run_dir, failure, complete=True)
@@ -165,17 +189,14 @@ def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found,
     if job is None or alone:
         return serial_mesh()
     place = job.place
-    assert place.master_port is not None
     default = "nccl" if found.device is not None and found.device.type == "cuda" else "gloo"
     backend = default if config.comm.backend == "auto" else config.comm.backend
 
     def agree_before_collectives(store: Store) -> None:
         agree(store, place.rank, place.world_size, report, record, timeout_s)
 
-    relayed, first = config.comm.store == "node", place.rank - place.local_rank
-    meeting = Meeting(place.master_addr, place.master_port, first, place.local_world_size, job.secret, relayed)
     timeout_s = config.train.timeout_s
-    connect(place.rank, place.world_size, meeting, backend, timeout_s, agree_before_collectives)
+    connect(place.rank, place.world_size, _meeting(config, job), backend, timeout_s, agree_before_collectives)
     return build_mesh(
         plan.grid,
         place.rank,

@@ -15,7 +15,7 @@ from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.comm import StragglerWatch, broadcast_json, maximum
-from frontier_llm.config import RunConfig, RunPhase, TrainConfig, dump, phase_at
+from frontier_llm.config import RunConfig, RunPhase, TrainConfig, dump, phase_at, phases_of, plugins, resolved
 from frontier_llm.data.identity import Dataset, datasets_of, wanted
 from frontier_llm.data.loader import Batches, open_batches, open_run_batches
 from frontier_llm.data.summary import news
@@ -126,6 +126,7 @@ class _Session:
             restore(self.state, progress)
         elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:  # some rank had seen a checkpoint that is gone
             draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
+        self._count_durations()
         phase = self._next_phase()
         self._announce(phase)
         self._enter(phase)
@@ -151,6 +152,11 @@ class _Session:
                 self.saves.begin(progress_of(state, self.decisions.rewinds))
         return self._evaluate()
 
+    def _count_durations(self) -> None:
+        """Durations in tokens become steps, counted from what the run has done: its batch may have changed since."""
+        self.config = resolved(self.config, self.state.position.steps_done)
+        self.state.phases = phases_of(self.config)
+
     def _next_phase(self) -> RunPhase:
         return phase_at(self.state.phases, self.state.current_step)
 
@@ -164,7 +170,7 @@ class _Session:
                 self.metrics.phase(self.state)
 
     def _announce(self, phase: RunPhase) -> None:
-        if self.state.config is not phase.config:
+        if self.config.train.phases and self.state.config != phase.config:
             log.info(f"after step {self.state.current_step}: {phase.describe()}")
 
     def _enter(self, phase: RunPhase, left_out_samples: int = 0) -> None:
@@ -214,6 +220,7 @@ class _Session:
         if back is not None:
             earlier = self.state.position.samples_left_out
             restore(self.state, back)
+            self._count_durations()
             phase = self._next_phase()
             # what earlier rewinds have left out since that checkpoint stays left out
             samples = earlier - self.state.position.samples_left_out
@@ -270,7 +277,8 @@ class _Session:
             self.metrics.communication()  # for `status` of a run that goes on
 
     def _write_run_files(self) -> None:
-        write_atomically(self.run_dir / "config.yaml", dump(self.config))
+        names = plugins.below(self.config.plugins, self.run_dir)
+        write_atomically(self.run_dir / "config.yaml", dump(self.config.model_copy(update={"plugins": names})))
         write_atomically(self.run_dir / "plan.json", strict_json(asdict(self.state.plan)))
 
 
@@ -308,6 +316,7 @@ def _manager(config: RunConfig, state: TrainState, resume: Resume, datasets: Map
         keep=train.keep_checkpoints,
         keep_every=train.keep_every,
         environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
+        plugins=plugins.records_of(config.plugins) if state.mesh.world.rank == 0 else (),
         datasets=datasets,
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),

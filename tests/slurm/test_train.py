@@ -184,6 +184,54 @@ def test_a_dead_node_is_replaced_by_the_spare_and_the_losses_stay(cluster: Local
     assert len(list((tmp_path / "run" / "checkpoints" / "incarnations").glob("*.json"))) == 2
 
 
+# what node n1 would say that has another torch than the others
+OTHER_TORCH_ON_N1 = """
+import os
+if os.environ.get("SLURMD_NODENAME") == "n1":
+    import torch
+    torch.__version__ = "2.9.0"
+"""
+
+
+SAYS = "rank 1 on n1 differs from most ranks: torch is torch 2.9.0 for CPUs, elsewhere torch"
+
+
+def train_with_another_torch_on_n1(cluster: LocalSlurm, tmp_path: Path, nodes: int, spares: int = 0) -> tuple[dict[str, str], str]:
+    """The ended job of a run on these nodes of the cluster, and its output."""
+    (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH_ON_N1)
+    words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=6", "batch.micro_batch=1", "train.steps=2")
+    env = {"PYTHONPATH": str(tmp_path), "FRONTIER_LLM_SIGNAL_LEAD_S": "10", "FRONTIER_LLM_SPARE_NODES": str(spares)}
+    job_id = sbatch(cluster, "train_small.sbatch", tmp_path, f"--nodes={nodes}", "--ntasks-per-node=1", words=words, env=env)
+    return cluster.wait_job(job_id, 300), (tmp_path / "job.out").read_text()
+
+
+@scenario(nodes=4)
+def test_a_node_that_differs_from_the_others_is_replaced_by_the_spare(cluster: LocalSlurm, tmp_path: Path) -> None:
+    job, text = train_with_another_torch_on_n1(cluster, tmp_path, nodes=4, spares=1)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), text
+    made = run_dir.attempts(tmp_path / "run")
+    expected = [("node failure", ("n0", "n1", "n2")), ("finished", ("n0", "n2", "n3"))]
+    assert [(attempt.cause, attempt.nodes) for attempt in made] == expected, text
+    assert made[0].failed_host == "n1" and SAYS in made[0].detail and run_dir.bad_hosts(tmp_path / "run") == ["n1"]
+    assert [step for step, _ in losses(tmp_path)] == [1, 2]
+
+
+@scenario(nodes=3)
+def test_a_node_that_differs_is_not_tried_again_where_there_is_no_spare(cluster: LocalSlurm, tmp_path: Path) -> None:
+    job, text = train_with_another_torch_on_n1(cluster, tmp_path, nodes=3)
+    assert job["ExitCode"] == "2:0" and "--exclude=n1" in text, text
+    assert [attempt.cause for attempt in run_dir.attempts(tmp_path / "run")] == ["node failure"]
+    assert losses(tmp_path) == [] and cluster.queued() == []
+
+
+@scenario(nodes=2)
+def test_a_node_that_differs_from_one_other_ends_the_job(cluster: LocalSlurm, tmp_path: Path) -> None:
+    job, text = train_with_another_torch_on_n1(cluster, tmp_path, nodes=2)
+    assert job["ExitCode"] == "2:0" and SAYS in text, text
+    assert [attempt.cause for attempt in run_dir.attempts(tmp_path / "run")] == ["refused"]
+    assert losses(tmp_path) == [] and cluster.queued() == []
+
+
 @pytest.mark.thorough
 @scenario(nodes=2)
 def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:

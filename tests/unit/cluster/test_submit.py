@@ -14,6 +14,7 @@ from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.code import code_digest, snapshot
 from frontier_llm.cluster.lead import save_seconds, signal_lead_s
 from frontier_llm.cluster.sites import load_site, root_dir
+from frontier_llm.config import load_run
 
 
 @pytest.fixture
@@ -98,6 +99,21 @@ def test_a_submission_freezes_code_and_configuration(
     assert "#SBATCH --nodes=2" in script and f"'{directory}/run.yaml'" in script
     train = yaml.safe_load((directory / "run.yaml").read_text())["train"]
     assert (train["steps"], train["run_dir"]) == (7, str(directory))
+
+
+@pytest.mark.usefixtures("fake_slurm")
+def test_a_queued_job_reads_the_plugin_as_it_was(here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, plugin = tmp_path / "run", tmp_path / "mine.py"
+    roots = []
+    for content in ("x = 1\n", "x = 2\n"):  # edited while the first job waits
+        plugin.write_text(content)
+        words = [f"train.run_dir={directory}", f"plugins=[{plugin}]"]
+        assert main([*here, "--nodes", "1", "--json", *words]) == 0
+        roots.append(Path(json.loads(capsys.readouterr().out)["variables"]["FRONTIER_LLM_ROOT"]))
+        frozen = roots[-1] / "plugins" / "0" / "mine.py"
+        assert yaml.safe_load((directory / "run.yaml").read_text())["plugins"] == [str(frozen.relative_to(directory))]
+        assert load_run(str(directory / "run.yaml")).plugins == (str(frozen),)
+    assert [(root / "plugins" / "0" / "mine.py").read_text() for root in roots] == ["x = 1\n", "x = 2\n"] and roots[0] != roots[1]
 
 
 def test_a_snapshot_that_is_there_is_used_again(tmp_path: Path) -> None:

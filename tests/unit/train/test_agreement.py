@@ -96,11 +96,15 @@ class CountingStore:
         return call
 
 
-def ends(found: list[RankReport | None], timeout_s: float = 20.0) -> tuple[list[BaseException | None], list[Failure], list[int]]:
+def ends(
+    found: list[RankReport | None], timeout_s: float = 20.0, over_tcp: bool = False
+) -> tuple[list[BaseException | None], list[Failure], list[int]]:
     """How each rank's call of `agree` ends, what rank 0 records, and each rank's requests. None: the rank does not come."""
-    store, recorded = dist.HashStore(), list[Failure]()
+    recorded = list[Failure]()
     outcomes: list[BaseException | None] = [None] * len(found)
-    stores = [CountingStore(store) for _ in found]
+    server = dist.TCPStore("127.0.0.1", 0, None, True) if over_tcp else dist.HashStore()
+    views = [dist.TCPStore("127.0.0.1", server.port) if isinstance(server, dist.TCPStore) else server for _ in found]
+    stores = [CountingStore(view) for view in views]
 
     def rank(number: int, report: RankReport) -> None:
         try:
@@ -122,13 +126,14 @@ def test_ranks_that_agree_go_on_after_a_few_requests() -> None:
     assert requests == [6] + [3] * 15  # rank 0: set, wait, multi_get, set, wait, get; the others: set, wait, get
 
 
+@pytest.mark.parametrize("over_tcp", [False, True], ids=["HashStore", "TCPStore"])
 @pytest.mark.parametrize(
     ("hosts", "error", "code"), [(["a", "b", "c"], RankFailure, 1), (["a", "b"], FrontierError, 2)], ids=["node fault", "refusal"]
 )
-def test_all_ranks_end_at_once_with_the_same_cause(hosts: list[str], error: type[FrontierError], code: int) -> None:
+def test_all_ranks_end_at_once_with_the_same_cause(hosts: list[str], error: type[FrontierError], code: int, over_tcp: bool) -> None:
     """A rank with a dead GPU reports and waits like the others: none waits for a time-out."""
     began_s = time.monotonic()
-    outcomes, recorded, _ = ends(list(reports({host: DEAD if host == "b" else ROCM7 for host in hosts})), timeout_s=600.0)
+    outcomes, recorded, _ = ends(list(reports({host: DEAD if host == "b" else ROCM7 for host in hosts})), 600.0, over_tcp)
     assert time.monotonic() - began_s < 60.0
     assert len({str(outcome) for outcome in outcomes}) == 1
     assert all(type(outcome) is error and outcome.exit_code == code for outcome in outcomes)  # type: ignore[attr-defined]
@@ -136,10 +141,11 @@ def test_all_ranks_end_at_once_with_the_same_cause(hosts: list[str], error: type
     assert [failure.host for failure in recorded] == ["b"]
 
 
-def test_ranks_that_do_not_come_are_named_on_all_others() -> None:
+@pytest.mark.parametrize("over_tcp", [False, True], ids=["HashStore", "TCPStore"])
+def test_ranks_that_do_not_come_are_named_on_all_others(over_tcp: bool) -> None:
     found: list[RankReport | None] = list(reports(dict.fromkeys("abc", ROCM7)))
     found[3] = found[4] = None
-    outcomes, recorded, _ = ends(found, timeout_s=0.5)
+    outcomes, recorded, _ = ends(found, 0.5, over_tcp)
     assert [type(outcome) for outcome in outcomes] == [RankFailure] * 3 + [type(None)] * 2 + [RankFailure]
     assert all("2 of 6 ranks did not start within 0.5 s: [3-4]" in str(outcomes[rank]) for rank in (0, 1, 2, 5))
     assert [(failure.cause, failure.rank) for failure in recorded] == [("crash", 3)]

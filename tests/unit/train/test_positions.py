@@ -15,8 +15,10 @@ import pytest
 
 from frontier_llm.checkpoint.directory import digest_line, read_manifest
 from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.recorded import as_it_stands
 from frontier_llm.cluster.signals import SignalWatcher
-from frontier_llm.config import load_run
+from frontier_llm.cluster.status import read_status
+from frontier_llm.config import RunConfig, load_run
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.position import Position
 from frontier_llm.errors import CheckpointError
@@ -71,6 +73,24 @@ def test_another_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
     assert position(tmp_path / "run", 7).samples == 11 and position(tmp_path / "run", 7).tokens == 11 * 16
     losses = trained(tmp_path / "phases", 7, "data.train=a", "train.phases=[{steps: 3}, {steps: 4, batch: {global_batch: 2}}]")
     close(losses, trained(tmp_path / "run", 7, "data.train=a", "batch.global_batch=2"))
+
+
+def test_a_run_in_tokens_whose_batch_doubled_ends_after_its_tokens(tmp_path: Path) -> None:
+    """Before, it was counted with the present batch from step 0, and there was nothing to train."""
+    words = ("data.train=a", "train.steps=192 tokens", "optimizer.schedule=cosine", f"train.run_dir={tmp_path}/run")
+    trained(tmp_path / "run", 6, "data.train=a", "optimizer.decay_steps=12", "optimizer.schedule=cosine")
+    config = load_run("bench", [*RUN, *words, "batch.global_batch=2", "optimizer.decay_steps=12"])
+    assert config.train.steps == 6 and as_it_stands(config).train.steps == 9
+    with SignalWatcher() as signals:
+        assert loop.train(config, None, signals, Resume(allow_changes=("batch.global_batch", "train.steps"))) == 0
+    assert position(tmp_path / "run", 9).tokens == 192
+    status = read_status(tmp_path / "run")
+    assert (status.step, status.steps, status.damage, status.tokens) == (9, 9, (), 192)
+    assert nothing_left(tmp_path / "run", config)
+
+
+def nothing_left(directory: Path, config: RunConfig) -> bool:
+    return run_dir.end(directory, as_it_stands(config).train.steps) == "finished"
 
 
 def test_other_weights_read_each_source_on(tmp_path: Path) -> None:
