@@ -55,14 +55,17 @@ class NodeShape:
         """The node's part of a NodeName line."""
         # abstract CPU ids of Slurm: the threads of a core are neighbours
         reserved = ",".join(str(core * self.threads_per_core) for core in sorted(self.reserved_cores))
+        specialised = f"CpuSpecList={reserved} " if reserved else ""
         return (
             f"CPUs={self.cores * self.threads_per_core} Sockets=1 CoresPerSocket={self.cores} ThreadsPerCore={self.threads_per_core} "
-            f"CpuSpecList={reserved} RealMemory={self.memory_mib} Gres=gpu:{GPUS}" + (f" Features={self.features}" if self.features else "")
+            f"{specialised}RealMemory={self.memory_mib} Gres=gpu:{GPUS}" + (f" Features={self.features}" if self.features else "")
         )
 
 
 FRONTIER_NODE = NodeShape(memory_mib=512_000, features="nvme")
 LUMI_NODE = NodeShape(memory_mib=480 * 1024)
+# for site `local`, whose jobs share nodes
+FLAT_NODE = NodeShape(memory_mib=500_000, features="nvme", threads_per_core=1, reserved_cores=())
 
 
 def why_unavailable() -> str | None:
@@ -104,7 +107,7 @@ def _die_with_the_tests() -> None:
 class LocalSlurm:
     """The running cluster; `env` lets any Slurm command or our own programs find it."""
 
-    def __init__(self, nodes: int = 4, shape: NodeShape = FRONTIER_NODE, name: str = "local") -> None:
+    def __init__(self, nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local") -> None:
         self.nodes = [f"n{index}" for index in range(nodes)]
         self.shape = shape
         self.name = name  # of the cluster; the running nodes of "frontier" are in its partition batch
@@ -287,7 +290,7 @@ class LocalSlurm:
 
 
 @contextlib.contextmanager
-def local_slurm(nodes: int = 4, shape: NodeShape = FRONTIER_NODE, name: str = "local") -> Iterator[LocalSlurm]:
+def local_slurm(nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local") -> Iterator[LocalSlurm]:
     """A started cluster that is gone afterwards."""
     cluster = LocalSlurm(nodes, shape, name)
     try:

@@ -23,7 +23,7 @@ from frontier_llm.cluster.sbatch import render_site
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.machine import load_machine
 from tests.docs.pages import commands, fences
-from tests.harness.slurm import ROOT, LocalSlurm, local_slurm, why_unavailable
+from tests.harness.slurm import FRONTIER_NODE, ROOT, LocalSlurm, local_slurm, why_unavailable
 from tests.harness.system import missing
 
 PAGE = ROOT / "docs" / "first_day.md"
@@ -127,7 +127,7 @@ def frontier() -> Iterator[LocalSlurm]:
     """A cluster with Frontier's name and nodes."""
     if reason := why_unavailable():
         missing(reason)
-    with local_slurm(nodes=2, name="frontier") as cluster:
+    with local_slurm(nodes=2, shape=FRONTIER_NODE, name="frontier") as cluster:
         yield cluster
 
 
