@@ -21,8 +21,10 @@ FLAGS += ["-Wno-maybe-uninitialized"]  # GCC 12 says it of its own AVX-512 heade
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 
-# What compiles the GPU kernels, on any machine, and reads the code objects; none of it is needed to launch them.
-KERNEL_COMPILERS = ["triton>=3.5,<4", "msgpack", "pyelftools"]
+# What reads the GPU kernels' code objects. They are compiled by the Triton that a torch for ROCm or CUDA brings: another Triton would
+# overwrite its files. Nothing of this is needed to launch kernels.
+KERNEL_TOOLS = ["msgpack", "pyelftools"]
+TRITON = "triton>=3.5,<4"  # for a torch for CPUs, which brings none
 TUNING = ["scipy"]  # `frontier-llm tune`: expected gains, and the fit of a machine's constants
 
 
@@ -175,9 +177,10 @@ setup(
             "matplotlib",  # the pictures of docs/
             "megatron-core==0.16.1",
             "mpi4py",
-            *KERNEL_COMPILERS,  # and to interpret the GPU kernels
+            TRITON,  # compiles and interprets the GPU kernels
+            *KERNEL_TOOLS,
         ],
-        "kernels": KERNEL_COMPILERS,
+        "kernels": KERNEL_TOOLS,
         "data": ["pyarrow", "datasets"],  # which brings fsspec, aiohttp and huggingface_hub; s3:// and gs:// also need s3fs or gcsfs
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],
