@@ -140,7 +140,7 @@ class NativeBuild(build_ext):
 
 
 def native_libraries() -> list[Extension]:
-    """The shared libraries: CPU ops, sample index, checkpoint digests, shared memory, the job's store, GPU launcher."""
+    """The shared libraries: CPU ops, sample index, checkpoint digests, shared memory, the authenticated store, heartbeats, GPU launcher."""
     x86 = os.uname().machine in ("x86_64", "AMD64")
     kernels = [f"csrc/cpu/kernels_{isa}.cpp" for isa in ("generic", *(INSTRUCTION_SETS if x86 else ()))]
     headers = [str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inc") for path in sorted((ROOT / "csrc").rglob(pattern))]
@@ -157,6 +157,7 @@ def native_libraries() -> list[Extension]:
         ("libsha256_pair", "csrc/sha256_pair.cpp", []),
         ("libshm_collectives", "csrc/shm/shm_collectives.cpp", ["-lrt", "-pthread"]),
         ("libstore_server", "csrc/store_server.cpp", ["-pthread"]),
+        ("libheartbeat", "csrc/heartbeat.cpp", ["-pthread"]),
         ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
     ):
         libraries.append(Extension(f"frontier_llm._native.{name}", sources=[source], depends=headers, extra_link_args=links))

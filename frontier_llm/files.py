@@ -9,9 +9,11 @@ import io
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath
 from typing import Any
+
+from frontier_llm.errors import FrontierError
 
 
 class NamedFile(io.FileIO):
@@ -42,6 +44,62 @@ def open_plain(path: Path) -> int:
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, what, str(path))
+
+
+def open_below(folder: Path, name: str, flags: int, mode: int = 0o644) -> int:
+    """Open the file `name` below `folder`, and follow no link on the way. Missing folders are made.
+
+    `folder` itself may be a link, which is the user's own. Raises FrontierError for a link or a device below it, OSError for the rest.
+    """
+    *parents, last = PurePath(name).parts
+    inner = _enter(folder, parents)
+    try:
+        # a FIFO without a reader must not block
+        descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, mode, dir_fd=inner)
+    except OSError as error:
+        raise _not_below(error, folder / name) from None
+    finally:
+        os.close(inner)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FrontierError("is not a regular file", "move it away", str(folder / name))
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def folder_below(folder: Path, name: str) -> Path:
+    """Make the folder `name` below `folder` if it is missing, and follow no link on the way. Raises as `open_below`."""
+    os.close(_enter(folder, PurePath(name).parts))
+    return folder / name
+
+
+def _enter(folder: Path, parts: Sequence[str]) -> int:
+    """A descriptor of the folder `parts` below `folder`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    done = folder
+    for part in parts:
+        done /= part
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, dir_fd=descriptor)
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
+        except OSError as error:
+            raise _not_below(error, done) from None
+        finally:
+            os.close(descriptor)
+        descriptor = inner
+    return descriptor
+
+
+def _not_below(error: OSError, path: Path) -> Exception:
+    """The error for a user: a link is named as such, and any other fault of the system has the whole path."""
+    if path.is_symlink():
+        what = f"is a link to {os.readlink(path)}; nothing is written through links below a run directory"
+        return FrontierError(what, "remove the link; the run directory itself and its checkpoints/ may be links", str(path))
+    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
+        return FrontierError(f"is in the way: {error.strerror}", "move it away", str(path))
+    error.filename = str(path)
+    return error
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,22 @@ TORCH_OPS = "libfrontier_ops.so"  # loaded by torch, whose version it is built f
 # Libraries that are loaded with ctypes. Each lists its functions without arguments and the value that this version of the package expects.
 LIBRARIES: dict[str, dict[str, int]] = {
     "libgpu_launcher.so": {},
+    "libheartbeat.so": {"fl_heartbeat_abi": 1},
     "libsample_index.so": {"fl_abi": 2},
     "libsha256_pair.so": {},
     "libshm_collectives.so": {"fl_shm_abi": 2},
     "libstore_server.so": {"fl_store_abi": 1},
 }
 BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
+
+
+def libraries_digest() -> str:
+    """sha256 of all libraries that have been built."""
+    digest = hashlib.sha256()
+    for path in sorted(DIRECTORY / name for name in (*LIBRARIES, TORCH_OPS)):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def load_library(name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]], answers: Mapping[str, int] | None = None) -> ctypes.CDLL:

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Runs in the batch shell of every job: site environment, Python, then the supervisor that starts the ranks with srun.
 #     job.sh SITE MODULE [WORD ...]
+#     job.sh SITE --as-rank MODULE [WORD ...]     in the interpreter of the ranks: outside of a job it says what is installed there
 # FRONTIER_LLM_PYTHON       the interpreter (default: that of the environment active at sbatch, else python3 after the site's modules)
 # FRONTIER_LLM_CONTAINER    an Apptainer image: the ranks use its Python, this shell keeps using the host's (which needs no torch)
 # FRONTIER_LLM_ENV_ARCHIVE  a conda-pack or venv-pack .tar.gz: copied to every node's local disk and used from there
@@ -8,6 +9,11 @@ set -euo pipefail
 
 site="$1"
 shift
+as_rank=""
+if [[ "${1:-}" == --as-rank ]]; then
+    as_rank=yes
+    shift
+fi
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [[ ! "$site" =~ ^[A-Za-z0-9_-]+$ || ! -r "$root/slurm/sites/$site.sh" ]]; then
     echo "job.sh: no slurm/sites/$site.sh; render it with python -m frontier_llm.cluster.sbatch" >&2
@@ -21,7 +27,10 @@ names() { sed -nE 's/^declare -x ([A-Z0-9_a-z]+).*/\1/p' <<<"$1"; } # of the var
 while read -r name; do unset "$name"; done < <(names "$exported" | grep . || true)
 set +u # Lmod reads variables that may be unset
 # shellcheck source=/dev/null
-. "$root/slurm/sites/$site.sh"
+. "$root/slurm/sites/$site.sh" || {
+    echo "job.sh: the environment of site $site fails on $(hostname); see \`module avail\`, and correct slurm/sites/$site.yaml" >&2
+    exit 2
+}
 set -u
 # What the user has exported wins over a module's setting. A value that a module gives (FRONTIER_LLM_FROM_MODULES, from the site's file) was not the
 # user's: the module was loaded before sbatch, too.
@@ -35,7 +44,8 @@ unset FRONTIER_LLM_FROM_MODULES
 
 python="${FRONTIER_LLM_PYTHON:-${active:+$active/bin/python3}}"
 python="${python:-python3}"
-if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" ]]; then
+# --as-rank does not unpack the archive: the active environment, from which it was packed, answers for it
+if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" && -z "$as_rank" ]]; then
     unpacked="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE")"
     python="$(sed -n 1p <<<"$unpacked")"
     FRONTIER_LLM_BROKEN_NODES="$(sed -n 2p <<<"$unpacked")" # spares take their place (cluster/slurm.py)
@@ -58,5 +68,8 @@ if [[ -n "${FRONTIER_LLM_CONTAINER:-}" ]]; then
 fi
 export FRONTIER_LLM_PYTHON="$python" FRONTIER_LLM_SITE="$site" FRONTIER_LLM_ROOT="$root"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+if [[ -n "$as_rank" ]]; then
+    exec "${FRONTIER_LLM_RANK_PYTHON:-$python}" -P -m "$@"
+fi
 # -P: not the working directory's code, which may have changed since the job was queued, but this root's
 exec "$python" -P -m "$@"

@@ -17,6 +17,10 @@ export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # a failed rendezvous
 if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
     mkdir -p "$FRONTIER_LLM_LOG_DIR"
     log="$FRONTIER_LLM_LOG_DIR/rank_$rank.log"
+    if [[ -L "$log" ]]; then
+        echo "rank.sh: $log is a link; nothing is written through links below a run directory: remove it" >&2
+        exit 2
+    fi
     if [[ "$rank" -eq 0 ]]; then
         # Slurm's warning reaches every process of the step; tee has to outlive it, or rank 0 would write into a broken pipe
         exec > >(trap '' USR1 USR2 TERM INT && exec tee --append "$log") 2>&1

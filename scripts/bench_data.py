@@ -100,7 +100,7 @@ def bench_loader(sequence_length: int) -> dict[str, float]:
         with IndexedWriter(Path(directory) / "d", "u2") as writer:
             for length in generator.integers(1, 2000, 20000).tolist():
                 writer.add_document(generator.integers(0, 50000, length, dtype=np.uint16))
-        samples = DocumentSamples(IndexedDataset(Path(directory) / "d"), sequence_length, seed=1)
+        samples = DocumentSamples(IndexedDataset(Path(directory) / "d"), sequence_length, key=1)
         batches = Batches(samples, 8, 8, vocab_size=65536, read_ahead=0)
         batches.microbatch(0, 0)
         started_s = time.perf_counter()

@@ -1,11 +1,11 @@
 """How long do rendezvous and groups take, and what follows for a whole machine? Real code and processes, then a formula.
 
-python scripts/bench_rendezvous.py [--ranks 2 4 8 16] [--store direct node] [--per-node 8]
-Each rank joins the store, builds the mesh of TP2 x DP (every axis, local synchronisation), gives the store simple operations to do, and then takes the
-ids of some communicators from it as torch does for RCCL: one id for each 128 ranks, asked for together by every rank. `node` goes through a relay per
-pretended node. What the server's one thread computes is read from the kernel, so other work on the machine matters little. Extrapolated for n ranks:
+python scripts/bench_rendezvous.py [--ranks 2 4 8 16] [--store torch authenticated] [--per-node 8]
+Each rank joins the store, builds the mesh of TP2 x DP (every axis, local synchronisation) and sends the store simple operations. Then it reads the
+ids of some communicators as torch does for RCCL: one id for each 128 ranks, read together by every rank. The server's CPU time is read
+from the kernel, so other work on the machine matters little. Extrapolated for n ranks:
   server seconds = n x (JOIN_OPERATIONS + groups per rank x OPERATIONS_PER_GROUP) x seconds per operation
-                 + askers x ids of the world's communicator x seconds per id          askers: the ranks, or the nodes where relays keep ids
+                 + n x ids of the world's communicator x seconds per id
 RCCL makes its communicators at the first collective of each group; their cost is RCCL's own and is not in here.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
-from frontier_llm.comm.rendezvous import open_store
+from frontier_llm.comm.rendezvous import CONNECTIONS, StoreKind, open_store
 from frontier_llm.topology import Grid
 
 JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the last one's set; the same per group
@@ -50,14 +50,16 @@ def connections(port: int) -> int:
 
 
 def server_us() -> float:
-    """What the store's thread of this process has computed; 0 in a process that has none."""
-    threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("store server")]
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in threads) / 1e3
+    """CPU time of the store's process, which rank 0 has started, or of its thread in rank 0; 0 on other ranks."""
+    pids = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+    tasks += [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().startswith("store server")]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e3
 
 
-def serve(rank: int, ranks: int, port: int, per_node: int | None, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
+def serve(rank: int, ranks: int, port: int, kind: StoreKind, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    meeting = Meeting("127.0.0.1", port, rank - rank % arguments.per_node, arguments.per_node, relayed=per_node is not None)
+    meeting = Meeting("127.0.0.1", port, rank - rank % arguments.per_node, arguments.per_node, store=kind)
     start_s = time.perf_counter()
     connect(rank, ranks, meeting, "gloo", 120.0)
     store = open_store(60.0)  # the notice board's
@@ -93,12 +95,12 @@ def serve(rank: int, ranks: int, port: int, per_node: int | None, arguments: arg
     disconnect()
 
 
-def measure(ranks: int, per_node: int | None, arguments: argparse.Namespace) -> Row:
+def measure(ranks: int, kind: StoreKind, arguments: argparse.Namespace) -> Row:
     """The slowest rank's times, and the server's."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["frontier_llm.comm"])
     results, port = context.Queue(), free_port()
-    processes = [context.Process(target=serve, args=(rank, ranks, port, per_node, arguments, results)) for rank in range(ranks)]
+    processes = [context.Process(target=serve, args=(rank, ranks, port, kind, arguments, results)) for rank in range(ranks)]
     for process in processes:
         process.start()
     rows = dict(results.get(timeout=300) for _ in processes)
@@ -110,34 +112,34 @@ def measure(ranks: int, per_node: int | None, arguments: argparse.Namespace) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--store", nargs="+", choices=("direct", "node"), default=["direct", "node"])
+    parser.add_argument("--store", nargs="+", choices=("torch", "authenticated"), default=["torch", "authenticated"])
     parser.add_argument("--per-node", type=int, default=8, help="ranks of a pretended node (default 8)")
     parser.add_argument("--operations", type=int, default=2000, help="of each rank")
     parser.add_argument(
         "--ids", type=int, default=WHOLE_MACHINE[-1] // RANKS_PER_ID, help="of each communicator (default: all of Frontier's)"
     )
     arguments = parser.parse_args()
-    print(f"{'store':<8}{'ranks':>6}{'join s':>10}{'mesh s':>10}{'connections':>13}{'server us/operation':>21}{'us/id of all ranks':>20}")
+    print(f"{'store':<14}{'ranks':>6}{'join s':>10}{'mesh s':>10}{'connections':>13}{'server us/operation':>21}{'us/id of all ranks':>20}")
     for kind in arguments.store:
-        per_node = arguments.per_node if kind == "node" else None
         for ranks in arguments.ranks:
-            row = measure(ranks, per_node, arguments)
+            row = measure(ranks, kind, arguments)
             print(
-                f"{kind:<8}{ranks:>6}{row.join_s:>10.3f}{row.mesh_s:>10.3f}{row.connections:>13}{row.server_us_per_operation:>21.2f}{row.server_us_per_id:>20.2f}"
+                f"{kind:<14}{ranks:>6}{row.join_s:>10.3f}{row.mesh_s:>10.3f}{row.connections:>13}{row.server_us_per_operation:>21.2f}{row.server_us_per_id:>20.2f}"
             )
-        extrapolate(kind, row, row.server_us_per_id / (-(-ranks // per_node) if per_node else ranks), arguments.per_node)
+        extrapolate(kind, row, row.server_us_per_id / ranks)
 
 
-def extrapolate(kind: str, row: Row, us_per_id: float, per_node: int) -> None:
-    """What the measurement of most ranks says about a whole machine; `us_per_id` is for one asker."""
+def extrapolate(kind: str, row: Row, us_per_id: float) -> None:
+    """What the measurement of most ranks says about a whole machine; `us_per_id` is for one rank that reads it."""
     operations = JOIN_OPERATIONS + GROUPS_PER_RANK * OPERATIONS_PER_GROUP
     for ranks in WHOLE_MACHINE:
-        askers, ids = -(-ranks // per_node) if kind == "node" else ranks, -(-ranks // RANKS_PER_ID)
-        operations_s, ids_s = ranks * operations * row.server_us_per_operation / 1e6, askers * ids * us_per_id / 1e6
-        sent_gb = askers * ids * ID_BYTES / 1e9
+        ids = -(-ranks // RANKS_PER_ID)
+        operations_s = ranks * operations * row.server_us_per_operation / 1e6
+        ids_s = ranks * ids * us_per_id / 1e6
+        sent_gb = ranks * ids * ID_BYTES / 1e9
         print(
             f"extrapolated, {kind}, {ranks:,} ranks: {operations_s:.1f} s of operations and {ids_s:.1f} s of ids ({sent_gb:.2f} GB) "
-            f"on the server; {2 * askers if kind == 'direct' else askers:,} connections"
+            f"on the server; up to {CONNECTIONS * ranks:,} connections"
         )
 
 

@@ -28,6 +28,8 @@ FIRST_VERSION = "0.1"
 NAMES = {
     "PositiveInt": "whole number ≥ 1",
     "NonNegativeInt": "whole number ≥ 0",
+    "StepCount": "whole number ≥ 1, or a duration",
+    "WarmupSteps": "whole number ≥ 0, or a duration",
     "PositiveFloat": "number > 0",
     "NonNegativeFloat": "number ≥ 0",
     "BelowOne": "number in [0, 1)",

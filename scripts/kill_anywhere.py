@@ -115,7 +115,7 @@ class Attempt:
 
 def flip_bit(run: Run, rng: random.Random) -> bool:
     """Damage the newest checkpoint, when there is another one to fall back to."""
-    steps = folder.complete_steps(run.run_dir / "checkpoints")
+    steps = folder.named_steps(run.run_dir / "checkpoints")
     if len(steps) < 2:
         return False
     path = rng.choice(sorted((run.run_dir / "checkpoints" / folder.step_name(steps[0])).iterdir()))
@@ -136,7 +136,7 @@ def saving(run: Run) -> bool:
 def steps_not_saved(run: Run) -> int:
     """Steps that were done and that no complete checkpoint holds."""
     done = max(run.losses(), default=0) if (run.run_dir / "metrics.jsonl").exists() else 0
-    return done - max(folder.complete_steps(run.run_dir / "checkpoints"), default=0)
+    return done - max(folder.named_steps(run.run_dir / "checkpoints"), default=0)
 
 
 class Different(Exception):

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from frontier_llm.checkpoint.directory import complete_steps, read_manifest, step_name
+from frontier_llm.checkpoint.directory import named_steps, read_manifest, step_name
 from frontier_llm.ops.reference import GROUPS
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and how they work
@@ -90,7 +90,7 @@ def contents(run_dir: Path, steps: int) -> list[dict[str, Any]]:
     """Of the checkpoint after each segment, what it holds beside numbers, none of which may come from a device, a back-end or a layout; and its place in the data."""
     held = []
     checkpoints = run_dir / "checkpoints"
-    for step in (step for step in complete_steps(checkpoints) if step % steps == 0):
+    for step in (step for step in named_steps(checkpoints) if step % steps == 0):
         manifest, _ = read_manifest(path := checkpoints / step_name(step))
         types = set[str]()
         for shard in manifest.shards:

@@ -6,44 +6,38 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.bounds import lifted, read_beyond
-from frontier_llm.checkpoint.manifest import MAX_MANIFEST_BYTES, DamagedCheckpoint, Manifest, digest_line, parse
+from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, parse
+from frontier_llm.cluster.complete import (
+    MANIFEST,
+    MANIFEST_DIGEST,
+    BrokenManifest,
+    digest_line,
+    manifest_bytes,
+    named_step,
+    named_steps,
+    step_name,
+)
 from frontier_llm.errors import CheckpointError
 from frontier_llm.failpoints import hit
-from frontier_llm.files import open_plain, sync_directory, write_atomically, write_durably
+from frontier_llm.files import sync_directory, write_atomically, write_durably
 
-MANIFEST, MANIFEST_DIGEST, LATEST, BEST = "manifest.json", "manifest.sha256", "LATEST", "BEST"
-_COMPLETE = re.compile(r"step_([0-9]{8,12})")
+LATEST, BEST = "LATEST", "BEST"
 _REPLACED = re.compile(r"(step_[0-9]{8,12})\.replaced\.[0-9]+")
 _LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|\.(LATEST|BEST)\.[0-9a-f]{32}")
 
 
-def step_name(step: int) -> str:
-    """'step_00000100'."""
-    return f"step_{step:08}"
-
-
 def step_of(path: Path) -> int:
     """The step in a complete checkpoint's name; raises CheckpointError for another name."""
-    match = _COMPLETE.fullmatch(path.name)
-    if match is None:
+    step = named_step(path.name)
+    if step is None:
         raise CheckpointError("is not the name of a checkpoint", fix="name a folder such as checkpoints/step_00000100", where=str(path))
-    return int(match[1])
-
-
-def complete_steps(directory: Path) -> list[int]:
-    """Steps of all complete checkpoints, newest first."""
-    if not directory.is_dir():
-        return []
-    matches = (_COMPLETE.fullmatch(entry.name) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
-    return sorted((int(match[1]) for match in matches if match), reverse=True)
+    return step
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -52,12 +46,12 @@ def checkpoints_at(path: Path) -> list[Path]:
         step_of(path)
         return [path]
     places = (path / "checkpoints", path)
-    return next(filter(None, ([place / step_name(step) for step in complete_steps(place)] for place in places)), [])
+    return next(filter(None, ([place / step_name(step) for step in named_steps(place)] for place in places)), [])
 
 
 def is_there(directory: Path) -> bool:
     """Whether a run would begin with a checkpoint, as far as this rank's file system shows."""
-    return bool(complete_steps(directory))
+    return bool(named_steps(directory))
 
 
 def leftovers(directory: Path) -> list[Path]:
@@ -170,15 +164,7 @@ def read_latest(directory: Path, pointer: str = LATEST) -> str:
             text = file.read(64).decode("ascii", errors="replace")
     except OSError:
         return ""
-    return text[:-1] if text.endswith("\n") and _COMPLETE.fullmatch(text[:-1]) else ""
-
-
-def _read_small(path: Path, limit: int) -> bytes:
-    try:
-        with os.fdopen(open_plain(path), "rb") as file:
-            return read_beyond(file, limit)
-    except OSError as error:
-        raise DamagedCheckpoint(f"cannot be read: {error.strerror}", where=str(path)) from error
+    return text[:-1] if text.endswith("\n") and named_step(text[:-1]) is not None else ""
 
 
 def read_manifest(path: Path) -> tuple[Manifest, bytes]:
@@ -187,10 +173,10 @@ def read_manifest(path: Path) -> tuple[Manifest, bytes]:
     Raises DamagedCheckpoint.
     """
     step, where = step_of(path), path / MANIFEST
-    content, recorded = _read_small(where, lifted(MAX_MANIFEST_BYTES)), _read_small(path / MANIFEST_DIGEST, 1024)
-    if recorded != digest_line(content):
-        actual, expected = digest_line(content).decode().split()[0], recorded[:64].decode("ascii", errors="replace")
-        raise DamagedCheckpoint(f"sha256 is {actual}, {MANIFEST_DIGEST} says {json.dumps(expected)}", where=str(where))
+    try:
+        content = manifest_bytes(path)
+    except BrokenManifest as error:
+        raise DamagedCheckpoint(error.problem) from error
     manifest = parse(content, str(where))
     if manifest.progress.step != step:
         raise DamagedCheckpoint(f"is of step {manifest.progress.step}, its folder of step {step}", where=str(where))

@@ -6,6 +6,7 @@ keys that choose how the same mathematics is computed (layout, precision, kernel
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from pydantic import ValidationError
 from frontier_llm.blueprint import model_parameters
 from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.manifest import Manifest
-from frontier_llm.config import ModelConfig, RunConfig, phases_of
+from frontier_llm.config import ModelConfig, RunConfig, Stretches, in_steps, phases_of
+from frontier_llm.config.plugins import PluginRecord
+from frontier_llm.data.blend import whole_weights
 from frontier_llm.errors import CheckpointError, Problem, suggest
 from frontier_llm.optim.lr_schedule import decay_begin
 
@@ -35,7 +38,7 @@ _HARMLESS = (
     "guard.recompute_interval",
     "guard.max_skips_in_row",
 )
-_SILENT = ("train.run_dir", "train.log_interval", "train.tensorboard", "train.peak_tflops")
+_SILENT = ("plugins", "train.run_dir", "train.log_interval", "train.tensorboard", "train.peak_tflops")
 _ABSENT = "(absent)"
 
 
@@ -63,15 +66,19 @@ def _ends_with_run(flat: Mapping[str, Any]) -> bool:
     return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
 
 
-def _trained_phases(config: Mapping[str, Any], step: int) -> list[Any]:
+def _trained_phases(config: Mapping[str, Any], step: int, done: Stretches) -> list[Any]:
     """Of each phase that has begun when `step` steps are done: its first step, model, batch and data.
 
     Later phases may change, as train.steps may: nothing of them has been trained.
     """
     if not config.get("train", {}).get("phases"):
         return []
-    begun = [phase for phase in phases_of(RunConfig.model_validate(config)) if phase.first <= step]
+    begun = [phase for phase in phases_of(RunConfig.model_validate(config, context=done)) if phase.first <= step]
     return [(phase.first, *(getattr(phase.config, name) for name in ("model", "batch", "data"))) for phase in begun]
+
+
+def _trained_blend(config: Mapping[str, Any]) -> Any:
+    return config.get("data", {}).get("train")
 
 
 def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str:
@@ -123,24 +130,60 @@ def _section(config: Any, path: Sequence[Any]) -> Any:
     return config
 
 
-def config_changes(saved: Mapping[str, Any], current: Mapping[str, Any], begun: bool = True, step: int = 0) -> list[Change]:
+def by_content(config: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, Any]:
+    """A configuration whose training data is named by identity, in whole proportions: equal where the run reads the same samples.
+
+    `data`: path → identity. What has none keeps its path.
+    """
+    changed: Any = deepcopy(dict(config))
+    phases = changed.get("train", {}).get("phases") or ()
+    for section in (changed, *phases):
+        blend = (section.get("data") or {}).get("train")
+        if isinstance(blend, list | tuple):
+            weights = whole_weights([source["weight"] for source in blend])
+            named = [{"path": data.get(source["path"], source["path"])} for source in blend]
+            members = [{**source, "weight": float(weight)} for source, weight in zip(named, weights, strict=True)]
+            section["data"]["train"] = sorted(members, key=lambda member: str(member["path"]))
+    return cast("dict[str, Any]", changed)
+
+
+def config_changes(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    begun: bool = True,
+    step: int = 0,
+    *,
+    saved_data: Mapping[str, str] | None = None,
+    data: Mapping[str, str] | None = None,
+    done: Stretches = (),
+) -> list[Change]:
     """Every key whose value differs, in the current configuration's order.
 
-    `begun` is False before any sample has been trained on; `step` is the number of steps done.
+    `begun` is False before any sample has been trained on; `step` is the number of steps done, `done` their sizes.
+    `saved_data`, `data`: path → identity.
     """
     before, after = dict(flattened(saved)), dict(flattened(current))
+    contents = by_content(saved, saved_data or {}), by_content(current, data or {})
+    # durations in tokens as steps
+    steps_before, steps_after = dict(flattened(in_steps(saved, done))), dict(flattened(in_steps(current, done)))
+    same_data = _trained_blend(contents[0]) == _trained_blend(contents[1])
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
-    if begun and _trained_phases(saved, step) != _trained_phases(current, step):
+    if begun and _trained_phases(contents[0], step, done) != _trained_phases(contents[1], step, done):
         mathematics += ("train.phases",)
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
-    notes = {"train.steps": _lost_decay(before, after, step), "optimizer.name": "only the weights would be taken"}
+    notes = {"train.steps": _lost_decay(steps_before, steps_after, step), "optimizer.name": "only the weights would be taken"}
     if "train.steps" in mathematics:
         notes["train.steps"] = "the learning rate of every step follows the run's length while optimizer.decay_steps is null"
     changes = []
     for key in keys:
-        if (was := before.get(key, _ABSENT)) != (now := after.get(key, _ABSENT)):
-            counts = _under(key, mathematics) and not _under(key, _HARMLESS)
+        was, now = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        if was != now and steps_before.get(key, _ABSENT) != steps_after.get(key, _ABSENT):
+            counts = _under(key, mathematics) and not _under(key, _HARMLESS) and not (key == "data.train" and same_data)
+            if key == "data.seed" and counts:
+                note = "each source keeps the order that the first seed drew for it; --restart-source PATH draws another"
+                changes.append(Change(key, was, now, counts, note, allowable=False))
+                continue
             fits = not (counts and key.startswith("model.")) or _fits(saved["model"], current["model"], key)
             changes.append(Change(key, was, now, counts, notes.get(key, "") if fits else "the saved weights have other shapes", fits))
     return changes
@@ -155,6 +198,19 @@ def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bo
     ]
 
 
+def plugin_changes(saved: Sequence[PluginRecord], current: Sequence[PluginRecord], begun: bool = True) -> list[Change]:
+    """One change if other plugins are imported than before, or their code has changed. Their paths and order do not matter.
+
+    Plugins without a recorded digest are compared by their names.
+    """
+    has_digests = all(plugin.sha256 for plugin in (*saved, *current))
+    before, after = (Counter(plugin.sha256 if has_digests else plugin.short_name for plugin in plugins) for plugins in (saved, current))
+    if before == after:
+        return []
+    was, now = (", ".join(sorted(map(str, plugins))) or "none" for plugins in (saved, current))
+    return [Change("plugins", was, now, begun, "a plugin is code that may change any part of the run")]
+
+
 def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> list[Change]:
     """Versions, code commit, device: shown, never refused."""
     return [
@@ -165,12 +221,21 @@ def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) ->
 
 
 def allowed_changes(
-    saved: Manifest, config: Mapping[str, Any], data: Mapping[str, str], allowed: Collection[str], where: str
+    saved: Manifest,
+    config: Mapping[str, Any],
+    data: Mapping[str, str],
+    plugins: Sequence[PluginRecord],
+    allowed: Collection[str],
+    where: str,
 ) -> list[Change]:
-    """What is other in configuration and data than in a checkpoint that a run goes on from. Raises CheckpointError as `check_allowed`."""
+    """Changes of configuration, data and plugins since a checkpoint that a run goes on from. Raises CheckpointError as `check_allowed`."""
     progress = saved.progress
     begun = progress.consumed_samples > 0
-    changes = config_changes(with_defaults(saved.config), config, begun, progress.step) + data_changes(saved.data, data, begun)
+    done = progress.position.steps_done if progress.position is not None else ()
+    before = with_defaults(saved.config)
+    changes = config_changes(before, config, begun, progress.step, saved_data=saved.data, data=data, done=done)
+    changes += data_changes(saved.data, data, begun)
+    changes += plugin_changes(saved.known_plugins, plugins, begun)
     check_allowed(changes, allowed, where)
     return changes
 

@@ -11,11 +11,13 @@ import numpy as np
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import shard as shard_file
-from frontier_llm.checkpoint.drift import Change, allowed_changes, config_changes, data_changes, environment_changes
+from frontier_llm.checkpoint.drift import Change, allowed_changes, config_changes, data_changes, environment_changes, plugin_changes
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.weights import CheckpointWeights
+from frontier_llm.cluster.complete import fault
 from frontier_llm.config import RunConfig
-from frontier_llm.data.identity import identities
+from frontier_llm.config.plugins import records_of
+from frontier_llm.data.identity import datasets_of, identities
 from frontier_llm.errors import CheckpointError, Problem
 
 
@@ -29,13 +31,16 @@ def find(path: Path) -> list[Path]:
 
 def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -> None:
     """Raise, before any rank starts, the CheckpointError with which a run in `directory` would refuse to go on as `config`."""
-    for step in folder.complete_steps(directory):
+    for step in folder.named_steps(directory):
         path = directory / folder.step_name(step)
+        if fault(path) is not None:
+            continue  # the run itself reports it and takes the one before
         try:
             saved = folder.read_manifest(path)[0]
         except DamagedCheckpoint:
-            continue  # the run itself reports it and takes the one before
-        allowed_changes(saved, config.model_dump(mode="json"), identities(config), allowed, str(path))
+            continue
+        plugins = records_of(config.plugins)
+        allowed_changes(saved, config.model_dump(mode="json"), identities(datasets_of([config])), plugins, allowed, str(path))
         return
 
 
@@ -102,6 +107,7 @@ def compare(first: Path, second: Path) -> Difference:
             *progress,
             *config_changes(a.config, b.config),
             *data_changes(a.data, b.data),
+            *plugin_changes(a.known_plugins, b.known_plugins),
             *environment_changes(a.environment, b.environment),
         ],
         only_first=[name for name in forms[0] if name not in forms[1]],

@@ -12,9 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.cluster.holder import STALE_AFTER_S, Holder, incarnations, process_start, read_holder
+from frontier_llm.cluster.holder import (
+    STALE_AFTER_S,
+    Holder,
+    how_to_free,
+    incarnations,
+    is_ahead,
+    process_start,
+    read_holder,
+    start_after,
+    watched_dead,
+)
+from frontier_llm.cluster.run_dir import MOVE_BACK, MOVED
 from frontier_llm.errors import CheckpointError
-from frontier_llm.files import write_atomically, write_durably
+from frontier_llm.files import folder_below, write_atomically, write_durably
 from frontier_llm.threads import Heartbeat
 
 HEARTBEAT_S = 5.0
@@ -35,7 +46,8 @@ class RunLock:
         Raises CheckpointError naming the live holder.
         """
         self._folder, self._holder, self._counted = directory / "incarnations", holder, incarnation
-        self._folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        folder_below(directory, self._folder.name)
         self.incarnation = self._acquire()
         self._heartbeat = Heartbeat(self._path(self.incarnation), HEARTBEAT_S)
 
@@ -54,7 +66,7 @@ class RunLock:
                 newest = self._newest()
                 if newest:
                     self._check_dead(self._path(newest), building)
-                mine = max(newest + 1, self._counted)
+                mine = start_after(self._folder, newest, self._counted)
                 try:
                     os.link(building, self._path(mine))
                 except FileExistsError:
@@ -80,13 +92,18 @@ class RunLock:
         if holder.host == mine.host:
             dead = process_start(holder.pid) != holder.process_start or holder.pid == mine.pid
             when = "its process is gone" if dead else "its process is alive"
+        elif is_ahead(silent_s):
+            when = f"its clock is {-silent_s:,.0f} s ahead"
+            log.warn(f"{holder.describe()}: {when}; watching for its heartbeat for {STALE_AFTER_S:.0f} s")
+            dead = watched_dead(path)
+            when += f", and {'no' if dead else 'a'} heartbeat has come"
         else:
             dead = silent_s > STALE_AFTER_S
             when = f"its last sign of life is {silent_s:.0f} s old"
         if not dead:
-            fix = "wait until it ends, or give this run another train.run_dir"
-            if holder.host != mine.host:
-                fix += f"; if it is dead, start again in {max(1.0, STALE_AFTER_S - silent_s):.0f} s"
+            fix = f"wait until it ends, or give this run another train.run_dir; {how_to_free(path)}"
+            if holder.host != mine.host and not is_ahead(silent_s):
+                fix += f", or start again in {max(1.0, STALE_AFTER_S - silent_s):.0f} s"
             raise CheckpointError(f"is in use by {holder.describe()}; {when}", fix, str(self._folder.parent))
         log.info(f"taking over from {holder.describe()}: {when}")
 
@@ -96,8 +113,7 @@ class RunLock:
         Called right before every change of the directory.
         """
         if not self._folder.is_dir():
-            what = "was moved away or deleted while the run goes on; nothing is written in its old place"
-            raise CheckpointError(what, "move it back, or start again where it is now", str(self._folder.parent))
+            raise CheckpointError(MOVED, MOVE_BACK, str(self._folder.parent))
         newest = self._newest()
         if newest > self.incarnation or not self._path(self.incarnation).exists():
             holder = read_holder(self._path(newest)) if newest > self.incarnation else None

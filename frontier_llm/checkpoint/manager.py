@@ -22,10 +22,14 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import drift, load
 from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
+from frontier_llm.checkpoint.older import position_of
 from frontier_llm.checkpoint.save import Save, Writer
+from frontier_llm.cluster.complete import fault
 from frontier_llm.cluster.holder import Holder, this_process
 from frontier_llm.comm import Mesh, all_gather_json, broadcast_bytes, broadcast_json
 from frontier_llm.config import RunConfig
+from frontier_llm.config.plugins import PluginRecord
+from frontier_llm.data.identity import Dataset, identities
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer
@@ -46,7 +50,8 @@ class CheckpointManager:
         keep: int,
         keep_every: int = 0,
         environment: Mapping[str, str] | None = None,
-        data: Mapping[str, str] | None = None,
+        plugins: Sequence[PluginRecord] = (),
+        datasets: Mapping[str, Dataset] | None = None,
         job: str = "",
         restart: int = 0,
         incarnation: int = 0,
@@ -55,16 +60,19 @@ class CheckpointManager:
         """Take the run directory's lock and clear what an interrupted save has left.
 
         keep: newest checkpoints that stay, ≥ 2; keep_every: checkpoints at its multiples stay for good (0 = none).
-        environment: versions, code commit, device; shown when it differs on resume. data: path → identity of each dataset that is trained
-        on; refused when it differs. Both of rank 0 alone. job, restart: the scheduler's identity of this job
+        environment: versions, code commit, device, of rank 0 alone; shown when it differs on resume. datasets: by path those that are trained
+        on; refused when their tokens differ. job, restart: the scheduler's identity of this job
         and how often it was requeued, so that a requeued job takes its own lock over at once. incarnation: the supervisor's count of starts, 0 = none.
+        plugins: those that this process has imported, of rank 0 alone; refused when they differ.
         allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
         Raises CheckpointError when another live job holds the directory or it cannot be written.
         """
         assert keep >= 2, f"keep {keep}: with one, the only checkpoint could be the damaged one"
         self.directory, self._mesh, self._optimizer = directory, mesh, optimizer
         self._config = config.model_dump(mode="json")
-        self._environment, self._data, self._allow_changes = dict(environment or {}), dict(data or {}), tuple(allow_changes)
+        self._plugins = tuple(plugins)
+        self._environment, self._data, self._allow_changes = dict(environment or {}), identities(datasets or {}), tuple(allow_changes)
+        self._datasets = dict(datasets or {})
         self._device = optimizer.device
         self._lock: RunLock | None = None
         self.incarnation = int(self._from_rank_0(lambda: self._open(this_process(job, restart), incarnation)))
@@ -75,6 +83,7 @@ class CheckpointManager:
             config=self._config,
             environment=self._environment,
             data=self._data,
+            plugins=self._plugins,
             incarnation=self.incarnation,
             keep=keep,
             keep_every=keep_every,
@@ -164,7 +173,7 @@ class CheckpointManager:
         Damage is reported by file and tensor and the next older checkpoint is tried; with `strict` it is raised instead.
         Raises CheckpointError when no checkpoint is intact, or the newest intact one does not fit the model or the configuration.
         """
-        steps, latest = self._from_rank_0(lambda: [folder.complete_steps(self.directory), folder.read_latest(self.directory)])
+        steps, latest = self._from_rank_0(lambda: [folder.named_steps(self.directory), folder.read_latest(self.directory)])
         damage: list[Problem] = []
         if latest and folder.step_of(self.directory / latest) not in steps:
             damage.append(Problem(str(self.directory / latest), f"is not there, though {folder.LATEST} names it"))
@@ -185,6 +194,7 @@ class CheckpointManager:
         for step in steps:
             path = self.directory / folder.step_name(step)
             try:
+                self._refuse_incomplete(path)
                 return self.load(path)
             except DamagedCheckpoint as error:
                 if strict:
@@ -193,10 +203,19 @@ class CheckpointManager:
                 log.info("\n".join([f"{path.name} is damaged; trying the one before it", *map(str, error.problems)]))
         return None
 
+    def _refuse_incomplete(self, path: Path) -> None:
+        """Rank 0: raise DamagedCheckpoint for what the supervisor and `status` do not take for a complete checkpoint either."""
+
+        def check() -> None:
+            if (problem := fault(path)) is not None:
+                raise DamagedCheckpoint(problem)
+
+        self._from_rank_0(check)
+
     def _at_most(self, step: int) -> list[int]:
         """Steps of the complete checkpoints that are not above `step`, newest first, when nothing is under way any more."""
         self.wait()
-        steps: list[int] = self._from_rank_0(lambda: [old for old in folder.complete_steps(self.directory) if old <= step])
+        steps: list[int] = self._from_rank_0(lambda: [old for old in folder.named_steps(self.directory) if old <= step])
         return steps
 
     def newest_at_most(self, step: int) -> int | None:
@@ -215,7 +234,7 @@ class CheckpointManager:
 
     def _delete_newer(self, step: int) -> None:
         self._note_latest(folder.step_name(step))
-        for newer in folder.complete_steps(self.directory):
+        for newer in folder.named_steps(self.directory):
             if newer > step and self._lock is not None:
                 self._lock.check()
                 folder.delete_checkpoint(self.directory, newer, self.incarnation)
@@ -239,7 +258,8 @@ class CheckpointManager:
             raise (DamagedCheckpoint if damaged else CheckpointError)(problems)
         self._optimizer.weights_from_masters()
         hit("checkpoint.loaded")
-        progress = manifest.progress
+        position = position_of(manifest, self._datasets)
+        progress = manifest.progress.model_copy(update={"position": position})
         if manifest.optimizer != self._optimizer.rule.name:
             log.info(
                 f"only the weights are taken from {path.name}: {self._optimizer.rule.name} has no use for what {manifest.optimizer} keeps"
@@ -272,10 +292,13 @@ class CheckpointManager:
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
         """Rank 0: say what has changed since, or refuse it."""
-        changes = drift.allowed_changes(manifest, self._config, self._data, self._allow_changes, where)
+        changes = drift.allowed_changes(manifest, self._config, self._data, self._plugins, self._allow_changes, where)
         elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
         for change in [*changes, *elsewhere]:
             log.info(f"differs from the checkpoint: {change}")
+        if manifest.progress.position is None and manifest.progress.step:
+            what = "what earlier changes of batch, weights or data skipped or read twice is not recorded"
+            log.info(f"{where} has version {manifest.version}: how much of each dataset it has read follows from its step; {what}")
 
     def close(self, audit: bool = True) -> None:
         """Finish what is under way and give the run directory up. With `audit=False` only until LATEST has moved."""

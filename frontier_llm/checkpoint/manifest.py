@@ -20,20 +20,28 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from frontier_llm.blueprint.optimizers import ADAMW, MASTER, STATISTIC
 from frontier_llm.bounds import LIFT, lifted
+from frontier_llm.cluster.complete import MAX_MANIFEST_BYTES
+from frontier_llm.cluster.records import is_count, is_number
 from frontier_llm.config.fields import first_fault
+from frontier_llm.config.plugins import PluginRecord, recorded_names
+from frontier_llm.data.position import Position
 from frontier_llm.errors import CheckpointError, Problem, first_of
 
 FORMAT: Final = "frontier_llm checkpoint"
-VERSION: Final = 3  # 2 named no data and no optimizer: it was AdamW; 1 had one sha256 over a whole shard file; both are still read
+VERSION: Final = 4
+# All are still read. 3 had no position in the data but a number of steps, and no plugins; 2 named no data and no optimizer: it was AdamW;
+# 1 had one sha256 over a whole shard file.
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # by safetensors' names; checkpoints have the first two
-# the 1T model on 3072 ranks, with 72,087 pieces, needs a twentieth of the bytes and under half of the others
-MAX_MANIFEST_BYTES = 1 << 26
+# the 1T model on 3072 ranks, with 72,087 pieces, needs under half of these
 MAX_MANIFEST_VALUES = 1 << 21  # commas and brackets of the text
 MAX_CORNERS = 1 << 21  # of all pieces; see _coverage_problems
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 20, 1 << 30
+MAX_PLUGINS = 1_000
 _MAX_DIMS = 8
+MAX_STEPS = 10**12  # of a run: the bound of train.steps
 _BEFORE_3 = (MASTER, "exp_avg", "exp_avg_sq")  # of every checkpoint that names no optimizer
+_IMPOSSIBLE = "no run can be there in its data: restore the checkpoint from a copy, or go on from an older one by moving this one away"
 _SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.safetensors")
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -54,13 +62,13 @@ class _Record(BaseModel):
 class Progress(_Record):
     """The scalars of a run: with the tensors, everything it continues from.
 
-    There is no random-number state: initial weights and sample order are pure functions of (seed, position), both recorded here
-    and in the configuration.
+    There is no random-number state: initial weights are a pure function of the seed, and the order of samples is recorded here.
     """
 
     step: Count  # the next step's index: steps 0 … step-1 are done
-    consumed_samples: Count  # the data position
+    consumed_samples: Count  # samples of the run so far, those that were left out included
     tokens: Count  # targets trained on
+    position: Position | None = None  # in the data; None before the first step of imported weights, and before version 4
     optimizer_updates: Count  # steps that were not skipped; Adam's bias correction counts these
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     scaler_clean_steps: Count
@@ -99,7 +107,7 @@ class Manifest(_Record):
     """A whole checkpoint."""
 
     format: Literal["frontier_llm checkpoint"]
-    version: Literal[1, 2, 3]
+    version: Literal[1, 2, 3, 4]
     block_bytes: Count = 0  # of the shards' digests (see `digest`); 0 in version 1
     incarnation: Count  # which start of the run wrote it
     progress: Progress
@@ -107,6 +115,7 @@ class Manifest(_Record):
     config: dict[str, Any]
     config_sha256: Digest
     environment: dict[str, str]
+    plugins: Annotated[tuple[PluginRecord, ...], Field(max_length=MAX_PLUGINS)] = ()  # that it was trained with; see known_plugins
     data: dict[str, Digest] = {}  # path → identity of each dataset that it was trained on; none of synthetic data, and in version 2
     dtype: DtypeName
     optimizer: str = ADAMW.name  # whose states they are
@@ -118,6 +127,11 @@ class Manifest(_Record):
     def total_bytes(self) -> int:
         """Of all shards."""
         return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def known_plugins(self) -> tuple[PluginRecord, ...]:
+        """The plugins that it was trained with. Of checkpoints that recorded none, those that the configuration names, without digests."""
+        return self.plugins or recorded_names(self.config)[:MAX_PLUGINS]
 
     def kinds_of(self, tensor: TensorEntry) -> tuple[str, ...]:
         """What is kept of a tensor."""
@@ -131,11 +145,6 @@ class Manifest(_Record):
     def to_bytes(self) -> bytes:
         """The file's content."""
         return (json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n").encode()
-
-
-def digest_line(content: bytes) -> bytes:
-    """The content of manifest.sha256; `sha256sum --check` reads it."""
-    return f"{hashlib.sha256(content).hexdigest()}  manifest.json\n".encode()
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
@@ -153,6 +162,7 @@ def parse(content: bytes, where: str) -> Manifest:
 
     Raises DamagedCheckpoint for anything that is not one: wrong JSON, types, ranges, file names that are not a shard's, pieces out of
     bounds, tensors that the pieces do not cover exactly once, counters that no run can have; more bytes or values than the bounds above.
+    Raises CheckpointError for a position in the data that cannot be true: another checkpoint is not taken in its place.
     """
     if len(content) > lifted(MAX_MANIFEST_BYTES):
         raise DamagedCheckpoint(f"has more bytes than any manifest ({lifted(MAX_MANIFEST_BYTES)})", LIFT, where)
@@ -162,7 +172,10 @@ def parse(content: bytes, where: str) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        raise DamagedCheckpoint(f"is not a manifest: {first_fault(error)}", where=where) from None
+        what = f"is not a manifest: {first_fault(error)}"
+        if error.errors()[0]["loc"][:2] == ("progress", "position"):
+            raise CheckpointError(what, _IMPOSSIBLE, where) from None
+        raise DamagedCheckpoint(what, where=where) from None
     problems = [
         *_name_problems(manifest),
         *_progress_problems(manifest.progress),
@@ -170,6 +183,8 @@ def parse(content: bytes, where: str) -> Manifest:
     ]
     if problems:
         raise DamagedCheckpoint(first_of([Problem(where, what) for what in problems]))
+    if faults := _position_faults(manifest.progress):
+        raise CheckpointError(first_of([Problem(where, what, _IMPOSSIBLE) for what in faults]))
     return manifest
 
 
@@ -218,7 +233,44 @@ def _piece_problems(manifest: Manifest) -> list[str]:
 
 def _progress_problems(progress: Progress) -> list[str]:
     counters = ("optimizer_updates", "scaler_clean_steps", "skipped_steps")
-    return [f"{key} is {count} after {progress.step} steps" for key in counters if (count := getattr(progress, key)) > progress.step]
+    problems = [f"{key} is {count} after {progress.step} steps" for key in counters if (count := getattr(progress, key)) > progress.step]
+    if progress.step == 0:
+        problems += [
+            f"{key} is {count} before the first step" for key in ("consumed_samples", "tokens") if (count := getattr(progress, key))
+        ]
+    return problems + _policy_problems(progress)
+
+
+def _policy_problems(progress: Progress) -> list[str]:
+    """What the loss-spike policy remembers has no schema of its own. This checks the types and bounds that the training loop relies on."""
+    policy = progress.policy
+    problems = []
+    for key in ("losses", "norms"):
+        values = policy.get(key, [])
+        if not isinstance(values, list) or not all(is_number(value) for value in values):
+            problems.append(f"policy.{key} is not a list of finite numbers")
+    if not is_count(policy.get("left_out_steps", 0)) or policy.get("left_out_steps", 0) > MAX_STEPS:
+        problems.append(f"policy.left_out_steps is {policy['left_out_steps']!r}")
+    best = policy.get("best")
+    if best is not None and not (isinstance(best, dict) and best.keys() == {"step", "loss"} and is_number(best["loss"])):
+        problems.append(f"policy.best is {best!r}, expected a step and a loss")
+    elif best is not None and not _is_done(best["step"], progress):
+        problems.append(f"policy.best is of step {best['step']!r} after {progress.step} steps")
+    rewinds = policy.get("rewinds", [])
+    if not isinstance(rewinds, list) or not all(isinstance(entry, dict) and _is_done(entry.get("step"), progress) for entry in rewinds):
+        problems.append(f"policy.rewinds is not a list of rewinds to one of {progress.step} steps")
+    return problems
+
+
+def _is_done(step: Any, progress: Progress) -> bool:
+    return is_count(step) and step <= progress.step
+
+
+def _position_faults(progress: Progress) -> list[str]:
+    position = progress.position
+    if position is None:
+        return []
+    return list(position.faults(progress.step, progress.consumed_samples, progress.tokens))
 
 
 def _coverage_problems(manifest: Manifest) -> list[str]:

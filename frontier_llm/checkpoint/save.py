@@ -20,6 +20,7 @@ from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import FORMAT, VERSION, DtypeName, Manifest, Progress, SavedPiece, Shard, TensorEntry, config_digest
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Mesh, all_gather_json, maximum
+from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer
@@ -41,6 +42,7 @@ class Writer:
         config: Mapping[str, Any],
         environment: Mapping[str, str],
         data: Mapping[str, str],
+        plugins: Sequence[PluginRecord] = (),
         incarnation: int,
         keep: int,
         keep_every: int,
@@ -63,6 +65,7 @@ class Writer:
             config=config,
             environment=environment,
             data=data,
+            plugins=plugins,
             dtype=self.snapshot.dtype,
             optimizer=optimizer.rule.name,
             pieces=[[SavedPiece(name, *map(tuple, rest)) for name, *rest in rank["pieces"]] for rank in ranks]
@@ -109,7 +112,7 @@ class Writer:
 
     def audit(self) -> None:
         """Read back this rank's share of the newest `keep` checkpoints. Raises DamagedCheckpoint."""
-        steps = folder.complete_steps(self.directory)
+        steps = folder.named_steps(self.directory)
         if not self._doomed(steps):
             return
         for step in steps[: self.keep]:
@@ -123,7 +126,7 @@ class Writer:
         """Rank 0: delete what is older than the newest `keep`, except permanent checkpoints and the best one; a delete that fails is a warning."""
         assert self.lock is not None
         best = folder.read_latest(self.directory, folder.BEST)
-        for step in self._doomed(folder.complete_steps(self.directory)):
+        for step in self._doomed(folder.named_steps(self.directory)):
             if folder.step_name(step) == best:
                 continue
             self.lock.check()
@@ -213,6 +216,7 @@ def build_manifest(
     config: Mapping[str, Any],
     environment: Mapping[str, str],
     data: Mapping[str, str],
+    plugins: Sequence[PluginRecord] = (),
     dtype: DtypeName,
     optimizer: str,
     pieces: Sequence[Sequence[SavedPiece]],
@@ -233,6 +237,7 @@ def build_manifest(
         config=dict(config),
         config_sha256=config_digest(config),
         environment=dict(environment),
+        plugins=tuple(plugins),
         data=dict(data),
         dtype=dtype,
         optimizer=optimizer,

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,20 @@ from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.load import DTYPES
-from frontier_llm.checkpoint.manifest import ITEM_BYTES, DtypeName, Progress, SavedPiece, shard_name
+from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, DtypeName, Progress, SavedPiece, shard_name
 from frontier_llm.checkpoint.save import build_manifest, writing
 from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, read_and_hash, shard_layout, verify
 from frontier_llm.checkpoint.source import WeightSource
-from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of
+from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of, resolved
+from frontier_llm.config.plugins import records_of
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import created, write_all
 from frontier_llm.optim import initial_loss_scale
 from frontier_llm.packing import packed
 from frontier_llm.topology import Rectangle
+from frontier_llm.units import format_count
+
+DAMAGE_FIX = "restore the file from a copy, or take another checkpoint; --no-verify reads it as it is"
 
 
 class CheckpointWeights:
@@ -56,19 +61,60 @@ class CheckpointWeights:
         self._places: dict[tuple[str, str], list[tuple[Rectangle, Path, int]]] = defaultdict(list)
         for shard in self.manifest.shards:
             file = self.path / shard.file
-            if verified:
-                verify(file, self.manifest, shard)
             layout, pieces = layout_of(self.manifest, shard, file), self.manifest.pieces_of(shard)
             with opened(file, shard.bytes, layout.head):
                 for extent in layout.entries:
                     piece = pieces[extent.piece]
                     self._places[piece.name, extent.kind].append((Rectangle(piece.offset, piece.shape), file, extent.start))
+        if verified and (problems := self.damage()):
+            raise DamagedCheckpoint(problems)
+
+    def damage(self, rank: int = 0, ranks: int = 1) -> list[Problem]:
+        """Read every shard whole, or this rank's share of them, and compare it with its digest. Returns what is damaged, by file."""
+        problems: list[Problem] = []
+        for shard in self.manifest.shards[rank::ranks]:
+            try:
+                verify(self.path / shard.file, self.manifest, shard)
+            except DamagedCheckpoint as error:
+                problems += (replace(problem, fix=problem.fix or DAMAGE_FIX) for problem in error.problems)
+        return problems
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The run's, as of the phase whose step was the last before this checkpoint. Raises ConfigError for one that this version cannot read."""
+        """The run's, as of the phase whose step was the last before this checkpoint.
+
+        Raises ConfigError for one that this version cannot read, CheckpointError for one that describes another model than the tensors.
+        """
         run = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
-        return phase_at(phases_of(run), max(0, self.manifest.progress.step - 1)).config
+        progress = self.manifest.progress
+        if progress.position is not None:
+            run = resolved(run, progress.position.steps_done)
+        config = phase_at(phases_of(run), max(0, progress.step - 1)).config
+        self._refuse_other_model(config.model)
+        return config
+
+    def _refuse_other_model(self, model: ModelConfig) -> None:
+        """Compare the shapes that the configuration claims with those of the tensors, before anything is built or allocated."""
+        where = f"{self.path}/manifest.json: config"
+        fix = "the checkpoint was damaged or forged: take another one"
+        if model.layers > len(self.tensors):
+            raise CheckpointError(f"claims {model.layers:,} layers, the checkpoint has {len(self.tensors):,} tensors", fix, where)
+        claimed = model_parameters(model)
+        held = {name: tensor.shape for name, tensor in self.tensors.items()}
+        other = [name for name, parameter in claimed.items() if held.get(name) != parameter.shape]
+        unknown = [name for name, tensor in self.tensors.items() if name not in claimed and MASTER in self.manifest.kinds_of(tensor)]
+        if not other and not unknown:
+            return
+        total = sum(parameter.numel for parameter in claimed.values())
+        present = sum(prod(held[name]) for name in [*claimed, *unknown] if name in held)
+        if other:
+            name = other[0]
+            is_held = f"is {held[name]}" if name in held else "is not there"
+            difference = f"{name} would be {claimed[name].shape} and {is_held}"
+        else:
+            difference = f"{unknown[0]} is no part of the model that it describes"
+        what = f"claims {format_count(total)} parameters, the tensors hold {format_count(present)}: {difference}"
+        raise CheckpointError(what, fix, where)
 
     @property
     def model(self) -> ModelConfig:
@@ -103,7 +149,7 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
     One tensor at a time is in memory. Raises CheckpointError when the run has a checkpoint already.
     """
     directory = Path(config.train.run_dir) / "checkpoints"
-    steps = folder.complete_steps(directory)
+    steps = folder.named_steps(directory)
     if steps:
         what = f"holds {folder.step_name(steps[0])} already"
         raise CheckpointError(what, where=str(directory), fix="import into a new train.run_dir")
@@ -134,6 +180,7 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
                 config=config.model_dump(mode="json"),
                 environment={},
                 data={},
+                plugins=records_of(config.plugins),
                 dtype=dtype,
                 optimizer=rule.name,
                 pieces=files,

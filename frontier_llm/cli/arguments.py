@@ -140,6 +140,15 @@ def run_options(about: str = "", default: str | None = None) -> tuple[Option, Op
 
 # the same flag and the same promise everywhere
 JSON = option("--json", action="store_true", help="machine-readable result on stdout")
+# the only way to import code for a checkpoint that does not lie in the user's own run directory
+PLUGIN = option(
+    "--plugin",
+    action="append",
+    default=[],
+    metavar="FILE",
+    help="import this plugin: a .py file, module or entry point (docs/extending.md); repeatable",
+)
+NO_VERIFY = option("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first")
 # whom Slurm charges and where it queues
 JOB = (
     option("-A", "--account", metavar="PROJECT", help="project to charge (default: SBATCH_ACCOUNT)"),
@@ -187,6 +196,18 @@ def positive(text: str) -> int:
 def natural(text: str) -> int:
     """A whole number, 0 included."""
     return int(_number(text, r"\d{1,18}", "a whole number, 0 or more")[0])
+
+
+def amount(text: str) -> float:
+    """A finite number, 0 or more: '1.5', '2e3'. Not nan, which no comparison would ever stop."""
+    return float(_number(text, r"\d{1,18}(?:\.\d*)?(?:e\+?\d{1,2})?|\.\d+", "a number, 0 or more")[0])
+
+
+def positive_amount(text: str) -> float:
+    """A finite number above 0."""
+    if not (number := amount(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def size_of(text: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import JSON, command, option, positive, run_options, show, size_of
+from frontier_llm.cli.arguments import JSON, command, option, positive, positive_amount, run_options, show, size_of
 from frontier_llm.tables import aligned
 from frontier_llm.units import format_bytes, format_seconds
 
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
     option("--hang-test", action="store_true", help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog"),
     option("--times", type=positive, default=200, metavar="N", help="steps of each mode of the hang test (default: 200)"),
     option(
-        "--step-limit", type=float, default=30.0, metavar="S", help="seconds after which a step of the hang test has hung (default: 30)"
+        "--step-limit",
+        type=positive_amount,
+        default=30.0,
+        metavar="S",
+        help="seconds after which a step of the hang test has hung (default: 30)",
     ),
     option("--mode", help=argparse.SUPPRESS),
     line="collectives and messages of a layout: time, bandwidth, slow links",

@@ -10,15 +10,18 @@ from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.cluster.run_dir import STOP_FILE
-from frontier_llm.config import RunConfig, phase_note, phases_of, warmup_note
+from frontier_llm.config import RunConfig, phase_note, phases_of, saves_between, warmup_note
+from frontier_llm.data.position import START, Position
 from frontier_llm.errors import ConfigError, FrontierError, Problem, not_installed, suggest
 from frontier_llm.units import format_bytes, plural
 
-GPU_FILES = ("/dev/kfd", "/dev/nvidiactl")  # of the drivers of AMD and NVIDIA; asking torch takes two seconds
+GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # of the vendors' drivers; asking torch takes two seconds
 
 
-def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
+def check(config: RunConfig, world_size: int, saves: bool = True, position: Position = START) -> None:
     """Refuse whatever would fail on the ranks, a disk without room for checkpoints if it `saves` them too, and log the layout.
+
+    `position`: where the run is in its data.
 
     Raises ConfigError (or its kin) with every problem found.
     """
@@ -27,7 +30,12 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     from frontier_llm.topology import make_plan, plan_problems
     from frontier_llm.train import observers
 
-    problems = [*_package_problems(config), *plan_problems(config, world_size), *data_problems(config), *_named_file_problems(config)]
+    problems = [
+        *_package_problems(config),
+        *plan_problems(config, world_size),
+        *data_problems(config, position),
+        *_named_file_problems(config),
+    ]
     problems += [*_profile_problems(config, world_size), *_best_problems(config), *_task_problems(config)]
     problems += _run_dir_problems(Path(config.train.run_dir)) or (_space_problems(config, world_size) if saves else [])
     if problems:
@@ -44,7 +52,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True) -> None:
     if config.train.phases:
         for phase in phases_of(config):
             log.info(phase.describe())
-    log_datasets(config)
+    log_datasets(config, position)
     for note in filter(None, (warmup_note(config), phase_note(config))):
         log.warn(note)
 
@@ -108,10 +116,8 @@ def check_start(config: RunConfig, world_size: int) -> None:
     stop = Path(config.train.run_dir) / STOP_FILE
     if stop.exists():  # in a job it keeps the next attempt from going on
         raise ConfigError("ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop))
-    has_gpu = any(Path(gpu).exists() for gpu in GPU_FILES)
-    if config.train.device == "cuda" and not has_gpu:
-        what = f"is cuda, and this computer has no GPU ({' and '.join(GPU_FILES)} are not there)"
-        raise ConfigError(what, "set train.device=cpu, or submit the run to nodes that have one", "train.device")
+    has_gpu = any(Path(gpu).exists() for gpu in GPU_FILES.values())
+    _check_driver(config)
     if has_gpu:
         return
     parallel, dtype = config.parallel, config.precision.dtype
@@ -123,6 +129,23 @@ def check_start(config: RunConfig, world_size: int) -> None:
         what = f"weights, gradients and optimizer state of {plural(world_size, 'rank')} take {format_bytes(needed_bytes)}"
         fix = "take a smaller model, or a machine for it: frontier-llm plan --run RUN --machine frontier"
         raise ConfigError(f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU", fix, "model")
+
+
+def _check_driver(config: RunConfig) -> None:
+    """Raise ConfigError if the run needs a GPU whose driver this computer does not have."""
+    from frontier_llm.machine import load_machine
+
+    device, vendor = config.train.device, load_machine(config.machine).device.vendor
+    if device == "cpu" or (device == "auto" and vendor == "none"):
+        return
+    needed = list(GPU_FILES.values()) if vendor == "none" else [GPU_FILES[vendor]]
+    if any(Path(file).exists() for file in needed):
+        return
+    raise ConfigError(
+        f"is {device}, which means a GPU on machine={config.machine}, and this computer has none ({' and '.join(needed)} missing)",
+        "set machine=local for this computer, or train.device=cpu, or submit the run to nodes that have the GPU",
+        "train.device",
+    )
 
 
 def available_bytes() -> int:
@@ -185,6 +208,9 @@ def _run_dir_problems(run_dir: Path) -> list[Problem]:
     return []
 
 
+LOG_BYTES = 2**20  # of a run that saves nothing
+
+
 def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """The checkpoints that this start writes before it may delete one must fit, in bytes and in files."""
     from frontier_llm.blueprint.optimizers import state_bytes
@@ -192,10 +218,10 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     train = config.train
     checkpoints = Path(train.run_dir) / "checkpoints"
     existing = len(list(checkpoints.glob("step_????????"))) if checkpoints.is_dir() else 0
-    saves = 1 + (train.steps - 1) // train.save_interval if train.save_interval else 1
+    saves = saves_between(train, 0, train.steps)
     count = min(saves, 1 if existing >= train.keep_checkpoints else 2)
-    needed_bytes = count * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
-    needed_files = count * (world_size + 3)  # a shard per rank, manifest, its digest, the folder
+    needed_bytes = LOG_BYTES + count * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
+    needed_files = world_size + count * (world_size + 3)  # a log per rank; a shard per rank, manifest, its digest, the folder
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
     disk = os.statvfs(where)
     free_bytes, free_files = disk.f_bavail * disk.f_frsize, disk.f_favail
@@ -204,7 +230,7 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     return [
         Problem(
             "train.run_dir",
-            f"the first {plural(count, 'checkpoint')} {'needs' if count == 1 else 'need'} {format_bytes(needed_bytes)} and {needed_files} files; "
+            f"logs and the first {plural(count, 'checkpoint')} need {format_bytes(needed_bytes)} and {needed_files} files; "
             f"{where} has {format_bytes(free_bytes)} and {free_files} files free",
             "free space, raise the quota, or choose another train.run_dir",
         )

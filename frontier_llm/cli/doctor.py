@@ -16,7 +16,8 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
     option("--timeout", type=positive, default=45, metavar="SECONDS", help="a node that is silent for so long is bad (default: 45)"),
     option("--system-root", default="/", help=argparse.SUPPRESS),
     JSON,
-    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems. "
+    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems; and what "
+    "is installed in the interpreter of the ranks: torch, C++ libraries, GPU kernels, with --run also its op back-ends, data and tokenizer. "
     "Lists the variables that ranks get, each with what sets it. Inside a Slurm allocation it asks every node; bad ones are named as --exclude takes them.",
     examples=(
         "frontier-llm doctor --site frontier --this-node",
@@ -34,6 +35,7 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.probe import Settings
     from frontier_llm.cluster.rank_env import environ
     from frontier_llm.cluster.rank_variables import expected_settings, run_variables
+    from frontier_llm.cluster.readiness import installation_problems
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.machine.env import environment
@@ -51,6 +53,9 @@ def doctor(args: argparse.Namespace) -> int:
     report = examine(settings, hostlist.expand(nodelist or ""), needed_bytes, args.timeout)
     nodes = len(report.hosts)
     wanted = run_variables(config, nodes) if config else environment(site.machine, nodes)
-    report = replace(report, variables=tuple(expected_settings(wanted, site)))
+    installed = installation_problems(site, config, directory.resolve())
+    for point in installed.open_points:
+        log.info(point)
+    report = replace(report, variables=tuple(expected_settings(wanted, site)), installation=installed.problems)
     show(args, report.as_dict(), report.render)
     return 0 if report.healthy else 1

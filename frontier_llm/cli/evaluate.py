@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, option, positive, show
-from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks
+from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, verification
 from frontier_llm.cli.progress import ProgressBar
 from frontier_llm.errors import ConfigError
 from frontier_llm.files import write_atomically
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from frontier_llm.inference.evaluate import TaskResult
     from frontier_llm.inference.heldout import HeldOut
     from frontier_llm.inference.needle import Recall
+    from frontier_llm.inference.open import OpenedModel
     from frontier_llm.inference.tasks import Task
 
 
@@ -89,7 +90,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.needle import needles
     from frontier_llm.inference.open import check_dataset, open_model, open_tokenizer
 
-    opened = open_model(args.model)
+    opened = open_model(args.model, plugins=args.plugin)
     # whatever is missing is refused before the weights are read
     datasets = args.data or ([] if args.task else _validation(opened.run))
     if args.needles and not datasets:
@@ -113,7 +114,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             results.append(evaluate_task(model, tokenizer, task, args.shots, pool, args.batch_size, progress.on(name, "batches")))
         progress.close()
         if prints:
-            _report(args, str(opened.path), losses, recalls, results)
+            _report(args, opened, losses, recalls, results)
             if args.figure:
                 draw_by_position(losses, model.config.sequence_length, Path(args.figure))
     return 0
@@ -124,16 +125,18 @@ def _validation(run: RunConfig | None) -> list[str]:
     return [source.path for blend in blends if not isinstance(blend, str) for source in blend]
 
 
-def _report(args: argparse.Namespace, model: str, losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult]) -> None:
+def _report(args: argparse.Namespace, opened: OpenedModel, losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult]) -> None:
     content = {
-        "model": model,
+        "model": str(opened.path),
+        "verification": verification(args, opened),
         "held_out": [{**vars(entry), "perplexity": entry.perplexity} for entry in losses],
         "needles": [vars(entry) for entry in recalls],
         "tasks": [{**vars(entry), "stderr": entry.stderr} for entry in results],
     }
     if args.output:
         write_atomically(Path(args.output), strict_json(content) + "\n")
-    show(args, content, lambda: "\n".join(_tables(losses, recalls, results, args.positions > 1)))
+    notes = [f"{opened.path}: {verification(args, opened)}"] if args.no_verify else []
+    show(args, content, lambda: "\n".join([*_tables(losses, recalls, results, args.positions > 1), *notes]))
 
 
 def _tables(losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult], by_position: bool) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, as_typed, command, natural, option, positive
-from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks
+from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, verification
 from frontier_llm.errors import ConfigError, LayoutError
 from frontier_llm.units import printable, strict_json
 
@@ -69,7 +69,7 @@ def _generate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.text import complete
 
     prompts, sampling = _prompts(args), _sampling(args)
-    opened = open_model(args.model)
+    opened = open_model(args.model, plugins=args.plugin)
     tokenizer = open_tokenizer(opened, args.tokenizer)  # a missing one is refused before the weights are read
     with inference_model(args, opened) as (model, prints):
         if model.mesh.dp.size > 1:
@@ -84,7 +84,8 @@ def _generate(args: argparse.Namespace) -> int:
             model, tokenizer, prompts, sampling, args.stop or (), show, use_cache=not args.no_cache, batch_size=args.batch_size
         )
     if prints and args.json:
-        print(strict_json([asdict(completion) for completion in completions], ensure_ascii=False))
+        state = verification(args, opened)
+        print(strict_json([{**asdict(completion), "verification": state} for completion in completions], ensure_ascii=False))
     elif live:
         _write("\n")
     elif prints:

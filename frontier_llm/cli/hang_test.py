@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ def hang_test(args: argparse.Namespace) -> int:
     """Exit code 0 when a mode is safe. Started alone it tries each mode in local ranks; with --mode it is what tries one."""
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
+    from frontier_llm.cluster.node_folders import temporary_folder
     from frontier_llm.cluster.rank_env import COMMAND, discover, environment, with_this_package
     from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.config import load_run
@@ -44,7 +44,7 @@ def hang_test(args: argparse.Namespace) -> int:
 
     check(load_run(args.run, [*args.overrides, *hang.settings_of(config, "many")]), world_size, saves=False)
     verdicts = []
-    with tempfile.TemporaryDirectory(prefix="hang-test-") as folder:
+    with temporary_folder() as folder:
         for mode in hang.MODES:
             run_dir = Path(folder, mode)
             run_dir.mkdir()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import as_typed, option, positive
+from frontier_llm import log
+from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, as_typed, option, positive
 
 if TYPE_CHECKING:
+    import torch
+
+    from frontier_llm.comm import Axis
     from frontier_llm.inference.model import InferenceModel
     from frontier_llm.inference.open import OpenedModel
 
@@ -20,6 +22,8 @@ _FLAGS = {"parallel.tensor": "--tensor", "parallel.pipeline": "--pipeline", "par
 
 
 MODEL_OPTIONS = (
+    PLUGIN,
+    NO_VERIFY,
     option("model", metavar="MODEL", help="a run directory, one of its checkpoints, or a Hugging Face directory"),
     option("--tokenizer", help="a .model or tokenizer.json file, its directory, or `bytes` (default: the run's own)"),
     option("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="working precision (default: the run's; fp32 for others)"),
@@ -46,16 +50,18 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
         from frontier_llm.inference.model import inference_plan
         from frontier_llm.inference.open import open_model
 
-        inference_plan(open_model(args.model).source.model, args.tensor, args.pipeline, world_size, args.expert)
+        model = open_model(args.model, plugins=args.plugin).source.model
+        inference_plan(model, args.tensor, args.pipeline, world_size, args.expert)
     from frontier_llm.cluster.local import run_local_ranks
+    from frontier_llm.cluster.node_folders import temporary_folder
 
-    with TemporaryDirectory(prefix="frontier-llm-") as logs:
-        return run_local_ranks(world_size, args.typed, environment(), Path(logs))
+    with temporary_folder() as logs:
+        return run_local_ranks(world_size, args.typed, environment(), logs)
 
 
 @contextmanager
 def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[tuple[InferenceModel, bool]]:
-    """(this rank's part with its weights, True on the rank that prints)."""
+    """(this rank's part with its weights, True on the rank that prints). A damaged checkpoint is refused, unless args.no_verify."""
     from frontier_llm.cluster.rank_env import discover
     from frontier_llm.config import OpsConfig
     from frontier_llm.inference.model import build_inference_model, inference_run
@@ -63,6 +69,35 @@ def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[t
 
     place = discover()
     run = inference_run(opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device, args.expert)
-    with joined(run, place) as (plan, mesh, device):
+    with joined(run, place, recorded=False) as (plan, mesh, device):
+        verify_together(args, opened, mesh.world, device)
         model = build_inference_model(opened.source, plan, mesh, device, args.dtype or opened.dtype, OpsConfig())
         yield model, mesh.world.rank == 0
+
+
+def verify_together(args: argparse.Namespace, opened: OpenedModel, world: Axis, device: torch.device) -> None:
+    """Compare the checkpoint with its digests; each rank reads its share of the files. Collective.
+
+    Raises DamagedCheckpoint, alike on all ranks, naming each damaged file.
+    """
+    from frontier_llm.checkpoint.manifest import DamagedCheckpoint
+    from frontier_llm.checkpoint.weights import CheckpointWeights
+    from frontier_llm.comm import all_gather_json
+    from frontier_llm.errors import Problem, first_of
+
+    if not isinstance(opened.source, CheckpointWeights):
+        return
+    if args.no_verify:
+        log.info(f"{opened.path}: {verification(args, opened)}")
+        return
+    mine = [vars(problem) for problem in opened.source.damage(world.rank, world.size)[:10]]
+    problems = [Problem(**row) for rows in all_gather_json(mine, world, device) for row in rows]
+    if problems:
+        raise DamagedCheckpoint(first_of(problems))
+
+
+def verification(args: argparse.Namespace, opened: OpenedModel) -> str:
+    """How far what was read is known to be what was written, for a command's output."""
+    if opened.run is None:
+        return "not verified: a Hugging Face directory has no digests"
+    return "not verified (--no-verify)" if args.no_verify else "verified against its digests"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import command, option
+from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, command, option, positive_amount
 from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.units import GIB, printable
 
@@ -18,21 +18,18 @@ if TYPE_CHECKING:
 
 _THEN = "`frontier-llm train RUN` then goes on from it on any layout. Without RUN, print the model section that a run file needs."
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
-_PLUGIN = option(
-    "--plugin", action="append", default=[], metavar="MODULE", help="module, .py file or entry point that registers a family; repeatable"
-)
 
 IMPORT_OPTIONS = (
     option("run", nargs="?", metavar="RUN", help="run file whose model has the same shape, or the name of one in configs/runs"),
     option("overrides", nargs="*", metavar="key=value", help="e.g. train.run_dir=runs/imported"),
-    option("--shard-gib", type=float, default=8.0, metavar="N", help="size of the checkpoint's files (default: 8)"),
+    option("--shard-gib", type=positive_amount, default=8.0, metavar="N", help="size of the checkpoint's files (default: 8)"),
 )
 
 
 @command(
     option("source", metavar="DIR", help="holds config.json and safetensors"),
     *IMPORT_OPTIONS,
-    _PLUGIN,
+    PLUGIN,
     line="start a run from a Hugging Face model (docs/huggingface.md has the families)",
     about=f"Write step 0 of a run from a Hugging Face directory; {_THEN}",
 )
@@ -93,28 +90,26 @@ def _import(
     option("output", metavar="DIR", help="is created"),
     option("--dtype", choices=_DTYPES, help="of the written weights (default: the run's working precision)"),
     option("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)"),
-    option("--shard-gib", type=float, default=5.0, metavar="N", help="size of the files (default: 5)"),
-    option("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first"),
+    option("--shard-gib", type=positive_amount, default=5.0, metavar="N", help="size of the files (default: 5)"),
+    NO_VERIFY,
     option(
         "--push-to-hub",
         metavar="USER/NAME",
         help="upload the export to this repository of the Hugging Face Hub, which is made if there is none",
     ),
     option("--private", action="store_true", help="with --push-to-hub: make it one that only you see"),
-    _PLUGIN,
+    PLUGIN,
     line="write a checkpoint as a Hugging Face model",
     about="Write config.json, safetensors, tokenizer and a model card. Reads the checkpoint tensor by tensor, whatever layout wrote it.",
 )
 def export_hf(args: argparse.Namespace) -> int:
     """Open, verify, write."""
     from frontier_llm.checkpoint.huggingface import Companions, HubRepository, export_huggingface, tokenizer_files
-    from frontier_llm.config.plugins import import_plugins
     from frontier_llm.inference.open import open_model, open_tokenizer
     from frontier_llm.ops import working_dtype
 
-    import_plugins(args.plugin)
     repository = HubRepository(args.push_to_hub, args.private) if args.push_to_hub else None
-    opened = open_model(args.source, verified=not args.no_verify)
+    opened = open_model(args.source, verified=not args.no_verify, plugins=args.plugin)
     companions = Companions(facts=run_facts(opened))
     if args.tokenizer != "none":
         if args.tokenizer is None and opened.tokenizer_spec is None:

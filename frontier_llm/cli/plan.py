@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frontier_llm.cli.arguments import JSON, command, count_of, option, positive, show
+from frontier_llm.cli.arguments import JSON, PLUGIN, command, count_of, option, positive, show
 
 if TYPE_CHECKING:
     from frontier_llm.config import ModelConfig
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         metavar="DIR",
         help="only print what the machine file predicts for these runs beside what they took",
     ),
+    PLUGIN,
     JSON,
     option("--emit", type=Path, metavar="FILE", help="write a run config with this layout"),
     option("--figures", type=Path, metavar="FILE", help="draw the plan into a self-contained HTML page"),
@@ -148,7 +149,7 @@ def _measured(args: argparse.Namespace) -> int:
     from frontier_llm.measure.predicted import as_table, beside_prediction
 
     numbers = rates(load_machine(args.machine), args.stack)
-    runs = [beside_prediction(directory, numbers) for directory in args.measured]
+    runs = [beside_prediction(directory, numbers, args.plugin) for directory in args.measured]
     show(args, [{**vars(run), "directory": str(run.directory), "error": run.error} for run in runs], lambda: as_table(runs))
     return 0
 

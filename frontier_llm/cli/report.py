@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from frontier_llm.cli.arguments import command, option
+from frontier_llm.cli.arguments import PLUGIN, command, option
 
 
 @command(
     option("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the curves of several share the axes"),
     option("--output", type=Path, metavar="FILE", help="default: report.html in the first run directory"),
     option("--sample", type=Path, metavar="FILE", help="text that is shown as a generated sample"),
+    PLUGIN,
     option("--next", dest="next_command", metavar="COMMAND", help="what to suggest at the end of the page"),
     about="Write one self-contained page: curves, speed, the layout and its stages, the runs compared.",
     examples=(
@@ -24,5 +25,6 @@ def report(args: argparse.Namespace) -> int:
     from frontier_llm.measure.report import write_report
 
     sample = args.sample.read_text(encoding="utf-8") if args.sample else None
-    print(write_report(args.runs, args.output or args.runs[0] / "report.html", sample, args.next_command))
+    output = args.output or args.runs[0] / "report.html"
+    print(write_report(args.runs, output, sample, args.next_command, plugins=args.plugin))
     return 0

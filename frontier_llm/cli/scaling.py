@@ -93,11 +93,13 @@ def _run_here(args: argparse.Namespace, points: list[Point], launcher: Allocatio
     """`--in-job`: the series by srun steps of this allocation, then its report."""
     from frontier_llm import log
     from frontier_llm.errors import ConfigError
+    from frontier_llm.scaling.admission import written
     from frontier_llm.scaling.figure import write_report
     from frontier_llm.scaling.forecast import as_text, forecasts
     from frontier_llm.scaling.harvest import harvest
     from frontier_llm.scaling.in_job import run_series
     from frontier_llm.scaling.walltime import steps_of
+    from frontier_llm.units import plural
 
     if points[-1].nodes > launcher.nodes:
         what = f"the largest point takes {points[-1].nodes} nodes; this allocation has {launcher.nodes} beside its spares"
@@ -107,8 +109,10 @@ def _run_here(args: argparse.Namespace, points: list[Point], launcher: Allocatio
     print(as_text(priced, [None] * len(priced)))
     have = len(launcher.allocation.nodes)
     log.info(
-        f"cost: about {hours:.2g} hours one after another (predicted), {hours * have:,.1f} node-hours of this allocation of {have} nodes"
+        f"cost: this job takes {plural(have, 'node')} for about {hours * 60:,.0f} minutes, points one after another (predicted): "
+        f"{hours * have:,.1f} node-hours"
     )
+    log.info(f"cost: this job writes {written(points[0].config, 0, root)}")
     if args.dry_run:
         return 0
     if args.preflight:

@@ -20,15 +20,18 @@ from frontier_llm.cli.arguments import JSON, command, option, show
     ),
 )
 def status(args: argparse.Namespace) -> int:
-    """Exit code 0; 1 when no run was found."""
+    """Exit code 0; 1 when no run was found; 2 when one could not be read."""
     from frontier_llm import log
-    from frontier_llm.cluster.status import find_runs, read_status, render
+    from frontier_llm.cluster.status import find_runs, read_statuses, render
+    from frontier_llm.errors import FrontierError
 
     given = [Path(word) for word in args.run_dirs]
     directories = [run for path in given for run in find_runs(path) or [path]] or find_runs()
-    statuses = [read_status(directory) for directory in directories]
+    statuses, problems = read_statuses(directories)
     if statuses or args.json:
         show(args, [asdict(each) for each in statuses], lambda: render(statuses))
-    else:
+    if problems:
+        raise FrontierError(problems)
+    if not statuses and not args.json:
         log.info("no runs under runs/; give the path of a run directory")
     return 0 if statuses else 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, run_options, show
+from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, positive_amount, run_options, show
 
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
@@ -23,35 +24,39 @@ if TYPE_CHECKING:
     option(
         "--continue-with",
         choices=("requeue", "successor", "never"),
-        default="requeue",
-        help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue)",
+        help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue; never if the run saves nothing)",
     ),
-    option("--max-node-hours", type=float, metavar="H", help="save and end when all jobs of the run together have used so many"),
+    option("--max-node-hours", type=positive_amount, metavar="H", help="save and end when all jobs of the run together have used so many"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     *RESUME,
-    option("--dry-run", action="store_true", help="show the script and the command, write and queue nothing"),
+    option("--dry-run", action="store_true", help="show the script, the command and what the site lacks; write and queue nothing"),
     JSON,
     about="Queue a run. The job saves before its walltime and continues by itself until its last step, a file STOP in the run "
     "directory, or three attempts without progress; a file SAVE there makes a checkpoint in between. Hosts that failed before are excluded.",
     examples=(
         "frontier-llm submit train_small --site lumi --nodes 1 -A project_465 --dry-run",
-        "frontier-llm submit train_1t --site frontier --nodes 384 --spares 4 -A ABC123",
+        "frontier-llm submit pretrain_1t --site frontier --nodes 384 --spares 4 -A ABC123 data.train=/lustre/tokens",
     ),
 )
 def submit(args: argparse.Namespace) -> int:
-    """Exit code 0 when the job is queued (or the dry run is legal)."""
+    """Exit code 0 if the job is queued, or if a dry run finds nothing wrong; 1 if something is not installed, or not checkable."""
     from frontier_llm import log
     from frontier_llm.cluster import hostlist
     from frontier_llm.cluster import submit as slurm
+    from frontier_llm.cluster.job_spec import default_continuation
+    from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
     from frontier_llm.scaling.admission import admit, advice, cost_of
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
+    if args.until_tokens is not None:
+        config = with_token_target(config, args.until_tokens, args.overrides)
+    config = as_it_stands(config)
     request = slurm.JobRequest(
-        config=config if args.until_tokens is None else with_token_target(config, args.until_tokens, args.overrides),
+        config=config,
         site=site,
         nodes=args.nodes,
         spares=args.spares,
@@ -59,7 +64,7 @@ def submit(args: argparse.Namespace) -> int:
         partition=args.partition,
         qos=args.qos,
         minutes=parse_walltime(args.time) if args.time else None,
-        continue_with=args.continue_with,
+        continue_with=args.continue_with or default_continuation(config),
         dependency=args.dependency,
         exclude=hostlist.expand(args.exclude or ""),
         flags=_resume_flags(args),
@@ -71,8 +76,16 @@ def submit(args: argparse.Namespace) -> int:
     log.info(cost_of(request).describe(request.max_node_hours))
     for note in advice(request):
         log.warn(note)
-    show(args, submission.as_dict(), lambda: str(submission.script if args.dry_run else submission.job_id))
-    return 0
+    if not args.dry_run:
+        show(args, submission.as_dict(), lambda: str(submission.job_id))
+        return 0
+    readiness = slurm.readiness(request, submission)
+    for point in readiness.open_points:
+        log.warn(point)
+    for problem in readiness.problems:
+        log.warn(f"submit would refuse this job: {problem}")
+    show(args, {**submission.as_dict(), **asdict(readiness)}, lambda: submission.script)
+    return 1 if readiness.problems else 0
 
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
@@ -81,10 +94,11 @@ def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:
     """The run with as many steps as `tokens` need. Raises ConfigError when train.steps is given too."""
-    from frontier_llm.config import phases_of, steps_of_tokens
+    from frontier_llm.config import RunConfig, build
     from frontier_llm.errors import ConfigError
 
     if any(word.startswith("train.steps=") for word in overrides):
         raise ConfigError("the run's end is given twice", "leave train.steps= or --until-tokens out", "--until-tokens")
-    steps = steps_of_tokens(phases_of(config), tokens)
-    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    content = config.model_dump(mode="json", exclude_unset=True)
+    content.setdefault("train", {})["steps"] = f"{int(tokens)} tokens"
+    return build(RunConfig, content)

@@ -6,10 +6,12 @@ import argparse
 import signal
 from pathlib import Path
 
+from frontier_llm import log
 from frontier_llm.cli.arguments import RESUME, command, option, run_options
 from frontier_llm.cli.checks import check, check_resume, check_start
 from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
 from frontier_llm.config import load_run
+from frontier_llm.data.position import START
 
 
 @command(
@@ -42,18 +44,21 @@ def _run(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.holder import refuse_second_start
     from frontier_llm.cluster.rank_env import discover
     from frontier_llm.cluster.rank_variables import set_rank_variables
+    from frontier_llm.cluster.recorded import as_it_stands, recorded_position
     from frontier_llm.cluster.signals import SignalWatcher, held
 
     overrides = [*args.overrides, *(["ops.no_jit=true"] if args.no_jit else [])]
     config = load_run(args.run, overrides)
     place = discover()
+    if config.train.device == "cpu" and (place is None or place.rank == 0):
+        log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     if place is not None:
         set_rank_variables(config, place)  # before anything imports torch
     world_size = place.world_size if place else local_world_size(config)
     if place is None:
         refuse_second_start(Path(config.train.run_dir))
     if place is None or (place.rank == 0 and place.launcher != "local"):  # the parent of local ranks has checked
-        check(config, world_size)
+        check(as_it_stands(config), world_size, position=recorded_position(Path(config.train.run_dir)) or START)
         check_resume(config, args.allow_change)
     if args.check:
         return 0

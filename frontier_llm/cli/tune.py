@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JSON, command, natural, option, positive, run_options, show
+from frontier_llm.cli.arguments import JSON, amount, command, natural, option, positive, positive_amount, run_options, show
 from frontier_llm.tables import aligned
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ DIRECTORY = "runs/tune"
 @command(
     *run_options(),
     option(
-        "--budget-node-hours", type=float, required=True, metavar="H", help="what all trials together may use; 0: only write the report"
+        "--budget-node-hours", type=amount, required=True, metavar="H", help="what all trials together may use; 0: only write the report"
     ),
     option("--nodes", type=positive, metavar="N", help="nodes of a trial (default: the allocation's, less the spares)"),
     option("--spares", type=natural, default=0, metavar="N", help="nodes of the allocation to keep in hand (default: 0)"),
@@ -28,7 +28,9 @@ DIRECTORY = "runs/tune"
     option("--trials", type=positive, metavar="N", help="at most so many (default: as many as the budget and the gain allow)"),
     option("--fix", action="append", default=[], metavar="KEY=VALUE", help="search around a choice, as for `plan`; may be repeated"),
     option("--layouts", type=positive, default=256, metavar="N", help="the planner's best so many are the space (default: %(default)s)"),
-    option("--within", type=float, default=2.0, metavar="X", help="of which predicted within X times the best (default: %(default)s)"),
+    option(
+        "--within", type=positive_amount, default=2.0, metavar="X", help="of which predicted within X times the best (default: %(default)s)"
+    ),
     option("--allow-cross-node-tp", action="store_true", help="also try tensor parallelism beyond the node"),
     option("--exhaustive", action="store_true", help="try every layout of the space, in random order"),
     option("--seed", type=natural, default=0, metavar="N", help="of what is chosen at random (default: 0)"),
@@ -56,7 +58,7 @@ def tune(args: argparse.Namespace) -> int:
     root = Path(args.output or Path(DIRECTORY) / Path(args.run).stem).resolve()
     launcher, overrides = _launcher(args)
     search = _search(args, overrides, launcher, root)
-    log.info(_cost(search, launcher.nodes, args))
+    log.info(_cost(search, launcher.nodes, args, root))
     if args.dry_run:
         rows = _plan_rows(search)
         show(args, rows, lambda: aligned((">step_s", ">gib", "layout"), (row.values() for row in rows)))
@@ -113,18 +115,22 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
     return (Everything if args.exhaustive else Tuner)(space, trials, args.seed)
 
 
-def _cost(search: Tuner, nodes: int, args: argparse.Namespace) -> str:
+def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> str:
     """The space, and what is about to be spent."""
+    from frontier_llm.scaling.admission import written
     from frontier_llm.scaling.predict import START_S
     from frontier_llm.units import format_seconds, plural
 
     plans, used = search.space.plans, sum(trial.node_hours for trial in search.trials)
     trial_s = START_S + args.steps * plans[0].step_s
+    left = max(0.0, args.budget_node_hours - used)
     return (
         f"{plural(len(plans), 'layout')} of {search.space.legal} that fit, {format_seconds(plans[0].step_s)} to "
         f"{format_seconds(max(plan.step_s for plan in plans))} per step (predicted)\n"
         f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} while starts are not yet measured, "
-        f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.budget_node_hours:.3g} node-hours are used"
+        f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.budget_node_hours:.3g} node-hours are used\n"
+        f"cost: {plural(nodes, 'node')} for at most {left / nodes * 60:,.0f} minutes of trials, {left:.3g} node-hours\n"
+        f"cost: trials write {written(search.space.config, 0, root)}"
     )
 
 

@@ -99,7 +99,9 @@ def start_ranks(
     number = take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     log.info(f"attempt {number}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
     log_dir = job.directory / "logs" / f"attempt_{number:04}"
+    before = run_dir.place(job.directory)
     outcome = run_step(JobStep(job, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(number)}, deadline_s, save_after_s))
+    run_dir.refuse_moved(job.directory, before)
     if outcome.cause == "crash" and (dead := dead_nodes(job, nodes, outcome)):
         gone = Failure(f"{hostlist.compress(dead)} failed", Evidence.ENDS, "node failure", host=dead[0], host_suspect=True)
         outcome = replace(outcome, failure=gone)
@@ -145,7 +147,7 @@ def master_address(step: JobStep) -> str:
 
 def run_step(step: JobStep) -> Outcome:
     """Start the ranks, wait, and say how they ended; the first failing rank's traceback is printed last."""
-    step.log_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.make_log_dir(step.log_dir, step.job.directory)
     variables = {
         # the allocation survives a dead node, the step must not: its peers would only wait
         **{name: value for name, value in environment().items() if name != "SLURM_NO_KILL"},

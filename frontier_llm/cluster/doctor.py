@@ -20,7 +20,7 @@ from frontier_llm.cluster import hostlist, slurm
 from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, probe
 from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.sites import Site
-from frontier_llm.errors import FrontierError
+from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.machine.env import Setting
 from frontier_llm.units import GIB, format_bytes, plural
 
@@ -52,6 +52,7 @@ class Report:
     hosts: tuple[str, ...]
     findings: tuple[NodeFinding, ...]
     seconds: float
+    installation: tuple[Problem, ...] = ()  # what is wrong with the interpreter of the ranks, data and run directory
     variables: tuple[Setting, ...] = ()  # what ranks would get in their environment
 
     @property
@@ -67,8 +68,8 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """No fatal finding."""
-        return not any(finding.fatal for finding in self.findings)
+        """No fatal finding, and nothing that is not installed."""
+        return not self.installation and not any(finding.fatal for finding in self.findings)
 
     def as_dict(self) -> dict[str, object]:
         """For --json."""
@@ -78,6 +79,7 @@ class Report:
             "exclude": hostlist.compress(self.bad_hosts),
             "seconds": round(self.seconds, 2),
             "findings": [asdict(finding) for finding in self.findings],
+            "installation": [asdict(problem) for problem in self.installation],
             "variables": [asdict(variable) for variable in self.variables],
         }
 
@@ -92,6 +94,7 @@ class Report:
         for finding in self.findings:
             mark = "error" if finding.fatal else "warning"
             lines += [f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}", f"    fix: {finding.remedy}"]
+        lines += [f"error: {problem}" for problem in self.installation]
         if self.bad_hosts:
             lines.append(f"leave the bad nodes out: --exclude={hostlist.compress(self.bad_hosts)}")
         return "\n".join(lines)

@@ -57,6 +57,15 @@ class KernelFacts:
 
 
 @dataclass(frozen=True)
+class InputFacts:
+    """What a run reads and writes, as the interpreter of the ranks sees it: a container sees other file systems than its host."""
+
+    problems: tuple[Problem, ...]  # of data and tokenizer
+    run_dir_error: str  # why the run directory cannot be written; '' if it can
+    run_dir_free_bytes: int  # of its file system
+
+
+@dataclass(frozen=True)
 class Installation:
     """The facts of one interpreter."""
 
@@ -72,6 +81,7 @@ class Installation:
     kernels: KernelFacts | None  # None if no architecture was asked for, or if torch cannot be used
     providers: Mapping[str, str]  # op back-end -> why it cannot be used; '' if it can. Without triton: see kernels
     ops_error: str = ""  # why frontier_llm.ops cannot be imported with this torch
+    inputs: InputFacts | None = None  # None if no run was given, or if the run file cannot be read in this interpreter
     seconds: float = field(default=0.0, compare=False)  # that collecting took
 
     def as_json(self) -> str:
@@ -82,22 +92,36 @@ class Installation:
     def from_json(cls, line: str) -> Installation:
         """The inverse of `as_json`. Raises ValueError, KeyError or TypeError for another text."""
         fields: dict[str, Any] = json.loads(line)
-        kernels = fields["kernels"]
+        kernels, inputs = fields["kernels"], fields["inputs"]
         if kernels is not None:
-            problems = tuple(Problem(**problem) for problem in kernels["problems"])
-            kernels = KernelFacts(**{**kernels, "problems": problems, "built": tuple(kernels["built"])})
-        nested = {"torch": TorchFacts(**fields["torch"]), "kernels": kernels, "missing_modules": tuple(fields["missing_modules"])}
-        return cls(**{**fields, **nested})
+            kernels = KernelFacts(**{**kernels, "problems": _problems(kernels), "built": tuple(kernels["built"])})
+        if inputs is not None:
+            inputs = InputFacts(**{**inputs, "problems": _problems(inputs)})
+        nested = {"torch": TorchFacts(**fields["torch"]), "kernels": kernels, "inputs": inputs}
+        return cls(**{**fields, **nested, "missing_modules": tuple(fields["missing_modules"])})
 
 
-def ask(command: Sequence[str], environment: Mapping[str, str], architecture: str | None, timeout_s: float = TIMEOUT_S) -> Installation:
-    """Facts of the interpreter that `command` starts: ("python",), or ("launch/job.sh", SITE, "--as-rank").
+def _problems(fields: Mapping[str, Any]) -> tuple[Problem, ...]:
+    return tuple(Problem(**problem) for problem in fields["problems"])
 
+
+def ask(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    architecture: str | None,
+    run_text: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Installation:
+    """Facts of the interpreter that `command` starts: ("python", "-P", "-m"), or ("launch/job.sh", SITE, "--as-rank").
+
+    `run_text` is a run file's content, whose data, tokenizer and run directory are examined there.
     Raises FrontierError with the interpreter's own last words if it gives no facts.
     """
-    words = [*command, COLLECTOR, *([architecture] if architecture else [])]
+    words = [*command, COLLECTOR, architecture or "none", *(["-"] if run_text is not None else [])]
     try:
-        done = subprocess.run(words, env=dict(environment), capture_output=True, errors="replace", timeout=timeout_s, check=False)  # noqa: S603 a list
+        done = subprocess.run(  # noqa: S603 a list
+            words, env=dict(environment), input=run_text or "", capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s
+        )
     except OSError as error:
         raise FrontierError(f"cannot be started: {error.strerror}", "name another interpreter by FRONTIER_LLM_PYTHON", words[0]) from error
     except subprocess.TimeoutExpired as error:

@@ -82,7 +82,7 @@ def choose_nodes(job: BatchJob) -> tuple[str, ...]:
     usable = [node for node in job.allocation.nodes if node not in unusable]
     if len(usable) < job.nodes_needed:
         log.warn(f"{hostlist.compress(sorted(unusable))} failed; {len(usable)} nodes are left of the {job.nodes_needed} needed")
-    # a host that has failed before is used again only when no other is left, one that computed wrongly never
+    # a host that has failed before is used again only when no other is left, an untrusted one never
     best = sorted(usable, key=set(run_dir.bad_hosts(job.directory)).__contains__)[: job.nodes_needed]
     return tuple(node for node in usable if node in best)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from frontier_llm.cluster.launchers import RankEnv
+from frontier_llm.cluster.node_folders import PREFIX, hold, remove_stale
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError
 
@@ -99,7 +100,7 @@ def folder_of(secret: bytes) -> Path:
     local = Path(environ("FRONTIER_LLM_NODE_LOCAL") or "/tmp")  # noqa: S108 a folder of the job's own is made in it
     if not local.is_dir():
         local = Path("/tmp")  # noqa: S108 the same
-    return local / f"frontier-llm-{hmac.digest(secret, b'folder', 'sha256').hex()[:32]}"
+    return local / f"{PREFIX}{hmac.digest(secret, b'folder', 'sha256').hex()[:32]}"
 
 
 def private_folder(secret: bytes) -> Path:
@@ -107,6 +108,7 @@ def private_folder(secret: bytes) -> Path:
     folder = folder_of(secret)
     try:
         folder.mkdir(mode=0o700)
+        remove_stale(folder.parent)
     except FileExistsError:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -117,4 +119,5 @@ def private_folder(secret: bytes) -> Path:
         raise FrontierError(
             f"cannot make the job's folder: {error.strerror}", "set FRONTIER_LLM_NODE_LOCAL to a folder on a local disk", str(folder)
         ) from error
+    hold(folder)
     return folder

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.cluster import run_dir, slurm
 from frontier_llm.cluster.lead import job_lead_s
 from frontier_llm.cluster.rank_env import COMMAND, environ
+from frontier_llm.cluster.recorded import as_it_stands
 from frontier_llm.cluster.sites import Site, load_site
-from frontier_llm.config import RunConfig, load_run
+from frontier_llm.config import RunConfig, load_run, saves_nothing
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
 from frontier_llm.topology import plan_problems
 
@@ -52,10 +54,13 @@ class BatchJob:
     def max_node_hours(self) -> float | None:
         """What the run may use in all its jobs; None: no limit. Raises FrontierError for something that is no number."""
         text = environ("FRONTIER_LLM_MAX_NODE_HOURS")
-        try:
-            return float(text) if text else None
-        except ValueError:
-            raise FrontierError(f"{text!r} is not a number of node-hours", where="FRONTIER_LLM_MAX_NODE_HOURS") from None
+        if not text:
+            return None
+        with suppress(ValueError):
+            hours = float(text)
+            if math.isfinite(hours) and hours > 0:  # nan would be no limit at all
+                return hours
+        raise FrontierError(f"{text!r} is not a number of node-hours above 0", where="FRONTIER_LLM_MAX_NODE_HOURS")
 
     @property
     def budget_left_s(self) -> float:
@@ -65,7 +70,7 @@ class BatchJob:
 
     @property
     def untrusted(self) -> list[str]:
-        """Nodes of the allocation that computed wrongly."""
+        """Nodes of the allocation that computed wrongly, or that differed from the others at a start."""
         return [node for node in run_dir.untrusted_hosts(self.directory) if node in self.allocation.nodes]
 
     @property
@@ -81,8 +86,8 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
     site = load_site()
     words, flags = split_flags(words)
     words = (words[0], f"machine={site.machine}", *words[1:])  # a run file may have been written for another site
-    config = load_run(words[0], words[1:])
-    continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or "requeue"
+    config = as_it_stands(load_run(words[0], words[1:]))
+    continue_with = continue_with or environ("FRONTIER_LLM_CONTINUE") or default_continuation(config)
     if continue_with not in ("requeue", "successor", "never"):
         raise FrontierError(f"{continue_with!r} is not requeue, successor or never", where="FRONTIER_LLM_CONTINUE")
     job = BatchJob(
@@ -99,6 +104,11 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
     if problems := plan_problems(config, job.world_size):
         raise LayoutError([*problems, Problem("nodes", f"{job.nodes_needed} x {allocation.tasks_per_node} ranks", "sbatch --nodes=N")])
     return job
+
+
+def default_continuation(config: RunConfig) -> str:
+    """`requeue`, or `never` for a run that saves nothing: a further job would begin at the first step again."""
+    return "never" if saves_nothing(config.train) else "requeue"
 
 
 def spare_nodes(allocation: slurm.Allocation) -> int:

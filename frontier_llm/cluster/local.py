@@ -29,9 +29,11 @@ from frontier_llm.cluster.launchers import free_port
 from frontier_llm.cluster.rank_env import COMMAND, with_this_package
 from frontier_llm.cluster.rank_logs import failure_lines
 from frontier_llm.cluster.rank_variables import ORIGINS
+from frontier_llm.cluster.run_dir import make_log_dir, place, refuse_moved
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, heeded
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure, forget_failure, read_failure, write_failure
+from frontier_llm.files import open_below
 from frontier_llm.units import printable, strict_json
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -51,6 +53,8 @@ class RankExit:
     @property
     def how(self) -> str:
         """'killed by SIGKILL', 'exit code 1'."""
+        if self.signal == "SIGBUS":
+            return "killed by SIGBUS (a mapped file was cut while it was in use, or its disk failed)"
         return f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
 
     def describe(self) -> str:
@@ -95,7 +99,7 @@ def run_local_ranks(
     Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
     """
     refuse_second_start(run_dir or log_dir)
-    log_dir.mkdir(parents=True, exist_ok=True)
+    make_log_dir(log_dir, run_dir)
     forget_failure(run_dir or log_dir)
     return _Ranks(num_ranks, [*program, *argv], env, log_dir, run_dir or log_dir, grace_s).run()
 
@@ -106,6 +110,7 @@ class _Ranks:
     def __init__(self, num_ranks: int, command: list[str], env: Mapping[str, str], log_dir: Path, run_dir: Path, grace_s: float) -> None:
         self.num_ranks, self.command, self.env, self.grace_s = num_ranks, command, env, grace_s
         self.log_dir, self.run_dir = log_dir, run_dir
+        self.place = place(run_dir)
         self.ended: queue.Queue[int] = queue.Queue()
         self.exits: list[RankExit] = []  # in the order of their ends
         self.stopping = False
@@ -139,6 +144,7 @@ class _Ranks:
         if self.forwarded is not None and first.signal == self.forwarded.name:
             print(f"ranks ended by {first.signal}", file=sys.stderr, flush=True)
         elif first.exit_code != EXIT_INTERRUPTED:  # a save at a signal is no failure, and rank 0 has told it
+            refuse_moved(self.run_dir, self.place)
             self._report(first)
         return first.exit_code
 
@@ -148,7 +154,7 @@ class _Ranks:
         if "OMP_NUM_THREADS" not in variables:
             variables.update(thread_variables(self.num_ranks))
         for rank in range(self.num_ranks):
-            log = (self.log_dir / f"rank_{rank}.log").open("wb", buffering=0)
+            log = os.fdopen(open_below(self.log_dir, f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
             piped = rank == 0
             process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
                 self.command,

@@ -6,6 +6,7 @@ import sys
 
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.submit import JobRequest
+from frontier_llm.config import saves_nothing
 
 MANY_NODES = 8  # whose start OLCF has measured
 
@@ -21,7 +22,7 @@ def scratch_note(request: JobRequest) -> str:
 def quota_note(request: JobRequest, checkpoint_bytes: float) -> str:
     """A warning when the checkpoints that lie there at the same time come near the project's quota: statvfs sees the whole file system."""
     train, quota_tb = request.config.train, request.site.scratch_quota_tb
-    if quota_tb is None or not request.saves:
+    if quota_tb is None or not request.saves or saves_nothing(train):
         return ""
     forever = train.steps // train.keep_every if train.keep_every else 0
     held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # one more while it is written

@@ -60,8 +60,8 @@ def probe(settings: Settings) -> Facts:
     """Look at everything once."""
     host = node_name()
     root = Path(settings.system_root.replace("{host}", host))
-    run_error, run_free, run_s = _storage(Path(settings.run_dir), host)
-    local_error, local_free, _ = _storage(Path(os.path.expandvars(settings.site.node_local)), host)
+    run_error, run_free, run_s = storage(Path(settings.run_dir), host)
+    local_error, local_free, _ = storage(Path(os.path.expandvars(settings.site.node_local)), host)
     memory, refused = gcd_memory_gib(root)
     return Facts(
         host=host,
@@ -150,8 +150,8 @@ def comparable_environment(site: Site) -> dict[str, str]:
     }
 
 
-def _storage(directory: Path, host: str) -> tuple[str, int, float]:
-    """(error, free bytes, seconds to write and flush 1 MiB) of a directory."""
+def storage(directory: Path, host: str) -> tuple[str, int, float]:
+    """(error, free bytes, seconds to write and flush 1 MiB) of a directory, which is made if it is missing."""
     started_s = time.monotonic()
     path = directory / f".doctor-{host}-{os.getpid()}"
     try:

@@ -40,21 +40,50 @@ class JobScript:
     committed: bool = True  # in slurm/, for people to queue; else `submit` has made it
 
 
+BENCHMARK_LEAD_S = 60  # nothing is saved before the walltime
+# model → batch script that trains it: real data, and saves at the planner's interval
+PRODUCTION = {"gpt-22b": "pretrain_22b", "gpt-175b": "pretrain_175b", "gpt-1t": "pretrain_1t"}
+
+# The walltime of a benchmark is about twice its start (10 minutes, assumed) and five steps at ORNL's published throughput.
 # A step of the largest two outlasts the site's lead time: ORNL's 48 (175B) and 7.5 (1T) tokens/s per GCD make 427 s and 853 s of these
 # batches. Saves, 12 bytes per parameter: 2.1 TB at BLOOM's measured 0.06 TB/s; 12 TB at twice that from three times as many GPUs (assumed).
 JOBS: tuple[JobScript, ...] = (
-    JobScript("train_22b", "GPT 22B on 128 GCDs: TP4 x PP8 x DP4", "configs/runs/train_22b.yaml", 16),
+    JobScript(
+        "train_22b",
+        "Benchmark, 5 steps of GPT 22B on 128 GCDs: TP4 x PP8 x DP4",
+        "configs/runs/train_22b.yaml",
+        16,
+        minutes=30,
+        signal_lead_s=BENCHMARK_LEAD_S,
+    ),
     JobScript(
         "train_175b",
-        "GPT 175B on 1024 GCDs: TP4 x PP16 x DP16",
+        "Benchmark, 5 steps of GPT 175B on 1024 GCDs: TP4 x PP16 x DP16",
         "configs/runs/train_175b.yaml",
+        128,
+        minutes=90,
+        signal_lead_s=BENCHMARK_LEAD_S,
+    ),
+    JobScript(
+        "train_1t",
+        "Benchmark, 5 steps of GPT 1T on 3072 GCDs: TP8 x PP64 x DP6",
+        "configs/runs/train_1t.yaml",
+        384,
+        minutes=120,
+        signal_lead_s=BENCHMARK_LEAD_S,
+    ),
+    JobScript("pretrain_22b", "Train GPT 22B on 128 GCDs: TP4 x PP8 x DP4", "configs/runs/pretrain_22b.yaml", 16),
+    JobScript(
+        "pretrain_175b",
+        "Train GPT 175B on 1024 GCDs: TP4 x PP16 x DP16",
+        "configs/runs/pretrain_175b.yaml",
         128,
         signal_lead_s=lead_s(step_s=427, save_s=40),
     ),
     JobScript(
-        "train_1t",
-        "GPT 1T on 3072 GCDs: TP8 x PP64 x DP6",
-        "configs/runs/train_1t.yaml",
+        "pretrain_1t",
+        "Train GPT 1T on 3072 GCDs: TP8 x PP64 x DP6",
+        "configs/runs/pretrain_1t.yaml",
         384,
         signal_lead_s=lead_s(step_s=853, save_s=120),
     ),
@@ -84,7 +113,7 @@ JOBS: tuple[JobScript, ...] = (
         64,
         program="frontier_llm.cli.main",
         words=("scaling", "weak", "--in-job", "--run"),
-        signal_lead_s=60,  # nothing is saved
+        signal_lead_s=BENCHMARK_LEAD_S,
     ),
     JobScript(
         "strong_series",
@@ -93,7 +122,7 @@ JOBS: tuple[JobScript, ...] = (
         256,
         program="frontier_llm.cli.main",
         words=("scaling", "strong", "--in-job", "--run"),
-        signal_lead_s=60,
+        signal_lead_s=BENCHMARK_LEAD_S,
     ),
     JobScript(
         "tune",
@@ -102,7 +131,7 @@ JOBS: tuple[JobScript, ...] = (
         16,
         program="frontier_llm.cli.main",
         words=("tune",),
-        signal_lead_s=60,  # trials save nothing
+        signal_lead_s=BENCHMARK_LEAD_S,
     ),
 )
 
@@ -181,7 +210,7 @@ def render_site(site: Site) -> str:
         f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.",
         "# shellcheck shell=bash disable=SC2034",
         *(f"module use {shlex.quote(path)}" for path in site.module_paths),
-        *(f"module load {shlex.quote(module)}" for module in site.modules),
+        *(_module_load(module) for module in site.modules),
         *(
             ['FRONTIER_LLM_FROM_MODULES="$(export -p)" # launch/job.sh: what is so now was not exported by the user']
             if site.modules
@@ -197,6 +226,12 @@ def render_site(site: Site) -> str:
             raise ConfigError(f"{site.container!r} is not a plain path", where=f"container of {site.name}")
         lines.append(f'export FRONTIER_LLM_CONTAINER="${{FRONTIER_LLM_CONTAINER:-{site.container}}}"')
     return "\n".join(lines) + "\n"
+
+
+def _module_load(module: str) -> str:
+    """`return`, because a user may source the file in a shell of their own."""
+    message = shlex.quote(f"the module {module} cannot be loaded")
+    return f"module load {shlex.quote(module)} || {{ echo {message} >&2; return 2; }}"
 
 
 def _names(names: Iterable[str], where: str) -> list[str]:

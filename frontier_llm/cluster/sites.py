@@ -34,6 +34,7 @@ class Site(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     machine: str  # name of a file in configs/machines
+    cluster: str | None = None  # Slurm's ClusterName; None: any cluster is taken for this site
     gpus_per_node: PositiveInt
     tasks_per_node: PositiveInt
     cpus_per_task: PositiveInt
@@ -50,6 +51,7 @@ class Site(Section):
     interfaces: tuple[str, ...] = ()  # that must be up on every node
     interface: str | None = None  # network interface of the rendezvous; None = the host's own address
     scratch: str | None = None  # where run directories belong; $PROJECT is the account, $USER the user
+    run_roots: tuple[str, ...] = ()  # file systems that run directories must lie on; empty: any
     scratch_quota_tb: PositiveFloat | None = None  # what a project may keep there unless it has asked for more
     node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
     container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another

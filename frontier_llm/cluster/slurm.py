@@ -106,6 +106,18 @@ def job_fields(job_id: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
 
+def cluster_name() -> str | None:
+    """ClusterName of the Slurm that this machine belongs to; None if no Slurm answers."""
+    if named := environ("SLURM_CLUSTER_NAME"):
+        return named
+    try:
+        text = call(["scontrol", "show", "config"], timeout_s=20.0)
+    except FrontierError:
+        return None
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
 def is_active(job_id: str) -> bool:
     """True while the job waits or runs."""
     return job_fields(job_id).get("JobState") in ACTIVE

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
-
+from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
-from frontier_llm.cluster.holder import jobs, living_holder
+from frontier_llm.cluster.complete import MANIFEST, faults, step_name
+from frontier_llm.cluster.holder import Holder, is_ahead, jobs, living_holder, newest_lock, silence_s
+from frontier_llm.cluster.recorded import steps_done
+from frontier_llm.cluster.records import DamagedRecord, is_count, json_lines, read_text
 from frontier_llm.cluster.run_dir import Slow
 from frontier_llm.cluster.sites import walltime_s
-from frontier_llm.errors import FrontierError
-from frontier_llm.failure import read_failure
-from frontier_llm.units import format_count, format_seconds, plural
+from frontier_llm.config import in_steps
+from frontier_llm.config.fields import TokenSteps
+from frontier_llm.config.load import read_yaml
+from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.failure import FILE, Failure, read_failure
+from frontier_llm.units import format_count, format_seconds, plural, printable
+
+T = TypeVar("T")
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # a directory with one of these is a run's
 BAR = 24  # characters
@@ -53,34 +61,80 @@ class Status:
     slow_hosts: tuple[Slow, ...]  # named as stragglers
     blocked: dict[str, dict[str, int]]  # by axis: calls, p50_us and p99_us of how long one blocked on rank 0, at the last save
     last_failure: str | None
+    damage: tuple[str, ...] = ()  # files that are damaged, and how; what they would tell is missing above
+
+
+class _Parts:
+    """Reads the parts of one run directory. A part that cannot be read is named, and the others are still shown."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.damage: list[str] = []
+
+    def read(self, part: Callable[[Path], T], default: T) -> T:
+        """`part` of the directory, or `default` if its file is damaged."""
+        try:
+            return part(self.directory)
+        except FrontierError as error:
+            self.damage += [self._relative(problem) for problem in error.problems]
+        except OSError as error:
+            self.damage.append(self._relative(Problem(str(error.filename or self.directory), f"cannot be read: {error.strerror}")))
+        return default
+
+    def note(self, problem: Problem) -> None:
+        """Something is wrong that does not keep the part from being read."""
+        self.damage.append(self._relative(problem))
+
+    def value(self, content: Mapping[str, Any], name: str, key: str, is_sound: Callable[[Any], bool]) -> Any:
+        """A value of a section that was read; None, and named, if it has another type."""
+        section = content.get(name, {})
+        if not isinstance(section, dict):
+            self.damage.append(f"config.yaml: {name} is {section!r}, not a section of keys")
+            return None
+        value = section.get(key)
+        if value is None or is_sound(value):
+            return value
+        self.damage.append(f"config.yaml: {name}.{key} is {value!r}")
+        return None
+
+    def _relative(self, problem: Problem) -> str:
+        """The problem on one line, its path below the run directory."""
+        where = problem.where.removeprefix(f"{self.directory}/").removeprefix(str(self.directory))
+        text = f"{where}: {problem.what}" if where else problem.what
+        return printable(f"{text}; {problem.fix}" if problem.fix else text)
 
 
 def read_status(directory: Path) -> Status:
-    """The status of one run directory. Raises FrontierError when it is none."""
+    """The status of one run directory; its damaged files are named in `damage`. Raises FrontierError when it is none."""
     if not directory.is_dir():
         raise FrontierError("no such run directory", "give the path of a run directory, or none for all under runs/", str(directory))
-    if not any((directory / mark).exists() for mark in RUN_MARKS):
+    if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
         raise FrontierError("holds no run", f"a run has one of {', '.join(RUN_MARKS)}", str(directory))
-    rows = run_dir.steps(directory)
+    parts = _Parts(directory)
+    rows = parts.read(run_dir.steps, list[dict[str, Any]]())
     last = rows[-1] if rows else {}
-    attempts = run_dir.attempts(directory)
-    config = _config(directory)
-    train = config.get("train", {})
-    target = train.get("steps")
-    step_tokens = config.get("batch", {}).get("global_batch", 0) * config.get("model", {}).get("sequence_length", 0)
-    checkpoint = run_dir.latest_step(directory)
-    job_id, fields = _job(directory)
-    living = living_holder(directory)  # also of a run without any job
+    attempts = parts.read(run_dir.attempts, list[run_dir.Attempt]())
+    _note_lines(parts, "metrics.jsonl", run_dir.is_row)
+    _note_lines(parts, "attempts.jsonl", run_dir.is_attempt)
+    config = parts.read(_config, dict[str, Any]())
+    config = parts.read(lambda path: _counted(config, path), config)
+    target = parts.value(config, "train", "steps", is_count)
+    save_final = parts.value(config, "train", "save_final", lambda value: isinstance(value, bool))
+    samples = parts.value(config, "batch", "global_batch", is_count)
+    length = parts.value(config, "model", "sequence_length", is_count)
+    checkpoint, saved_unix_s = _checkpoint(parts)
+    job_id, fields = _job(parts.read(jobs, list[str]()))
+    living = parts.read(living_holder, None)  # also of a run without any job
+    _note_clock(parts, living)
     step = int(last.get("step", checkpoint))
-    times = [float(row["step_time_s"]) for row in rows[-RECENT:] if "step_time_s" in row]
+    times = [float(row["step_time_s"]) for row in rows[-RECENT:] if row.get("step_time_s") is not None]
     step_time_s = statistics.median(times) if times else None
     eta_s = step_time_s * max(0, target - step) if step_time_s is not None and target is not None else None
     left_s = _walltime_left_s(fields)
     failures = [attempt for attempt in attempts if attempt.failed]
-    failure = read_failure(directory)
-    end = run_dir.end(directory, target or math.inf, train.get("save_final", True))
-    pointer = directory / "checkpoints" / "LATEST"
-    return Status(
+    failure = parts.read(_failure, None)
+    end = parts.read(lambda path: run_dir.end(path, target or math.inf, save_final is not False), "")
+    status = Status(
         run_dir=str(directory),
         state=fields["JobState"].lower() if fields else "running" if living else end or "not queued",
         job_id=job_id,
@@ -88,7 +142,7 @@ def read_status(directory: Path) -> Status:
         nodes=fields["NodeList"] if fields.get("NodeList", "(null)") not in ("", "(null)") else living.host if living else None,
         step=step,
         steps=target,
-        tokens=last.get("consumed_tokens") or step * step_tokens or None,
+        tokens=last.get("consumed_tokens") or step * (samples or 0) * (length or 0) or None,
         loss=last.get("loss"),
         tokens_per_s=last.get("tokens_per_s"),
         step_time_s=step_time_s,
@@ -96,30 +150,111 @@ def read_status(directory: Path) -> Status:
         walltime_left_s=left_s,
         slices_left=_slices(eta_s, left_s, fields),
         checkpoint_step=checkpoint,
-        checkpoint_age_s=time.time() - pointer.stat().st_mtime if pointer.is_file() else None,
+        checkpoint_age_s=None if saved_unix_s is None else time.time() - saved_unix_s,
         restarts=max(0, len(attempts) - 1),
         causes=tuple(attempt.cause for attempt in attempts),
-        bad_hosts=tuple(run_dir.bad_hosts(directory)),
-        slow_hosts=tuple(run_dir.slow_hosts(directory)),
-        blocked=_blocked(directory),
+        bad_hosts=tuple(parts.read(run_dir.bad_hosts, [])),
+        slow_hosts=tuple(parts.read(run_dir.slow_hosts, [])),
+        blocked=parts.read(_blocked, {}),
         last_failure=failure.describe() if failure else failures[-1].detail if failures else None,
     )
+    return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
+
+
+def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Problem]]:
+    """The status of each run, and what kept the others from being read: one run never hides another."""
+    statuses: list[Status] = []
+    problems: list[Problem] = []
+    for directory in directories:
+        try:
+            statuses.append(read_status(directory))
+        except FrontierError as error:
+            problems += error.problems
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
+            what = f"cannot be shown: {type(error).__name__}: {error}"
+            problems.append(Problem(str(directory), what, "report this with the files of the run directory's top level"))
+    return statuses, problems
+
+
+def _note_lines(parts: _Parts, name: str, is_sound: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Name the lines of a file that were left out."""
+
+    def bad_lines(directory: Path) -> list[int]:
+        return [number for number, row in json_lines(directory / name) if row is None or not is_sound(row)]
+
+    if bad := parts.read(bad_lines, list[int]()):
+        which = f"line {bad[0]} is" if len(bad) == 1 else f"{len(bad)} lines, the first is line {bad[0]}, are"
+        parts.note(Problem(name, f"{which} damaged and left out"))
+
+
+def _note_clock(parts: _Parts, living: Holder | None) -> None:
+    """Say when a holder counts as alive only because of its clock."""
+    if living is None or living.host == socket.gethostname():
+        return
+    path = newest_lock(parts.directory)
+    ahead_s = -parts.read(lambda _: silence_s(path), 0.0)
+    if is_ahead(-ahead_s):
+        what = f"the last heartbeat of {living.describe()} is {ahead_s:,.0f} s in the future"
+        parts.note(Problem(str(path), what, "the next start watches it for a minute and takes over if none comes"))
+
+
+def _checkpoint(parts: _Parts) -> tuple[int, float | None]:
+    """(step of the newest complete checkpoint, when it was written); newer ones that are not complete are named."""
+
+    def newest(directory: Path) -> tuple[int, float | None]:
+        folder = directory / "checkpoints"
+        for step, problem in faults(folder):
+            if problem is None:
+                return step, (folder / step_name(step) / MANIFEST).stat().st_mtime
+            parts.note(problem)
+        return 0, None
+
+    none: tuple[int, float | None] = (0, None)
+    return parts.read(newest, none)
+
+
+def _failure(directory: Path) -> Failure | None:
+    """The record of the last failure. Raises DamagedRecord for a file that holds none."""
+    path = directory / FILE
+    text = read_text(path)
+    if text is None:
+        return None
+    failure = read_failure(directory)
+    if failure is None:
+        raise DamagedRecord("is not the record of a failure", "the next start replaces it", str(path))
+    return failure
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    """The run's own configuration, as it is written; empty where it has none yet."""
-    path = next((path for path in (directory / "config.yaml", directory / "run.yaml") if path.is_file()), None)
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
+    """The run's own configuration, as it is written; empty where it has none yet. Raises FrontierError for a damaged file."""
+    for name in ("config.yaml", "run.yaml"):
+        if os.path.lexists(directory / name):
+            read_text(directory / name)  # names what is not a file
+            return read_yaml(directory / name)
+    return {}
+
+
+def _counted(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A configuration with the number of steps that its duration in tokens takes. Raises FrontierError for a duration that has no end."""
+    content: dict[str, Any] = in_steps(config, steps_done(directory))
+    train = content.get("train")
+    if isinstance(train, dict) and isinstance(train.get("steps"), TokenSteps):
+        return {**content, "train": {**train, "steps": int(train["steps"])}}
+    return content
 
 
 def _blocked(directory: Path) -> dict[str, dict[str, int]]:
+    """The rows of the newest communication record that have the three counts which are shown."""
     rows = (row for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication")
-    return next((row.get("axes", {}) for row in rows), {})
+    axes: Any = next((row.get("axes", {}) for row in rows), {})
+    if not isinstance(axes, dict):
+        return {}
+    keys = ("calls", "p50_us", "p99_us")
+    return {axis: row for axis, row in axes.items() if isinstance(row, dict) and all(is_count(row.get(key)) for key in keys)}
 
 
-def _job(directory: Path) -> tuple[str | None, dict[str, str]]:
+def _job(ids: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """The job that holds the run, or else the one queued for it."""
-    ids = jobs(directory)
     with suppress(FrontierError):  # no Slurm here: the directory still tells the rest
         for job_id in ids:
             fields = slurm.job_fields(job_id)
@@ -143,13 +278,30 @@ def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -
 
 
 def find_runs(root: Path = Path("runs")) -> list[Path]:
-    """`root` itself or the run directories below it, newest first."""
+    """`root` itself or the run directories below it, newest first. A folder that cannot be read is a warning."""
     runs = []
-    for folder, folders, files in os.walk(root):
-        if not {*RUN_MARKS}.isdisjoint(files):
-            runs.append(Path(folder))
+
+    def warn(error: OSError) -> None:
+        if error.filename != str(root) or not isinstance(error, FileNotFoundError):
+            log.warn(f"{error.filename}: cannot be read: {error.strerror}")
+
+    for folder, folders, files in os.walk(root, onerror=warn):
+        here = Path(folder)
+        if not {*RUN_MARKS}.isdisjoint([*files, *folders]):
+            runs.append(here)
             folders.clear()  # a run holds no other, but thousands of logs and shards
-    return sorted(runs, key=lambda path: -max((path / mark).stat().st_mtime for mark in RUN_MARKS if (path / mark).is_file()))
+        linked = [here / name for name in folders if (here / name).is_symlink()]  # os.walk does not enter them
+        runs += [path for path in linked if any((path / mark).exists() for mark in RUN_MARKS)]
+    return sorted(runs, key=_changed_unix_s, reverse=True)
+
+
+def _changed_unix_s(run: Path) -> float:
+    """When one of the files that make a run changed last; 0 if none can be read."""
+    times = [0.0]
+    for mark in RUN_MARKS:
+        with suppress(OSError):
+            times.append((run / mark).stat().st_mtime)
+    return max(times)
 
 
 def render(statuses: Sequence[Status]) -> str:
@@ -171,6 +323,7 @@ def _render_one(status: Status) -> str:
     facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
     facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
     facts += [("failure", status.last_failure or ""), ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else "")]
+    facts += [("damaged", text) for text in status.damage]
     return "\n".join([f"{status.run_dir}   {job}{status.state}{where}{reason}", *(f"  {name:<11}{text}" for name, text in facts if text)])
 
 

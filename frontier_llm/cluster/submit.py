@@ -1,15 +1,13 @@
 """Queue a run: check everything, freeze code and configuration in the run directory, then call sbatch once.
 
 RUN_DIR/run.yaml        the resolved configuration that the job reads
-RUN_DIR/code-DIGEST/    the package, launch/, slurm/ and configs/ as they were
+RUN_DIR/code-DIGEST/    the package, launch/, slurm/, configs/ and plugin files as they were
 RUN_DIR/job.sbatch      the script; a successor job uses it again
 RUN_DIR/submissions.jsonl
 """
 
 from __future__ import annotations
 
-import compileall
-import hashlib
 import os
 import shlex
 import sys
@@ -19,18 +17,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster.code import code_digest, plugin_places, snapshot
 from frontier_llm.cluster.holder import jobs
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
 from frontier_llm.cluster.rank_env import environ, environment
-from frontier_llm.cluster.sbatch import JobScript, render, render_site
-from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, root_dir, whole_replicas
-from frontier_llm.config import RunConfig, dump
+from frontier_llm.cluster.readiness import Readiness, before_the_queue
+from frontier_llm.cluster.sbatch import JobScript, render
+from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, whole_replicas
+from frontier_llm.config import RunConfig, dump, saves_nothing
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.files import write_atomically
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import format_seconds, plural
 
-SNAPSHOT = ("launch", "slurm", "configs")
 SCRIPT = "job.sbatch"
 
 
@@ -63,7 +62,9 @@ class JobRequest:
     @property
     def lead_s(self) -> int:
         """How long before the walltime the ranks are told."""
-        return signal_lead_s(self.directory, self.site, self.expected_step_s) if self.saves else MIN_LEAD_S
+        if not self.saves or saves_nothing(self.config.train):
+            return MIN_LEAD_S
+        return signal_lead_s(self.directory, self.site, self.expected_step_s)
 
     @property
     def slice_minutes(self) -> int | None:
@@ -112,13 +113,7 @@ def problems(request: JobRequest) -> Iterator[Problem]:
         yield from list(_whole_node_problems(request)) or plan_problems(request.config, request.nodes * request.site.tasks_per_node)
     if request.slice_minutes is not None and 2 * request.lead_s > 60 * request.slice_minutes:
         what = f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(request.lead_s)} before its end"
-        enough = -(-2 * request.lead_s // 60)
-        fix = f"--time {format_walltime(enough)} or more"
-        longest = request.site.max_minutes(request.all_nodes, request.partition)
-        if longest is not None and enough > longest:
-            elsewhere = longer_jobs(request.site, request.all_nodes, enough, request.partition)
-            fix = "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
-        yield Problem("--time", what, fix)
+        yield Problem("--time", what, more_time(request, -(-2 * request.lead_s // 60)))
     if request.qos in request.site.unchained_qos and request.continue_with != "never":
         what = f"{request.site.name} forbids jobs under {request.qos} to continue themselves"
         yield Problem("--qos", what, "add --continue-with never")
@@ -127,6 +122,15 @@ def problems(request: JobRequest) -> Iterator[Problem]:
     for flag, value in (("--account", request.account), ("--partition", request.partition), ("--qos", request.qos)):
         if value is not None and not value.replace("-", "").replace("_", "").replace(".", "").isalnum():
             yield Problem(flag, f"{value!r} is not a name", "letters, digits, - _ .")
+
+
+def more_time(request: JobRequest, minutes: int) -> str:
+    """How a job of these nodes gets so many minutes."""
+    longest = request.site.max_minutes(request.all_nodes, request.partition)
+    if longest is None or minutes <= longest:
+        return f"--time {format_walltime(minutes)} or more"
+    elsewhere = longer_jobs(request.site, request.all_nodes, minutes, request.partition)
+    return "; or ".join(["shorter steps: a smaller batch.global_batch", *elsewhere])
 
 
 def prepare(request: JobRequest) -> Submission:
@@ -155,7 +159,7 @@ def prepare(request: JobRequest) -> Submission:
     }
     variables = {
         "FRONTIER_LLM_PYTHON": environ("FRONTIER_LLM_PYTHON") or sys.executable,
-        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site)[:12]}"),
+        "FRONTIER_LLM_ROOT": str(directory / f"code-{code_digest(request.site, request.config.plugins)[:12]}"),
         "FRONTIER_LLM_SITE": request.site.name,
         "FRONTIER_LLM_SPARE_NODES": str(request.spares),
         "FRONTIER_LLM_CONTINUE": request.continue_with,
@@ -165,20 +169,37 @@ def prepare(request: JobRequest) -> Submission:
     return Submission(render(job, request.site), sbatch_command(directory, options), directory, variables)
 
 
+def readiness(request: JobRequest, submission: Submission) -> Readiness:
+    """What the site has of what the job needs."""
+    return before_the_queue(request.config, request.site, submission.directory, submission.variables)
+
+
 def submit(request: JobRequest) -> Submission:
     """Check, freeze and queue; the result carries the job's id. Raises FrontierError before anything is queued."""
     submission = prepare(request)
+    readiness(request, submission).refuse()
     _refuse_busy(request)
     directory = submission.directory
     directory.mkdir(parents=True, exist_ok=True)
-    snapshot(Path(submission.variables["FRONTIER_LLM_ROOT"]), request.site)
-    config = request.config.model_copy(update={"train": request.config.train.model_copy(update={"run_dir": str(directory)})})
-    write_atomically(directory / "run.yaml", dump(config))
+    code = Path(submission.variables["FRONTIER_LLM_ROOT"])
+    snapshot(code, request.site, request.config.plugins)
+    write_atomically(directory / "run.yaml", dump(_frozen(request, code)))
     write_atomically(directory / SCRIPT, submission.script)
     job_id = queue(directory, submission.command, submission.variables)
     entry = {"job_id": job_id, "unix_s": time.time(), "nodes": request.all_nodes, "command": list(submission.command)}
     run_dir.append_line(directory / "submissions.jsonl", entry)
     return replace(submission, job_id=job_id)
+
+
+def _frozen(request: JobRequest, code: Path) -> RunConfig:
+    """The configuration that the job reads: it names the run directory, and the copies of plugin files by paths relative to it."""
+    copies = {name: str(code.relative_to(request.directory) / place) for name, place in plugin_places(request.config.plugins).items()}
+    return request.config.model_copy(
+        update={
+            "train": request.config.train.model_copy(update={"run_dir": str(request.directory)}),
+            "plugins": tuple(copies.get(name, name) for name in request.config.plugins),
+        }
+    )
 
 
 def sbatch_command(directory: Path, options: Mapping[str, str | None]) -> tuple[str, ...]:
@@ -210,40 +231,6 @@ def _refuse_busy(request: JobRequest) -> None:
             busy.append(Problem("queue", f"{mine} of your jobs are queued; {request.site.name} takes {limit}", "wait, or scancel some"))
     if busy:
         raise ConfigError(busy)
-
-
-def _job_code(site: Site) -> dict[Path, bytes]:
-    """What a job needs: path in the snapshot -> content; from a checkout, or from an installed package and its share directory.
-
-    With the site as the job will read it: `--site` may have named a file outside of the checkout.
-    """
-    package, sites = Path(__file__).resolve().parents[1], Path("slurm") / "sites"
-    roots = {package.name: package, **{name: root_dir() / name for name in SNAPSHOT}}
-    files = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
-    code = {relative: path.read_bytes() for relative, path in sorted(files.items()) if "__pycache__" not in relative.parts}
-    return code | {sites / f"{site.name}.yaml": dump(site).encode(), sites / f"{site.name}.sh": render_site(site).encode()}
-
-
-def code_digest(site: Site) -> str:
-    """sha256 over names and contents of what a snapshot holds; equal code and site give equal digests."""
-    digest = hashlib.sha256()
-    for relative, content in _job_code(site).items():
-        digest.update(f"{relative}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
-
-
-def snapshot(target: Path, site: Site) -> None:
-    """Copy the code to `target`, unless this very code is there already; appears whole or not at all."""
-    if target.is_dir():
-        return
-    partial = target.with_name(f"{target.name}.tmp{os.getpid()}")
-    for relative, content in _job_code(site).items():
-        (partial / relative).parent.mkdir(parents=True, exist_ok=True)
-        (partial / relative).write_bytes(content)
-        if content.startswith(b"#!"):
-            (partial / relative).chmod(0o755)
-    compileall.compile_dir(partial, quiet=2)  # once, here: ranks read bytecode and write none (launch/rank.sh)
-    partial.rename(target)
 
 
 def describe(request: JobRequest, submission: Submission) -> str:

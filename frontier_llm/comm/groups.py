@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +24,7 @@ from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.p2p import open_channel
-from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store
+from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store, limit_answer_time
 from frontier_llm.comm.shm import ShmGroup
 from frontier_llm.comm.turns import Turns
 from frontier_llm.comm.warm_up import LIMIT_S, first_use, warm_up
@@ -36,22 +36,32 @@ from frontier_llm.topology import AXES, Grid
 AS_DEFAULT = CommConfig()
 
 
-def connect(rank: int, world_size: int, meeting: Meeting, backend: str, timeout_s: float) -> None:
-    """Join the job's rendezvous: the store in rank 0's process, then the default group.
+def connect(
+    rank: int,
+    world_size: int,
+    meeting: Meeting,
+    backend: str,
+    timeout_s: float,
+    agree: Callable[[dist.Store], None] | None = None,
+) -> None:
+    """Join the job's store, then the default group.
 
+    `agree` is called between the two: what it raises ends this rank before any other rank is waited for in a collective.
+    With MPI there is no store, and it is not called.
     Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others are not there
     within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that started them.
     """
     timeout = timedelta(seconds=timeout_s)
-    if not dist.is_backend_available(backend):
-        raise BackendError(
-            f"this torch was built without {backend}", "choose comm.backend=auto, or install a torch that has it", "comm.backend"
-        )
     try:
         if backend == "mpi":
+            _require(backend)
             dist.init_process_group("mpi", timeout=timeout)
             return
         store = join_store(rank, world_size, meeting, timeout_s)
+        limit_answer_time()
+        if agree is not None:
+            agree(store)
+        _require(backend)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankFailure(
@@ -59,6 +69,14 @@ def connect(rank: int, world_size: int, meeting: Meeting, backend: str, timeout_
             f"within {timeout_s:.0f} s: {error}",
             fix="check that every rank started, that the address is reachable from this node, and that the port is free",
         ) from error
+
+
+def _require(backend: str) -> None:
+    """Raise BackendError if torch was built without the back-end."""
+    if not dist.is_backend_available(backend):
+        raise BackendError(
+            f"this torch was built without {backend}", "choose comm.backend=auto, or install a torch that has it", "comm.backend"
+        )
 
 
 def disconnect() -> None:
@@ -234,6 +252,7 @@ def build_mesh(
     )
     groups.warm_up()
     groups.open_channels(mesh.channels, placement)
+    limit_answer_time()  # RCCL's groups have connections of their own by now
     return mesh
 
 

@@ -1,23 +1,41 @@
-"""Where the ranks of a job meet: the key-value store in rank 0's process, and how a rank gets to it."""
+"""Where the ranks of a job meet: a key-value store, and how a rank connects to it.
+
+`torch` is torch's own TCPStore. Its server runs in a process of its own on rank 0's node (`comm.store_process`), so a rank 0 that is
+frozen or killed takes nothing from the others. It authenticates nobody (docs/security.md).
+`authenticated` is our server in rank 0's process (`comm.store_server`), which only this job's ranks can reach (`comm.door`). C++ threads of
+torch call it through Python, so they wait for the interpreter lock.
+"""
 
 from __future__ import annotations
 
 import functools
-import resource
+import hmac
+import os
 import socket
+import struct
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
+from frontier_llm.comm.authenticated_store import ANSWER_S, AuthenticatedStore, Connect, connect_across, connect_here, socket_name
 from frontier_llm.comm.door import Door, require_proof, same_user
-from frontier_llm.comm.node_store import Connect, NodeStore, connect_across, connect_here, socket_name
-from frontier_llm.comm.relay import Relay
+from frontier_llm.comm.store_launch import StoreProcess
+from frontier_llm.comm.store_process import JOB_KEY, raise_open_file_limit
 from frontier_llm.comm.store_server import open_server
 from frontier_llm.errors import BackendError
+from frontier_llm.threads import in_daemon
 
-OWN_FILES = 1024  # what a rank opens besides: data, libraries, logs
-CONNECTIONS = 3  # of a rank: its groups, its notice board, and RCCL's watchdog
+CONNECTIONS = 4  # of a rank: its groups, questions about failures, its heartbeats, and RCCL's watchdog
+RETRY_S = 0.02  # between two attempts to reach a store that is not there yet
+LOOPBACK = "127.0.0.1"
+
+StoreKind = Literal["torch", "authenticated"]
 
 
 @dataclass(frozen=True)
@@ -25,57 +43,186 @@ class Meeting:
     """Where the ranks of a job meet, what they know each other by, and this rank's node."""
 
     address: str  # of rank 0's node
-    port: int
+    port: int  # not used by TCPStore if all ranks are on one node and have a `folder`
     first: int  # global rank of this node's first rank
     per_node: int
-    secret: Callable[[], bytes] = field(
-        default=bytes, repr=False
-    )  # asked at each attempt; of one node, whose kernel knows users, it may be empty
-    relayed: bool = False  # the ranks of a node share one connection
+    secret: Callable[[], bytes] = field(default=bytes, repr=False)  # called at each attempt; may be empty on one node
+    store: StoreKind = "torch"
+    folder: Callable[[], Path] | None = None  # private folder of this job on this node; called at each attempt
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The store that this rank has joined. torch keeps only the C++ half of a store that is written in Python."""
+
+    store: dist.Store
+    kind: StoreKind
+    reopen: Callable[[float], dist.Store]  # another connection to it, with this time-out in seconds
+    address: tuple[str, int] | None  # of TCPStore
 
 
 _closing: list[Callable[[], None]] = []
-_joined: list[tuple[Connect, NodeStore]] = []  # torch keeps only the C++ half of a store that is written in Python
+_joined: list[_Joined] = []
+_starting: list[StoreProcess] = []
+
+
+def start_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> None:
+    """On rank 0, start the process of TCPStore, so that it loads torch while this rank prepares. Returns at once.
+
+    Raises OSError if the port is taken.
+    """
+    if rank != 0 or meeting.store != "torch" or _starting:
+        return
+    listener = _listen(LOOPBACK, 0) if _has_free_choice_of_port(world_size, meeting) else _listen(meeting.address, meeting.port)
+    with listener:
+        process = StoreProcess(listener, CONNECTIONS * world_size, _token(meeting), longest_s=max(60.0, 2 * timeout_s))
+    _starting.append(process)
+    _closing.append(process.let_go)
 
 
 def join_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> dist.Store:
-    """A rank's view of the store; rank 0 opens it, and the first rank of a node its relay where there are relays.
+    """Connect to the job's store; rank 0 serves it.
 
-    Raises BackendError when rank 0 may not open enough files, RuntimeError or OSError when the store is not reached.
+    Raises BackendError if the server may not open enough files, RuntimeError or OSError if the store is not reached in time.
     """
-    nodes = -(-world_size // meeting.per_node)
-    if rank == 0:
-        allow_connections(nodes if meeting.relayed else CONNECTIONS * world_size)
-        serve, close = open_server()
-        _closing.append(close)
-        _open_here(meeting, serve)
-        if nodes > 1:
-            door = Door(_listen(meeting.address, meeting.port), lambda peer: _admit(peer, meeting.secret()), serve, "the rendezvous")
-            _closing.append(door.close)
-    elif meeting.relayed and rank == meeting.first:
-        uplink = NodeStore(functools.partial(_across, meeting), timeout_s, connections=1)
-        _open_here(meeting, Relay(uplink, nodes).serve)
-    near = meeting.relayed or meeting.first == 0
-    connect = functools.partial(_here if near else _across, meeting)
-    _joined.append((connect, NodeStore(connect, timeout_s)))
-    return _joined[-1][1]
+    join = _join_torch if meeting.store == "torch" else _join_authenticated
+    _joined.append(join(rank, world_size, meeting, timeout_s))
+    return _joined[-1].store
 
 
 def open_store(timeout_s: float) -> dist.Store:
-    """Another view of the store that this rank has joined, with a time-out of its own."""
-    return NodeStore(_joined[-1][0], timeout_s, patient=False)
+    """Another connection to the store that this rank has joined, with a time-out of its own."""
+    return _joined[-1].reopen(timeout_s)
 
 
 def has_joined() -> bool:
-    """Whether this rank has a store: alone, or under MPI, it has none."""
+    """Whether this rank has a store. A single process and ranks under MPI have none."""
     return bool(_joined)
 
 
+def store_kind() -> StoreKind:
+    """Which store this rank has joined."""
+    return _joined[-1].kind
+
+
+def store_address() -> tuple[str, int] | None:
+    """Host and port of the TCPStore that this rank has joined."""
+    return _joined[-1].address if _joined else None
+
+
 def forget_stores() -> None:
-    """After the groups have gone."""
+    """Close the connections. Call it when the groups are gone."""
+    _joined.clear()
+    _starting.clear()
     while _closing:
         _closing.pop()()
-    _joined.clear()
+
+
+def limit_answer_time() -> None:
+    """Give each of this process's connections to TCPStore a time limit for an answer, those of torch's own clients included.
+
+    torch waits without limit for an answer that needs no waiting. With this option of the socket its call fails with "Socket Timeout".
+    """
+    address = store_address()
+    if address is None:
+        return
+    peers = {(_plain(entry[4][0]), address[1]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)}
+    limit = struct.pack("ll", int(ANSWER_S), 0)
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or not a connected socket
+            connection = socket.socket(fileno=int(entry))
+            try:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    host, port = connection.getpeername()[:2]
+                    if (_plain(host), port) in peers:
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            finally:
+                connection.detach()
+
+
+def _plain(host: object) -> str:
+    return str(host).removeprefix("::ffff:")
+
+
+def _token(meeting: Meeting) -> str:
+    return hmac.digest(meeting.secret() or b"no secret", b"store", "sha256").hex()
+
+
+def _has_free_choice_of_port(world_size: int, meeting: Meeting) -> bool:
+    return meeting.folder is not None and world_size <= meeting.per_node
+
+
+def _port_file(folder: Path) -> Path:
+    return folder / "store-port"
+
+
+def _join_torch(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> _Joined:
+    deadline_s = time.monotonic() + timeout_s
+    if rank == 0:
+        start_store(rank, world_size, meeting, timeout_s)
+        port = _starting[-1].wait_until_ready(timeout_s)
+        if _has_free_choice_of_port(world_size, meeting):
+            assert meeting.folder is not None
+            _write_port(_port_file(meeting.folder()), port)
+    while True:
+        try:
+            address = _store_address(world_size, meeting)
+            socket.create_connection(address, timeout=ANSWER_S).close()  # TCPStore's own client pauses for a second between attempts
+            store = _connect_torch(address, timeout_s)
+            _check_token(store, meeting, deadline_s)
+            return _Joined(store, "torch", functools.partial(_connect_torch, address), address)
+        except (OSError, ValueError, dist.DistStoreError) as error:
+            if time.monotonic() > deadline_s:
+                raise dist.DistStoreError(f"no store of this job within {timeout_s:g} s: {error}") from error
+            time.sleep(RETRY_S)
+
+
+def _write_port(path: Path, port: int) -> None:
+    building = path.with_suffix(".tmp")
+    building.write_text(str(port), encoding="ascii")
+    building.replace(path)
+
+
+def _store_address(world_size: int, meeting: Meeting) -> tuple[str, int]:
+    """Host and port. Raises OSError or ValueError as long as rank 0 has not written a port that it chose."""
+    if not _has_free_choice_of_port(world_size, meeting):
+        return meeting.address, meeting.port
+    assert meeting.folder is not None
+    return LOOPBACK, int(_port_file(meeting.folder()).read_text(encoding="ascii"))
+
+
+def _connect_torch(address: tuple[str, int], timeout_s: float) -> dist.Store:
+    """A client of TCPStore. Raises DistStoreError if the server does not answer within `timeout_s`."""
+    host, port = address
+    timeout = timedelta(seconds=timeout_s)
+    connecting = in_daemon(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), "store connection")
+    try:
+        return connecting.result(timeout_s)
+    except TimeoutError:
+        raise dist.DistStoreError(f"{host}:{port} does not answer as torch's store within {timeout_s:g} s") from None
+
+
+def _check_token(store: dist.Store, meeting: Meeting, deadline_s: float) -> None:
+    """Raise DistStoreError if another job's store answers, as may happen if two jobs derive the same port."""
+    store.wait([JOB_KEY], timedelta(seconds=max(deadline_s - time.monotonic(), 0.1)))
+    if store.get(JOB_KEY).decode() != _token(meeting):
+        raise dist.DistStoreError("the store at this address belongs to another job")
+
+
+def _join_authenticated(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> _Joined:
+    if rank == 0:
+        problem = raise_open_file_limit(CONNECTIONS * world_size)
+        if problem is not None:
+            raise BackendError(f"rank 0: {problem}", "have the hard limit raised (ulimit -Hn), or set comm.store=torch", "comm.store")
+        serve, close = open_server()
+        _closing.append(close)
+        _open_here(meeting, serve)
+        if world_size > meeting.per_node:
+            listener = _listen(meeting.address, meeting.port)
+            _closing.append(Door(listener, lambda peer: _admit(peer, meeting.secret()), serve, "the rendezvous").close)
+    connect: Connect = functools.partial(_here if meeting.first == 0 else _across, meeting)
+    store = AuthenticatedStore(connect, timeout_s)
+    return _Joined(store, "authenticated", lambda limit_s: AuthenticatedStore(connect, limit_s, patient=False), None)
 
 
 def _here(meeting: Meeting) -> socket.socket:
@@ -98,25 +245,11 @@ def _open_here(meeting: Meeting, serve: Callable[[socket.socket], None]) -> None
     _closing.append(Door(listener, same_user, serve, "the rendezvous of this node").close)
 
 
-def allow_connections(count: int) -> None:
-    """Raise this process's limit of open files to what the store's clients need."""
-    needed = count + OWN_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        raise BackendError(
-            f"rank 0 may open {hard} files, but {count} connections to its store will come",
-            "set comm.store=node (one connection per node), or have the hard limit raised (ulimit -Hn)",
-            "comm.store",
-        )
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
 def _listen(address: str, port: int) -> socket.socket:
-    """For the ranks of other nodes, on the interface that the job uses.
+    """Listen on the interface that the job uses.
 
-    A host whose own table maps its name to loopback (Debian's 127.0.1.1) cannot know that interface and listens on all.
+    A host whose own table maps its name to loopback (Debian's 127.0.1.1) cannot know that interface, so it listens on all.
     """
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    hidden = str(where[0]).startswith("127.") and address not in ("localhost", "127.0.0.1")
-    return socket.create_server(("", port) if hidden else where[:2], family=family, backlog=socket.SOMAXCONN)
+    is_hidden = str(where[0]).startswith("127.") and address not in ("localhost", LOOPBACK)
+    return socket.create_server(("", port) if is_hidden else where[:2], family=family, backlog=socket.SOMAXCONN)

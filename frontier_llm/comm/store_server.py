@@ -1,7 +1,7 @@
-"""The store itself, in rank 0's process: it answers connections that `comm.door` has let in and listens nowhere.
+"""The server of the authenticated store, in rank 0's process.
 
-It is C++ (csrc/store_server.cpp), one thread that needs no interpreter lock: 3,072 ranks that post four notices a second would take half of the time that rank 0's
-Python has. Where it has not been built a relay over torch's in-process store does the same, more slowly.
+It answers connections that `comm.door` has authenticated and listens on no socket itself.
+It is C++ (csrc/store_server.cpp): one thread that needs no interpreter lock.
 """
 
 from __future__ import annotations
@@ -10,27 +10,20 @@ import ctypes
 import functools
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
-
-from frontier_llm.comm.relay import Relay
-from frontier_llm.errors import BackendError
 from frontier_llm.libraries import load_library
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> ctypes.CDLL:
     store = ctypes.c_void_p
     functions: dict[str, tuple[Any, list[Any]]] = {
         "fl_store_open": (store, []),
         "fl_store_serve": (None, [store, ctypes.c_int]),
         "fl_store_close": (None, [store]),
     }
-    with suppress(BackendError):
-        return load_library("libstore_server.so", functions)
-    return None
+    return load_library("libstore_server.so", functions)
 
 
 class NativeServer:
@@ -54,9 +47,9 @@ class NativeServer:
 
 
 def open_server() -> tuple[Callable[[socket.socket], None], Callable[[], None]]:
-    """(what takes a connection over, what ends it all) of a new, empty store."""
-    library = _library()
-    if library is None:
-        return Relay(dist.HashStore()).serve, lambda: None
-    server = NativeServer(library)
+    """A new, empty store: the function that takes a connection over, and the function that closes the store.
+
+    Raises BackendError if the server has not been built.
+    """
+    server = NativeServer(_library())
     return server.serve, server.close

@@ -1,8 +1,10 @@
 """What the user asked for: frozen, strict, composed from YAML files and key=value overrides."""
 
-from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run
+from frontier_llm.config.durations import Stretches, in_steps, resolved
+from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run, own_plugins
 from frontier_llm.config.model import ModelConfig, MoeConfig, RopeScaling
-from frontier_llm.config.phases import RunPhase, consumed, phase_at, phases_of, steps_of_tokens
+from frontier_llm.config.phases import RunPhase, phase_at, phases_of, planned_tokens
+from frontier_llm.config.saves import saves_between, saves_nothing
 from frontier_llm.config.schema import (
     OUTPUT_Z,
     RECOMPUTE,
@@ -38,21 +40,26 @@ __all__ = [
     "RopeScaling",
     "RunConfig",
     "RunPhase",
+    "Stretches",
     "TrainConfig",
     "available",
     "build",
     "configs_dir",
-    "consumed",
     "dump",
     "find_file",
+    "in_steps",
     "load_model",
     "load_run",
     "model_problems",
     "optimizer_problems",
+    "own_plugins",
     "phase_at",
     "phase_note",
     "phases_of",
+    "planned_tokens",
     "recompute_modes",
-    "steps_of_tokens",
+    "resolved",
+    "saves_between",
+    "saves_nothing",
     "warmup_note",
 ]

@@ -2,17 +2,24 @@
 
 A step of a phase takes its global batch times its sequence length in tokens; an epoch is every token of data.train once, whatever the
 weights of a blend. What does not come out even is rounded up.
+
+A run that has done steps counts those as they were, and the steps to come as the configuration says. So a run whose batch has changed
+ends after the tokens that its run file names. `resolved` counts anew where a checkpoint is known.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from frontier_llm.config.fields import TokenSteps
 from frontier_llm.errors import ConfigError
 from frontier_llm.token_files import stored_tokens
+
+if TYPE_CHECKING:
+    from frontier_llm.config.schema import RunConfig
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)([kmbt]?) ?(steps?|tokens?|epochs?)", re.IGNORECASE)
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -21,10 +28,26 @@ _INTERVALS = (("train", "eval_interval"), ("train", "save_interval"), ("train", 
 ENDLESS = 10**12  # steps
 
 
-def in_steps(content: Any) -> Any:
+Stretches = Sequence[tuple[int, int]]  # (steps, tokens per step), in the order in which they are trained
+
+
+def resolved(config: RunConfig, done: Stretches) -> RunConfig:
+    """A configuration whose durations in tokens are counted from the steps that a run has done."""
+    from frontier_llm.config.schema import RunConfig
+
+    durations = [config.train.steps, config.optimizer.warmup_steps, config.optimizer.decay_steps]
+    if not done or not any(isinstance(value, TokenSteps) for value in [*durations, *(phase.steps for phase in config.train.phases)]):
+        return config
+    content = config.model_dump(mode="json", exclude_unset=True)
+    if config.train.phases and config.train.steps == sum(phase.steps for phase in config.train.phases):
+        content["train"].pop("steps", None)  # it follows from the phases
+    return RunConfig.model_validate(content, context=done)
+
+
+def in_steps(content: Any, done: Stretches = ()) -> Any:
     """A run's mapping with whole steps in place of durations, and train.steps as the sum of its phases where it says nothing.
 
-    What is no duration stays as it is, for the schema to judge. Raises ConfigError for an epoch of data that are not there, and for an
+    `done`: the steps that the run has trained. What is no duration stays as it is, for the schema to judge. Raises ConfigError for an epoch of data that are not there, and for an
     interval in tokens where steps differ in size.
     """
     if not isinstance(content, Mapping) or not isinstance(train := content.get("train", {}), Mapping):
@@ -37,7 +60,7 @@ def in_steps(content: Any) -> Any:
         return content
     tokens_per_step, lengths = [size for size in sizes if size is not None], [ENDLESS]
     if phases:
-        lengths = [_phase_length(content, number, size) for number, size in enumerate(tokens_per_step)]
+        lengths = _phase_lengths(content, tokens_per_step, done)
         written = [
             {**phase, "steps": length} if isinstance(phase, Mapping) else phase for phase, length in zip(phases, lengths, strict=True)
         ]
@@ -46,25 +69,42 @@ def in_steps(content: Any) -> Any:
             return content
         if "steps" not in train:
             content = _with(content, "train", "steps", sum(lengths))
-    return _of_run(content, list(zip([*lengths[:-1], ENDLESS], tokens_per_step, strict=True)))
+    planned = list(zip([*lengths[:-1], ENDLESS], tokens_per_step, strict=True))
+    return _of_run(content, planned, [*done, *_after(planned, sum(steps for steps, _ in done))])
 
 
-def _phase_length(content: Mapping[str, Any], number: int, tokens_per_step: int) -> Any:
-    phase = content["train"]["phases"][number]
-    data = _value(phase, "data", "train") or _value(content, "data", "train")
-    return _steps(f"train.phases.{number}.steps", _get(phase, "steps"), [(ENDLESS, tokens_per_step)], data)
+def _phase_lengths(content: Mapping[str, Any], tokens_per_step: Sequence[int], done: Stretches) -> list[Any]:
+    """Steps of each phase; what is neither a number of steps nor a duration stays as it is."""
+    lengths: list[Any] = []
+    for number, (phase, size) in enumerate(zip(content["train"]["phases"], tokens_per_step, strict=True)):
+        data = _value(phase, "data", "train") or _value(content, "data", "train")
+        first = sum(length for length in lengths if isinstance(length, int))
+        length = _steps(f"train.phases.{number}.steps", _get(phase, "steps"), [*_after(done, first), (ENDLESS, size)], data)
+        lengths.append(length)
+    return lengths
 
 
-def _of_run(content: Mapping[str, Any], stretches: list[tuple[int, int]]) -> Mapping[str, Any]:
-    """Steps for what counts over the run, whose stretches are (steps, tokens per step)."""
+def _after(stretches: Stretches, steps: int) -> list[tuple[int, int]]:
+    """The stretches without their first `steps` steps."""
+    left = []
+    for length, size in stretches:
+        passed = min(length, steps)
+        steps -= passed
+        if length > passed:
+            left.append((length - passed, size))
+    return left
+
+
+def _of_run(content: Mapping[str, Any], planned: list[tuple[int, int]], stretches: list[tuple[int, int]]) -> Mapping[str, Any]:
+    """Steps for what counts over the run. `planned`: the stretches of its phases; `stretches`: those that it has done, and the rest."""
     for section, key in _FROM_START:
         from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"  # a length, not a place
         content = _resolved(content, section, key, _of_end(stretches, _value(content, "train", "steps")) if from_end else stretches)
     for section, key in _INTERVALS:
         value = _value(content, section, key)
-        if len({size for _, size in stretches}) > 1 and isinstance(value, str) and "step" not in value:
+        if len({size for _, size in planned}) > 1 and isinstance(value, str) and "step" not in value:
             raise ConfigError(f"{value!r}, but the steps of the run's phases differ in size", "give it in steps", f"{section}.{key}")
-        content = _resolved(content, section, key, stretches)
+        content = _resolved(content, section, key, planned)
     return content
 
 
@@ -82,6 +122,8 @@ def _of_end(stretches: list[tuple[int, int]], end: Any) -> list[tuple[int, int]]
 def _resolved(content: Mapping[str, Any], section: str, key: str, stretches: Iterable[tuple[int, int]]) -> Mapping[str, Any]:
     value = _value(content, section, key)
     steps = _steps(f"{section}.{key}", value, stretches, _value(content, "data", "train"))
+    if (section, key) in _INTERVALS and isinstance(steps, TokenSteps):
+        steps = int(steps)
     return content if steps is value else _with(content, section, key, steps)
 
 
@@ -93,13 +135,14 @@ def _steps(where: str, value: Any, stretches: Iterable[tuple[int, int]], data: A
     number, unit = float(match[1]) * _COUNTS[match[2].lower()], match[3].lower().rstrip("s")
     if unit == "step":
         return math.ceil(number)
-    left, steps = number if unit == "token" else number * _epoch(where, data), 0
+    tokens = math.ceil(number if unit == "token" else number * _epoch(where, data))
+    left, steps = tokens, 0
     for length, size in stretches:
-        needed = math.ceil(left / size)
+        needed = -(-left // size)
         if needed <= length:
-            return steps + needed
+            return TokenSteps(steps + needed, tokens)
         steps, left = steps + length, left - length * size
-    return steps
+    return TokenSteps(steps, tokens)
 
 
 def _epoch(where: str, data: Any) -> int:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 
 def _whole(value: Any) -> Any:
@@ -17,6 +31,36 @@ def _whole(value: Any) -> Any:
 # bounded, so that no mistyped number makes a search for its divisors or neighbours endless
 PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
+
+
+class TokenSteps(int):
+    """Optimizer steps that a duration in tokens takes. It keeps the tokens, because the steps follow from what a run has done (`durations`)."""
+
+    tokens: int
+
+    def __new__(cls, steps: int, tokens: int) -> TokenSteps:
+        """`tokens`: the duration as it was given, an epoch in tokens."""
+        value = super().__new__(cls, steps)
+        value.tokens = tokens
+        return value
+
+    def __str__(self) -> str:
+        return str(int(self))
+
+
+def _keep_tokens(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    steps = validate(value)
+    return TokenSteps(steps, value.tokens) if isinstance(value, TokenSteps) else steps
+
+
+def _written(value: Any) -> Any:
+    """A duration in tokens as text, which loads back as one."""
+    return f"{value.tokens} tokens" if isinstance(value, TokenSteps) else value
+
+
+# numbers of steps that may be given in tokens or epochs
+StepCount = Annotated[PositiveInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
+WarmupSteps = Annotated[NonNegativeInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
 
 # Sizes have bounds of their own. They lie far above any model and machine, so that a mistyped digit is refused at once: a million layers
 # keep the layout's check busy for minutes.
@@ -53,7 +97,35 @@ def first_fault(error: ValidationError) -> str:
     return ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))[:400]
 
 
+@functools.cache
+def _takes_numbers_only(section: type[BaseModel], field: str) -> bool:
+    """True if a field takes numbers, alone or in a list, and no boolean."""
+    types = set(_types_in(section.model_fields[field].annotation))
+    return bool(types & {int, float}) and bool not in types
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation is made of."""
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _types_in(inner)
+
+
+def _holds_boolean(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_boolean, value.values()))
+    return isinstance(value, bool) or (isinstance(value, list | tuple) and any(map(_holds_boolean, value)))
+
+
 class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)  # JSON has neither
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`layers: true` is a mistake; pydantic would take it for 1."""
+        if info.field_name is not None and _takes_numbers_only(cls, info.field_name) and _holds_boolean(value):
+            raise ValueError("must be a number")
+        return value

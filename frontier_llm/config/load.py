@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frontier_llm.config.model import ModelConfig
-from frontier_llm.config.plugins import import_plugins
+from frontier_llm.config.plugins import import_plugins, plugin_paths
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
@@ -128,7 +128,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def compose(path: Path, kind: str) -> tuple[dict[str, Any], list[Path]]:
     """(content of a file on top of its `base:` files' content, these files, nearest first). Raises ConfigError for a circle."""
     files = [path.resolve()]
-    return _on_its_bases(_expand_model(read_yaml(path), path.parent), kind, path.parent, files), files
+    return _on_its_bases(_expanded(path), kind, path.parent, files), files
+
+
+def _expanded(path: Path) -> dict[str, Any]:
+    """A file's content in which what it names by relative paths is found: models, and plugins."""
+    content = plugin_paths(read_yaml(path), path.parent, str(path))
+    return _expand_model(content, path.parent)
 
 
 def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, files: list[Path]) -> dict[str, Any]:
@@ -138,7 +144,7 @@ def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, fi
     files.append(path)
     if path in files[:-1]:
         raise ConfigError(f"`base:` goes in a circle: {' -> '.join(map(str, files))}", fix="remove one of these `base:` lines")
-    below = _on_its_bases(_expand_model(read_yaml(path), path.parent), kind, path.parent, files)
+    below = _on_its_bases(_expanded(path), kind, path.parent, files)
     return merge(below, {key: value for key, value in content.items() if key != "base"})
 
 
@@ -274,7 +280,7 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
     """
     path, overrides = find_file(name_or_path, "runs"), list(overrides)
     content, _ = compose(path, "runs")
-    over = _expand_model(parse_overrides(overrides), None)
+    over = plugin_paths(_expand_model(parse_overrides(overrides), None), Path.cwd(), "command line")
     try:
         config = build(RunConfig, merge(content, over))
     except ConfigError as error:
@@ -284,6 +290,25 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
         ) from None
     import_plugins(config.plugins)
     return config
+
+
+def own_run_file(run_dir: Path) -> Path | None:
+    """The run file in a run directory, if it belongs to this user: config.yaml of a run that has started, else run.yaml.
+
+    Its plugins may be imported. None for a directory without one, or with one of another user.
+    """
+    for name in ("config.yaml", "run.yaml"):
+        path = run_dir / name
+        if path.is_file():
+            return path if path.stat().st_uid == os.geteuid() else None
+    return None
+
+
+def own_plugins(run_dir: Path) -> tuple[str, ...]:
+    """The plugins that the run file of the user's own run directory names; none if it is not the user's own."""
+    path = own_run_file(run_dir)
+    names = compose(path, "runs")[0].get("plugins", ()) if path is not None else ()
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list | tuple) else ()
 
 
 def _within(key: str, others: Iterable[str]) -> bool:

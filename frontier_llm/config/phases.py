@@ -1,14 +1,13 @@
 """A run as its phases: each is the run's own configuration with a few keys changed, over the same mesh and the same weights.
 
 A run without `train.phases` is one phase. Steps are counted over the whole run, so the learning rate, checkpoints and intervals know
-nothing of phases; samples and tokens are sums over them.
+nothing of phases. How much of its data a run has read is not computed from phases: it is recorded (`data/position.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 from frontier_llm.config.schema import PhaseConfig, RunConfig, Section
 from frontier_llm.units import format_count
@@ -22,8 +21,6 @@ class RunPhase:
     config: RunConfig  # of these steps; says nothing of other phases
     first: int
     end: int
-    first_sample: int  # of its stream, at step `first`: phases of equal data and length go on where the last of them stopped
-    stream: int  # the number of the first phase that read its stream
 
     @property
     def steps(self) -> int:
@@ -45,18 +42,14 @@ class RunPhase:
 def phases_of(run: RunConfig) -> tuple[RunPhase, ...]:
     """The phases that train.steps reaches, the last of them up to there."""
     if not run.train.phases:
-        return (RunPhase(1, run, 0, run.train.steps, 0, 1),)
+        return (RunPhase(1, run, 0, run.train.steps),)
     configs = [_changed(run, phase) for phase in run.train.phases]
     borders = [min(step, run.train.steps) for step in accumulate((phase.steps for phase in run.train.phases), initial=0)]
     borders[-1] = run.train.steps
     phases: list[RunPhase] = []
-    read: dict[Any, tuple[int, int]] = {}  # (first phase, samples so far) of a stream
     for number, (config, (first, end)) in enumerate(zip(configs, pairwise(borders), strict=True), 1):
         if first < end:
-            key = (config.data.train, config.model.sequence_length)
-            stream, samples = read.get(key, (number, 0))
-            phases.append(RunPhase(number, config, first, end, samples, stream))
-            read[key] = stream, samples + (end - first) * config.batch.global_batch
+            phases.append(RunPhase(number, config, first, end))
     return tuple(phases)
 
 
@@ -65,20 +58,9 @@ def phase_at(phases: tuple[RunPhase, ...], done: int) -> RunPhase:
     return next((phase for phase in phases if done < phase.end), phases[-1])
 
 
-def consumed(phases: tuple[RunPhase, ...], done: int) -> tuple[int, int]:
-    """(samples, tokens) of the first `done` steps."""
-    taken = [(max(0, (done if phase is phases[-1] else min(done, phase.end)) - phase.first), phase) for phase in phases]
-    samples = sum(steps * phase.config.batch.global_batch for steps, phase in taken)
-    return samples, sum(steps * phase.tokens_per_step for steps, phase in taken)
-
-
-def steps_of_tokens(phases: tuple[RunPhase, ...], tokens: float) -> int:
-    """Steps that so many tokens take, rounded up; the last phase goes on for as long as need be."""
-    for phase in phases[:-1]:
-        if tokens <= phase.steps * phase.tokens_per_step:
-            return phase.first + -int(-tokens // phase.tokens_per_step)
-        tokens -= phase.steps * phase.tokens_per_step
-    return phases[-1].first + -int(-tokens // phases[-1].tokens_per_step)
+def planned_tokens(phases: tuple[RunPhase, ...]) -> int:
+    """Tokens of a whole run that begins at step 0."""
+    return sum(phase.steps * phase.tokens_per_step for phase in phases)
 
 
 def _changed(run: RunConfig, phase: PhaseConfig) -> RunConfig:

@@ -1,37 +1,209 @@
-"""A user's own Python beside a run: modules that register schedules, optimizers, losses and so on (docs/extending.md)."""
+"""A user's own Python beside a run: modules that register schedules, optimizers, losses and so on (docs/extending.md).
+
+A plugin is code and part of a run's identity. A checkpoint records each plugin's name, path and digest as data. Code is imported only from
+files that the user named: in the run file that is started, in the run file of the user's own run directory, or with `--plugin`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Annotated, Any
 
-from frontier_llm.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field
+
+from frontier_llm import log
+from frontier_llm.errors import ConfigError, Problem
 
 GROUP = "frontier_llm.plugins"  # of entry points; none is loaded unless a run file names it
+SHOWN_DIGITS = 12  # of a digest, in messages
+MAX_TEXT = 4096  # characters of a name or path
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+
+
+class PluginRecord(BaseModel):
+    """What identifies a plugin. Recorded in checkpoints, and read from there as data alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Text  # as the run file names it: a file, a module, or an entry point
+    path: Text = ""  # of its file on the computer that imported it; '' if it was not recorded
+    sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""  # of its file's bytes; '' if it was not recorded
+
+    @property
+    def short_name(self) -> str:
+        """The file's name without folders, or the module's name."""
+        return Path(self.name).name if self.name.endswith(".py") else self.name
+
+    def __str__(self) -> str:
+        return f"{self.short_name} (sha256 {self.sha256[:SHOWN_DIGITS] or 'not recorded'})"
+
+
+_executed: dict[str, str] = {}  # path of a .py file → digest of the bytes that this process has executed
 
 
 def import_plugins(names: Iterable[str]) -> None:
     """Import each once: the path of a .py file, the name of an installed package's entry point, or a module's dotted name.
 
     Raises ConfigError naming what cannot be imported.
-    Only a run file that its user starts is read this way, never what a checkpoint recorded: a plugin is code.
     """
     for name in names:
         try:
             if name.endswith(".py"):
-                _import_file(Path(name).expanduser().resolve())
+                _import_file(_file_path(name))
             elif points := entry_points(group=GROUP, name=name):
                 next(iter(points)).load()
             else:
                 importlib.import_module(name)
-        except (ImportError, AttributeError, OSError, SyntaxError) as error:
-            installed = ", ".join(sorted(entry_points(group=GROUP).names))
-            fix = "give the path of a .py file, or a module that this Python can import" + (f", or one of {installed}" if installed else "")
-            raise ConfigError(f"{name} cannot be imported: {error}", fix, "plugins") from error
+        except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
+            raise _not_importable(name, error) from error
+
+
+def record_of(name: str) -> PluginRecord:
+    """Name, path and digest of a plugin, without importing it. Raises ConfigError if there is no such file or module."""
+    try:
+        path = _file_path(name) if name.endswith(".py") else _module_path(name)
+        digest = _executed.get(str(path)) or _digest(path)
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise _not_importable(name, error) from error
+    return PluginRecord(name=name, path=str(path), sha256=digest)
+
+
+def records_of(names: Iterable[str]) -> tuple[PluginRecord, ...]:
+    """`record_of` each."""
+    return tuple(map(record_of, names))
+
+
+def recorded_names(config: Mapping[str, Any]) -> tuple[PluginRecord, ...]:
+    """The plugins that a saved configuration names, for records from before digests were kept."""
+    names = config.get("plugins", ())
+    texts = [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
+    return tuple(PluginRecord(name=name[:MAX_TEXT]) for name in texts)
+
+
+def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], own: Sequence[str], where: str) -> None:
+    """Import the plugins that a saved run was trained with, from files that the user named.
+
+    `given` are those named with --plugin; a file that differs from the recorded one is used, with a warning. `own` are those that
+    the run file of the user's own run directory names; they must be the recorded ones. Raises ConfigError, before anything of `own` is
+    imported, if a recorded plugin is in neither or has changed.
+    """
+    import_plugins(given)
+    supplied, available = records_of(given), tuple(_records_that_exist(own))
+    problems: list[Problem] = []
+    wanted: list[str] = []
+    for plugin in recorded:
+        if (match := _match(plugin, supplied)) is not None:
+            if _differs(plugin, match):
+                log.warn(f"{where} was trained with {plugin}; {match.path} is used instead, which has sha256 {match.sha256[:SHOWN_DIGITS]}")
+            continue
+        match = _match(plugin, available)
+        if match is None:
+            what = f"needs the plugin {plugin}, and neither --plugin nor a run file of yours names it"
+            problems.append(Problem(where, what, f"read that file, then add --plugin {_likely_path(plugin)}"))
+        elif _differs(plugin, match):
+            what = f"was trained with the plugin {plugin}, and {match.path} has sha256 {match.sha256[:SHOWN_DIGITS]}"
+            problems.append(Problem(where, what, f"restore that file, or add --plugin {match.path} to use it as it is now"))
+        else:
+            wanted.append(match.name)
+    if problems:
+        raise ConfigError(problems)
+    import_plugins(wanted)
+
+
+def plugin_paths(content: Mapping[str, Any], directory: Path, where: str) -> dict[str, Any]:
+    """A run file's content with the paths of its .py plugins made absolute. They are relative to `directory`, that of the file.
+
+    A path that exists only relative to the working directory, as earlier versions read it, is taken with a notice.
+    """
+    names = content.get("plugins")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return dict(content)  # the schema refuses other types
+    return {**content, "plugins": [_placed(name, directory, where) if name.endswith(".py") else name for name in names]}
+
+
+def below(names: Iterable[str], directory: Path) -> tuple[str, ...]:
+    """The same plugins as a run file in `directory` names them: files inside of it by their relative paths."""
+    folder = directory.resolve()
+    inside = {name: Path(name) for name in names if name.endswith(".py") and Path(name).is_relative_to(folder)}
+    return tuple(str(inside[name].relative_to(folder)) if name in inside else name for name in names)
+
+
+def _placed(name: str, directory: Path, where: str) -> str:
+    path = (directory / Path(name).expanduser()).resolve()
+    elsewhere = Path(name).expanduser().resolve()
+    if path.is_file() or not elsewhere.is_file():
+        return str(path)
+    relative = os.path.relpath(elsewhere, directory.resolve())
+    log.info(f"{where}: plugins: {name} is not beside that file and is taken from the working directory; write {relative}")
+    return str(elsewhere)
+
+
+def _records_that_exist(names: Sequence[str]) -> Iterator[PluginRecord]:
+    for name in names:
+        try:
+            yield record_of(name)
+        except ConfigError:
+            continue  # the file has gone; a plugin that is needed is named as missing
+
+
+def _match(plugin: PluginRecord, candidates: Sequence[PluginRecord]) -> PluginRecord | None:
+    """The same bytes, else a plugin of the same name."""
+    same = [one for one in candidates if one.sha256 == plugin.sha256]
+    return next(iter([*same, *(one for one in candidates if one.short_name == plugin.short_name)]), None)
+
+
+def _differs(plugin: PluginRecord, candidate: PluginRecord) -> bool:
+    return bool(plugin.sha256) and plugin.sha256 != candidate.sha256
+
+
+def _likely_path(plugin: PluginRecord) -> str:
+    """What to give to --plugin: the recorded path if a file of this user lies there, else a file of that name."""
+    if not plugin.name.endswith(".py"):
+        return plugin.name
+    path = plugin.path or plugin.name
+    with suppress(OSError, ValueError):
+        if os.path.isabs(path) and os.stat(path).st_uid == os.geteuid():
+            return path
+    return f"PATH/{plugin.short_name}"
+
+
+def _not_importable(name: str, error: Exception) -> ConfigError:
+    installed = ", ".join(sorted(entry_points(group=GROUP).names))
+    fix = "give the path of a .py file, or a module that this Python can import" + (f", or one of {installed}" if installed else "")
+    return ConfigError(f"{name} cannot be imported: {error}", fix, "plugins")
+
+
+def _file_path(name: str) -> Path:
+    return Path(name).expanduser().resolve()
+
+
+def _module_path(name: str) -> Path:
+    """The file of a module or entry point. A package's is its __init__.py."""
+    points = entry_points(group=GROUP, name=name)
+    module = next(iter(points)).module if points else name
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"no module named {module!r} with a file")
+    return Path(spec.origin).resolve()
+
+
+def _digest(path: Path) -> str:
+    """sha256 of a file; of a package's __init__.py, over the names and bytes of all Python files in the package."""
+    if path.name != "__init__.py":
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    state = hashlib.sha256()
+    for file in sorted(path.parent.rglob("*.py")):
+        content = file.read_bytes()
+        state.update(f"{file.relative_to(path.parent)}\0{len(content)}\0".encode() + content)
+    return state.hexdigest()
 
 
 def _import_file(path: Path) -> None:
@@ -40,10 +212,13 @@ def _import_file(path: Path) -> None:
     spec = importlib.util.spec_from_file_location(str(path), path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
+    source = path.read_bytes()
     module = importlib.util.module_from_spec(spec)
     sys.modules[str(path)] = module
     try:
-        spec.loader.exec_module(module)
+        # not the loader's exec_module: the bytes that are executed must be the bytes that the digest is of
+        exec(compile(source, str(path), "exec"), module.__dict__)  # noqa: S102 the user named this file
     except BaseException:
         del sys.modules[str(path)]
         raise
+    _executed[str(path)] = hashlib.sha256(source).hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from frontier_llm.config.durations import in_steps
 from frontier_llm.config.fields import (
@@ -25,6 +25,8 @@ from frontier_llm.config.fields import (
     PositiveInt,
     Section,
     SequenceLength,
+    StepCount,
+    WarmupSteps,
 )
 from frontier_llm.config.model import ModelConfig, RopeScaling
 
@@ -75,8 +77,8 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1  # of matrices, times the learning rate, per step
     clip_norm: NonNegativeFloat = 1.0  # 0 = no clipping
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # after warm-up; wsd stays at lr until its decay
-    warmup_steps: NonNegativeInt = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
-    decay_steps: NonNegativeInt | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
+    warmup_steps: WarmupSteps = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
+    decay_steps: WarmupSteps | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
     momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's (since 0.2)
     validated: Literal["before", "after"] = "before"  # after: update before all ranks are done, undo where that was wrong (since 0.2)
     heads: Literal["together", "groups"] = "together"  # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
@@ -184,7 +186,7 @@ class CommConfig(Section):
     overlap_weights: bool = False  # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
     overlap_experts: bool = True  # rows to experts travel beside another microbatch, in schedules that pair them: dualpipe-v (since 0.2)
     tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
-    store: Literal["direct", "node"] = "direct"  # connections to the rendezvous: one per rank, or one per node that its ranks share
+    store: Literal["auto", "torch", "authenticated", "direct", "node"] = "auto"  # where ranks meet; auto, direct, node: torch's TCPStore
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
     in_flight: Literal["auto", "one", "many"] = "auto"  # communications at a time; auto: as the machine file says (since 0.2)
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
@@ -240,7 +242,7 @@ class PhaseData(Section):
 class PhaseConfig(Section):
     """A stretch of a run: how long it lasts, and what is other in it than the rest of the run file says (`config/phases.py`)."""
 
-    steps: PositiveInt  # optimizer steps, or as text "20B tokens", "2 epochs" (since 0.2)
+    steps: StepCount  # optimizer steps, or as text "20B tokens", "2 epochs" (since 0.2)
     model: PhaseModel = PhaseModel()
     batch: PhaseBatch = PhaseBatch()
     data: PhaseData = PhaseData()
@@ -283,7 +285,7 @@ class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
     run_dir: PathText = "runs/default"  # where records, logs and checkpoints go
-    steps: PositiveInt = 100  # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
+    steps: StepCount = 100  # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
     phases: tuple[PhaseConfig, ...] = ()  # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
     seed: NonNegativeInt = 1234  # initial weights, and dropout's masks
     recompute: Recompute = "none"  # by backward, not kept: none, selective (attention's inside), full (layers), or a list of these by layer
@@ -301,7 +303,7 @@ class TrainConfig(Section):
     tensorboard: bool = True  # also write the metrics for TensorBoard
     observers: tuple[str, ...] = ()  # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
     profile: ProfileConfig | None = None  # steps whose trace is written; None = none (since 0.2)
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # "cuda" is also ROCm's name in torch
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU that the machine file states; cpu: without any check; cuda: also ROCm
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis
 
@@ -338,4 +340,7 @@ class RunConfig(Section):
     machine: str = "local"  # name of a file in configs/machines, or a path
     plugins: tuple[str, ...] = ()  # modules or .py files that register schedules, optimizers, losses: docs/extending.md (since 0.2)
 
-    _durations = model_validator(mode="before")(in_steps)
+    @model_validator(mode="before")
+    @classmethod
+    def _durations(cls, content: Any, info: ValidationInfo) -> Any:
+        return in_steps(content, info.context or ())

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.keys import derive_key
 from frontier_llm.data.native import FAILURES, call, permute
-from frontier_llm.data.samples import BLOCK, check_readable, derive_key, documents_of, index_path, index_table, threads
+from frontier_llm.data.samples import BLOCK, check_readable, documents_of, index_path, index_table, threads
 from frontier_llm.errors import DataError
 
 WINDOW = 1 << 16  # pieces that are packed together; packing one takes a tenth of a second, once per rank and epoch
@@ -39,11 +40,11 @@ class PackedSamples:
 
     masked = True  # padding, and the token that a cut repeats
 
-    def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int, source: int = 0, cache_dir: Path | None = None) -> None:
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, key: int, cache_dir: Path | None = None) -> None:
         """As DocumentSamples."""
         check_readable(dataset)
         self.dataset, self.sequence_length = dataset, sequence_length
-        self.key = derive_key("best-fit", seed, source)
+        self.key = key
         self._cache_dir = cache_dir
         self._window, self._epoch = functools.lru_cache(2)(self._pack), functools.lru_cache(2)(self._order)
 

@@ -8,6 +8,7 @@ multiples of 2^-22, which shifts a source by less than one sample in four millio
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -51,21 +52,28 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 class Blend:
-    """`locate(k)` of a blend of sources with the given weights."""
+    """Which source of a blend gives sample k, for whole weights (`whole_weights`)."""
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        if len(weights) > MAXIMUM_SOURCES:
-            raise DataError(f"{len(weights)} sources in one blend", fix=f"join datasets; at most {MAXIMUM_SOURCES}")
-        self.counts = whole_weights(weights)  # samples of each source per period
-        self.period = sum(self.counts)
-        self._source = np.empty(self.period, np.uint16)
-        call("fl_blend", np.array(self.counts, np.uint64), len(self.counts), self.period, self._source)
-        self._rank = np.empty(self.period, np.uint32)  # how often the slot's source was taken before, within the period
-        for source, count in enumerate(self.counts):
-            self._rank[self._source == source] = np.arange(count, dtype=np.uint32)
+    def __init__(self, counts: Sequence[int]) -> None:
+        """`counts`: samples of each source per period."""
+        if len(counts) > MAXIMUM_SOURCES:
+            raise DataError(f"{len(counts)} sources in one blend", fix=f"join datasets; at most {MAXIMUM_SOURCES}")
+        self.counts, self.period = tuple(counts), sum(counts)
+        self._source = np.zeros(self.period, np.uint16)
+        if len(counts) > 1:
+            call("fl_blend", np.array(self.counts, np.uint64), len(self.counts), self.period, self._source)
+        # the slots of each source within the period, rising
+        self._slots = [np.flatnonzero(self._source == source).astype(np.uint32) for source in range(len(counts))]
+
+    def before(self, k: int, source: int) -> int:
+        """Samples of one source among the first k of the blend."""
+        cycle, slot = divmod(k, self.period)
+        return cycle * self.counts[source] + int(np.searchsorted(self._slots[source], slot))
 
     def locate(self, k: int) -> tuple[int, int]:
         """(source, index within that source) of sample k."""
-        cycle, slot = divmod(k, self.period)
-        source = int(self._source[slot])
-        return source, cycle * self.counts[source] + int(self._rank[slot])
+        source = int(self._source[k % self.period])
+        return source, self.before(k, source)
+
+
+blend_of = functools.lru_cache(maxsize=8)(Blend)  # by tuples of whole weights: a table of 6 bytes per slot of the period each

@@ -7,6 +7,7 @@ hf://OWNER/NAME@REVISION                                  a tokenizer
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import parse_qsl, unquote
@@ -89,8 +90,13 @@ def cached_tokenizer(spec: str) -> Path | None:
 
 
 def _named(spec: str) -> tuple[str, str | None]:
-    """(OWNER/NAME, the revision)."""
+    """(OWNER/NAME, the revision). Raises DataError for what cannot be a repository of the Hub: its parts name folders of the local cache."""
     name, _, revision = spec.removeprefix(HUB).partition("@")
+    part = r"(?!\.)(?!.*\.\.)[A-Za-z0-9._-]{1,96}(?<!\.)"
+    if not re.fullmatch(f"({part}/)?{part}", name) or not re.fullmatch(r"(?!.*\.\.)[A-Za-z0-9._/-]{0,255}", revision):
+        raise DataError(
+            "is not the name of a tokenizer of the Hub", where=spec[:200], fix="write hf://OWNER/NAME or hf://OWNER/NAME@REVISION"
+        )
     return name, revision or None
 
 

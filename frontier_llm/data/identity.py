@@ -1,13 +1,41 @@
-"""Which data a run trains on: what a checkpoint records, so that a resumed run notices that its tokens are others."""
+"""Which data a run trains on, by content: another path to the same tokens is the same dataset, and other tokens at a path are another."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.position import SYNTHETIC, Source, Wanted
 
 
-def identities(run: RunConfig) -> dict[str, str]:
-    """Path → identity of each dataset that any phase trains on; none of synthetic data. Raises DataError where one cannot be read."""
-    blends = [phase.config.data.train for phase in phases_of(run)]
+class Dataset(NamedTuple):
+    """What lies at a path; as JSON a list."""
+
+    identity: str
+    tokens: int
+
+
+def datasets_of(configs: Iterable[RunConfig]) -> dict[str, Dataset]:
+    """Path → dataset of everything that any phase trains on; nothing of synthetic data. Raises DataError for one that cannot be read."""
+    blends = [phase.config.data.train for config in configs for phase in phases_of(config)]
     paths = dict.fromkeys(source.path for blend in blends if not isinstance(blend, str) for source in blend)
-    return {path: IndexedDataset(path, scan=False).identity() for path in paths}
+    opened = {path: IndexedDataset(path, scan=False) for path in paths}
+    return {path: Dataset(dataset.identity(), dataset.token_count) for path, dataset in opened.items()}
+
+
+def identities(datasets: Mapping[str, Dataset]) -> dict[str, str]:
+    """What a checkpoint records of them."""
+    return {path: dataset.identity for path, dataset in datasets.items()}
+
+
+def wanted(config: RunConfig, datasets: Mapping[str, Dataset]) -> Wanted:
+    """What one phase trains on; `datasets` has an entry for each of its paths."""
+    blend, data = config.data.train, config.data
+    sources = (
+        (Source(dataset=SYNTHETIC, path=SYNTHETIC, tokens=0, weight=1.0),)
+        if isinstance(blend, str)
+        else tuple(Source(datasets[one.path].identity, one.path, datasets[one.path].tokens, one.weight) for one in blend)
+    )
+    return Wanted(sources, config.model.sequence_length, data.packing, data.seed)

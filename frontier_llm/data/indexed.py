@@ -74,7 +74,9 @@ class IndexedDataset:
         self.prefix = str(prefix)
         _require_files(self.prefix)
         path = idx_path(prefix)
-        self._map = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+        self._index_file = path.open("rb", buffering=0)  # stays open: `_index` compares its size before each use of the map
+        size_bytes = os.fstat(self._index_file.fileno()).st_size
+        self._map = np.memmap(self._index_file, dtype=np.uint8, mode="r") if size_bytes else np.zeros(0, np.uint8)
         code, self.sequence_count, documents_plus_1 = _read_header(path, self._map)
         self.dtype = DTYPES[code]
         self.document_count = documents_plus_1 - 1
@@ -83,10 +85,7 @@ class IndexedDataset:
         if self._map.size not in (offsets[3], offsets[3] + self.sequence_count):
             wanted = f"{offsets[3]} bytes for {self.sequence_count} sequences and {self.document_count} documents"
             raise _damaged(path, 18, wanted, f"{self._map.size} bytes", "the file is truncated or was written in part; make it anew")
-        self.sequence_lengths = self._view("<i4", offsets[0], offsets[1])
-        self.sequence_pointers = self._view("<i8", offsets[1], offsets[2])
-        self.document_indices = self._view("<i8", offsets[2], offsets[3])
-        self.modes = self._view("i1", offsets[3], offsets[3] + self.sequence_count) if self._map.size > offsets[3] else None
+        self._offsets = offsets
         bin_bytes = bin_path(prefix).stat().st_size
         self._check_ends(path, bin_bytes, offsets)
         self.token_count = bin_bytes // self.dtype.itemsize
@@ -96,8 +95,41 @@ class IndexedDataset:
         if scan or (scan is None and self.sequence_count <= SCAN_LIMIT):
             self.scan()
 
+    @property
+    def sequence_lengths(self) -> NDArray[Any]:
+        """i32[S], tokens of each sequence; a view of the file."""
+        return self._view("<i4", self._offsets[0], self._offsets[1])
+
+    @property
+    def sequence_pointers(self) -> NDArray[Any]:
+        """i64[S], where each sequence begins in .bin, in bytes; a view of the file."""
+        return self._view("<i8", self._offsets[1], self._offsets[2])
+
+    @property
+    def document_indices(self) -> NDArray[Any]:
+        """i64[D], the first sequence of each document; a view of the file."""
+        return self._view("<i8", self._offsets[2], self._offsets[3])
+
+    @property
+    def modes(self) -> NDArray[Any] | None:
+        """i8[S], the mode of each sequence; None if the file has none; a view of the file."""
+        has_modes = self._map.size > self._offsets[3]
+        return self._view("i1", self._offsets[3], self._offsets[3] + self.sequence_count) if has_modes else None
+
     def _view(self, dtype: str, start: int, stop: int) -> NDArray[Any]:
-        return self._map[start:stop].view(np.ndarray).view(dtype)
+        return self._index()[start:stop].view(np.ndarray).view(dtype)
+
+    def _index(self) -> NDArray[np.uint8]:
+        """The mapped .idx. Raises DataError if the file has been cut since: reading beyond its end would end the process by SIGBUS."""
+        path = idx_path(self.prefix)
+        try:
+            size_bytes = os.fstat(self._index_file.fileno()).st_size
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if size_bytes < self._map.size:
+            fix = "the file was cut while it was in use; restore it and start again: the run goes on from its checkpoint"
+            raise _damaged(path, size_bytes, f"{self._map.size} bytes, as at the start", f"{size_bytes}", fix)
+        return self._map
 
     def _check_ends(self, path: Path, bin_bytes: int, offsets: list[int]) -> None:
         """First and last entry of each table, and the size of .bin; O(1)."""
@@ -154,13 +186,14 @@ class IndexedDataset:
 
     def learnt(self, start: int, count: int) -> NDArray[np.bool_]:
         """Of tokens [start, start + count) whether they are learnt: all, but for those of sequences of mode 1."""
-        if self.modes is None or not count:
+        modes = self.modes
+        if modes is None or not count:
             return np.ones(count, np.bool_)
         pointers, size = self.sequence_pointers, self.dtype.itemsize
         first = int(np.searchsorted(pointers, start * size, side="right")) - 1
         last = int(np.searchsorted(pointers, (start + count) * size, side="left"))
         borders = np.append(np.maximum(pointers[first:last] // size, start), start + count)
-        return np.repeat(self.modes[first:last] != READ_ONLY, np.diff(borders))
+        return np.repeat(modes[first:last] != READ_ONLY, np.diff(borders))
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Tokens [start, start + count) by one pread.
@@ -196,7 +229,7 @@ class IndexedDataset:
         """
         state = hashlib.sha256(struct.pack("<QQ", self._map.size, self.token_count))
         for start in _evenly(self._map.size, DIGEST_BLOCK_BYTES):
-            state.update(self._map[start : start + DIGEST_BLOCK_BYTES].tobytes())
+            state.update(self._index()[start : start + DIGEST_BLOCK_BYTES].tobytes())
         return state.hexdigest()
 
     def identity(self) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.indexed import READ_ONLY, IndexedDataset, bin_path
+from frontier_llm.data.keys import order_key
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
@@ -94,7 +95,7 @@ def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_le
     """The same of `data.packing: best-fit`, which parts only what no sequence can hold, and pads: as one seed packs it, and others hardly differ."""
     if not dataset.token_count:
         return {}
-    samples = PackedSamples(dataset, sequence_length, seed=0)
+    samples = PackedSamples(dataset, sequence_length, order_key("best-fit", 0, 0))
     capacity = samples.samples_per_epoch * (sequence_length + 1)
     repeated = samples.piece_count - int((lengths > 0).sum())  # tokens that two pieces share
     padding = capacity - dataset.token_count - repeated

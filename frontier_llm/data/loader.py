@@ -1,11 +1,10 @@
 """From a run's data config to this rank's microbatches.
 
-Position is one integer, the number of samples consumed. A step consumes the next `global_batch` samples, and sample
+Samples of a run are numbered from 0 (`data/position.py`). A step consumes the next `global_batch` samples, and sample
 
-    consumed + microbatch * (micro_batch * dp) + dp_rank * micro_batch + row
+    first of the step + microbatch * (micro_batch * dp) + dp_rank * micro_batch + row
 
-is row `row` of that microbatch on that data-parallel rank. In a run with phases (config/phases.py) it is the number of samples consumed
-of the phase's stream, whose order has a seed of its own. So the union over ranks and microbatches is the same set of samples
+is row `row` of that microbatch on that data-parallel rank. So the union over ranks and microbatches is the same set of samples
 for every dp and micro_batch that divide the global batch, and pipeline and tensor ranks of one replica read the same rows.
 """
 
@@ -20,11 +19,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.config import RunConfig, RunPhase, phases_of
+from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.data.best_fit import PackedSamples
+from frontier_llm.data.blend import blend_of, whole_weights
+from frontier_llm.data.course import course
+from frontier_llm.data.identity import datasets_of
 from frontier_llm.data.indexed import IndexedDataset, idx_path
+from frontier_llm.data.keys import Packing, order_key
 from frontier_llm.data.meta import read_meta
-from frontier_llm.data.samples import BlendedSamples, DatasetSamples, DocumentSamples, SampleStream, SyntheticSamples, derive_key
+from frontier_llm.data.position import START, SYNTHETIC, Position, Stream
+from frontier_llm.data.samples import BlendedSamples, DatasetSamples, DocumentSamples, SampleStream, SyntheticSamples
 from frontier_llm.data.summary import too_often
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, FrontierError, Problem, closest
@@ -71,7 +75,7 @@ class Batches:
         read_ahead: int = 4,
         first_sample: int = 0,
     ) -> None:
-        """`first_sample`: the stream's number of step 0's first sample, negative where the stream begins later in the run.
+        """`first_sample`: number of the sample that step 0 would begin with if all steps had been as large as these.
 
         `vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background (0: none).
         """
@@ -92,7 +96,7 @@ class Batches:
         self._prepared = functools.lru_cache(capacity)(self._submit)
 
     def sample_ids(self, step: int, index: int) -> range:
-        """Global numbers of the samples in a microbatch of a step."""
+        """Numbers in the run of the samples in a microbatch of a step."""
         first = self._first_sample + step * self.global_batch + index * self.micro_batch * self.dp + self.dp_rank * self.micro_batch
         return range(first, first + self.micro_batch)
 
@@ -132,35 +136,49 @@ class Batches:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def open_samples(run: RunConfig, split: str = "train", stream: int = 1) -> SampleStream:
-    """The sample stream of one of `run.data.splits`; `stream` is the phase that first reads it.
+def open_samples(run: RunConfig, split: str = "train") -> BlendedSamples:
+    """The samples of one of `run.data.splits`, numbered from its beginning: of a held-out set, or of the run's first blend.
 
     Raises DataError for missing or damaged files.
     """
     sources = run.data.splits[split]
     seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
     if isinstance(sources, str):
-        return SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size, stream)
-    seed = seed if stream == 1 else derive_key("phase", seed, stream)
-    cache_dir = Path(run.data.cache_dir) if run.data.cache_dir else None
+        return BlendedSamples([SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)], lambda k: (0, k))
     # held-out sets are cut as ever, so that losses of runs that pack differently compare
-    samples = PackedSamples if split == "train" and run.data.packing == "best-fit" else DocumentSamples
-    streams: list[DatasetSamples] = [
-        samples(IndexedDataset(source.path), run.model.sequence_length, seed, place, cache_dir) for place, source in enumerate(sources)
-    ]
-    return streams[0] if len(streams) == 1 else BlendedSamples(streams, [source.weight for source in sources])
+    packing = run.data.packing if split == "train" else "concatenate"
+    streams = [_open_dataset(run, source.path, packing, order_key(packing, seed, place)) for place, source in enumerate(sources)]
+    return BlendedSamples(streams, blend_of(tuple(whole_weights([source.weight for source in sources]))).locate)
+
+
+def open_run(run: RunConfig, position: Position) -> BlendedSamples:
+    """The samples of the run by number, from `position` on for as long as its blend is dealt. Raises DataError as `open_samples`."""
+    first = position.samples
+    return BlendedSamples([open_stream(run, stream) for stream in position.current], lambda k: position.sample(k - first))
+
+
+def open_stream(run: RunConfig, stream: Stream) -> SampleStream:
+    """The samples of one stream."""
+    if stream.dataset == SYNTHETIC:
+        return SyntheticSamples(stream.sequence_length, run.data.seed, run.model.vocab_size, stream.key)
+    return _open_dataset(run, stream.path, stream.packing, stream.key)
+
+
+def _open_dataset(run: RunConfig, path: str, packing: Packing, key: int) -> DatasetSamples:
+    cache_dir = Path(run.data.cache_dir) if run.data.cache_dir else None
+    samples = PackedSamples if packing == "best-fit" else DocumentSamples
+    return samples(IndexedDataset(path), run.model.sequence_length, key, cache_dir)
 
 
 def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", read_ahead: int = 4) -> Batches:
-    """This data-parallel rank's microbatches of one of `run.data.splits`."""
+    """This data-parallel rank's microbatches of one of `run.data.splits`, from its first sample."""
     return _batches(run, open_samples(run, split), dp_rank, dp, read_ahead)
 
 
-def open_phase(phase: RunPhase, dp_rank: int, dp: int) -> Batches:
-    """This data-parallel rank's microbatches of what a phase trains on; steps are those of the whole run."""
-    samples = open_samples(phase.config, stream=phase.stream)
-    first = phase.first_sample - phase.first * phase.config.batch.global_batch
-    return _batches(phase.config, samples, dp_rank, dp, first_sample=first)
+def open_run_batches(run: RunConfig, position: Position, step: int, dp_rank: int, dp: int) -> Batches:
+    """This data-parallel rank's microbatches of what a run trains on from `position` on, where `step` steps are done."""
+    first = position.samples - step * run.batch.global_batch
+    return _batches(run, open_run(run, position), dp_rank, dp, first_sample=first)
 
 
 def _batches(run: RunConfig, samples: SampleStream, dp_rank: int, dp: int, read_ahead: int = 4, first_sample: int = 0) -> Batches:
@@ -177,19 +195,23 @@ def _batches(run: RunConfig, samples: SampleStream, dp_rank: int, dp: int, read_
     )
 
 
-def prepare_indices(run: RunConfig) -> None:
-    """Build the sample indices of the whole run ahead of it, on one core of any node; the ranks then only map them."""
-    for phase in phases_of(run):
-        held_out = run.train.eval_samples + phase.config.batch.global_batch
-        trained_on = phase.first_sample + phase.steps * phase.config.batch.global_batch
-        for split in phase.config.data.splits:
-            stream, count = (phase.stream, trained_on) if split == "train" else (1, held_out)
-            samples = open_samples(phase.config, split, stream)
-            if isinstance(samples, DocumentSamples | PackedSamples | BlendedSamples):
-                samples.prepare(count)
+def prepare_indices(run: RunConfig, position: Position = START) -> None:
+    """Build the sample indices of the rest of the run ahead of it, on one core of any node; the ranks then only map them."""
+    for phase, after in course(run, position, datasets_of([run])):
+        for stream in after.current:
+            _prepare(open_stream(phase.config, stream), stream.taken)
+        count = run.train.eval_samples + phase.config.batch.global_batch
+        for split in phase.config.data.held_out:
+            for samples in open_samples(phase.config, split).streams:
+                _prepare(samples, count)
 
 
-def data_problems(run: RunConfig) -> list[Problem]:
+def _prepare(samples: SampleStream, count: int) -> None:
+    if isinstance(samples, DocumentSamples | PackedSamples):
+        samples.prepare(count)
+
+
+def data_problems(run: RunConfig, position: Position = START) -> list[Problem]:
     """Everything wrong with the run's data, found by one process before ranks start.
 
     Missing or damaged files, a dataset that is empty or too short, a tokenizer that cannot be read, a tokenizer or vocabulary that does not
@@ -220,7 +242,7 @@ def data_problems(run: RunConfig) -> list[Problem]:
             except FrontierError as error:
                 problems += error.problems
     if not problems:
-        problems += too_often(run)
+        problems += too_often(run, position)
     return list(dict.fromkeys(problems))  # a dataset may be in both splits, and in several phases
 
 
@@ -243,8 +265,8 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
 
 def _too_short(run: RunConfig, split: str, samples: SampleStream) -> list[Problem]:
     """Datasets without one whole sequence, and training data without one whole batch: every step would show the same tokens again."""
-    assert isinstance(samples, DocumentSamples | PackedSamples | BlendedSamples)
-    datasets = [stream.dataset for stream in (samples.streams if isinstance(samples, BlendedSamples) else [samples])]
+    assert isinstance(samples, BlendedSamples)
+    datasets = [stream.dataset for stream in samples.streams if isinstance(stream, DocumentSamples | PackedSamples)]
     S, batch_tokens = run.model.sequence_length, run.batch.global_batch * run.model.sequence_length
     problems = [
         Problem(_key(split), f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1", "give more data")

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm import log
-from frontier_llm.data.blend import Blend
 from frontier_llm.data.cache import cached_array
 from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.keys import derive_key, order_key
 from frontier_llm.data.native import ABI, call, library, permute
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count
@@ -60,12 +60,6 @@ class DatasetSamples(SampleStream, Protocol):
 def threads() -> int:
     """How many build a table of documents."""
     return min(len(os.sched_getaffinity(0)), MAXIMUM_THREADS)
-
-
-def derive_key(*parts: object) -> int:
-    """A 64-bit key from a purpose and its parameters; the same on every machine."""
-    text = "/".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 class Pieces(NamedTuple):
@@ -159,13 +153,13 @@ def check_readable(dataset: IndexedDataset) -> None:
 class DocumentSamples:
     """Samples of one indexed dataset."""
 
-    def __init__(self, dataset: IndexedDataset, sequence_length: int, seed: int, source: int = 0, cache_dir: Path | None = None) -> None:
-        """`source` is the dataset's place in its blend; two places have unrelated orders."""
+    def __init__(self, dataset: IndexedDataset, sequence_length: int, key: int, cache_dir: Path | None = None) -> None:
+        """`key` decides the order; two keys have unrelated orders."""
         check_readable(dataset)
         self.dataset, self.masked = dataset, dataset.modes is not None
         self.sequence_length = sequence_length
-        self.key = derive_key("source", seed, source)
-        self.index = EpochIndex(dataset, self.key, cache_dir)
+        self.key = key
+        self.index = EpochIndex(dataset, key, cache_dir)
 
     def first_of_epoch(self, epoch: int) -> int:
         """Number of the first sample that begins in the epoch: ceil(epoch * T / S)."""
@@ -208,22 +202,18 @@ class DocumentSamples:
 
 
 class BlendedSamples:
-    """Samples of several streams in exact proportions."""
+    """Samples of one or several streams."""
 
-    def __init__(self, streams: Sequence[DatasetSamples], weights: list[float]) -> None:
+    def __init__(self, streams: Sequence[SampleStream], locate: Callable[[int], tuple[int, int]]) -> None:
+        """`locate(k)`: the place in `streams` of the stream that gives sample k, and the index in it."""
         self.streams, self.masked = streams, any(stream.masked for stream in streams)
-        self.blend = Blend(weights)
+        self.locate = locate
         self.sequence_length = streams[0].sequence_length
-
-    def prepare(self, samples: int) -> None:
-        """See DatasetSamples."""
-        for stream, weight in zip(self.streams, self.blend.counts, strict=True):
-            stream.prepare(-(-samples * weight // self.blend.period) + 1)
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream."""
-        source, index = self.blend.locate(k)
-        return self.streams[source].fill(index, tokens_S1, learnt_S1)
+        place, index = self.locate(k)
+        return self.streams[place].fill(index, tokens_S1, learnt_S1)
 
 
 class SyntheticSamples:
@@ -235,13 +225,13 @@ class SyntheticSamples:
 
     masked = False
 
-    def __init__(self, sequence_length: int, seed: int, vocab_size: int, stream: int = 1) -> None:
-        """Another `stream` has other samples of the same cycle."""
+    def __init__(self, sequence_length: int, seed: int, vocab_size: int, key: int | None = None) -> None:
+        """`seed` draws the cycle. `key` decides the samples; None: as of the seed's first stream."""
         self.sequence_length = sequence_length
-        key = derive_key("synthetic", seed)
-        self.key = key if stream == 1 else derive_key("phase", key, stream)
+        first = order_key("synthetic", seed, 0)
+        self.key = first if key is None else key
         self.places = min(vocab_size, 1024)
-        self._cycle = np.random.Philox(key=key).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
+        self._cycle = np.random.Philox(key=first).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream."""

@@ -1,4 +1,4 @@
-"""What a run is about to read: the size of each dataset, its share, and how often the run's steps go through it."""
+"""What a run is about to read: the size of each dataset, its share, and how often the run goes through it."""
 
 from __future__ import annotations
 
@@ -7,52 +7,113 @@ from collections.abc import Iterator
 
 from frontier_llm import log
 from frontier_llm.config import DataSource, RunConfig, phases_of
+from frontier_llm.data.course import course
+from frontier_llm.data.identity import datasets_of
 from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.position import START, SYNTHETIC, Position
 from frontier_llm.errors import Problem
 from frontier_llm.units import format_count
 
 MANY_EPOCHS = 4  # up to here repeated tokens teach almost as much as new ones (Muennighoff et al. 2023, arXiv:2305.16264)
 
 
-def log_datasets(run: RunConfig) -> None:
+def log_datasets(run: RunConfig, position: Position = START) -> None:
     """One line per dataset, and a warning for each that is trained on more than MANY_EPOCHS times. The datasets are sound already."""
-    phases = phases_of(run)
-    for blend in dict.fromkeys(phase.config.data.train for phase in phases):
-        tokens = sum(phase.steps * phase.tokens_per_step for phase in phases if phase.config.data.train == blend)
-        _log_blend("train", blend, tokens, "in this run's steps")
+    _log_training(run, position)
     for split, blend in run.data.held_out.items():
-        _log_blend(split.replace("/", "."), blend, run.train.eval_samples * run.model.sequence_length, "in each evaluation")
+        name = f"data.{split.replace('/', '.')}"
+        if isinstance(blend, str):
+            _log_synthetic(name)
+            continue
+        tokens = run.train.eval_samples * run.model.sequence_length
+        total_weight = sum(source.weight for source in blend)
+        for source in blend:
+            share = source.weight / total_weight
+            _log_dataset(name, source.path, share, tokens * share, "in each evaluation")
 
 
-def too_often(run: RunConfig) -> Iterator[Problem]:
-    """A problem for each dataset that the run's steps go through more often than its max_epochs."""
-    phases, tokens, limits = phases_of(run), Counter[str](), dict[str, float]()
-    for phase in phases:
-        blend = phase.config.data.train
-        for source in () if isinstance(blend, str) else blend:
-            share = source.weight / sum(other.weight for other in blend if not isinstance(other, str))
-            tokens[source.path] += round(phase.steps * phase.tokens_per_step * share)
-            if source.max_epochs is not None:
-                limits[source.path] = min(source.max_epochs, limits.get(source.path, source.max_epochs))
-    for path, limit in limits.items():
-        epochs = tokens[path] / IndexedDataset(path, scan=False).token_count
+def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
+    """A problem for each dataset that the whole run goes through more often than its max_epochs."""
+    sources = list(_sources(run))
+    if all(source.max_epochs is None for source in sources):
+        return
+    datasets = datasets_of([run])
+    end = _end(run, position)
+    limits: dict[str, tuple[float, str]] = {}  # identity → (epochs, path)
+    for source in sources:
+        if source.max_epochs is not None:
+            identity = datasets[source.path].identity
+            limits[identity] = min(limits.get(identity, (source.max_epochs, source.path)), (source.max_epochs, source.path))
+    for identity, (limit, path) in limits.items():
+        tokens = datasets[path].tokens
+        epochs = end.tokens_of(identity) / tokens
         if epochs > limit:
-            what = f"the run goes {epochs:.3g} times through {path}, and its max_epochs is {limit:g}"
+            done = position.tokens_of(identity) / tokens
+            before = f" ({done:.3g} of them so far)" if done else ""
+            what = f"the run goes {epochs:.3g} times through {path}{before}, and its max_epochs is {limit:g}"
             fix = f"at most {limit / epochs:.1%} of its weight or of the steps, more data, or another max_epochs"
             yield Problem("data.train", what, fix)
 
 
-def _log_blend(split: str, sources: tuple[DataSource, ...] | str | None, tokens: int, purpose: str) -> None:
-    if isinstance(sources, str):
-        log.info(f"data.{split}: synthetic: made-up tokens without any text, for benchmarks and tests")
-        return
-    total_weight = sum(source.weight for source in sources or ())
-    for source in sources or ():
-        dataset, share = IndexedDataset(source.path, scan=False), source.weight / total_weight
-        epochs = tokens * share / dataset.token_count
-        documents = "1 document" if dataset.document_count == 1 else f"{format_count(dataset.document_count)} documents"
-        size = f"{documents}, {format_count(dataset.token_count)} tokens"
-        log.info(f"data.{split}: {source.path}: {size}, weight {share:.3g}, {epochs:.3g} epochs {purpose}")
-        if split == "train" and epochs > MANY_EPOCHS:
-            what = f"the run goes {epochs:.1f} times through {source.path}; beyond {MANY_EPOCHS} epochs a model learns little more from it"
+def news(before: Position, after: Position) -> Iterator[str]:
+    """What entering a blend changes for sources that have been read already; nothing where all go on or are new."""
+    for stream in after.current:
+        if stream.taken or stream.dataset == SYNTHETIC:
+            continue
+        elsewhere = [other for other in before.streams if other.dataset == stream.dataset and other.tokens_read]
+        for other in elsewhere:
+            where = f"at sequence length {other.sequence_length}" if other.sequence_length != stream.sequence_length else "in another order"
+            what = f"{format_count(other.tokens_read)} of its {format_count(stream.dataset_tokens)} tokens were read {where}"
+            yield f"{stream.path} begins anew at sequence length {stream.sequence_length}: {what}"
+        smaller = [other for other in before.streams if other.path == stream.path and other.dataset != stream.dataset and other.tokens_read]
+        for other in smaller[-1:]:
+            what = f"{format_count(other.dataset_tokens)} tokens were there, of which {format_count(other.tokens_read)} were read"
+            yield f"{stream.path} is a new source of {format_count(stream.dataset_tokens)} tokens: {what}; it is read from its beginning"
+
+
+def _sources(run: RunConfig) -> Iterator[DataSource]:
+    """Every dataset that some phase names."""
+    for phase in phases_of(run):
+        if not isinstance(phase.config.data.train, str):
+            yield from phase.config.data.train
+
+
+def _end(run: RunConfig, position: Position) -> Position:
+    ends = [end for _, end in course(run, position, datasets_of([run]))]
+    return ends[-1] if ends else position
+
+
+def _log_training(run: RunConfig, position: Position) -> None:
+    begin = position
+    read: dict[tuple[tuple[str, float], ...], Counter[int]] = {}  # by (path, share) of each member: tokens of each in its blend
+    for _, after in course(run, position, datasets_of([run])):
+        total = sum(after.weights)
+        members = tuple((stream.path, share.weight / total) for stream, share in zip(after.current, after.blend, strict=True))
+        tokens = read.setdefault(members, Counter())
+        for place, share in enumerate(after.blend):
+            before = position.streams[share.stream].tokens_read if share.stream < len(position.streams) else 0
+            tokens[place] += after.streams[share.stream].tokens_read - before
+        position = after
+    purpose = "in this run's further steps" if begin.steps else "in this run's steps"
+    for members, tokens in read.items():
+        for place, (path, weight) in enumerate(members):
+            if path == SYNTHETIC:
+                _log_synthetic("data.train")
+            else:
+                _log_dataset("data.train", path, weight, tokens[place], purpose)
+    for stream in {stream.dataset: stream for stream in position.streams if stream.dataset_tokens}.values():
+        epochs = position.tokens_of(stream.dataset) / stream.dataset_tokens
+        if epochs > MANY_EPOCHS:
+            what = f"the run goes {epochs:.1f} times through {stream.path}; beyond {MANY_EPOCHS} epochs a model learns little more from it"
             log.warn(f"{what} (arXiv:2305.16264): give more data, less weight or fewer train.steps")
+
+
+def _log_synthetic(name: str) -> None:
+    log.info(f"{name}: synthetic: made-up tokens without any text, for benchmarks and tests")
+
+
+def _log_dataset(name: str, path: str, share: float, tokens: float, purpose: str) -> None:
+    dataset = IndexedDataset(path, scan=False)
+    documents = "1 document" if dataset.document_count == 1 else f"{format_count(dataset.document_count)} documents"
+    size = f"{documents}, {format_count(dataset.token_count)} tokens"
+    log.info(f"{name}: {path}: {size}, weight {share:.3g}, {tokens / dataset.token_count:.3g} epochs {purpose}")

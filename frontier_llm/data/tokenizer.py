@@ -178,7 +178,11 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         fetched = _load(tokenizer_directory(str(spec)))
         fetched.name = str(spec)
         return fetched
-    return _load(Path(spec))
+    try:
+        return _load(Path(spec))
+    except OSError as error:  # also a name that is too long, or a device
+        fix = "give a tokenizer's file or directory that you may read"
+        raise DataError(f"cannot be read: {error.strerror}", where=str(spec)[:200], fix=fix) from None
 
 
 def tokenizer_file(directory: Path) -> Path | None:
@@ -199,6 +203,8 @@ def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
         fix = "give a tokenizer's file or directory, hf://OWNER/NAME to fetch one from the Hub, train one with `frontier-llm data tokenizer`, or give `bytes`"
         raise DataError("no such tokenizer", where=str(path), fix=fix)
     for file in filter(None, (path, _merges_beside(path), path.with_name("tokenizer_config.json"))):
+        if file.is_file() and file.stat().st_size == 0:  # also files of /proc, which may be endless
+            raise DataError("is empty", where=str(file), fix="give the tokenizer's own file")
         if file.is_file() and file.stat().st_size > lifted(MAXIMUM_BYTES):
             what = f"is larger than {format_bytes(lifted(MAXIMUM_BYTES))}, which no tokenizer is"
             raise DataError(what, where=str(file), fix=f"give the tokenizer's own file; {LIFT}")

@@ -8,8 +8,8 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.data.documents import DAMAGE_FIX, Damage, read
 from frontier_llm.data.inputs import cut, find_inputs
+from frontier_llm.data.keys import derive_key
 from frontier_llm.data.remote import located
-from frontier_llm.data.samples import derive_key
 from frontier_llm.data.tokenize import TokenizeOptions
 from frontier_llm.errors import DataError
 

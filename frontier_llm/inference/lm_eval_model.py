@@ -39,10 +39,11 @@ class FrontierLM(TemplateLM):
         dtype: str | None = None,
         device: str | None = None,
         batch_size: int | str = 8,
+        plugin: str | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
-        opened = open_model(path)
+        opened = open_model(path, verified=True, plugins=[plugin] if plugin else [])
         self.tokens = open_tokenizer(opened, tokenizer)
         self.batch_size_per_gpu = int(batch_size) if str(batch_size).isdigit() else 8
         place = _device(device)

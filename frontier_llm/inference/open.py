@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from frontier_llm.checkpoint.directory import checkpoints_at
 from frontier_llm.checkpoint.huggingface import CONFIG, HuggingFaceModel
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.checkpoint.weights import CheckpointWeights
-from frontier_llm.config import ModelConfig, RunConfig
+from frontier_llm.config import ModelConfig, RunConfig, own_plugins
+from frontier_llm.config.plugins import import_plugins, import_recorded
+from frontier_llm.data.hub import HUB
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.inspect import recorded_tokenizer
 from frontier_llm.data.meta import read_meta
@@ -30,16 +33,21 @@ class OpenedModel:
     tokenizer_spec: str | None
 
 
-def open_model(path: str | Path, verified: bool = False) -> OpenedModel:
+def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] = ()) -> OpenedModel:
     """Open what `path` names; of a run directory its newest checkpoint. `verified` reads every shard whole against its digest.
 
-    Raises CheckpointError saying what was expected there.
+    Plugins that a checkpoint was trained with are imported from `plugins`, which the user named, or as the user's own run directory
+    names them. Raises CheckpointError saying what was expected there, ConfigError for a plugin that is needed and not named.
     """
     path = Path(path)
     if (path / CONFIG).is_file():
+        import_plugins(plugins)
         return OpenedModel(path, HuggingFaceModel(path), None, "fp32", tokenizer_in(path))
     if checkpoints := checkpoints_at(path):
         source = CheckpointWeights(checkpoints[0], verified)
+        is_run_directory = checkpoints[0].parent == path / "checkpoints"  # else a checkpoint alone, which may bring a run file of its own
+        own = own_plugins(path) if is_run_directory else ()
+        import_recorded(source.manifest.known_plugins, given=plugins, own=own, where=str(checkpoints[0]))
         return OpenedModel(checkpoints[0], source, source.config, source.config.precision.dtype, source.config.data.tokenizer)
     what = "is no model" if path.exists() else "does not exist"
     fix = "give a run directory (with checkpoints/), a checkpoint (with manifest.json) or a Hugging Face directory (with config.json)"
@@ -55,6 +63,9 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
             fix="name one with --tokenizer (a file, a directory, or `bytes`)",
             where=str(opened.path),
         )
+    if given is None and spec.startswith(HUB) and recorded_tokenizer(str(opened.path), spec) is None:
+        what = f"names the tokenizer {spec[:200]}, which was never fetched here"  # a checkpoint may be a stranger's
+        raise DataError(what, where=str(opened.path), fix=f"if you trust that name, fetch it with --tokenizer {spec[:200]}")
     tokenizer = load_tokenizer(spec)
     check_vocabulary(tokenizer, opened.source.model)
     return tokenizer

@@ -174,9 +174,7 @@ _PLUGIN = Variable(
 _LARGE_CQ = Variable(
     "FI_CXI_DEFAULT_CQ_SIZE", "262144", "'Cassini Event Queue overflow' on 1,024 nodes with less", "LumiOpen/Megatron-LM-lumi"
 )
-STORE_CHECKS_PER_S = (
-    20_000  # of each kind, by all ranks together: under half of what the store on rank 0 takes (scripts/bench_rendezvous.py)
-)
+STORE_CHECKS_PER_S = 20_000  # of each kind, by all ranks together: under half of what the job's store takes (scripts/bench_rendezvous.py)
 _RANKS_PER_NODE = 8
 _ONE_INTERFACE_NODES = 300  # above it, bootstrap over four interfaces stalls now and then
 _LARGE_NODES = 512

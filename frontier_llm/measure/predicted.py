@@ -34,9 +34,9 @@ class MeasuredRun:
         return self.predicted_s / self.measured_s - 1
 
 
-def beside_prediction(directory: Path, numbers: Rates) -> MeasuredRun:
-    """A run directory beside its prediction. Raises DataError where there is no run, or it has left no step times."""
-    record = read_run(directory)
+def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = ()) -> MeasuredRun:
+    """A run directory beside its prediction; `plugins` as `read_run`. Raises DataError where there is no run, or it has left no step times."""
+    record = read_run(directory, plugins)
     last = record.parts[-1]  # the configuration is that of the last layout
     times = [float(row["step_time_s"]) for row in record.steps if row["step"] > last.after_step and "step_time_s" in row]
     if not times:

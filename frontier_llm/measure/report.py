@@ -29,9 +29,11 @@ CURVES = (
 )
 
 
-def write_report(runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None) -> Path:
-    """One page over one or several runs of the same model (their curves share the axes); returns `output`."""
-    records = told_apart([read_run(run) for run in runs])
+def write_report(
+    runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None, plugins: Sequence[str] = ()
+) -> Path:
+    """One page over one or several runs of the same model (their curves share the axes); returns `output`. `plugins` as `read_run`."""
+    records = told_apart([read_run(run, plugins) for run in runs])
     first = records[0]
     parts = [
         _tiles(records),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.cluster import run_dir
-from frontier_llm.config import RunConfig, build
+from frontier_llm.config import RunConfig, build, own_plugins
 from frontier_llm.config.load import read_yaml
+from frontier_llm.config.plugins import import_recorded, recorded_names
 from frontier_llm.errors import DataError
 from frontier_llm.topology import ParallelPlan, plan_as_given
 
@@ -44,13 +45,18 @@ class RunRecord:
     name: str  # of its curves
 
 
-def read_run(directory: Path) -> RunRecord:
-    """Load a run directory. Raises DataError when it holds no run; lines of a torn metrics file are skipped."""
+def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
+    """Load a run directory. Lines of a torn metrics file are skipped.
+
+    The run's plugins are imported, from `plugins`, which the user named, or as config.yaml names them if it belongs to this user.
+    Raises DataError when the directory holds no run, ConfigError for a plugin that is needed and not named.
+    """
     missing = [name for name in ("config.yaml", "plan.json", "metrics.jsonl") if not (directory / name).is_file()]
     if missing:
         raise DataError(f"{directory} is not a run directory: it lacks {', '.join(missing)}", fix="give the train.run_dir of a run")
     content, where = read_yaml(directory / "config.yaml"), str(directory / "config.yaml")
     config = build(RunConfig, content, where)
+    import_recorded(recorded_names(content), given=plugins, own=own_plugins(directory), where=where)
     parts = tuple(_span(content, row, where) for row in run_dir.layouts(directory)) or (_only_span(config, directory),)
     moved: dict[str, Any] = next((row for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication"), {})
     moved_on = [part for part in parts if part.incarnation <= moved.get("incarnation", 0)] or parts

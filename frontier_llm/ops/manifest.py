@@ -8,15 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from frontier_llm.errors import BackendError, Problem, suggest
 from frontier_llm.libraries import DIRECTORY
-from frontier_llm.ops.kernel_table import ARCHITECTURES
+from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
+TABLE = "kernel_table.py"  # block sizes and variants of every kernel
 GPU_DIR = DIRECTORY / "gpu"
 
 # Which Tritons' code objects take two scratch pointers after their own arguments, which is what the launcher passes (3.4 has one).
@@ -44,13 +46,19 @@ def check_triton(version: str, architecture: str, where: str) -> None:
 
 
 @cache
-def source_digest() -> str:
-    """One digest of the kernel sources and their table: a manifest of other sources is stale."""
-    digest = hashlib.sha256()
+def source_digests() -> dict[str, str]:
+    """sha256 of each file that code objects are built from, by file name: a manifest with other digests is stale."""
     here = Path(__file__).parent
-    for path in [*sorted((here / "triton").glob("*.py")), here / "kernel_table.py"]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    paths = [*sorted((here / "triton").glob("*.py")), here / TABLE]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def stale_kernels(built_from: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """(files that are not those of the build, kernels that they define). A changed table concerns every kernel."""
+    now = source_digests()
+    files = [name for name in sorted({*now, *built_from}) if now.get(name) != built_from.get(name)]
+    kernels = [name for name, kernel in all_kernels().items() if TABLE in files or f"{kernel.module}.py" in files]
+    return files, kernels
 
 
 def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, Any]:
@@ -68,13 +76,18 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
         raise BackendError(f"the ops for {architecture} have not been built: no {path.name} in {folder}", build, "GPU ops")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        built = (manifest["version"], manifest["architecture"], manifest["sources_sha256"])
+        built = (manifest["version"], manifest["architecture"])
         codes = [(code["file"], code["sha256"]) for code in manifest["kernels"]]
         triton = str(manifest["tools"]["triton"])
+        sources = dict(manifest["sources"]) if manifest["version"] == MANIFEST_VERSION else {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BackendError(f"unreadable manifest: {type(error).__name__}: {error}", build, str(path)) from error
-    if built != (MANIFEST_VERSION, architecture, source_digest()):
-        raise BackendError("the code objects were built from other kernel sources than these", build, str(path))
+    if built != (MANIFEST_VERSION, architecture):
+        what = f"written for {built[1]} in version {built[0]}; expected are {architecture} and version {MANIFEST_VERSION}"
+        raise BackendError(what, build, str(path))
+    if (stale := stale_kernels(sources)) != ([], []):
+        what = f"the code objects were built from other kernel sources than these: {', '.join(stale[0])}"
+        raise BackendError(f"{what}; stale are {', '.join(stale[1]) or 'none of the kernels'}", build, str(path))
     check_triton(triton, architecture, str(path))
     damaged = [file for file, digest in codes if not _has_digest(folder / file, digest)]
     if damaged:
@@ -82,6 +95,12 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
             [Problem(str(folder / file), "missing, or not the file that was built (sha256 differs)", build) for file in damaged]
         )
     return manifest
+
+
+def manifest_digest(architecture: str) -> str:
+    """sha256 of an architecture's manifest, which names the digest of every code object; '' without a manifest."""
+    path = GPU_DIR / architecture / "manifest.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def _has_digest(path: Path, digest: str) -> bool:

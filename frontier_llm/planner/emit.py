@@ -14,7 +14,8 @@ import yaml
 
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.layout import run_keys
-from frontier_llm.config import CommConfig, ParallelConfig, PrecisionConfig, available, consumed, load_model, load_run, phases_of
+from frontier_llm.cluster.sbatch import PRODUCTION
+from frontier_llm.config import CommConfig, ParallelConfig, PrecisionConfig, available, load_model, load_run, phases_of, planned_tokens
 from frontier_llm.files import write_atomically
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical
@@ -26,7 +27,6 @@ from frontier_llm.topology.stages import balanced
 from frontier_llm.units import GIB, plural
 
 SITES = ("frontier", "lumi", "local")
-SCRIPTS = {"gpt-1t": "slurm/train_1t.sbatch", "gpt-175b": "slurm/train_175b.sbatch", "gpt-22b": "slurm/train_22b.sbatch"}
 
 SAID = ("tensor", "pipeline", "schedule", "zero", "axis_order")  # whatever their values
 FILL_IN = "FILL_IN"  # no dataset: training with it names it
@@ -119,7 +119,7 @@ def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates:
 def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[str, Any]:
     """The choice, and the steps that its batch needs for the run's tokens or for those asked for."""
     base = load_run(str(request.run))
-    tokens = request.tokens or consumed(phases_of(base), base.train.steps)[1]
+    tokens = request.tokens or planned_tokens(phases_of(base))
     # phases count their own steps
     steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
     return {**choice, "train": {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}}
@@ -143,7 +143,7 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
     """
     site = machine.name if machine.name in SITES else "generic"
     lines = [f"frontier-llm submit {path} --site {site} --nodes {nodes} --account PROJECT"]
-    script = SCRIPTS.get(str(content.get("model")))  # a file on top of a run names no model
+    script = PRODUCTION.get(str(content.get("model")))  # a file on top of a run names no model
     if script and site == "frontier":
         words = [
             f"{section}.{key}={_word(value)}"
@@ -151,7 +151,7 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
             for key, value in content.get(section, {}).items()
             if key != "run_dir"
         ]
-        lines.append(f"sbatch --account=PROJECT --nodes={nodes} {script} {' '.join(words)}")
+        lines.append(f"sbatch --account=PROJECT --nodes={nodes} slurm/{script}.sbatch {' '.join(words)}")
     return "\n".join(lines)
 
 

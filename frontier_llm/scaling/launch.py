@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -20,11 +21,13 @@ from frontier_llm.cluster.doctor import preflight
 from frontier_llm.cluster.job_spec import TRAIN, BatchJob
 from frontier_llm.cluster.lead import SLURM_EARLY_S, job_lead_s
 from frontier_llm.cluster.rank_env import environment, with_this_package
+from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, read_failure
+from frontier_llm.files import open_below
 from frontier_llm.scaling.harvest import step_times_s
 
 OUT_OF_MEMORY = (
@@ -104,6 +107,7 @@ class AllocationRanks:
         self._failed: list[str] = []
         self._lent: set[str] = set()
         self._lock = threading.Lock()
+        self._is_ready = False  # until the first run has found everything that it needs
 
     def preflight(self, directory: Path) -> None:
         """`doctor` on every node, once; bad ones are left out from then on. Raises FrontierError when too few are left, or all share a fault."""
@@ -135,10 +139,14 @@ class AllocationRanks:
             return self.start_on(nodes, run, limit_s)
 
     def start_on(self, nodes: tuple[str, ...], run: ShortRun, limit_s: float) -> RunEnd:
-        """One srun over these nodes, recorded among the run's attempts."""
+        """One srun over these nodes, recorded among the run's attempts. Raises FrontierError if something that ranks need is not installed."""
         # ranks that hang may not hear srun; Slurm itself ends the step then, a minute later
         site = self.site.model_copy(update={"srun": {**self.site.srun, "time": str(math.ceil(limit_s / 60) + 1)}})
         job = BatchJob(run.config, run.words, run.directory, site, self.allocation, continue_with="never")
+        with self._lock:
+            if not self._is_ready:
+                refuse_unready(job)
+                self._is_ready = True
         outcome, seconds = start_ranks(job, nodes, limit_s, progress=lambda directory: len(run_dir.steps(directory)))
         in_time = outcome.cause != "walltime"
         failure = outcome.failure if in_time else read_failure(run.directory)
@@ -166,7 +174,7 @@ class LocalRanks:
         run.directory.mkdir(parents=True, exist_ok=True)
         began_s = time.monotonic()
         words = [sys.executable, *TRAIN, *run.words]
-        with (run.directory / "ranks.log").open("wb") as text:
+        with open(open_below(run.directory, "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as text:
             process = subprocess.Popen(words, env=with_this_package(environment()), stdin=subprocess.DEVNULL, stdout=text, stderr=text)  # noqa: S603 our own interpreter, no shell
             in_time = True
             try:

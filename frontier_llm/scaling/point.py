@@ -17,7 +17,7 @@ from frontier_llm.cluster.job_spec import spare_nodes
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
-from frontier_llm.scaling.admission import admit_job
+from frontier_llm.scaling.admission import admit_start
 from frontier_llm.scaling.series import MODES, announce, make_point
 
 
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     own = (f"batch.global_batch={point.config.batch.global_batch}", f"train.run_dir={directory}")
-    return job.main([*words[1:], *own], continue_with="never", admit=admit_job)
+    return job.main([*words[1:], *own], continue_with="never", admit=admit_start)
 
 
 if __name__ == "__main__":

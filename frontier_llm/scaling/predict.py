@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from frontier_llm.config import RunConfig, phases_of
+from frontier_llm.config import RunConfig, phases_of, planned_tokens
 from frontier_llm.costs.experts import run_layout
 from frontier_llm.errors import Problem
-from frontier_llm.machine import load_machine, rates
-from frontier_llm.planner.search import simulate_layout
+from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.planner.operations import Campaign, campaign
+from frontier_llm.planner.search import Plan, simulate_layout
 from frontier_llm.units import GIB
 
 START_S = 600.0  # of a job, until its first step: environment, imports, rendezvous, weights (assumed)
@@ -38,9 +39,22 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
     machine = machine or config.machine
     numbers = rates(load_machine(machine))
     phases = phases_of(config)
-    configs = [phase.config for phase in phases]
-    plans = [simulate_layout(each.model, run_layout(each, devices, numbers), numbers, each.parallel.stage_layers) for each in configs]
+    plans = [_simulated(phase.config, devices, numbers) for phase in phases]
     fullest = max(plans, key=lambda plan: plan.peak_bytes)
     seconds = sum(phase.steps * plan.step_s for phase, plan in zip(phases, plans, strict=True))
-    tokens = sum(phase.steps * phase.tokens_per_step for phase in phases)
+    tokens = planned_tokens(phases)
     return PointPrediction(seconds / phases[-1].end, tokens / seconds, fullest.peak_bytes, fullest.limit_bytes, machine)
+
+
+def planned_saves(config: RunConfig, devices: int, machine: str | None = None) -> Campaign | None:
+    """The planner's campaign of a legal layout: how long a save takes and after how many steps one pays. None without operations data.
+
+    Of a run with phases: as in its last one. Raises FrontierError for an unknown machine.
+    """
+    numbers = load_machine(machine or config.machine)
+    last = phases_of(config)[-1]
+    return campaign(numbers, _simulated(last.config, devices, rates(numbers)), tokens=None)
+
+
+def _simulated(config: RunConfig, devices: int, numbers: Rates) -> Plan:
+    return simulate_layout(config.model, run_layout(config, devices, numbers), numbers, config.parallel.stage_layers)

@@ -10,6 +10,7 @@ import torch
 from frontier_llm.blueprint.context import context_way
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
+from frontier_llm.data.position import START, Position
 from frontier_llm.model import Microbatch, Stage, build_stages, losses
 from frontier_llm.ops import AttentionNeeds, AttentionShape, select_ops, working_dtype
 from frontier_llm.optim import EngineInputs, GradientSums, GradientSync, LossScaler, Optimizer, build_update, gradient_destination
@@ -45,6 +46,7 @@ class TrainState:
     spikes: SpikePolicy
     current_step: int = 0
     skipped_steps: int = 0
+    position: Position = START  # in the data of the run
     best: BestLoss | None = None
     # with optimizer.validated=after
     calm: bool = False  # the last step's update was neither skipped nor clipped
@@ -55,10 +57,13 @@ class TrainState:
     evaluator: Engine = field(init=False)  # the same stages, forward only
     feed: Feed = field(init=False)
 
-    def enter(self, phase: RunPhase, source: BatchSource) -> None:
-        """Train as `phase` says from here on: lengths, positions and microbatches change, weights and optimizer go on."""
+    def enter(self, phase: RunPhase, source: BatchSource, position: Position = START) -> None:
+        """Train as `phase` says from here on: lengths, positions and microbatches change, weights and optimizer go on.
+
+        `position`: in the data of the run, where `source` begins; START: `source` is not the run's data.
+        """
+        self.position = position
         config, context = phase.config, self.stages[0].context
-        left_out_steps = self.feed.left_out_steps if hasattr(self, "feed") else 0
         self.config, batch = config, config.batch
         self.plan = replace(self.plan, microbatches=batch.global_batch // (batch.micro_batch * self.plan.grid.dp))
         for stage in self.stages:
@@ -89,7 +94,6 @@ class TrainState:
         schedule = build_schedule(self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks, pairs=pairs)
         self.pipeline, self.evaluator = engine(schedule), engine(forward_only(schedule))
         self.feed, self.ahead = self.new_feed(source), None
-        self.feed.left_out_steps = left_out_steps
 
     @property
     def steps_early(self) -> bool:

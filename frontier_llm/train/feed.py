@@ -49,7 +49,6 @@ class Feed:
         `drops`: the model drops features in training.
         """
         self._sequences_per_step = sequences_per_step
-        self.left_out_steps = 0  # of data, by a rewind: step k is fed what would have been step k + left_out_steps
         self._source, self._targets_per_step, self._mesh, self._device = source, targets_per_step, mesh, device
         self._reads, self._drops = is_end or source.reset_at_documents, drops
 
@@ -61,7 +60,7 @@ class Feed:
             batch = self.microbatch(step, index, targets)
             if not self._drops:
                 return batch
-            ids = self._source.sample_ids(step + self.left_out_steps, index)
+            ids = self._source.sample_ids(step, index)
             return replace(batch, samples_B=self._tensor(np.array(ids, np.int64)))
 
         return microbatch
@@ -70,7 +69,7 @@ class Feed:
         """The microbatch with the sequence first, of which nothing is dropped."""
         if not self._reads:
             return Microbatch(global_targets=global_targets, global_sequences=self._sequences_per_step)
-        samples = self._source.microbatch(step + self.left_out_steps, index)
+        samples = self._source.microbatch(step, index)
         tokens_S1B = samples.tokens_BS1.T
         return Microbatch(
             self.held(tokens_S1B[:-1]),
@@ -88,7 +87,6 @@ class Feed:
         """
         if not self._source.masks_targets:
             return self._targets_per_step
-        step += self.left_out_steps
         mine = sum(self._count(self._source.microbatch(step, index)) for index in range(self._source.microbatches))
         return all_reduce_(self._tensor(np.array([mine], np.int64)), self._mesh.replicas)[0]
 

@@ -1,6 +1,6 @@
 """The facts of this interpreter: torch, the requirements, our C++ libraries, the GPU kernels and the op back-ends.
 
-    python -P -m frontier_llm.train.installed [ARCHITECTURE]      prints the facts as one JSON line
+    python -P -m frontier_llm.train.installed [ARCHITECTURE|none [-]]      prints the facts as one JSON line; -: a run file follows on stdin
 
 `submit`, the batch script and `doctor` run it in the interpreter of the ranks; a rank calls `installation`. Every part works without
 those before it: an interpreter without torch still gives the facts of the rest.
@@ -9,16 +9,16 @@ those before it: an interpreter without torch still gives the facts of the rest.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import os
 import platform
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-from frontier_llm.cluster.installation import Installation, KernelFacts, TorchFacts
+from frontier_llm.cluster.installation import InputFacts, Installation, KernelFacts, TorchFacts
 from frontier_llm.cluster.rank_env import node_name
 from frontier_llm.errors import BackendError, Problem
 from frontier_llm.files import package_digest
@@ -28,8 +28,8 @@ from frontier_llm.libraries import LIBRARIES, TORCH_OPS, load_library
 REQUIREMENTS = ("numpy", "yaml", "pydantic", "rich", "safetensors", "sentencepiece", "tokenizers")
 
 
-def installation(architecture: str | None = None) -> Installation:
-    """Collect all facts. `architecture`, such as gfx90a, names the GPU kernels that are examined."""
+def installation(architecture: str | None = None, run_text: str | None = None) -> Installation:
+    """Collect all facts. `architecture`, such as gfx90a, names the GPU kernels that are examined; `run_text` is a run file's content."""
     started_s = time.monotonic()
     torch = torch_facts()
     ops_error = torch.error or _import_error("frontier_llm.ops")
@@ -39,6 +39,7 @@ def installation(architecture: str | None = None) -> Installation:
         libraries[TORCH_OPS], built_for = _torch_ops()
         providers = provider_facts()
         kernels = kernel_facts(architecture) if architecture else None
+    inputs_error = _import_error("frontier_llm.data.loader")
     return Installation(
         host=node_name(),
         executable=sys.executable,
@@ -52,6 +53,7 @@ def installation(architecture: str | None = None) -> Installation:
         kernels=kernels,
         providers=providers,
         ops_error="" if torch.error else ops_error,
+        inputs=None if run_text is None or inputs_error else input_facts(run_text),
         seconds=time.monotonic() - started_s,
     )
 
@@ -75,17 +77,15 @@ def torch_facts() -> TorchFacts:
 def kernel_facts(architecture: str) -> KernelFacts:
     """State of the code objects of one architecture. Needs `frontier_llm.ops`, hence torch."""
     from frontier_llm.ops.kernel_table import ARCHITECTURES
-    from frontier_llm.ops.manifest import GPU_DIR, read_manifest
+    from frontier_llm.ops.manifest import GPU_DIR, manifest_digest, read_manifest
 
     problems: tuple[Problem, ...] = ()
     try:
         read_manifest(architecture)
     except BackendError as error:
         problems = error.problems
-    path = GPU_DIR / architecture / "manifest.json"
-    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
     built = tuple(name for name in ARCHITECTURES if (GPU_DIR / name / "manifest.json").is_file())
-    return KernelFacts(architecture=architecture, digest=digest, problems=problems, built=built)
+    return KernelFacts(architecture=architecture, digest=manifest_digest(architecture), problems=problems, built=built)
 
 
 def provider_facts() -> dict[str, str]:
@@ -96,6 +96,25 @@ def provider_facts() -> dict[str, str]:
     from frontier_llm.ops.providers import PROVIDERS
 
     return {name: str(provider.missing()) for name, provider in PROVIDERS.items() if name != "triton"}
+
+
+def input_facts(run_text: str) -> InputFacts | None:
+    """Examine data, tokenizer and run directory of a run file; None if the interpreter lacks what reading the file takes.
+
+    Nothing stays behind: the probe of the run directory is written beside it if it does not exist yet.
+    """
+    from frontier_llm.cluster.probe import storage
+    from frontier_llm.config import load_run
+    from frontier_llm.data.loader import data_problems
+
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(run_text)
+        file.flush()
+        config = load_run(file.name)
+    directory = Path(config.train.run_dir).resolve()
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    error, free_bytes, _ = storage(existing, node_name())
+    return InputFacts(problems=tuple(data_problems(config)), run_dir_error=error, run_dir_free_bytes=free_bytes)
 
 
 def _import_error(name: str) -> str:
@@ -134,7 +153,8 @@ def _torch_ops() -> tuple[str, str]:
 def main(words: list[str]) -> int:
     """Print the facts. What a module prints while it is imported goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
-        facts = installation(words[0] if words else None)
+        architecture = words[0] if words and words[0] != "none" else None
+        facts = installation(architecture, sys.stdin.read() if words[1:] == ["-"] else None)
     print(facts.as_json(), flush=True)
     return 0
 

@@ -2,50 +2,58 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
 
 import torch
+from torch.distributed import Store
 
 from frontier_llm import log
-from frontier_llm.cluster.job_secret import JobSecret, private_folder
+from frontier_llm.cluster import hostlist
+from frontier_llm.cluster.job_secret import JobSecret, folder_of, private_folder
 from frontier_llm.cluster.launchers import RankEnv
-from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.rank_variables import environment_name, needs_network_plugin, node_count, set_rank_variables, shards_weights
+from frontier_llm.cluster.run_dir import distrust
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
+from frontier_llm.comm.rendezvous import start_store
 from frontier_llm.comm.transport import check_transport, read_transport
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.costs.experts import run_layout
-from frontier_llm.data.loader import open_phase
+from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
+from frontier_llm.failure import Failure, write_failure
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
-from frontier_llm.machine.precision import FLUSHING, fp16_note
 from frontier_llm.topology import ParallelPlan, in_flight, make_plan
+from frontier_llm.train.agreement import RankReport, agree, judge
 from frontier_llm.train.build import TrainState, build_state
+from frontier_llm.train.device import Found, find_device
 from frontier_llm.train.host_memory import keep_freed_memory
 from frontier_llm.units import plural
 
-_LOCKS: dict[str, TextIO] = {}  # of GPUs, held by this process
-
 
 @contextmanager
-def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
-    """Join the job's ranks; leave the groups at the end, whatever happens."""
+def joined(config: RunConfig, place: RankEnv | None, recorded: bool = True) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
+    """Join the job's ranks; leave the groups at the end, whatever happens.
+
+    `recorded`: a failed start is written to the run directory. Raises FrontierError if a device cannot be used or the ranks differ.
+    """
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
     with _known(config, place) as job:
         sockets_forbidden = _set_environment(config, job)
-        device = _device(config, job)
-        if device.type == "cpu":
+        _start_store(config, job)
+        found = find_device(config, place, job.folder if job else None)
+        device = found.device
+        if device is not None and device.type == "cpu":
             keep_freed_memory()
         plan = make_plan(config, world_size)
-        mesh = _join(config, plan, job, device)
+        mesh = _join(config, plan, job, found, recorded)
+        assert device is not None  # otherwise the ranks have not agreed
         try:
             if sockets_forbidden and device.type == "cuda" and job is not None:
                 _check_network(mesh, job)
@@ -61,7 +69,7 @@ def joined(config: RunConfig, place: RankEnv | None) -> Iterator[tuple[ParallelP
 def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
     """Join the job's ranks and build this rank's part of the run; `draws`: with initial weights, which no checkpoint will replace."""
     with joined(config, place) as (plan, mesh, device):
-        batches = open_phase(phases_of(config)[0], mesh.dp.rank, mesh.dp.size)
+        batches = open_batches(phases_of(config)[0].config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, plan, mesh, device, batches, draws)
         yield state
         state.optimizer.settle()  # a rank that left with a gather under way would fail its peers
@@ -124,50 +132,6 @@ def _check_network(mesh: Mesh, job: _Job) -> None:
     path.unlink()
 
 
-def _device(config: RunConfig, job: _Job | None) -> torch.device:
-    """cpu, or this rank's GPU: with one visible device (srun --gpus-per-task=1) that one, else by local rank."""
-    place = job.place if job else None
-    wanted = config.train.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise FrontierError(
-            "train.device=cuda, but torch sees no GPU",
-            fix="set train.device=cpu, or check the module, the container and ROCR_VISIBLE_DEVICES",
-        )
-    visible = torch.cuda.device_count()
-    if place is not None and 1 < visible < place.local_world_size:  # one is what a launcher shows that gives each rank its own
-        what = f"{place.local_world_size} ranks on {place.hostname}, where torch sees {visible} GPUs"
-        raise FrontierError(what, fix=f"start {visible} ranks per node, or ask the scheduler for a GPU per rank")
-    index = (place.local_rank if place else 0) % visible
-    torch.cuda.set_device(index)
-    if job is not None and visible < job.place.local_world_size:
-        _take_gpu(job, torch.cuda.get_device_properties(index))
-    architecture = getattr(torch.cuda.get_device_properties(index), "gcnArchName", "")  # NVIDIA's have none
-    if (place is None or place.rank == 0) and (note := fp16_note(config.precision, architecture.startswith(FLUSHING))):
-        log.warn(note)
-    return torch.device("cuda", index)
-
-
-def _take_gpu(job: _Job, properties: Any) -> None:
-    """Lock this rank's only GPU for this process, by its place on the bus. Raises FrontierError when another rank of the job has it."""
-    where = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if None in where:  # a torch older than 2.8; the communicator will refuse duplicates, later and in other words
-        return
-    place, path = job.place, str(job.folder / f"gpu-{'-'.join(map(str, where))}.lock")
-    if path in _LOCKS:
-        return
-    lock = open(path, "w", encoding="utf-8")  # noqa: SIM115 held until the process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        what = f"local rank {place.local_rank} on {place.hostname} sees one GPU (bus {where[1]:#04x}), which another rank of this job has"
-        fix = "let each rank see its own (srun --gpus-per-task=1), or all of a node's (unset ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)"
-        raise FrontierError(what, fix=fix) from error
-    _LOCKS[path] = lock
-
-
 def _by_node(config: RunConfig, place: RankEnv) -> bool:
     """Whether rows go to experts in two stages, on nodes of this job's size."""
     if config.model.moe is None:
@@ -176,17 +140,63 @@ def _by_node(config: RunConfig, place: RankEnv) -> bool:
     return run_layout(config, place.world_size, numbers).expert_nodes > 1
 
 
-def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, device: torch.device) -> Mesh:
-    if job is None or job.place.world_size == 1:
-        return serial_mesh()
+def _meeting(config: RunConfig, job: _Job) -> Meeting:
     place = job.place
     assert place.master_port is not None
-    default = "nccl" if device.type == "cuda" else "gloo"
+    return Meeting(
+        place.master_addr,
+        place.master_port,
+        first=place.rank - place.local_rank,
+        per_node=place.local_world_size,
+        secret=job.secret,
+        store="authenticated" if config.comm.store == "authenticated" else "torch",
+        folder=lambda: folder_of(job.secret()),
+    )
+
+
+def _start_store(config: RunConfig, job: _Job | None) -> None:
+    """On rank 0, let the store's process start while this rank prepares its device."""
+    if config.comm.store in ("direct", "node"):
+        log.info(f"comm.store={config.comm.store} is read as auto: torch's TCPStore. comm.store=authenticated is the store of before")
+    if job is not None and job.place.world_size > 1 and config.comm.backend != "mpi":
+        start_store(job.place.rank, job.place.world_size, _meeting(config, job), config.train.timeout_s)
+
+
+def _record_failed_start(run_dir: Path, failure: Failure) -> None:
+    """Write the failure of a start to the run directory. Nodes that are at fault are not used again."""
+    write_failure(run_dir, failure, complete=True)
+    if failure.excluded_hosts:
+        try:
+            distrust(run_dir, list(failure.excluded_hosts))
+        except OSError as error:
+            log.warn(f"cannot write down that {hostlist.compress(failure.excluded_hosts)} should no longer be used: {error.strerror}")
+
+
+def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found, recorded: bool) -> Mesh:
+    """The mesh of all ranks, after they have agreed. Raises FrontierError if they have not."""
+    alone = job is None or job.place.world_size == 1
+    report = RankReport(node_name(), found.facts, "" if found.error is None else str(found.error))
+    run_dir = Path(config.train.run_dir)
+
+    def record(failure: Failure) -> None:
+        if recorded:
+            _record_failed_start(run_dir, failure)
+
+    if found.error is not None and (alone or config.comm.backend == "mpi"):  # no store to agree through
+        if job is not None and (failure := judge([report])):
+            record(failure)
+        raise found.error
+    if job is None or alone:
+        return serial_mesh()
+    place = job.place
+    default = "nccl" if found.device is not None and found.device.type == "cuda" else "gloo"
     backend = default if config.comm.backend == "auto" else config.comm.backend
-    relayed, first = config.comm.store == "node", place.rank - place.local_rank
-    meeting = Meeting(place.master_addr, place.master_port, first, place.local_world_size, job.secret, relayed)
+
+    def agree_before_collectives(store: Store) -> None:
+        agree(store, place.rank, place.world_size, report, record, timeout_s)
+
     timeout_s = config.train.timeout_s
-    connect(place.rank, place.world_size, meeting, backend, timeout_s)
+    connect(place.rank, place.world_size, _meeting(config, job), backend, timeout_s, agree_before_collectives)
     return build_mesh(
         plan.grid,
         place.rank,

@@ -14,10 +14,11 @@ from frontier_llm.cluster.launchers import RankEnv
 from frontier_llm.cluster.rank_env import environ, node_name
 from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
-from frontier_llm.comm import StragglerWatch, maximum
-from frontier_llm.config import RunConfig, TrainConfig, dump, phase_at
-from frontier_llm.data.identity import identities
-from frontier_llm.data.loader import Batches, open_batches, open_phase
+from frontier_llm.comm import StragglerWatch, broadcast_json, maximum
+from frontier_llm.config import RunConfig, RunPhase, TrainConfig, dump, phase_at, phases_of, plugins, resolved
+from frontier_llm.data.identity import Dataset, datasets_of, wanted
+from frontier_llm.data.loader import Batches, open_batches, open_run_batches
+from frontier_llm.data.summary import news
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
 from frontier_llm.ops import working_dtype
@@ -77,6 +78,7 @@ class _Session:
         self.is_first = world.rank == 0
         self.validation, self.tasks = _validation(state), open_tasks(config)
         self.metrics: Metrics | None = None  # of rank 0
+        self.datasets = _datasets(config, state)
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
@@ -84,7 +86,7 @@ class _Session:
         self.routers = RouterWatch(self.config.model)
         self.wishes = Wishes(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
-        self.manager = _manager(config, state, resume)
+        self.manager = _manager(config, state, resume, self.datasets)
         self.saves = Saves(self.manager, _lag_steps(self.config.train), self._check_before_save, self._saved)
         self.skips = Skips(self.config.guard, self.decisions, self.saves)
 
@@ -124,7 +126,10 @@ class _Session:
             restore(self.state, progress)
         elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:  # some rank had seen a checkpoint that is gone
             draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
-        self._follow_phase()
+        self._count_durations()
+        phase = self._next_phase()
+        self._announce(phase)
+        self._enter(phase)
         self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
 
     def _train_until_end(self) -> bool:
@@ -147,13 +152,35 @@ class _Session:
                 self.saves.begin(progress_of(state, self.decisions.rewinds))
         return self._evaluate()
 
+    def _count_durations(self) -> None:
+        """Durations in tokens become steps, counted from what the run has done: its batch may have changed since."""
+        self.config = resolved(self.config, self.state.position.steps_done)
+        self.state.phases = phases_of(self.config)
+
+    def _next_phase(self) -> RunPhase:
+        return phase_at(self.state.phases, self.state.current_step)
+
     def _follow_phase(self) -> None:
-        """Enter the phase of the next step, where the run is in another: at a border, after a resume, after a rewind."""
-        state, phase = self.state, phase_at(self.state.phases, self.state.current_step)
-        if state.config is phase.config:
-            return
-        log.info(f"after step {state.current_step}: {phase.describe()}")
-        state.enter(phase, open_phase(phase, state.mesh.dp.rank, state.mesh.dp.size))
+        """Enter the phase of the next step if the run is in another one."""
+        phase = self._next_phase()
+        if self.state.config is not phase.config:
+            self._announce(phase)
+            self._enter(phase)
+            if self.metrics is not None:
+                self.metrics.phase(self.state)
+
+    def _announce(self, phase: RunPhase) -> None:
+        if self.config.train.phases and self.state.config != phase.config:
+            log.info(f"after step {self.state.current_step}: {phase.describe()}")
+
+    def _enter(self, phase: RunPhase, left_out_samples: int = 0) -> None:
+        """Train in `phase` from here on: at the start, at a border, and after a rewind, which leaves samples out."""
+        state, dp = self.state, self.state.mesh.dp
+        position = state.position.enter(wanted(phase.config, self.datasets))
+        for line in news(state.position, position):
+            log.info(line)
+        position = position.leave_out(left_out_samples)
+        state.enter(phase, open_run_batches(phase.config, position, state.current_step, dp.rank, dp.size), position)
         self.validation = _validation(state)
         self.recompute = _recompute(state) if self.recompute is not None else None
         if self.metrics is not None:
@@ -179,7 +206,7 @@ class _Session:
                 self.metrics.event("collapsed router", step, asdict(collapsed))
         self.watchdog.at(step + 1, "train")
         if self.metrics is not None:
-            self.metrics.step(step, result, self.state.skipped_steps)
+            self.metrics.step(step, result, self.state.skipped_steps, self.state.position)
         self.saves.follow(step + 1)
         self._judge(step, result)
         return result.wish
@@ -189,9 +216,17 @@ class _Session:
         if not result.skipped:
             self.skips.accepted()
             return
-        back = self.skips.skipped(step, result.loss, result.gradient_norm, result.spike, self.state.feed.left_out_steps)
+        back = self.skips.skipped(step, result.loss, result.gradient_norm, result.spike)
         if back is not None:
+            earlier = self.state.position.samples_left_out
             restore(self.state, back)
+            self._count_durations()
+            phase = self._next_phase()
+            # what earlier rewinds have left out since that checkpoint stays left out
+            samples = earlier - self.state.position.samples_left_out
+            samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
+            self._enter(phase, samples)
+            self.skips.rewound(step, self.state.current_step, self.state.position.samples_left_out, samples)
             if self.metrics is not None:
                 self.metrics.go_back(back.step)
             # at once, so that a crash from here on does not run into the spike again
@@ -242,13 +277,15 @@ class _Session:
             self.metrics.communication()  # for `status` of a run that goes on
 
     def _write_run_files(self) -> None:
-        write_atomically(self.run_dir / "config.yaml", dump(self.config))
+        names = plugins.below(self.config.plugins, self.run_dir)
+        write_atomically(self.run_dir / "config.yaml", dump(self.config.model_copy(update={"plugins": names})))
         write_atomically(self.run_dir / "plan.json", strict_json(asdict(self.state.plan)))
 
 
 def _recompute(state: TrainState) -> Recompute:
     """Over the batches of data-parallel rank 0, on every replica."""
-    feed = state.new_feed(open_phase(phase_at(state.phases, state.current_step), 0, state.mesh.dp.size))
+    batches = open_run_batches(state.config, state.position, state.current_step, 0, state.mesh.dp.size)
+    feed = state.new_feed(batches)
     return Recompute(lambda: local_gradients(state, feed), state.mesh)
 
 
@@ -262,7 +299,14 @@ def _validation(state: TrainState) -> dict[str, Batches]:
     return {split: open_batches(state.config, dp.rank, dp.size, split) for split in state.config.data.held_out}
 
 
-def _manager(config: RunConfig, state: TrainState, resume: Resume) -> CheckpointManager:
+def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
+    """What the run trains on by path, read by rank 0. Collective over the world."""
+    found = datasets_of([config]) if state.mesh.world.rank == 0 else {}
+    found = broadcast_json(found, state.mesh.world, state.device)
+    return {path: Dataset(*dataset) for path, dataset in found.items()}
+
+
+def _manager(config: RunConfig, state: TrainState, resume: Resume, datasets: Mapping[str, Dataset]) -> CheckpointManager:
     train = config.train
     return CheckpointManager(
         _checkpoints(train),
@@ -272,7 +316,8 @@ def _manager(config: RunConfig, state: TrainState, resume: Resume) -> Checkpoint
         keep=train.keep_checkpoints,
         keep_every=train.keep_every,
         environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
-        data=identities(config) if state.mesh.world.rank == 0 else {},
+        plugins=plugins.records_of(config.plugins) if state.mesh.world.rank == 0 else (),
+        datasets=datasets,
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
         incarnation=int(environ("FRONTIER_LLM_INCARNATION", "0") or 0),

@@ -14,8 +14,9 @@ import torch
 
 from frontier_llm import log
 from frontier_llm.cluster.run_dir import open_lines
-from frontier_llm.config import RunConfig, RunPhase, consumed, phase_at, phases_of
+from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
 from frontier_llm.costs.flops import model_flops_per_token
+from frontier_llm.data.position import Position
 from frontier_llm.machine import load_machine
 from frontier_llm.train.build import TrainState
 from frontier_llm.train.clock import PhaseClock
@@ -67,15 +68,18 @@ class Metrics:
         return Throughput(elapsed_s / steps, tokens / elapsed_s, tflops, tflops / self._peak_tflops if self._peak_tflops else None)
 
     def enter(self, state: TrainState) -> None:
-        """Another phase has begun, on `state`'s new engine and feed."""
+        """`state` has another engine and feed."""
         self._follow(phase_at(self._phases, state.current_step))
         self._clock.attach(state)
+
+    def phase(self, state: TrainState) -> None:
+        """Another phase has begun."""
         model, batch = state.config.model, state.config.batch
         values = {"number": self._phase.number, "sequence_length": model.sequence_length, "global_batch": batch.global_batch}
         self.event("phase", state.current_step, values)
 
-    def step(self, step: int, result: StepResult, skipped_steps: int) -> None:
-        """Account for finished step `step` (0-based) and, every log_interval, write it down."""
+    def step(self, step: int, result: StepResult, skipped_steps: int, position: Position) -> None:
+        """Account for finished step `step` (0-based) and, every log_interval, write it down. `position`: in the data, after it."""
         self._steps_since += 1
         self._last_step = step + 1
         train = self._train
@@ -85,7 +89,6 @@ class Metrics:
         speed = self._throughput(self._steps_since, now - self._since)
         phases_s = {name: seconds / self._steps_since for name, seconds in self._clock.take().items()}
         self._since, self._steps_since = now, 0
-        samples, tokens = consumed(self._phases, step + 1)
         self._write(
             "step",
             step + 1,
@@ -94,8 +97,8 @@ class Metrics:
                     name: value for name, value in asdict(result).items() if name != "wish" and value != {}
                 },  # no further losses, no experts: no entry
                 **asdict(speed),
-                "consumed_samples": samples,
-                "consumed_tokens": tokens,
+                "consumed_samples": position.samples,
+                "consumed_tokens": position.tokens,
                 "skipped_steps": skipped_steps,
                 "memory_gib": memory_gib(),
                 "phases_s": phases_s,  # per step, of this rank

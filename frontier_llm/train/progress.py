@@ -6,23 +6,23 @@ from dataclasses import asdict
 from typing import Any
 
 from frontier_llm.checkpoint import Progress
-from frontier_llm.config import consumed
+from frontier_llm.data.position import START
 from frontier_llm.train.build import BestLoss, TrainState
 
 
 def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
     """Where the run is now; `rewinds` are those of its course so far."""
     best = {} if state.best is None else {"best": asdict(state.best)}
-    samples, tokens = consumed(state.phases, state.current_step)
     return Progress(
         step=state.current_step,
-        consumed_samples=samples + state.feed.left_out_steps * state.config.batch.global_batch,
-        tokens=tokens,
+        consumed_samples=state.position.samples,
+        tokens=state.position.tokens,
+        position=state.position,
         optimizer_updates=state.optimizer.updates,
         loss_scale=state.scaler.scale,
         scaler_clean_steps=state.scaler.clean_steps,
         skipped_steps=state.skipped_steps,
-        policy={**state.spikes.state(), "left_out_steps": state.feed.left_out_steps, "rewinds": rewinds, **best},
+        policy={**state.spikes.state(), "rewinds": rewinds, **best},
     )
 
 
@@ -33,4 +33,4 @@ def restore(state: TrainState, progress: Progress) -> None:
     state.scaler.scale, state.scaler.clean_steps = progress.loss_scale, progress.scaler_clean_steps
     state.spikes.restore(progress.policy)
     state.best = BestLoss(**progress.policy["best"]) if "best" in progress.policy else None
-    state.feed.left_out_steps = int(progress.policy.get("left_out_steps", 0))
+    state.position = progress.position or START  # weights that were imported have none

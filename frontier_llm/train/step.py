@@ -75,6 +75,7 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     if load is not None and not result.skipped:
         tell_routers(state.stages, load)
     scaler.update(overflowed=overflowed)
+    state.position = state.position.advance(state.config.batch.global_batch)
     state.current_step += 1
     return result
 

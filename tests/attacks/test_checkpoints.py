@@ -25,6 +25,7 @@ from frontier_llm.checkpoint.huggingface import HuggingFaceModel, tokenizer_file
 from frontier_llm.checkpoint.inspect import verify
 from frontier_llm.checkpoint.megatron import MegatronModel, archive
 from frontier_llm.cli.main import main
+from frontier_llm.cluster.complete import digest_line
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import CheckpointError, DataError
 from tests.attacks.fuzz import MOST_GROWTH_KIB
@@ -44,7 +45,7 @@ def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content["config_sha256"] = manifest.config_digest(content["config"])
     data = json.dumps(content).encode()
     (checkpoint / folder.MANIFEST).write_bytes(data)
-    (checkpoint / folder.MANIFEST_DIGEST).write_bytes(manifest.digest_line(data))
+    (checkpoint / folder.MANIFEST_DIGEST).write_bytes(digest_line(data))
 
 
 def overlap(content: dict[str, Any]) -> None:
@@ -72,9 +73,31 @@ def rename_shard(content: dict[str, Any]) -> None:
         (progress(optimizer_updates=8), "optimizer_updates is 8 after 7 steps"),
         (progress(skipped_steps=2**50), "skipped_steps is 1125899906842624 after 7 steps"),
         (progress(scaler_clean_steps=8), "scaler_clean_steps is 8 after 7 steps"),
+        (progress(policy={"best": {"step": 8, "loss": 1.0}}), "policy.best is of step 8 after 7 steps"),
+        (progress(policy={"best": {"x": 1}}), "policy.best is .*, expected a step and a loss"),
+        (progress(policy={"left_out_steps": -1}), "policy.left_out_steps is -1"),
+        (progress(policy={"left_out_steps": True}), "policy.left_out_steps is True"),
+        (progress(policy={"rewinds": [{"step": 2**40}]}), "policy.rewinds is not a list of rewinds to one of 7 steps"),
+        (progress(policy={"rewinds": 5}), "policy.rewinds is not a list"),
+        (progress(policy={"losses": [[]]}), "policy.losses is not a list of finite numbers"),
         (rename_shard, "not the name of a shard"),
     ],
-    ids=["overlap", "negative", "zero", "updates", "skipped", "clean", "digits"],
+    ids=[
+        "overlap",
+        "negative",
+        "zero",
+        "updates",
+        "skipped",
+        "clean",
+        "best",
+        "no best",
+        "left out",
+        "boolean",
+        "rewinds",
+        "no rewinds",
+        "losses",
+        "digits",
+    ],
 )
 def test_a_manifest_that_no_run_wrote(change: Callable[[dict[str, Any]], None], said: str, checkpoint: Path) -> None:
     assert verify(checkpoint) == []

@@ -6,10 +6,12 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -21,9 +23,9 @@ from frontier_llm.cluster import job_secret
 from frontier_llm.cluster.job_secret import JobSecret, private_folder
 from frontier_llm.cluster.launchers import RankEnv, free_port
 from frontier_llm.comm import Meeting, door, host_memory
+from frontier_llm.comm.authenticated_store import connect_across, send_parts
 from frontier_llm.comm.door import GREETING, give_proof
-from frontier_llm.comm.node_store import connect_across, send_parts
-from frontier_llm.comm.rendezvous import forget_stores, join_store
+from frontier_llm.comm.rendezvous import forget_stores, join_store, store_address
 from frontier_llm.errors import FrontierError
 
 NOBODY, SECRET = 65534, os.urandom(32)
@@ -53,8 +55,8 @@ def as_another_user(attack: Callable[[], str]) -> str:
 
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
-    """A job of two nodes, whose rank 0 is this process."""
-    meeting = Meeting("127.0.0.1", free_port(), 0, 1, lambda: SECRET)
+    """A job of two nodes with comm.store=authenticated, whose rank 0 is this process."""
+    meeting = Meeting("127.0.0.1", free_port(), 0, 1, lambda: SECRET, "authenticated")
     join_store(0, 2, meeting, 5.0).set("step", "1")
     yield meeting
     forget_stores()
@@ -125,7 +127,7 @@ def test_strangers_of_the_network_are_refused(
 ) -> None:
     assert "joined" not in as_another_user(functools.partial(attack, meeting))
     _until(capfd, rf"refused a stranger at the rendezvous, from 127\.0\.0\.1:\d+: .*{why}")
-    rank = join_store(1, 2, Meeting(meeting.address, meeting.port, 1, 1, meeting.secret), 5.0)
+    rank = join_store(1, 2, replace(meeting, first=1), 5.0)
     assert rank.get("step") == b"1"
 
 
@@ -134,7 +136,7 @@ def test_one_that_says_nothing_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr(door, "HANDSHAKE_S", 0.5)
     silent = [socket.create_connection((meeting.address, meeting.port)) for _ in range(50)]
-    rank = join_store(1, 2, Meeting(meeting.address, meeting.port, 1, 1, meeting.secret), 5.0)
+    rank = join_store(1, 2, replace(meeting, first=1), 5.0)
     assert rank.get("step") == b"1"
     _until(capfd, "it said nothing; further ones are refused without a line")
     for connection in silent:
@@ -155,9 +157,27 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
         port = taken.getsockname()[1]
         entrance = door.Door(taken, lambda peer: door.require_proof(peer, b"the neighbour's own"), lambda peer: None, "a test")
         with pytest.raises(dist.DistStoreError, match=r"no store of this job within 0\.3 s"):
-            join_store(1, 2, Meeting("127.0.0.1", port, 1, 1, lambda: SECRET), 0.3)
+            join_store(1, 2, Meeting("127.0.0.1", port, 1, 1, lambda: SECRET, "authenticated"), 0.3)
         entrance.close()
     forget_stores()
+
+
+def test_torch_s_store_has_no_authentication_and_what_still_holds_there(tmp_path: Path) -> None:
+    """As docs/security.md says: a user of the node who finds the port can read and change the store. It holds no secret."""
+    folder = tmp_path / "job"
+    folder.mkdir(mode=0o700)
+    meeting = Meeting("127.0.0.1", free_port(), 0, 2, lambda: SECRET, folder=lambda: folder)
+    try:
+        join_store(0, 2, meeting, 60.0).set("step", "1")
+        address = store_address()
+        assert address is not None
+        assert "PermissionError" in as_another_user(lambda: (folder / "store-port").read_text()), "the port has to be searched for"
+        assert "joined" in as_another_user(lambda: _torch_client(replace(meeting, port=address[1])))
+        store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+        values = [store.get(key) for key in store.list_keys()]
+        assert len(values) >= 2 and not any(SECRET in value or SECRET.hex().encode() in value for value in values)
+    finally:
+        forget_stores()
 
 
 def _until(capfd: pytest.CaptureFixture[str], line: str) -> None:
@@ -218,7 +238,7 @@ def test_a_folder_that_somebody_else_made_first_is_not_used(tmp_path: Path, monk
     os.chown(folder, NOBODY, NOBODY)
     with pytest.raises(FrontierError, match="not this user's alone"):
         private_folder(SECRET)
-    folder.rmdir()
+    shutil.rmtree(folder)
     folder.mkdir(mode=0o755)
     with pytest.raises(FrontierError, match="not this user's alone"):
         private_folder(SECRET)

@@ -20,8 +20,8 @@ SITE = load_site("frontier")
 
 
 def test_lead_times_are_those_of_the_scripts() -> None:
-    stated = {name: int(seconds) for name, seconds in re.findall(r"`(train_\w+)` (\d+) s", TEXT)}
-    assert stated == {job.name: job.signal_lead_s for job in JOBS if job.name in ("train_175b", "train_1t")}
+    stated = {name: int(seconds) for name, seconds in re.findall(r"`(pretrain_\w+)` (\d+) s", TEXT)}
+    assert stated == {job.name: job.signal_lead_s for job in JOBS if job.name in ("pretrain_175b", "pretrain_1t")}
     assert f"Frontier's {SITE.signal_lead_s} s" in TEXT and f"asks for {SITE.signal_lead_s} s plus" in TEXT
     for job in JOBS:
         script = (ROOT / "slurm" / f"{job.name}.sbatch").read_text()

@@ -11,7 +11,7 @@ import pytest
 
 from frontier_llm.cluster.job_secret import VARIABLE, folder_of
 from tests.faults.runs import Run
-from tests.faults.test_runs import wait_for_ranks
+from tests.faults.test_runs import children, wait_for_ranks
 
 SECRETS = {
     "HF_TOKEN": "hf_never-to-be-written",
@@ -49,10 +49,14 @@ def test_ports_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(value.encode() in environment for value in SECRETS.values())
     variables = dict(entry.partition("=")[::2] for entry in environment.decode().split("\0"))
     port, secret = int(variables["MASTER_PORT"]), variables[VARIABLE]
-    assert len(secret) == 64 and not any(secret.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in [process.pid, *pids])
+    assert len(secret) == 64
     ports = listening(pids)
+    store_port = int((folder_of(secret.encode()) / "store-port").read_text())
+    (server,) = [pid for pid in children(pids[0]) if b"store_process.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert not any(secret.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in [process.pid, server, *pids])
+    assert listening([server]) == [("0100007F", store_port)], "TCPStore: on one node a random port, on loopback only"
     assert {address for address, _ in ports} == {"0100007F"}, "only the job's interface, here 127.0.0.1"
-    assert port not in [number for _, number in ports], "on one node ranks meet at a Unix socket"
+    assert port not in [store_port, *(number for _, number in ports)], "on one node nothing listens on MASTER_PORT"
     assert len(ports) <= 3 * len(pids), "gloo's own: one per group and rank"
     os.kill(pids[1], signal.SIGSEGV)  # the files of a crash, too: traceback, stacks, flight records, failure.json
     output, _ = process.communicate(timeout=60)

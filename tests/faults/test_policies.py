@@ -32,11 +32,11 @@ def test_rewind_leaves_data_out_and_replays_bit_equal(tmp_path: Path) -> None:
     rewind = (*SPIKES, "guard.spike_action=rewind", "guard.rewind_steps=3", "guard.rewind_skip_steps=5", "train.keep_every=1")
     once, again = (Run(tmp_path / name, steps=16, save_interval=2, overrides=rewind) for name in ("once", "again"))
     code, output, _ = once.finish()
-    assert code == 0 and "leaving out 5 steps of data" in output, output
+    assert code == 0 and "leaving out 40 samples of data" in output, output
     assert again.finish("checkpoint.latest_moved#4=kill")[0] == -9
     assert again.finish()[0] == 0
     rewinds = [entry for entry in decisions(once) if entry["action"] == "rewind"]
-    assert rewinds and rewinds[-1]["left_out_steps"] == 5 * len(rewinds)
+    assert rewinds and rewinds[-1]["left_out_samples"] == 40 * len(rewinds)
     assert decisions(again) == decisions(once) and again.shards() == once.shards()
 
 

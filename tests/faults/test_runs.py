@@ -75,7 +75,7 @@ def test_dead_peer_is_named_and_all_others_leave(tmp_path: Path) -> None:
     assert "it died or was stopped" in output and not any(map(alive, pids))
 
 
-@pytest.mark.parametrize("victim", but_first([0, 1]))  # rank 0 holds the store in which the others would look for the cause
+@pytest.mark.parametrize("victim", but_first([0, 1]))  # rank 0 is the rank that looks for the cause
 def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     limit_s = 15.0  # a first step has taken 6 s where three workers share two cores
     run = Run(tmp_path, steps=10_000, save_interval=0, timeout_s=limit_s, overrides=TWO)

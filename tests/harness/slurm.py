@@ -1,8 +1,9 @@
-"""A real Slurm on this machine: one slurmctld and several slurmds that pretend to be Frontier nodes.
+"""A real Slurm on this machine: one slurmctld and several slurmds that pretend to be nodes of Frontier or LUMI.
 
-Each node claims 64 CPUs and 8 GPUs (character devices made with mknod; Slurm wants files); authentication is off (`auth/none`), so
-the ports listen on loopback. A second partition of powered-down cloud nodes, as large as Frontier, never runs anything:
-it is there for `sbatch --test-only`. Debian: `apt-get install slurm-wlm`; the daemons need root.
+Each node claims the cores, threads and reserved cores of its `NodeShape` and 8 GPUs (character devices made with mknod; Slurm wants files).
+Authentication is off (`auth/none`), so the ports listen on loopback. Tasks are not bound to the claimed cores: this machine has fewer.
+Partitions of powered-down cloud nodes, as large as Frontier and LUMI, never run anything: they are there for `sbatch --test-only`.
+Tested with Slurm 22.05.8. Debian 12: `apt-get install slurm-wlm`; the daemons need root.
 """
 
 from __future__ import annotations
@@ -18,16 +19,50 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from frontier_llm.machine.affinity import NODE
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONTIER_NODES = 9408
 LUMI_NODES = 2978
 GPUS = 8
+TESTED_VERSION = "22.05"
 SLURMD_TIMEOUT_S = 20  # sooner, and a daemon that a busy machine delays is taken for dead
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """What slurm.conf says of a node. `SlurmdParameters=config_overrides` makes slurmd believe it."""
+
+    memory_mib: int
+    features: str | None = None
+    cores: int = 64  # one socket
+    threads_per_core: int = 2
+    reserved_cores: tuple[int, ...] = tuple(place.cores[0] for place in NODE)  # low-noise mode: the first core of each L3 region
+
+    @property
+    def job_cpus(self) -> int:
+        """Hardware threads that jobs can have."""
+        return (self.cores - len(self.reserved_cores)) * self.threads_per_core
+
+    @property
+    def words(self) -> str:
+        """The node's part of a NodeName line."""
+        # abstract CPU ids of Slurm: the threads of a core are neighbours
+        reserved = ",".join(str(core * self.threads_per_core) for core in sorted(self.reserved_cores))
+        return (
+            f"CPUs={self.cores * self.threads_per_core} Sockets=1 CoresPerSocket={self.cores} ThreadsPerCore={self.threads_per_core} "
+            f"CpuSpecList={reserved} RealMemory={self.memory_mib} Gres=gpu:{GPUS}" + (f" Features={self.features}" if self.features else "")
+        )
+
+
+FRONTIER_NODE = NodeShape(memory_mib=512_000, features="nvme")
+LUMI_NODE = NodeShape(memory_mib=480 * 1024)
 
 
 def why_unavailable() -> str | None:
@@ -69,8 +104,9 @@ def _die_with_the_tests() -> None:
 class LocalSlurm:
     """The running cluster; `env` lets any Slurm command or our own programs find it."""
 
-    def __init__(self, nodes: int = 4) -> None:
+    def __init__(self, nodes: int = 4, shape: NodeShape = FRONTIER_NODE) -> None:
         self.nodes = [f"n{index}" for index in range(nodes)]
+        self.shape = shape
         self.root = Path(tempfile.mkdtemp(prefix="fl-slurm-"))
         self.conf = self.root / "slurm.conf"
         self.env = {
@@ -122,14 +158,15 @@ class LocalSlurm:
             f"SlurmctldLogFile={self.root}/logs/slurmctld.log",
             f"SlurmdLogFile={self.root}/logs/slurmd-%n.log",
             *(
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 Sockets=1 CoresPerSocket=64 "
-                f"ThreadsPerCore=1 RealMemory=500000 Gres=gpu:{GPUS} Features=nvme State=UNKNOWN"
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} {self.shape.words} State=UNKNOWN"
                 for node, port in zip(self.nodes, ports[1:], strict=True)
             ),
             *(
-                f"NodeName={prefix}[{1:0{width}}-{count:0{width}}] NodeAddr=127.0.0.1 CPUs=64 Sockets=1 CoresPerSocket=64 ThreadsPerCore=1 "
-                f"RealMemory=500000 Gres=gpu:{GPUS} Features=nvme State=CLOUD"
-                for prefix, width, count in (("frontier", 5, FRONTIER_NODES), ("nid", 6, LUMI_NODES))
+                f"NodeName={prefix}[{1:0{width}}-{count:0{width}}] NodeAddr=127.0.0.1 {shape.words} State=CLOUD"
+                for prefix, width, count, shape in (
+                    ("frontier", 5, FRONTIER_NODES, FRONTIER_NODE),
+                    ("nid", 6, LUMI_NODES, LUMI_NODE),
+                )
             ),
             f"PartitionName=local Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP",
             f"PartitionName=batch Nodes=frontier[00001-{FRONTIER_NODES:05}] MaxTime=12:00:00 State=UP",
@@ -249,9 +286,9 @@ class LocalSlurm:
 
 
 @contextlib.contextmanager
-def local_slurm(nodes: int = 4) -> Iterator[LocalSlurm]:
+def local_slurm(nodes: int = 4, shape: NodeShape = FRONTIER_NODE) -> Iterator[LocalSlurm]:
     """A started cluster that is gone afterwards."""
-    cluster = LocalSlurm(nodes)
+    cluster = LocalSlurm(nodes, shape)
     try:
         cluster.start()
         yield cluster

@@ -1,4 +1,4 @@
-"""A training run without a model: ranks that count steps, save `LATEST`, and end in order when a signal asks for it.
+"""A training run without a model: ranks that count steps, save checkpoints without weights, and end in order when a signal asks for it.
 
 As a module it is what each rank runs; `stand_in.py job …` is the batch script's supervisor with this program in place of
 `frontier-llm train`. It lets node failures and walltimes be tested in seconds.
@@ -19,6 +19,9 @@ from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.config import load_run
 from frontier_llm.failure import Evidence, Failure, Suspect, write_failure
 from frontier_llm.files import write_atomically
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # ranks start this file as a program
+from tests.harness.checkpoints import save_only
 
 
 def train(words: list[str]) -> int:
@@ -58,7 +61,7 @@ def train(words: list[str]) -> int:
             if place.rank == 0:
                 with (directory / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps({"step": step, "loss": 1 / step}) + "\n")
-                write_atomically(directory / "checkpoints" / "LATEST", f"step_{step:08}\n")
+                save_only(directory, step)
         done = step >= config.train.steps
         print(f"rank {place.rank} ends at {step}, asked by {watcher.requested}, {os.getpid()}", flush=True)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as frontier_llm/cli/train.py

@@ -7,13 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from frontier_llm.cluster.sbatch import JOBS, render
 from frontier_llm.cluster.sites import load_site
-from tests.harness.slurm import ROOT, LocalSlurm
+from frontier_llm.machine.affinity import NODE
+from tests.harness.slurm import FRONTIER_NODE, LUMI_NODE, ROOT, TESTED_VERSION, LocalSlurm, NodeShape, local_slurm, why_unavailable
+from tests.harness.system import missing
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
@@ -21,7 +24,13 @@ def test_sbatch_accepts_every_option_on_a_machine_of_frontiers_size(cluster: Loc
     said = cluster.run(
         "sbatch", "--test-only", "-A", "abc123", str(ROOT / "slurm" / f"{job.name}.sbatch"), "train.steps=1", cwd=ROOT, check=False
     )
-    assert f"using {job.nodes * 64} processors" in said and "in partition batch" in said, said
+    assert f"using {job.nodes * FRONTIER_NODE.job_cpus} processors" in said and "in partition batch" in said, said
+
+
+def test_the_tested_version_is_the_one_that_the_pages_state(cluster: LocalSlurm) -> None:
+    version = cluster.run("sinfo", "--version").split()[-1]
+    assert version.rpartition(".")[0] == TESTED_VERSION
+    assert f"Tested with Slurm {TESTED_VERSION}" in (ROOT / "docs" / "frontier.md").read_text(encoding="utf-8")
 
 
 def test_sbatch_refuses_an_option_that_does_not_exist(cluster: LocalSlurm, tmp_path) -> None:
@@ -35,6 +44,52 @@ def test_the_whole_machine_and_lumi(cluster: LocalSlurm, tmp_path) -> None:
     assert "frontier[00001-09408]" in cluster.run("sbatch", "--test-only", "-A", "a", "-N", "9408", script, check=False)
     (tmp_path / "lumi.sbatch").write_text(render(JOBS[1], load_site("lumi")))
     assert "in partition standard-g" in cluster.run("sbatch", "--test-only", "-A", "a", str(tmp_path / "lumi.sbatch"), check=False)
+
+
+# instead of launch/job.sh: the step that the supervisor would start, with a command that shows the step's share of the node
+SHOW_STEP = """
+import subprocess
+from frontier_llm.cluster.attempt import JobStep
+from frontier_llm.cluster.job_spec import make_job
+from pathlib import Path
+job = make_job(("train_small", "data.train=synthetic"))
+srun = JobStep(job, job.allocation.nodes, Path("."), {}, None).srun()
+options = srun[: next(at for at, word in enumerate(srun) if word.endswith("rank.sh"))]
+show = "echo task of $SLURM_CPUS_PER_TASK; sleep 2; if [ $SLURM_PROCID = 0 ]; then scontrol show step $SLURM_JOB_ID.0; fi"
+subprocess.run([*options, "bash", "-c", show], check=True)
+subprocess.run(["scontrol", "show", "job", "--details", job.allocation.job_id], check=True)
+"""
+
+
+@pytest.mark.parametrize(("name", "shape"), [("frontier", FRONTIER_NODE), ("lumi", LUMI_NODE)], ids=["frontier", "lumi"])
+@pytest.mark.parametrize("hint", ["", "nomultithread"])  # LUMI's login environment may set it
+def test_a_step_has_every_core_that_ranks_are_bound_to(tmp_path: Path, name: str, shape: NodeShape, hint: str) -> None:
+    """With two threads per core, seven CPUs of eight tasks are 28 cores unless the job asks for one thread per core."""
+    if reason := why_unavailable():
+        missing(reason)
+    site = load_site(name)
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "show.py").write_text(SHOW_STEP)
+    (tmp_path / "launch" / "job.sh").write_text(f"#!/bin/bash\nexec {sys.executable} {tmp_path}/show.py\n")
+    (tmp_path / "launch" / "job.sh").chmod(0o755)
+    (small,) = [job for job in JOBS if job.name == "train_small"]
+    (tmp_path / "x.sbatch").write_text(render(replace(small, site=name), site))
+    if name == "frontier":
+        assert (tmp_path / "x.sbatch").read_text() == (ROOT / "slurm" / "train_small.sbatch").read_text()
+    env = {"FRONTIER_LLM_ROOT": str(tmp_path), "FRONTIER_LLM_SITE": name, "PYTHONPATH": str(ROOT)}
+    with local_slurm(nodes=1, shape=shape) as cluster:
+        options = ("--partition=local", f"--output={tmp_path}/out", str(tmp_path / "x.sbatch"))
+        job_id = cluster.submit(*options, cwd=ROOT, env={**env, **({"SLURM_HINT": hint} if hint else {})})
+        job = cluster.wait_job(job_id)
+    text = (tmp_path / "out").read_text()
+    assert job["ExitCode"] == "0:0", text
+    assert text.count("task of 7\n") == 8
+    assert f"Nodes=1 CPUs={shape.job_cpus} Tasks=8" in text, text
+    said = re.search(r"CPU_IDs=([\d,-]+)", text)
+    assert said is not None
+    cpus = [range(int(ends.split("-")[0]), int(ends.split("-")[-1]) + 1) for ends in said[1].split(",")]
+    cores = {cpu // shape.threads_per_core for ids in cpus for cpu in ids}
+    assert cores == {core for place in NODE for core in place.usable_cores}
 
 
 def test_wrong_directory_is_explained(cluster: LocalSlurm, tmp_path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.holder import last_start
 from frontier_llm.cluster.rank_env import environment
+from frontier_llm.data.indexed_writer import IndexedWriter
 from tests.harness.scenarios import scenario
 from tests.harness.slurm import ENDED, ROOT, LocalSlurm
 
@@ -63,11 +64,40 @@ def test_train_1t_runs_on_four_nodes_with_tp8_and_pp4(cluster: LocalSlurm, tmp_p
     text = (tmp_path / "job.out").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), text
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3]
-    assert run_dir.latest_step(tmp_path / "run") == 3
+    assert run_dir.latest_step(tmp_path / "run") == 0  # a benchmark saves nothing
+    assert "this job takes 4 nodes for about 10 minutes" in text and "this job writes no checkpoint (0 bytes)" in text
+    assert text.index("this job writes") < text.index("step 1 ")  # before the ranks start
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert (plan["grid"]["tp"], plan["grid"]["pp"], plan["grid"]["dp"]) == (8, 4, 1)
     assert len(list((tmp_path / "run" / "logs" / "attempt_0001").glob("rank_*.log"))) == 32
     assert cluster.queued() == []
+
+
+def test_a_benchmark_with_data_is_refused_and_the_production_script_trains(cluster: LocalSlurm, tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "tokens", "u2") as writer:
+        for start in range(100):
+            writer.add_sequence([(start + offset) % 250 for offset in range(100)])
+            writer.end_document()
+    words = (
+        f"data.train=[{{path: {tmp_path}/tokens}}]",
+        "parallel.tensor=2",
+        "parallel.pipeline=1",
+        "batch.global_batch=4",
+        "train.steps=4",
+        "train.save_interval=2",
+    )
+    options = ("--nodes=2", "--ntasks-per-node=1", "--time=20", "--signal=USR1@10")
+    env = {"FRONTIER_LLM_SIGNAL_LEAD_S": "10"}
+    unsaved = (*words, "train.save_interval=0")
+    refused = sbatch(cluster, "train_1t.sbatch", tmp_path / "refused", *options, words=unsaved, env=env)
+    trained = sbatch(cluster, "pretrain_1t.sbatch", tmp_path / "trained", *options, words=words, env=env)
+    assert cluster.wait_job(refused, 240)["ExitCode"] == "2:0"
+    text = (tmp_path / "refused" / "job.out").read_text()
+    assert "no checkpoint is written" in text and "slurm/pretrain_1t.sbatch" in text
+    assert run_dir.attempts(tmp_path / "refused" / "run") == []
+    assert cluster.wait_job(trained, 300)["ExitCode"] == "0:0", (tmp_path / "trained" / "job.out").read_text()
+    assert run_dir.latest_step(tmp_path / "trained" / "run") == 4
+    assert "2 checkpoints of" in (tmp_path / "trained" / "job.out").read_text()
 
 
 def test_a_users_mistake_ends_the_run_at_once_and_blames_no_node(cluster: LocalSlurm, tmp_path: Path) -> None:
@@ -152,6 +182,54 @@ def test_a_dead_node_is_replaced_by_the_spare_and_the_losses_stay(cluster: Local
     assert [attempt.nodes for attempt in made] == [("n0", "n1"), ("n0", "n2")]
     assert loss_column(tmp_path) == undisturbed(tmp_path / "alone")
     assert len(list((tmp_path / "run" / "checkpoints" / "incarnations").glob("*.json"))) == 2
+
+
+# what node n1 would say that has another torch than the others
+OTHER_TORCH_ON_N1 = """
+import os
+if os.environ.get("SLURMD_NODENAME") == "n1":
+    import torch
+    torch.__version__ = "2.9.0"
+"""
+
+
+SAYS = "rank 1 on n1 differs from most ranks: torch is torch 2.9.0 for CPUs, elsewhere torch"
+
+
+def train_with_another_torch_on_n1(cluster: LocalSlurm, tmp_path: Path, nodes: int, spares: int = 0) -> tuple[dict[str, str], str]:
+    """The ended job of a run on these nodes of the cluster, and its output."""
+    (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH_ON_N1)
+    words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=6", "batch.micro_batch=1", "train.steps=2")
+    env = {"PYTHONPATH": str(tmp_path), "FRONTIER_LLM_SIGNAL_LEAD_S": "10", "FRONTIER_LLM_SPARE_NODES": str(spares)}
+    job_id = sbatch(cluster, "train_small.sbatch", tmp_path, f"--nodes={nodes}", "--ntasks-per-node=1", words=words, env=env)
+    return cluster.wait_job(job_id, 300), (tmp_path / "job.out").read_text()
+
+
+@scenario(nodes=4)
+def test_a_node_that_differs_from_the_others_is_replaced_by_the_spare(cluster: LocalSlurm, tmp_path: Path) -> None:
+    job, text = train_with_another_torch_on_n1(cluster, tmp_path, nodes=4, spares=1)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), text
+    made = run_dir.attempts(tmp_path / "run")
+    expected = [("node failure", ("n0", "n1", "n2")), ("finished", ("n0", "n2", "n3"))]
+    assert [(attempt.cause, attempt.nodes) for attempt in made] == expected, text
+    assert made[0].failed_host == "n1" and SAYS in made[0].detail and run_dir.bad_hosts(tmp_path / "run") == ["n1"]
+    assert [step for step, _ in losses(tmp_path)] == [1, 2]
+
+
+@scenario(nodes=3)
+def test_a_node_that_differs_is_not_tried_again_where_there_is_no_spare(cluster: LocalSlurm, tmp_path: Path) -> None:
+    job, text = train_with_another_torch_on_n1(cluster, tmp_path, nodes=3)
+    assert job["ExitCode"] == "2:0" and "--exclude=n1" in text, text
+    assert [attempt.cause for attempt in run_dir.attempts(tmp_path / "run")] == ["node failure"]
+    assert losses(tmp_path) == [] and cluster.queued() == []
+
+
+@scenario(nodes=2)
+def test_a_node_that_differs_from_one_other_ends_the_job(cluster: LocalSlurm, tmp_path: Path) -> None:
+    job, text = train_with_another_torch_on_n1(cluster, tmp_path, nodes=2)
+    assert job["ExitCode"] == "2:0" and SAYS in text, text
+    assert [attempt.cause for attempt in run_dir.attempts(tmp_path / "run")] == ["refused"]
+    assert losses(tmp_path) == [] and cluster.queued() == []
 
 
 @pytest.mark.thorough

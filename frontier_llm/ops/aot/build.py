@@ -20,7 +20,7 @@ from typing import Any
 
 from frontier_llm.errors import BackendError, suggest
 from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels, variants
-from frontier_llm.ops.manifest import MANIFEST_VERSION, build_command, check_triton, install_triton, source_digest
+from frontier_llm.ops.manifest import MANIFEST_VERSION, build_command, check_triton, install_triton, source_digests
 from frontier_llm.units import strict_json
 
 
@@ -187,7 +187,7 @@ def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> 
         "version": MANIFEST_VERSION,
         "architecture": architecture,
         "tools": {"triton": importlib.import_module("triton").__version__},  # the package has other names in ROCm's wheels
-        "sources_sha256": source_digest(),
+        "sources": source_digests(),
         "kernels": [asdict(code) for code in codes],
     }
     partial = folder / "manifest.json.tmp"

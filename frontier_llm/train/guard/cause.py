@@ -27,10 +27,10 @@ PERIOD_S = 0.25  # between two notices of a rank, if the store can take so many
 SILENT_PERIODS = 3  # without a notice, and a rank is taken for dead if it is the only one
 PATIENCE_S = 2.5  # until several are: on a busy machine living ones are late too
 ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
-STORE_S = 3.0  # how long it waits for the store itself: then rank 0 is stopped
+STORE_S = 3.0  # how long it waits for the store itself: then its process, or its node, is stopped
 POLL_S = 0.25  # between two looks for the answer
 T = TypeVar("T")
-_FIRST, _ALARM = "first failure", "alarm"
+_FIRST, _ALARM, _STAND_IN = "first failure", "alarm", "stand-in for rank 0"
 
 
 def period_s(world_size: int) -> float:
@@ -47,16 +47,28 @@ class Inquiry:
 
     @property
     def alone(self) -> bool:
-        """Nobody to ask: one process, or the store went with rank 0."""
+        """Nobody to ask: one process, or the store is gone."""
         return self._board is None
+
+    @property
+    def needs_rank_0(self) -> bool:
+        """Whether the store ends with rank 0's process."""
+        return self._board is not None and not self._board.outlives_rank_0
+
+    def close(self) -> None:
+        """Post no more."""
+        if self._board is not None:
+            self._board.close()
 
     def post(self, notice: dict[str, Any]) -> None:
         """Tell the others where this rank is."""
         if self._board is not None:
             try:
                 self._board.post(self._rank, notice)
-            except RuntimeError:
-                self._board = None  # rank 0 is gone; the collectives will say so to the main thread
+            except RuntimeError as error:
+                if self._board.outlives_rank_0:
+                    log.warn(f"from now on no failed rank can be named: {error}")
+                self._board = None  # if its node is gone, the collectives tell the main thread
 
     def answer_alarm(self) -> None:
         """Rank 0: find the cause for a rank whose collective failed, perhaps long before ours do."""
@@ -82,6 +94,8 @@ class Inquiry:
     def find(self, symptom: str) -> Failure:
         """Who is to blame for a collective that failed or hangs. Rank 0 looks at everybody's notices, the others ask it to.
 
+        If rank 0 gives no sign of life, or no answer, one of the others takes its place (only TCPStore outlives rank 0).
+
         Recorded unless all that is known is this rank's own symptom.
         """
         try:
@@ -92,11 +106,17 @@ class Inquiry:
             else:
                 failure = self._investigate(self._board, symptom) if self._rank == 0 else self._ask(self._board, symptom)
         except RuntimeError:
-            here = self._own("its process, which holds the rendezvous, is gone or stopped")
-            failure = read_failure(self._run_dir) or replace(here, evidence=Evidence.NOTICES, rank=0, host="")
+            failure = read_failure(self._run_dir) or self._store_is_gone(symptom)
         if failure.evidence is not Evidence.SYMPTOM:
             write_failure(self._run_dir, failure)
         return failure
+
+    def _store_is_gone(self, symptom: str) -> Failure:
+        """The store was served on rank 0's node."""
+        if self._rank == 0:
+            return self._own(f"{symptom}; the store's process on this node is gone or stopped")
+        here = self._own("its node, or the process there that serves the store, is gone or stopped")
+        return replace(here, evidence=Evidence.NOTICES, rank=0, host="")
 
     def accuse(self, error: WrongResults) -> None:
         """All ranks know alike who computes wrongly: rank 0 writes it down, and which hosts are used no more.
@@ -138,21 +158,43 @@ class Inquiry:
 
     def _ask(self, board: Board, symptom: str) -> Failure:
         _within(STORE_S, lambda: board.claim(_ALARM, f"rank {self._rank}: {symptom}"))
-        return self._answer(board) or self._own(symptom)
+        found = self._answer(board, give_up_if_silent=True)
+        if found is None and board.outlives_rank_0:
+            found = self._stand_in(board, symptom)
+        return found or self._own(symptom)
 
-    def _answer(self, board: Board) -> Failure | None:
-        """What rank 0 has found out, as soon as it has; None when it takes too long."""
-        deadline_s = time.monotonic() + ANSWER_S
-        while time.monotonic() < deadline_s:
+    def _stand_in(self, board: Board, symptom: str) -> Failure | None:
+        """Rank 0 does not answer: the first rank that claims so investigates instead, and the others wait for it."""
+        chosen = _within(STORE_S, lambda: board.claim(_STAND_IN, str(self._rank)))
+        if chosen == str(self._rank):
+            return self._investigate(board, symptom)
+        return self._answer(board)
+
+    def _answer(self, board: Board, give_up_if_silent: bool = False) -> Failure | None:
+        """The first failure, as soon as a rank has claimed it. None if it takes too long, or if rank 0 gives no sign of life."""
+        pause_s = max(POLL_S, period_s(self._world_size))
+        last: dict[str, Any] | None = None
+        now_s = last_changed_s = time.monotonic()
+        deadline_s = now_s + ANSWER_S
+        while now_s < deadline_s:
             claimed = _within(STORE_S, lambda: board.claimed(_FIRST))
             if claimed is not None:
                 return Failure.from_json(claimed)
-            time.sleep(POLL_S)
+            if give_up_if_silent and board.outlives_rank_0:
+                notice = _within(STORE_S, lambda: board.read(0))
+                if notice != last:
+                    last, last_changed_s = notice, now_s
+                elif now_s - last_changed_s > SILENT_PERIODS * pause_s:
+                    return None
+            time.sleep(pause_s)
+            now_s = time.monotonic()
         return None
 
     def _investigate(self, board: Board, symptom: str) -> Failure:
         notices = {rank: board.read(rank) for rank in range(self._world_size)}
-        silent, pause_s, began_s = list(range(1, self._world_size)), period_s(self._world_size), time.monotonic()
+        silent = [rank for rank in range(self._world_size) if rank != self._rank]
+        pause_s = period_s(self._world_size)
+        began_s = time.monotonic()
         patience_s = max(PATIENCE_S, 2.5 * pause_s)
         while (waited_s := time.monotonic() - began_s) < patience_s and (len(silent) > 1 or waited_s < SILENT_PERIODS * pause_s):
             time.sleep(pause_s)
@@ -174,7 +216,7 @@ class Inquiry:
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:
-    """work(), or RuntimeError after `limit_s`: torch's store waits for ever for a server whose process is stopped."""
+    """work(), or RuntimeError after `limit_s`: a store whose process is stopped does not answer."""
     try:
         return in_daemon(work, "store").result(limit_s)
     except TimeoutError:

@@ -30,10 +30,10 @@ class Skips:
         """The step was taken."""
         self._in_row = 0
 
-    def skipped(self, step: int, loss: float, gradient_norm: float, spike: bool, left_out_steps: int) -> Progress | None:
+    def skipped(self, step: int, loss: float, gradient_norm: float, spike: bool) -> Progress | None:
         """Step `step` was not taken. Returns what the run goes back to, loaded already, or None to go on.
 
-        left_out_steps: how much data earlier rewinds have left out. Raises FrontierError after guard.max_skips_in_row.
+        Raises FrontierError after guard.max_skips_in_row.
         """
         self._in_row += 1
         self._decisions.add(step, "spike" if spike else "not finite", loss=repr(loss), gradient_norm=repr(gradient_norm))
@@ -43,9 +43,9 @@ class Skips:
                 "lower optimizer.lr, look at the data of these steps (decisions.jsonl), or raise guard.max_skips_in_row",
                 f"step {step}",
             )
-        return self._rewind(step, left_out_steps) if spike and self._config.spike_action == "rewind" else None
+        return self._rewind(step) if spike and self._config.spike_action == "rewind" else None
 
-    def _rewind(self, step: int, left_out_steps: int) -> Progress | None:
+    def _rewind(self, step: int) -> Progress | None:
         """Back to a checkpoint from before the spike, past the data that led to it."""
         target = self._saves.newest_at_most(step - self._config.rewind_steps)
         if target is not None and self._decisions.rewinds_to(target) >= MOST_REWINDS:
@@ -55,10 +55,12 @@ class Skips:
         if progress is None:
             log.info(f"no checkpoint is {self._config.rewind_steps} steps older than the spike at step {step}: the step is skipped instead")
             return None
-        left_out_steps += self._config.rewind_skip_steps
-        self._decisions.add(progress.step, "rewind", spike_at=step, left_out_steps=left_out_steps)
-        log.info(f"spike at step {step}: back to step {progress.step}, leaving out {self._config.rewind_skip_steps} steps of data")
-        return progress.model_copy(update={"policy": {**progress.policy, "left_out_steps": left_out_steps}})
+        return progress
+
+    def rewound(self, spike_at: int, step: int, left_out_samples: int, samples: int) -> None:
+        """The run has gone back to `step` and leaves out the next `samples` samples, `left_out_samples` since it began."""
+        self._decisions.add(step, "rewind", spike_at=spike_at, left_out_samples=left_out_samples)
+        log.info(f"spike at step {spike_at}: back to step {step}, leaving out {samples} samples of data")
 
 
 class Decisions:

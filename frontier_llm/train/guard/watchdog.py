@@ -24,6 +24,7 @@ from frontier_llm.comm.rendezvous import has_joined
 from frontier_llm.config import TrainConfig
 from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, write_failure
+from frontier_llm.files import open_below
 from frontier_llm.train.guard.cause import Inquiry, period_s
 from frontier_llm.train.guard.suspects import WrongResults
 
@@ -39,19 +40,20 @@ class Watchdog:
 
     def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
         """Nothing moving for most of train.timeout_s means stuck."""
-        board = Board() if has_joined() else None
+        self._period_s = min(period_s(mesh.world.size), FIRES_AT * train.timeout_s / 10)
+        board = Board(period_s=self._period_s) if has_joined() else None
         self._mesh, self._run_dir, self._logs = mesh, Path(train.run_dir), Path(train.run_dir) / "logs"
         self._rank, self._ledger, self._timeout_s = mesh.world.rank, mesh.ledger, FIRES_AT * train.timeout_s
         self._inquiry = Inquiry(board, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
-        self._step, self._section, self._posts = 0, "start", 0
+        self._step, self._section = 0, "start"
         self._step_began_at = self._per_step = 0  # collectives
         self._moved_s = time.monotonic()
         self._stop, self._wake = threading.Event(), threading.Event()
-        self._period_s = min(period_s(mesh.world.size), self._timeout_s / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._stacks_path = self._logs / f"stacks_rank_{self._rank:05}.txt"
-        self._stacks_path.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = self._stacks_path.open("w", encoding="utf-8")  # faulthandler writes to it even without the interpreter lock
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        stacks = open_below(self._run_dir, f"logs/{self._stacks_path.name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._stacks = os.fdopen(stacks, "w", encoding="utf-8")  # faulthandler writes to it even without the interpreter lock
 
     def at(self, step: int, section: str) -> None:
         """Note where the main thread is; cheap."""
@@ -98,6 +100,7 @@ class Watchdog:
         self._stop.set()
         self._wake.set()
         self._thread.join()
+        self._inquiry.close()
         faulthandler.cancel_dump_traceback_later()
         self._close_stacks()
 
@@ -106,7 +109,7 @@ class Watchdog:
         with suppress(OSError):  # the log's disk is full
             traceback.print_exc()
         log.warn(failure.describe() if failure.rank == self._rank else f"secondary failure. {failure.describe()}")
-        if self._rank == 0:
+        if self._rank == 0 and self._inquiry.needs_rank_0:
             time.sleep(LINGER_S)
         self._close_stacks()  # last: the watching thread still writes, and its complaint would hide the cause
         os._exit(RankFailure.exit_code)  # nothing here may wait for the dead one, not even the groups' destructors
@@ -131,13 +134,12 @@ class Watchdog:
         return Failure(what, Evidence.SYMPTOM, rank=self._rank, host=node_name(), step=self._step, section=self._section)
 
     def _notice(self) -> dict[str, Any]:
-        self._posts += 1
         collectives = self._collectives()
         # stages of a pipeline make different numbers of calls, so progress is counted in shares of the own step
         progress = self._step + (collectives - self._step_began_at) / max(self._per_step, 1)
         return {
             "host": node_name(), "pid": os.getpid(), "step": self._step, "section": self._section,
-            "collectives": collectives, "progress": round(progress, 3), "posts": self._posts, "call": self._ledger.last(),
+            "collectives": collectives, "progress": round(progress, 3), "call": self._ledger.last(),
         }  # fmt: skip
 
     def _watch(self) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from frontier_llm import log
 from frontier_llm.config import RunConfig
+from frontier_llm.files import folder_below
 from frontier_llm.schedule import Action
 from frontier_llm.train.observers import Observer
 
@@ -32,7 +33,7 @@ class Profiler(Observer):
         """Begin with the first chosen step, or with the first after a resume that is among them."""
         if self._profile is not None or state.current_step + 1 not in self._chosen.range or state.mesh.world.rank not in self._chosen.ranks:
             return
-        self._directory.mkdir(parents=True, exist_ok=True)
+        folder_below(self._directory.parent, self._directory.name)
         if self._chosen.memory_snapshot and state.device.type == "cuda":
             torch.cuda.memory._record_memory_history()  # torch documents the underscore
         activities = [torch.profiler.ProfilerActivity.CPU]

@@ -55,7 +55,7 @@ def test_shards_hold_each_element_once_and_any_safetensors_reader_opens_them(tmp
 def test_manifest_names_step_and_sizes(tmp_path: Path) -> None:
     manifest = write(TINY, Layout(dp=2), tmp_path, step=12)
     path = tmp_path / "step_00000012"
-    assert folder.complete_steps(tmp_path) == [12]
+    assert folder.named_steps(tmp_path) == [12]
     assert folder.read_latest(tmp_path) == path.name
     assert manifest.total_bytes == sum(file.stat().st_size for file in path.glob("shard_*"))
     assert folder.unexpected_files(path, manifest) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 from frontier_llm.checkpoint import Superseded
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.lock import RunLock
+from frontier_llm.cluster import holder
 from frontier_llm.cluster.holder import STALE_AFTER_S, this_process
-from frontier_llm.errors import CheckpointError
+from frontier_llm.errors import CheckpointError, FrontierError
 from tests.unit.checkpoint.serial import Run, in_child, progress
 
 
@@ -63,6 +65,64 @@ def test_holder_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> No
     assert "start again in" in str(caught.value)
     os.utime(path, (time.time() - STALE_AFTER_S - 1,) * 2)
     assert RunLock(tmp_path, this_process("13")).incarnation == 2
+
+
+@pytest.fixture
+def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat is watched for 0.5 s instead of a minute. Ages of a heartbeat in the past are judged as ever."""
+    monkeypatch.setattr(holder, "STALE_AFTER_S", 0.5)
+    monkeypatch.setattr(holder, "WATCH_PERIOD_S", 0.05)
+
+
+def test_a_dead_holder_whose_clock_was_ahead_is_watched_and_replaced(
+    tmp_path: Path, quick_watch: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    holder_elsewhere(tmp_path, silent_s=-7200)
+    assert RunLock(tmp_path, this_process("13")).incarnation == 2
+    assert "its clock is 7,200 s ahead, and no heartbeat has come" in capfd.readouterr().err
+
+
+def test_a_living_holder_whose_clock_is_ahead_is_kept(tmp_path: Path, quick_watch: None) -> None:
+    path = holder_elsewhere(tmp_path, silent_s=-7200)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.02):
+            os.utime(path, (time.time() + 7200,) * 2)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"is in use by job 12 on n7.*ahead, and a heartbeat has come") as caught:
+            RunLock(tmp_path, this_process("13"))
+        assert f"if you know that it is dead, delete {path}" in str(caught.value)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_launcher_says_how_to_free_a_run(tmp_path: Path, quick_watch: None) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    path = holder_elsewhere(tmp_path / "checkpoints", silent_s=-7200)
+    holder.refuse_second_start(tmp_path)  # dead: no heartbeat comes
+    os.utime(path)
+    with pytest.raises(FrontierError, match="is in use by job 12 on n7") as caught:
+        holder.refuse_second_start(tmp_path)
+    assert f"if you know that it is dead, delete {path}" in str(caught.value)
+
+
+def test_the_last_number_of_a_start_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    path = holder_elsewhere(tmp_path / "checkpoints", silent_s=100)
+    path.rename(last := path.with_name("99999999.json"))
+    for start in (lambda: RunLock(tmp_path / "checkpoints", this_process("13")), lambda: holder.take(tmp_path, "13", "n0")):
+        with pytest.raises(FrontierError, match="claims to be start 99999999 of the run, and no run starts so often") as caught:
+            start()
+        assert str(last) in str(caught.value) and "if no job of this run is alive, delete the file" in str(caught.value)
+    last.unlink()
+    (tmp_path / "incarnation.json").write_text('{"incarnation": 99999999, "job_id": "1", "host": "n0", "since_unix_s": 1.0}')
+    with pytest.raises(FrontierError, match=r"incarnation.json: counts 100000000 starts"):
+        holder.take(tmp_path, "13", "n0")
 
 
 def test_requeued_job_takes_its_own_lock_over_at_once(tmp_path: Path) -> None:
@@ -114,7 +174,7 @@ def test_stale_incarnation_cannot_begin_commit_or_prune(tmp_path: Path) -> None:
     with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
         old.manager._writer.keep = 0  # everything is to be pruned
         old.manager._writer.prune()
-    assert folder.complete_steps(new.manager.directory) == [4, 2]
+    assert folder.named_steps(new.manager.directory) == [4, 2]
     new.save(6)
     assert new.manager.load_latest(strict=True).step == 6
     new.check(6)

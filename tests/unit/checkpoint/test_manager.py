@@ -12,7 +12,7 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.inspect import check_resume
 from frontier_llm.cli.main import main
 from frontier_llm.config import RunConfig
-from frontier_llm.data.identity import identities
+from frontier_llm.data.identity import Dataset, datasets_of
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.errors import CheckpointError
 from frontier_llm.topology import shard
@@ -46,7 +46,7 @@ def test_working_precision_may_change(saved: str, loaded: str, tmp_path: Path) -
 def test_keeps_the_newest_and_the_permanent(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=2, keep_every=4)
     run.save(*range(1, 11))
-    assert folder.complete_steps(run.manager.directory) == [10, 9, 8, 4]
+    assert folder.named_steps(run.manager.directory) == [10, 9, 8, 4]
 
 
 def test_prunes_nothing_while_one_that_is_kept_is_damaged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_prunes_nothing_while_one_that_is_kept_is_damaged(tmp_path: Path, capfd:
     run.save(1, 2)
     flip(run.manager.directory / "step_00000002" / "shard_00000.safetensors", 100_000)
     run.save(3)
-    assert folder.complete_steps(run.manager.directory) == [3, 2, 1]
+    assert folder.named_steps(run.manager.directory) == [3, 2, 1]
     assert "nothing is deleted" in capfd.readouterr().err
     flip(run.manager.directory / "step_00000003" / "shard_00000.safetensors", 100_000)
     assert run.manager.load_latest().step == 1
@@ -89,7 +89,7 @@ def test_write_protected_checkpoints_stay(tmp_path: Path, capfd: pytest.CaptureF
     monkeypatch.setattr(folder.os, "access", lambda path, mode: path.name != "step_00000001")  # root may write anywhere
     run = Run(tmp_path)
     run.save(1, 2, 3, 4)
-    assert folder.complete_steps(run.manager.directory) == [4, 3, 1]
+    assert folder.named_steps(run.manager.directory) == [4, 3, 1]
     assert "cannot delete step_00000001: it is write-protected; it stays" in capfd.readouterr().err
 
 
@@ -126,7 +126,7 @@ def test_other_names_are_not_checkpoints(name: str, tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1)
     (run.manager.directory / name).mkdir()
-    assert folder.complete_steps(run.manager.directory) == [1]
+    assert folder.named_steps(run.manager.directory) == [1]
     assert run.manager.load_latest().step == 1
 
 
@@ -150,13 +150,13 @@ def test_other_tokens_under_the_same_path_must_be_allowed(tmp_path: Path) -> Non
     one, other = "1" * 64, "2" * 64
 
     def resumes(data: dict[str, str], *allowed: str) -> bool:
-        run = Run(tmp_path, data=data, allow_changes=allowed)
+        run = Run(tmp_path, datasets={path: Dataset(identity, 1000) for path, identity in data.items()}, allow_changes=allowed)
         try:
             return run.manager.load_latest().step == 2
         finally:
             run.manager.close()
 
-    run = Run(tmp_path, data={"text": one, "more": one})
+    run = Run(tmp_path, datasets={"text": Dataset(one, 1000), "more": Dataset(one, 1000)})
     run.save(2)
     run.manager.close()
     assert resumes({"text": one, "moved": other})  # another path is another data.train
@@ -172,7 +172,7 @@ def test_a_parent_looks_at_the_data_before_ranks_start(tmp_path: Path) -> None:
 
     write(1)
     config = changed(data={"train": str(tmp_path / "text")})
-    run = Run(tmp_path, config=config, data=identities(config))
+    run = Run(tmp_path, config=config, datasets=datasets_of([config]))
     run.save(2)
     run.manager.close()
     check_resume(tmp_path / "checkpoints", config, [])

@@ -67,7 +67,7 @@ def test_killed_while_saving(point: str, tmp_path: Path) -> None:
     assert folder.leftovers(checkpoints) == []
     assert folder.read_latest(checkpoints) == folder.step_name(expected)
     run.save(6, 8)
-    assert folder.complete_steps(checkpoints) == [8, 6]
+    assert folder.named_steps(checkpoints) == [8, 6]
     assert run.manager.load_latest(strict=True).step == 8
     run.check(8)
     run.manager.close()
@@ -81,7 +81,7 @@ def test_killed_while_replacing_a_checkpoint_of_the_same_step(tmp_path: Path) ->
         run.save(4)
 
     assert in_child(work) == -signal.SIGKILL
-    assert folder.complete_steps(tmp_path / "checkpoints") == []
+    assert folder.named_steps(tmp_path / "checkpoints") == []
     run = Run(tmp_path)
     assert run.manager.load_latest().step == 4
     run.check(4)
@@ -117,11 +117,11 @@ def test_failing_device_while_a_step_is_saved_again(point: str, cause: str, tmp_
         with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
             run.save(4)
         failpoints.arm("")
-        assert folder.complete_steps(tmp_path / "checkpoints") == [4, 2]
+        assert folder.named_steps(tmp_path / "checkpoints") == [4, 2]
         assert run.manager.load_latest(strict=True).step == 4
         run.check(4)
     run.save(4, 6)
-    assert folder.complete_steps(tmp_path / "checkpoints") == [6, 4] and folder.leftovers(tmp_path / "checkpoints") == []
+    assert folder.named_steps(tmp_path / "checkpoints") == [6, 4] and folder.leftovers(tmp_path / "checkpoints") == []
     assert run.manager.load_latest(strict=True).step == 6
 
 
@@ -199,7 +199,7 @@ def test_background_failure_surfaces_at_a_later_poll_and_saves_never_overlap(tmp
     with pytest.raises(CheckpointError, match="RuntimeError: unforeseen"):
         while run.manager.saving:
             run.manager.poll()
-    assert folder.complete_steps(tmp_path / "checkpoints") == []
+    assert folder.named_steps(tmp_path / "checkpoints") == []
 
 
 def test_durability_order(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_weights_that_are_not_finite_are_not_saved(value: float, tmp_path: Path)
     with pytest.raises(CheckpointError, match="step 4: weights are not finite: "):
         run.manager.wait()
     assert folder.read_latest(tmp_path / "checkpoints") == "step_00000002\n".strip()
-    assert folder.complete_steps(tmp_path / "checkpoints") == [2] and folder.leftovers(tmp_path / "checkpoints") == []
+    assert folder.named_steps(tmp_path / "checkpoints") == [2] and folder.leftovers(tmp_path / "checkpoints") == []
 
 
 def test_a_directory_moved_away_mid_run_is_called_that(tmp_path: Path) -> None:

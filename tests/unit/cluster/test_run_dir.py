@@ -6,6 +6,7 @@ from pathlib import Path
 from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.holder import last_start, take
 from frontier_llm.cluster.run_dir import Attempt
+from tests.harness.checkpoints import save_only
 
 
 def test_starts_are_numbered(tmp_path: Path) -> None:
@@ -17,8 +18,7 @@ def test_starts_are_numbered(tmp_path: Path) -> None:
 
 def test_latest_step(tmp_path: Path) -> None:
     assert run_dir.latest_step(tmp_path) == 0
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "LATEST").write_text("step_00000120\n")
+    save_only(tmp_path, 120)
     assert run_dir.latest_step(tmp_path) == 120
 
 

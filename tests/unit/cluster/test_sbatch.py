@@ -9,9 +9,9 @@ import pytest
 
 from frontier_llm.cluster import sbatch
 from frontier_llm.cluster.sites import load_site, root_dir
-from frontier_llm.config import load_run
+from frontier_llm.config import load_run, saves_nothing
 from frontier_llm.errors import ConfigError
-from frontier_llm.scaling.predict import predict
+from frontier_llm.scaling.predict import START_S, predict
 from frontier_llm.topology import plan_problems
 
 FRONTIER = load_site("frontier")
@@ -56,12 +56,28 @@ def test_every_script_names_files_that_exist_and_a_legal_layout(job: sbatch.JobS
 
 
 def test_walltime_and_signal_follow_the_site() -> None:
-    options = dict(sbatch.directives(sbatch.JOBS[2], FRONTIER))
+    (job,) = [job for job in sbatch.JOBS if job.name == "pretrain_1t"]
+    options = dict(sbatch.directives(job, FRONTIER))
     assert (options["nodes"], options["time"], options["signal"]) == ("384", "12:00:00", "USR1@2010")
-    assert dict(sbatch.directives(replace(sbatch.JOBS[2], nodes=64), FRONTIER))["time"] == "02:00:00"
+    assert dict(sbatch.directives(replace(job, nodes=64), FRONTIER))["time"] == "02:00:00"
 
 
-@pytest.mark.parametrize("job", [job for job in sbatch.JOBS if job.name.startswith("train_")], ids=lambda job: job.name)
+TRAINING = [job for job in sbatch.JOBS if job.program == "frontier_llm.cli.job"]
+BENCHMARKS = [job for job in TRAINING if saves_nothing(load_run(str(root_dir() / job.config)).train)]
+# tokens/s per GCD (arXiv:2312.12705); for 22B nothing was published, so the planner's step counts
+ORNL_STEP_S = {"train_22b": 21.0, "train_175b": 427.0, "train_1t": 853.0}
+
+
+@pytest.mark.parametrize("job", BENCHMARKS, ids=lambda job: job.name)
+def test_a_benchmark_ends_well_before_its_walltime(job: sbatch.JobScript) -> None:
+    config = load_run(str(root_dir() / job.config))
+    needed_s = START_S + config.train.steps * ORNL_STEP_S[job.name]
+    assert job.minutes is not None and 1.3 * needed_s < 60 * job.minutes - sbatch.BENCHMARK_LEAD_S
+    predicted_s = START_S + config.train.steps * predict(config, job.nodes * 8).step_time_s
+    assert predicted_s < 3600  # `sbatch slurm/train_1t.sbatch` measures 1T in less than an hour
+
+
+@pytest.mark.parametrize("job", [job for job in TRAINING if job not in BENCHMARKS], ids=lambda job: job.name)
 def test_ranks_are_warned_earlier_than_a_step_takes(job: sbatch.JobScript) -> None:
     site = load_site(job.site)
     config = load_run(str(root_dir() / job.config), [f"machine={site.machine}"])

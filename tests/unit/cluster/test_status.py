@@ -10,7 +10,7 @@ from frontier_llm.cli.main import main
 from frontier_llm.cluster import run_dir, slurm
 from frontier_llm.cluster.holder import take
 from frontier_llm.cluster.status import read_status
-from frontier_llm.files import write_atomically
+from tests.harness.checkpoints import save_only
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [{"kind": "step", "step": step, "loss": 3 - step / 100, "tokens_per_s": 1000.0, "step_time_s": 2.0} for step in range(1, 41)]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "config.yaml").write_text("train: {steps: 100}\nbatch: {global_batch: 8}\nmodel: {sequence_length: 32}\n")
-    write_atomically(directory / "checkpoints" / "LATEST", "step_00000030\n")
+    save_only(directory, 30)
     take(directory, "77", "n0")
     run_dir.record(directory, run_dir.Attempt(1, "77", ("n0",), 0, 30, 1, "crash", "rank 3 on n0 failed first", "n0"))
     run_dir.record(directory, run_dir.Attempt(2, "77", ("n0",), 30, 30, 75, "interrupted"))
@@ -99,5 +99,5 @@ def test_a_running_job_says_what_is_left_of_it(
 def test_finished_and_stopped(run_directory: Path) -> None:
     (run_directory / run_dir.STOP_FILE).touch()
     assert read_status(run_directory).state == "stopped"
-    write_atomically(run_directory / "checkpoints" / "LATEST", "step_00000100\n")
+    save_only(run_directory, 100)
     assert read_status(run_directory).state == "finished"

@@ -11,9 +11,10 @@ import yaml
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.code import code_digest, snapshot
 from frontier_llm.cluster.lead import save_seconds, signal_lead_s
 from frontier_llm.cluster.sites import load_site, root_dir
-from frontier_llm.cluster.submit import code_digest, snapshot
+from frontier_llm.config import load_run
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commands = tmp_path / "bin"
     commands.mkdir()
     log = tmp_path / "calls"
-    answers = {"sbatch": "4711", "squeue": "", "scontrol": "JobId=1 JobState=COMPLETED"}
+    answers = {"sbatch": "4711", "squeue": "", "scontrol": "JobId=1 JobState=COMPLETED\nClusterName = here"}
     for name, answer in answers.items():
         script = commands / name
         script.write_text(
@@ -35,6 +36,17 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SMALL = ["submit", "train_small", "--site", "frontier", "-A", "ABC123"]
+PRETRAIN_1T = ["submit", "pretrain_1t", "--site", "frontier", "-A", "A", "data.train=synthetic", "data.allow_synthetic=true"]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> list[str]:
+    """SMALL on the cluster of `fake_slurm`, whose ranks compute on CPUs: what they need is installed there."""
+    content = yaml.safe_load((root_dir() / "slurm" / "sites" / "frontier.yaml").read_text())
+    content |= {"name": "here", "cluster": "here", "machine": "local", "bind": "none", "node_local": str(tmp_path)}
+    content |= {"modules": [], "unset": [], "environment": {}, "run_roots": []}
+    (tmp_path / "here.yaml").write_text(yaml.safe_dump(content))
+    return ["submit", "train_small", "--site", str(tmp_path / "here.yaml"), "-A", "ABC123"]
 
 
 def test_everything_wrong_is_said_before_sbatch_is_called(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,15 +72,17 @@ def test_dry_run_writes_and_queues_nothing(fake_slurm: Path, tmp_path: Path, cap
     assert main([*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("#!/bin/bash") and "#SBATCH --time=02:00:00" in out
-    assert fake_slurm.read_text() == "" and not (tmp_path / "r").exists()
+    assert fake_slurm.read_text() == "scontrol show config \n" and not (tmp_path / "r").exists()
 
 
-def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_submission_freezes_code_and_configuration(
+    fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = tmp_path / "a run"
     run_dir.add_bad_hosts(directory, ["n3"])
     run_dir.distrust(directory, ["n6"])
     assert (
-        main([*SMALL, "--nodes", "1", "--spares", "1", "--exclude", "n[4-5]", "--json", f"train.run_dir={directory}", "train.steps=7"]) == 0
+        main([*here, "--nodes", "1", "--spares", "1", "--exclude", "n[4-5]", "--json", f"train.run_dir={directory}", "train.steps=7"]) == 0
     )
     made = json.loads(capsys.readouterr().out)
     assert made["job_id"] == "4711"
@@ -76,12 +90,30 @@ def test_a_submission_freezes_code_and_configuration(fake_slurm: Path, tmp_path:
     assert "sbatch --parsable" in fake_slurm.read_text()
     assert made["variables"]["FRONTIER_LLM_PYTHON"] == sys.executable  # not the python3 of the site's modules
     code = Path(made["variables"]["FRONTIER_LLM_ROOT"])
-    assert code.name == f"code-{code_digest(load_site('frontier'))[:12]}" and (code / "launch" / "job.sh").stat().st_mode & stat.S_IXUSR
+    assert (
+        code.name == f"code-{code_digest(load_site(str(tmp_path / 'here.yaml')))[:12]}"
+        and (code / "launch" / "job.sh").stat().st_mode & stat.S_IXUSR
+    )
     assert (code / "frontier_llm" / "cluster" / "submit.py").is_file()
     script = (directory / "job.sbatch").read_text()
     assert "#SBATCH --nodes=2" in script and f"'{directory}/run.yaml'" in script
     train = yaml.safe_load((directory / "run.yaml").read_text())["train"]
     assert (train["steps"], train["run_dir"]) == (7, str(directory))
+
+
+@pytest.mark.usefixtures("fake_slurm")
+def test_a_queued_job_reads_the_plugin_as_it_was(here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, plugin = tmp_path / "run", tmp_path / "mine.py"
+    roots = []
+    for content in ("x = 1\n", "x = 2\n"):  # edited while the first job waits
+        plugin.write_text(content)
+        words = [f"train.run_dir={directory}", f"plugins=[{plugin}]"]
+        assert main([*here, "--nodes", "1", "--json", *words]) == 0
+        roots.append(Path(json.loads(capsys.readouterr().out)["variables"]["FRONTIER_LLM_ROOT"]))
+        frozen = roots[-1] / "plugins" / "0" / "mine.py"
+        assert yaml.safe_load((directory / "run.yaml").read_text())["plugins"] == [str(frozen.relative_to(directory))]
+        assert load_run(str(directory / "run.yaml")).plugins == (str(frozen),)
+    assert [(root / "plugins" / "0" / "mine.py").read_text() for root in roots] == ["x = 1\n", "x = 2\n"] and roots[0] != roots[1]
 
 
 def test_a_snapshot_that_is_there_is_used_again(tmp_path: Path) -> None:
@@ -112,13 +144,15 @@ def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
     fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """statvfs shows the whole of Orion; a project may keep 50 TB there, and the 1T run's checkpoint has 12."""
-    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "384", "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r", "train.steps=100"]
     assert main(words) == 0
     assert "50 TB" not in capsys.readouterr().err
     assert main([*words, "train.keep_checkpoints=3"]) == 0
     assert "up to 4 checkpoints of 12.1 TB are 48 TB" in capsys.readouterr().err
-    assert main([*words, "train.steps=15259", "data.allow_synthetic=true", "train.keep_every=5000"]) == 0  # three more that stay for good
+    assert main([*words, "train.steps=15259", "train.keep_every=5000"]) == 0  # three more that stay for good
     assert "up to 6 checkpoints of 12.1 TB are 73 TB" in capsys.readouterr().err
+    assert main([*words, "train.keep_checkpoints=3", "train.save_interval=0", "train.save_final=false", "train.steps=5"]) == 0
+    assert "50 TB" not in capsys.readouterr().err
 
 
 def test_many_nodes_are_told_to_bring_their_environment(
@@ -179,9 +213,9 @@ def test_overrides_without_equals_are_explained(capsys: pytest.CaptureFixture[st
     assert "not of the form key=value" in capsys.readouterr().err
 
 
-def test_a_token_target_becomes_steps(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_target_becomes_steps(fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "run"
-    words = [*SMALL, "--nodes", "1", "--until-tokens", "1M", "--allow-change", "train.steps", f"train.run_dir={directory}"]
+    words = [*here, "--nodes", "1", "--until-tokens", "1M", "--allow-change", "train.steps", f"train.run_dir={directory}"]
     assert main(words) == 0
     per_step = 32 * 256  # configs/runs/train_small.yaml: samples x tokens
     assert f"steps: {-(-1_000_000 // per_step)}\n" in (directory / "run.yaml").read_text()
@@ -191,14 +225,14 @@ def test_a_token_target_becomes_steps(fake_slurm: Path, tmp_path: Path, capsys: 
 
 
 def test_the_signal_leads_by_more_than_a_predicted_step(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "384", "-A", "ABC123", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 0
     (lead,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH --signal")]
     assert int(lead.rpartition("@")[2]) > 600 + 2 * 500
 
 
 def test_a_walltime_that_saving_would_eat_is_refused(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "384", "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main([*words, "--time", "0:30:00"]) == 2
     fix = capsys.readouterr().err.rpartition("--time ")[2].split()[0]
     assert main([*words, "--time", fix]) == 0
@@ -206,7 +240,7 @@ def test_a_walltime_that_saving_would_eat_is_refused(fake_slurm: Path, tmp_path:
 
 def test_a_way_out_lies_within_the_bin(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On 64 nodes a step of ORNL's whole batch takes nearly an hour, and the bin of 64 nodes ends after two."""
-    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "64", "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    words = [*PRETRAIN_1T, "--nodes", "64", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 2
     err = capsys.readouterr().err
     assert "smaller batch.global_batch" in err and "--partition extended" in err and "from 92 nodes" in err
@@ -222,10 +256,45 @@ def test_a_job_gets_the_walltime_of_its_own_partition(fake_slurm: Path, tmp_path
         assert f"#SBATCH --time={walltime}\n" in shown.out and f"{walltime} each slice" in shown.err
 
 
-def test_data_that_is_not_there_is_found_before_the_queue(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_is_not_there_is_found_before_the_queue(
+    fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*here, "--nodes", "1", f"train.run_dir={tmp_path}/r", f"data.train=[{{path: {tmp_path}/tokens}}]"]
+    assert main(words) == 1
+    assert "tokens.bin: no such file, nor tokens.idx" in capsys.readouterr().err
+    assert "sbatch" not in fake_slurm.read_text() and not (tmp_path / "r").exists()
+
+
+def test_a_refused_dry_run_still_prints_the_script(
+    fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*here, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert main([*words, "data.tokenizer=/nowhere/tokenizer.json"]) == 1
+    refused = capsys.readouterr()
+    assert refused.out == shown.out and shown.out.startswith("#!/bin/bash")
+    assert "/nowhere/tokenizer.json" in refused.err and "would refuse" not in shown.err
+    assert main([*words, "--json", "data.tokenizer=/nowhere/tokenizer.json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_checkable"] and report["problems"][0]["where"] == "/nowhere/tokenizer.json"
+
+
+def test_another_machine_prints_the_open_points_and_queues_nothing(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r", f"data.train=[{{path: {tmp_path}/tokens}}]"]
-    assert main(words) == 2
-    assert "tokens.bin: no such file, nor tokens.idx" in capsys.readouterr().err and fake_slurm.read_text() == ""
+    assert main([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    point = "not checkable here: this is cluster here, and frontier is cluster frontier. `submit` on the site checks torch and its build"
+    assert point in shown.err and shown.out.startswith("#!/bin/bash")
+    assert main(words) == 1
+    assert "not checkable here" in capsys.readouterr().err
+    (fake_slurm.parent / "bin" / "scontrol").write_text("#!/bin/bash\nexit 1\n")
+    assert main([*words, "--dry-run"]) == 0
+    assert "no Slurm answers, so this is no login node of frontier" in capsys.readouterr().err
+    assert main(words) == 1
+    assert "sbatch" not in fake_slurm.read_text() and not (tmp_path / "r").exists()
 
 
 def test_a_run_directory_off_the_scratch_is_pointed_out(

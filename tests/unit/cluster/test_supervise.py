@@ -16,7 +16,7 @@ from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import Evidence, Failure
-from frontier_llm.files import write_atomically
+from tests.harness.checkpoints import save_only
 
 Ending = Callable[[int], tuple[str, int]]  # number of the attempt → (cause, steps it did)
 
@@ -45,7 +45,7 @@ class Cluster:
         self.used.append(nodes)
         start = run_dir.latest_step(self.directory)
         cause, steps = self.ending(len(self.used))
-        write_atomically(self.directory / "checkpoints" / "LATEST", f"step_{start + steps:08}\n")
+        save_only(self.directory, start + steps)
         run_dir.record(self.directory, run_dir.Attempt(len(self.used), "7", nodes, start, start + steps, 75, cause))
         return Outcome(75) if cause in ("interrupted", "finished") else Outcome(1, Failure("", Evidence.ENDS, cause))
 
@@ -87,7 +87,7 @@ def test_a_walltime_shorter_than_the_warning_is_refused_before_any_rank_starts(t
 
 
 def test_a_finished_run_does_not_ask_for_walltime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_atomically(tmp_path / "checkpoints" / "LATEST", "step_00000100\n")
+    save_only(tmp_path, 100)
     assert Cluster(tmp_path, monkeypatch, lambda number: ("crash", 0), walltime_s=1).run() == 0
 
 
@@ -102,7 +102,7 @@ def test_a_host_that_computes_wrongly_gives_way_to_the_spare_and_is_never_used_a
     cluster = Cluster(tmp_path, monkeypatch, ending)
     assert cluster.run() == 0 and cluster.used == [("n0", "n1"), ("n0", "n2")]
     run_dir.distrust(tmp_path, ["n2"])
-    write_atomically(tmp_path / "checkpoints" / "LATEST", "step_00000001\n")
+    save_only(tmp_path, 1)
     with pytest.raises(FrontierError, match=r"--exclude=n\[1-2\]"):  # not requeued, perhaps onto the same nodes
         cluster.run()
     assert len(cluster.used) == 2 and cluster.requeued == 0

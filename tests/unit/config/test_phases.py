@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from frontier_llm.checkpoint.drift import check_allowed, config_changes
-from frontier_llm.config import RunConfig, build, consumed, dump, load_run, phase_at, phase_note, phases_of, steps_of_tokens
+from frontier_llm.config import RunConfig, build, dump, load_run, phase_at, phase_note, phases_of, planned_tokens, resolved
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import CheckpointError, ConfigError
 from frontier_llm.scaling.predict import predict
@@ -32,15 +32,8 @@ def test_a_phase_is_the_run_with_a_few_keys_changed(tmp_path: Path) -> None:
     assert [phase.config.model.sequence_length for phase in phases] == [64, 64, 128]
     assert phases[1].config.model == config.model and phases[2].config.optimizer == config.optimizer
     assert [phase_at(phases, step).number for step in (0, 2, 3, 5, 7)] == [1, 1, 2, 3, 3]
-    assert [consumed(phases, step) for step in (0, 3, 4, 5, 7)] == [(0, 0), (12, 768), (20, 1280), (28, 1792), (32, 2304)]
-    assert steps_of_tokens(phases, 1281) == 5 and steps_of_tokens(phases, 2305) == 8
+    assert planned_tokens(phases) == 2304
     assert RunConfig.model_validate(yaml.safe_load(dump(config))) == config  # as a run directory keeps it
-
-
-def test_a_batch_ramp_goes_on_in_its_data_and_another_length_has_an_order_of_its_own(tmp_path: Path) -> None:
-    again = THREE.replace("[{steps: 3}", "[{steps: 3}, {steps: 2, model: {sequence_length: 128}}")
-    streams = [(phase.stream, phase.first_sample) for phase in phases_of(run(tmp_path, f"train.phases={again}"))]
-    assert streams == [(1, 0), (2, 0), (1, 12), (2, 8)]
 
 
 def test_the_last_phase_goes_on_to_the_runs_end_and_a_run_that_ends_before_it_is_told(tmp_path: Path) -> None:
@@ -72,6 +65,43 @@ def test_tokens_are_counted_over_phases_from_the_start_and_a_decay_from_the_end(
     assert (config.optimizer.warmup_steps, config.optimizer.decay_steps) == (5, 3)  # 3 x 256 + 2 x 512, and 2 x 256 + 1 x 512
     with pytest.raises(ConfigError, match=r"train.save_interval: '2K tokens', but the steps of the run's phases differ in size"):
         run(tmp_path, f"train.phases={THREE}", "train.save_interval=2K tokens")
+
+
+def test_durations_count_what_was_done_as_it_was_done(tmp_path: Path) -> None:
+    """20 steps of 256 tokens, then the batch doubled: before, everything was counted with 512 from step 0, and the run was over."""
+    words = (
+        "train.steps=10_240 tokens",
+        "optimizer.warmup_steps=2_560 tokens",
+        "optimizer.decay_steps=1_024 tokens",
+        "optimizer.schedule=wsd",
+    )
+    small, large = run(tmp_path, *words), run(tmp_path, *words, "batch.global_batch=8")
+    counts = [
+        (one.train.steps, one.optimizer.warmup_steps, one.optimizer.decay_steps) for one in (small, large, resolved(large, [(20, 256)]))
+    ]
+    assert counts == [(40, 10, 4), (20, 5, 2), (30, 10, 2)]
+    assert resolved(small, [(20, 256)]) == small and resolved(resolved(large, [(20, 256)]), []).train.steps == 30
+    in_decay = resolved(large, [(38, 256)])
+    assert (in_decay.train.steps, in_decay.optimizer.decay_steps) == (39, 3)  # 2 of 256 and 1 of 512 tokens: it began at step 36
+    loaded = RunConfig.model_validate(yaml.safe_load(dump(large)), context=[(20, 256)])  # a run directory keeps the tokens
+    assert "steps: 10240 tokens" in dump(large) and loaded.train.steps == 30
+    assert not hasattr(run(tmp_path, "train.steps=30").train.steps, "tokens")
+
+
+def test_a_phase_in_tokens_ends_after_its_tokens(tmp_path: Path) -> None:
+    phases = "train.phases=[{steps: 2_560 tokens}, {steps: 1_280 tokens}]"
+    doubled = resolved(run(tmp_path, phases, "batch.global_batch=8"), [(6, 256)])
+    assert [(phase.first, phase.end) for phase in phases_of(doubled)] == [(0, 8), (8, 11)]
+    assert doubled.train.steps == 11
+
+
+def test_the_same_tokens_are_no_change_whatever_the_steps(tmp_path: Path) -> None:
+    words = ("train.steps=10_240 tokens", "optimizer.warmup_steps=2_560 tokens")
+    saved, current = (run(tmp_path, *words, word).model_dump(mode="json") for word in ("batch.global_batch=4", "batch.global_batch=8"))
+    changes = config_changes(saved, current, step=20, done=[(20, 256)])
+    assert [change.key for change in changes] == ["batch.global_batch"]
+    before = {**saved, "train": {**saved["train"], "steps": 40}, "optimizer": {**saved["optimizer"], "warmup_steps": 10}}
+    assert config_changes(before, saved, step=20, done=[(20, 256)]) == []  # of a checkpoint that says steps
 
 
 def test_epochs_are_of_the_data_that_lie_there(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.indexed import READ_ONLY, IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inspect import inspect
+from frontier_llm.data.keys import order_key
 from frontier_llm.data.loader import open_batches, prepare_indices
 from frontier_llm.errors import DataError
 
@@ -61,7 +62,7 @@ def test_documents_stay_whole_and_every_token_comes_once(
     dataset = write(tmp_path_factory.mktemp("packed") / "d", lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best_fit, "WINDOW", window)
-        stream = PackedSamples(dataset, S, seed=5)
+        stream = PackedSamples(dataset, S, key=5)
         starts = np.cumsum([0, *lengths]).tolist()[:-1]
         sizes = [
             (at, start, min(S + 1, n - at)) for start, n in zip(starts, lengths, strict=True) for at in range(0, max(n - 1, min(n, 1)), S)
@@ -89,13 +90,16 @@ def test_documents_stay_whole_and_every_token_comes_once(
 def test_any_call_order_and_any_process_gives_the_same_and_epochs_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(best_fit, "WINDOW", 20)
     dataset = write(tmp_path / "d", LENGTHS)
-    one, two = PackedSamples(dataset, 16, 7), PackedSamples(IndexedDataset(tmp_path / "d"), 16, 7)
+    one, two = (
+        PackedSamples(dataset, 16, order_key("best-fit", 7, 0)),
+        PackedSamples(IndexedDataset(tmp_path / "d"), 16, order_key("best-fit", 7, 0)),
+    )
     count = one.samples_per_epoch
     forward = [sample(one, k) for k in range(2 * count)]
     assert forward == [sample(two, k) for k in reversed(range(2 * count))][::-1]
     epochs = forward[:count], forward[count:]
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
-    assert forward != [sample(PackedSamples(dataset, 16, 8), k) for k in range(2 * count)]
+    assert forward != [sample(PackedSamples(dataset, 16, order_key("best-fit", 8, 0)), k) for k in range(2 * count)]
     # the order must never change between versions: a resumed run would see other data
     assert hashlib.sha256(repr(forward).encode()).hexdigest()[:16] == "99cfb6c399c70bfd"
 

@@ -28,7 +28,7 @@ def worst_error(blend: Blend, weights: list[Fraction], samples: int) -> Fraction
 @settings(max_examples=80)
 def test_off_by_less_than_one_sample(weights: list[int]) -> None:
     total = sum(weights)
-    assert worst_error(Blend(weights), [Fraction(weight, total) for weight in weights], min(2 * total + 3, 400)) < 1
+    assert worst_error(Blend(whole_weights(weights)), [Fraction(weight, total) for weight in weights], min(2 * total + 3, 400)) < 1
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=5))
@@ -37,7 +37,7 @@ def test_any_weights(weights: list[float]) -> None:
     total = sum(Fraction(weight) for weight in weights)
     exact = [Fraction(weight) / total for weight in weights]
     # rounding to 2^-22 moves a count by at most 300 * 2^-22 in 300 samples
-    assert worst_error(Blend(weights), exact, 300) < 1 + Fraction(300, MAXIMUM_PERIOD)
+    assert worst_error(Blend(whole_weights(weights)), exact, 300) < 1 + Fraction(300, MAXIMUM_PERIOD)
 
 
 def test_decimals_mean_what_is_written() -> None:
@@ -60,14 +60,15 @@ def test_far_samples_are_found_without_walking() -> None:
     near = blend.locate(0)
     assert source == near[0]
     assert index == 10**14 * blend.counts[source]
+    assert [blend.before(10**15 + 10, place) - blend.before(10**15, place) for place in range(3)] == [1, 2, 7]
 
 
 @pytest.mark.parametrize("weights", [[], [0.5, 0.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
 def test_bad_weights(weights: list[float]) -> None:
     with pytest.raises(DataError, match="positive numbers"):
-        Blend(weights)
+        whole_weights(weights)
 
 
 def test_weight_too_small() -> None:
     with pytest.raises(DataError, match="less than one sample"):
-        Blend([1.0, 1e-9])
+        whole_weights([1.0, 1e-9])

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, build, load_model, phases_of
+from frontier_llm.data.identity import datasets_of, wanted
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.data.loader import Batches, SampleBatch, data_problems, open_batches, open_phase, open_samples
+from frontier_llm.data.keys import order_key
+from frontier_llm.data.loader import Batches, SampleBatch, data_problems, open_batches, open_run_batches, open_samples
+from frontier_llm.data.position import START
 from frontier_llm.data.samples import DocumentSamples, SyntheticSamples
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import DataError
@@ -102,7 +105,7 @@ def test_documents_positions_and_mask(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "d", "u2") as writer:
         for document, length in enumerate(lengths):
             writer.add_document([document] * length)  # a token tells its document
-    samples = DocumentSamples(IndexedDataset(tmp_path / "d"), 10, 1)
+    samples = DocumentSamples(IndexedDataset(tmp_path / "d"), 10, order_key("concatenate", 1, 0))
     batch = Batches(samples, 8, 8, reset_at_documents=True, read_ahead=0).microbatch(0, 0)
     assert batch.documents_BS is not None
     assert batch.loss_mask_BS is not None
@@ -225,11 +228,15 @@ def test_indices_can_be_built_ahead(corpus: Path, tmp_path: Path, monkeypatch: p
                 batches.microbatch(step, index)
 
 
-def test_a_phase_reads_on_in_its_stream_and_another_length_reads_in_another_order(corpus: Path) -> None:
+def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(corpus: Path) -> None:
     phases = "[{steps: 3}, {steps: 2, batch: {global_batch: 8}}, {steps: 2, model: {sequence_length: 64}}]"
     run = build(RunConfig, {**run_config(corpus).model_dump(), "train": {"phases": yaml.safe_load(phases)}})
     plain = open_batches(run, 0, 1)
-    batches = [open_phase(phase, 0, 1) for phase in phases_of(run)]
+    datasets, position, batches = datasets_of([run]), START, []
+    for phase in phases_of(run):
+        position = position.enter(wanted(phase.config, datasets))
+        batches.append(open_run_batches(phase.config, position, phase.first, 0, 1))
+        position = position.advance(phase.config.batch.global_batch, phase.steps)
     assert plain is not None
     every = np.empty((28, run.model.sequence_length + 1), np.int64)
     for k in range(28):
@@ -243,7 +250,8 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_reads_in_another_orde
         and np.array_equal(of_step(1, 3), every[12:20])
         and np.array_equal(of_step(1, 4), every[20:28])
     )
-    assert batches[2].sample_ids(5, 0)[0] == 0
-    other = SyntheticSamples(8, 3, 50, stream=2)
+    assert batches[2].sample_ids(5, 0)[0] == 28  # of the run: dropout's masks do not repeat
+    assert [stream.taken for stream in position.streams] == [28, 8]
+    other = SyntheticSamples(8, 3, 50, key=7)
     assert other._cycle.tolist() == SyntheticSamples(8, 3, 50)._cycle.tolist() and other.key != SyntheticSamples(8, 3, 50).key
-    assert batches[2].samples.key != plain.samples.key  # type: ignore[attr-defined]
+    assert position.streams[0].order != position.streams[1].order

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontier_llm.data import samples as samples_module
+from frontier_llm.data.blend import Blend
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
+from frontier_llm.data.keys import derive_key, order_key
 from frontier_llm.data.native import permute
-from frontier_llm.data.samples import BlendedSamples, DocumentSamples, EpochIndex, SampleStream, SyntheticSamples, derive_key
+from frontier_llm.data.samples import BlendedSamples, DocumentSamples, EpochIndex, SampleStream, SyntheticSamples
 from frontier_llm.errors import DataError
 
 corpora = st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=3), min_size=1, max_size=150).filter(lambda c: sum(map(sum, c)) > 0)
@@ -67,7 +69,7 @@ def test_samples_are_the_cuts_of_the_stream(
 @settings(max_examples=30)
 def test_an_epoch_covers_every_token_once(tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], sequence_length: int) -> None:
     dataset = write(tmp_path_factory.mktemp("epoch") / "d", lengths)
-    stream = DocumentSamples(dataset, sequence_length, seed=3)
+    stream = DocumentSamples(dataset, sequence_length, key=3)
     # after T samples of S tokens exactly S epochs have passed
     inputs = [token for k in range(dataset.token_count) for token in sample(stream, k)[:-1]]
     assert np.bincount(inputs, minlength=dataset.token_count).tolist() == [sequence_length] * dataset.token_count
@@ -95,7 +97,7 @@ def test_any_call_order_and_any_process_gives_the_same(tmp_path: Path) -> None:
 def test_order_is_pinned(tmp_path: Path) -> None:
     """The order must never change between versions: a resumed run would see other data."""
     dataset = write(tmp_path / "d", [[9], [4], [30], [2]] * 20)
-    stream = DocumentSamples(dataset, 16, 7)
+    stream = DocumentSamples(dataset, 16, order_key("concatenate", 7, 0))
     digest = hashlib.sha256(repr([sample(stream, k) for k in range(200)]).encode()).hexdigest()
     assert digest[:16] == "53a2d791497b6c5f"
     synthetic = SyntheticSamples(16, 7, 1000)
@@ -107,7 +109,7 @@ def test_seed_epoch_and_place_change_the_order(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [[6]] * 100)
     base = [sample(DocumentSamples(dataset, 6, 1), k) for k in range(100)]
     assert base != [sample(DocumentSamples(dataset, 6, 2), k) for k in range(100)]
-    assert base != [sample(DocumentSamples(dataset, 6, 1, source=1), k) for k in range(100)]
+    assert base != [sample(DocumentSamples(dataset, 6, 3), k) for k in range(100)]
     assert base != [sample(DocumentSamples(dataset, 6, 1), k) for k in range(100, 200)]
 
 
@@ -203,11 +205,9 @@ def test_empty_and_float_datasets_are_refused(tmp_path: Path) -> None:
 
 
 def test_blend_takes_each_sources_own_order(tmp_path: Path) -> None:
-    streams = [
-        DocumentSamples(write(tmp_path / name, [[5]] * size), 5, 1, place) for place, (name, size) in enumerate([("a", 30), ("b", 11)])
-    ]
-    blended = BlendedSamples(streams, [0.75, 0.25])
-    drawn = [blended.blend.locate(k) for k in range(80)]
+    streams = [DocumentSamples(write(tmp_path / name, [[5]] * size), 5, place) for place, (name, size) in enumerate([("a", 30), ("b", 11)])]
+    blended = BlendedSamples(streams, Blend([3, 1]).locate)
+    drawn = [blended.locate(k) for k in range(80)]
     assert [sample(blended, k) for k in range(80)] == [sample(streams[source], index) for source, index in drawn]
     assert sum(source == 0 for source, _ in drawn) == 60
 

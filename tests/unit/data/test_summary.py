@@ -82,8 +82,10 @@ def test_check_says_the_same(prefix: str, tmp_path: Path, capsys: pytest.Capture
     assert "less than one" in capsys.readouterr().err
 
 
-def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix: str) -> None:
-    limited, free = DataSource(path=prefix, max_epochs=1.5), DataSource(path=prefix.replace("tokens", "./tokens"), weight=3.0)
+def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("another text\n" * 300)
+    tokenize([tmp_path / "b.txt"], tmp_path / "others", "bytes")
+    limited, free = DataSource(path=prefix, max_epochs=1.5), DataSource(path=str(tmp_path / "others"), weight=3.0)
     run = run_config(steps=20, train=(limited, free))  # 5,120 tokens, a quarter of them from a dataset of 1,201
     assert data_problems(run) == []
     phases = {"phases": [{"steps": 20}, {"steps": 4, "data": {"train": [{"path": prefix}]}}], "eval_samples": 9}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.inference.open import open_model
+from tests.harness.marks import but_first
 from tests.unit.inference.models import RandomWeights
 
 BYTES = load_tokenizer("bytes")
@@ -115,6 +117,28 @@ def test_tasks_are_scored_and_written(room: Path, capfd: pytest.CaptureFixture[s
     assert "mine" in capfd.readouterr().out
     content = json.loads((tmp_path / "o.json").read_text())
     assert content["tasks"][0]["items"] == 4 and content["tasks"][0]["shots"] == 2 and content["held_out"] == []
+
+
+@pytest.mark.parametrize("words", [["evaluate"], ["generate", "--prompt=a", "--max-new-tokens=2"]], ids=["evaluate", "generate"])
+@pytest.mark.parametrize("ranks", but_first([[], ["--tensor=2"]]), ids=str)
+def test_a_flipped_byte_is_named_and_ends_the_command(
+    room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], ranks: list[str]
+) -> None:
+    shutil.copytree(room / "run", tmp_path / "run")
+    (shard,) = (tmp_path / "run" / "checkpoints").glob("step_*/shard_*")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 4] ^= 1  # of a master
+    shard.write_bytes(content)
+    command, *options = words
+    assert main([command, str(tmp_path / "run"), *options, *ranks, "--json"]) == 2
+    said = capfd.readouterr()
+    assert f"{shard}: is damaged: digest" in said.err and "--no-verify reads it as it is" in said.err and not said.out
+    damaged = answer(capfd, command, str(tmp_path / "run"), *options, *ranks, "--json", "--no-verify")
+    assert (damaged if command == "evaluate" else damaged[0])["verification"] == "not verified (--no-verify)"
+    assert main([command, str(tmp_path / "run"), *options, *ranks, "--no-verify"]) == 0
+    assert "not verified (--no-verify)" in capfd.readouterr().err
+    intact = answer(capfd, command, str(room / "run"), *options, *ranks, "--json")
+    assert (intact if command == "evaluate" else intact[0])["verification"] == "verified against its digests"
 
 
 def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

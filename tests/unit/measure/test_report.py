@@ -2,10 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
@@ -135,3 +138,36 @@ def test_the_load_of_experts_is_drawn_where_there_are_any() -> None:
     page = _experts([record])  # type: ignore[list-item]
     dense = SimpleNamespace(name="dense", steps=[{"step": 1}])
     assert "Busiest expert" in page and "1.5" in page and _experts([dense]) == ""  # type: ignore[list-item]
+
+
+PLUGIN = """
+from frontier_llm import schedule
+
+schedule.register("of-a-plugin", schedule.rule("1f1b"))
+"""
+
+
+@pytest.mark.parametrize("words", [["report"], ["plan", "--machine=local", "--measured"]], ids=["report", "plan --measured"])
+def test_a_run_with_a_plugins_schedule_is_read(tmp_path, words):
+    """In processes of their own, because what is registered stays."""
+    run = make_run(tmp_path / "run", "parallel.tensor=1")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            "\n"
+            + json.dumps({"kind": "step", "step": 41, "step_time_s": 1.0, "loss": 1.0, "consumed_tokens": 1, "tokens_per_s": 1.0})
+            + "\n"
+        )
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["parallel"]["schedule"], config["plugins"] = "of-a-plugin", ["../mine.py"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "frontier_llm.cli.main", *words, str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "mine.py").rename(tmp_path / "elsewhere.py")
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "needs the plugin mine.py" in refused.stderr and "--plugin" in refused.stderr
+    (tmp_path / "given").mkdir()
+    (tmp_path / "elsewhere.py").rename(tmp_path / "given" / "mine.py")
+    given = subprocess.run([*command, "--plugin", str(tmp_path / "given" / "mine.py")], capture_output=True, text=True, check=False)
+    assert given.returncode == 0, given.stderr

@@ -69,7 +69,7 @@ def write_code_objects(folder, architecture):
                     )
                     (folder / lines[-1]["file"]).write_bytes(IMAGE)
     manifest = {"version": built.MANIFEST_VERSION, "architecture": architecture, "tools": {"triton": "3.9.0"}}
-    manifest |= {"sources_sha256": built.source_digest(), "kernels": lines}
+    manifest |= {"sources": built.source_digests(), "kernels": lines}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -253,7 +253,7 @@ def manifest_of(folder, **changes):
         "version": manifest.MANIFEST_VERSION,
         "architecture": "gfx90a",
         "tools": {"triton": "3.9.0"},
-        "sources_sha256": manifest.source_digest(),
+        "sources": manifest.source_digests(),
         "kernels": [{"file": "a.hsaco", "sha256": digest}],
         **changes,
     }
@@ -265,10 +265,28 @@ def test_bad_manifests_are_refused_with_the_command_that_mends_them(tmp_path):
         manifest.read_manifest("gfx90a", tmp_path)
     manifest_of(tmp_path)
     assert manifest.read_manifest("gfx90a", tmp_path)["architecture"] == "gfx90a"
-    for changes in ({"sources_sha256": "0"}, {"version": 0}, {"architecture": "gfx942"}):
+    for changes, message in (
+        ({"version": 0}, "written for gfx90a in version 0; expected are gfx90a and version"),
+        ({"architecture": "gfx942"}, "written for gfx942 in version"),
+        ({"sources": {**manifest.source_digests(), "norm.py": "0"}}, r"other kernel sources than these: norm.py; stale are .*norm"),
+        ({"sources": {**manifest.source_digests(), "gone.py": "0"}}, "than these: gone.py; stale are none of the kernels"),
+        ({"sources": {}}, r"attention.py, .*kernel_table.py.* stale are .*adamw"),
+    ):
         manifest_of(tmp_path, **changes)
-        with pytest.raises(BackendError, match="other kernel sources"):
+        with pytest.raises(BackendError, match=message):
             manifest.read_manifest("gfx90a", tmp_path)
+
+
+def test_a_changed_source_makes_its_own_kernels_stale_and_no_other() -> None:
+    files, kernels = manifest.stale_kernels({**manifest.source_digests(), "attention.py": "0"})
+    assert files == ["attention.py"]
+    assert kernels and {kernel.module for kernel in all_kernels().values() if kernel.name in kernels} == {"attention"}
+    assert set(manifest.stale_kernels({**manifest.source_digests(), manifest.TABLE: "0"})[1]) == set(all_kernels())
+    assert manifest.stale_kernels(manifest.source_digests()) == ([], [])
+
+
+def test_wrong_tools_and_damaged_files_are_refused(tmp_path):
+    manifest_of(tmp_path)
     for triton in ("3.4.0", "4.0.0", "?"):
         manifest_of(tmp_path, tools={"triton": triton})
         with pytest.raises(BackendError, match=r"compiled by Triton(.|\n)*'triton>=3.5,<4' && python setup.py build_ops --arch gfx90a"):

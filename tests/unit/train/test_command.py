@@ -136,7 +136,7 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare
     held = total_parameters(config.model) * (3 * (weight_bytes + 4) + 12) + spare_bytes  # three replicas of two ranks, one optimizer state
     assert 0 < checks.available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(checks, "available_bytes", lambda: held)
-    monkeypatch.setattr(checks, "GPU_FILES", ())
+    monkeypatch.setattr(checks, "GPU_FILES", {})
     if spare_bytes == 0:
         return checks.check_start(config, 6)
     with pytest.raises(
@@ -145,13 +145,30 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare
         checks.check_start(config, 6)
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, there):
-    monkeypatch.setattr(checks, "GPU_FILES", (str(tmp_path if there else tmp_path / "none"),))
-    config = load_run("quickstart", [f"train.run_dir={tmp_path}", "train.device=cuda"])
-    if there:
+@pytest.mark.parametrize(
+    ("machine", "device", "driver", "refused"),
+    [
+        ("local", "cuda", None, True),
+        ("local", "cuda", "nvidia", False),
+        ("local", "auto", None, False),
+        ("frontier", "auto", None, True),
+        ("frontier", "auto", "nvidia", True),
+        ("frontier", "auto", "amd", False),
+        ("frontier", "cuda", "nvidia", True),
+        ("frontier", "cpu", None, False),
+        ("h200", "auto", "amd", True),
+    ],
+)
+def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, device, driver, refused):
+    """The driver's file is looked for, before torch is imported."""
+    (tmp_path / "there").touch()
+    files = {vendor: str(tmp_path / ("there" if vendor == driver else "missing")) for vendor in ("amd", "nvidia")}
+    monkeypatch.setattr(checks, "GPU_FILES", files)
+    config = load_run("quickstart", [f"train.run_dir={tmp_path}", f"train.device={device}", f"machine={machine}"])
+    if not refused:
         return checks.check_start(config, 4)
-    with pytest.raises(ConfigError, match=r"train.device: is cuda, and this computer has no GPU[\s\S]*set train.device=cpu"):
+    expected = rf"train.device: is {device}, which means a GPU on machine={machine}, and this computer has none[\s\S]*machine=local"
+    with pytest.raises(ConfigError, match=expected):
         checks.check_start(config, 4)
 
 
@@ -237,5 +254,6 @@ def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monke
         return
     (problem,) = problems
     parameters = total_parameters(config.model)
-    assert f"the first 2 checkpoints need {format_bytes(2 * 12 * parameters)} and 14 files" in problem.what
+    needed = format_bytes(checks.LOG_BYTES + 2 * 12 * parameters)
+    assert f"logs and the first 2 checkpoints need {needed} and 18 files" in problem.what
     assert f"{free_files} files free" in problem.what and "choose another train.run_dir" in problem.fix

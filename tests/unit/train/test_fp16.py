@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -18,8 +16,9 @@ from frontier_llm.ops import Ops
 from frontier_llm.optim import initial_loss_scale
 from frontier_llm.topology import make_plan
 from frontier_llm.train import build as train_build
-from frontier_llm.train import join
+from frontier_llm.train.device import choose_device
 from frontier_llm.train.step import train_step
+from tests.harness.gpus import pretend_gpus
 
 VOCAB, SEQUENCE, BATCH = 512, 32, 8
 TOKENS = SEQUENCE * BATCH
@@ -112,12 +111,9 @@ def test_only_mi200_flushes(machine: str, flushes: bool) -> None:
 def test_a_run_on_such_a_device_is_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], architecture: str, dtype: str, warned: int
 ) -> None:
-    pretended = {"is_available": lambda: True, "device_count": lambda: 8, "set_device": lambda index: None}
-    for name, function in {**pretended, "get_device_properties": lambda index: SimpleNamespace(gcnArchName=architecture)}.items():
-        monkeypatch.setattr(torch.cuda, name, function)
+    pretend_gpus(monkeypatch, architecture=architecture)
     for rank in range(2):
-        assert (
-            join._device(configuration(dtype), SimpleNamespace(place=RankEnv(rank, 8, rank, 8, "n0", "n0", 23456, "slurm"))).index == rank
-        )
+        place = RankEnv(rank, 8, rank, 8, "n0", "n0", 23456, "slurm")
+        assert choose_device(configuration(dtype), place, None).index == rank
     said = capsys.readouterr().err
     assert said.count("precision.dtype=bf16 is as fast") == warned

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from frontier_llm.cluster.rank_variables import ORIGINS
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.config.load import find_file
-from frontier_llm.errors import BackendError, ConfigError, FrontierError
+from frontier_llm.errors import BackendError, ConfigError
 from frontier_llm.machine.env import environment, rccl_log_variables
 from frontier_llm.train import join
 
@@ -120,43 +118,3 @@ def test_a_log_that_says_socket_ends_the_run(clean: pytest.MonkeyPatch, capfd: p
         join._check_network(serial_mesh(), job)
         assert "the network is not checked" in capfd.readouterr().err
     assert not job.folder.exists()
-
-
-def _pretend(monkeypatch: pytest.MonkeyPatch, gpus: int, bus: int) -> None:
-    properties = SimpleNamespace(gcnArchName="gfx90a", pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
-    pretended = {"is_available": lambda: True, "device_count": lambda: gpus, "set_device": lambda index: None}
-    for name, function in {**pretended, "get_device_properties": lambda index: properties}.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-
-
-def _job(local_rank: int, ranks: int) -> join._Job:
-    place = RankEnv(local_rank, ranks, local_rank, ranks, "n0", "n0", 23456, "slurm")
-    return join._Job(load_run("quickstart"), place)
-
-
-def test_more_ranks_than_gpus_are_refused(clean: pytest.MonkeyPatch) -> None:
-    _pretend(clean, 4, 0xC1)
-    for local_rank in (0, 7):  # each rank, not only those without a GPU: all end with the reason
-        with pytest.raises(FrontierError, match="8 ranks on n0, where torch sees 4 GPUs"):
-            join._device(load_run("quickstart", ["train.device=cuda"]), _job(local_rank, 8))
-    shutil.rmtree(_job(0, 8).folder)
-
-
-def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(clean: pytest.MonkeyPatch) -> None:
-    run, job, other = load_run("quickstart", ["train.device=cuda"]), _job(0, 2), _job(1, 2)
-    _pretend(clean, 1, 0xC1)
-    try:
-        assert join._device(run, job).index == 0
-        assert join._device(run, job).index == 0  # a rank that joins again
-        with clean.context() as another_process:
-            another_process.setattr(join, "_LOCKS", {})
-            with pytest.raises(FrontierError, match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job has"):
-                join._device(run, other)
-            _pretend(clean, 1, 0xC6)
-            assert join._device(run, other).index == 0  # its own
-            for lock in join._LOCKS.values():
-                lock.close()
-    finally:
-        for path in [path for path in join._LOCKS if Path(path).parent == job.folder]:
-            join._LOCKS.pop(path).close()
-        shutil.rmtree(job.folder)

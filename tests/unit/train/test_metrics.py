@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from frontier_llm.cluster import run_dir
 from frontier_llm.comm import Ledger
 from frontier_llm.config import load_run
+from frontier_llm.data.position import START
 from frontier_llm.train import observers
 from frontier_llm.train.clock import PhaseClock
 from frontier_llm.train.metrics import Metrics
@@ -26,7 +27,7 @@ def metrics(directory: Path, incarnation: int, done_steps: int, *layout: str) ->
 
 def steps(writer: Metrics, start: int, stop: int, loss: float) -> None:
     for step in range(start, stop):
-        writer.step(step, StepResult(loss, 1.0, 1e-3, 1.0, skipped=False), 0)
+        writer.step(step, StepResult(loss, 1.0, 1e-3, 1.0, skipped=False), 0, START)
 
 
 def course(directory: Path) -> list[tuple[int, float, int]]:
@@ -109,9 +110,9 @@ def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> No
 
 def test_a_skipped_step_says_why_and_the_last_one_has_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = metrics(tmp_path, 1, 97)
-    writer.step(97, StepResult(3.0, 9.0, 1e-3, 1.0, skipped=True, spike=True), 1)
-    writer.step(98, StepResult(float("nan"), 9.0, 1e-3, 1.0, skipped=True), 2)
-    writer.step(99, StepResult(3.0, 1.0, 1e-3, 1.0, skipped=False), 2)
+    writer.step(97, StepResult(3.0, 9.0, 1e-3, 1.0, skipped=True, spike=True), 1, START)
+    writer.step(98, StepResult(float("nan"), 9.0, 1e-3, 1.0, skipped=True), 2, START)
+    writer.step(99, StepResult(3.0, 1.0, 1e-3, 1.0, skipped=False), 2, START)
     writer.close()
     spike, overflow, last = (line for line in capsys.readouterr().err.splitlines() if "step " in line)
     assert spike.endswith("SKIPPED: a spike") and "ETA" in spike

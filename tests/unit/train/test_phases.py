@@ -14,7 +14,10 @@ from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.config import RunConfig, load_run, phases_of
-from frontier_llm.data.loader import open_phase
+from frontier_llm.data.course import course
+from frontier_llm.data.identity import wanted
+from frontier_llm.data.loader import open_run_batches
+from frontier_llm.data.position import START
 from frontier_llm.topology import make_plan
 from frontier_llm.train import loop
 from frontier_llm.train.build import build_state
@@ -65,7 +68,8 @@ def _last_phase(rank: int, words: list[str], world_size: int, built: bool) -> li
     phase = phases_of(config)[-1]
     plan = make_plan(config, world_size)
     mesh = build_mesh(plan.grid, rank, plan.placement) if world_size > 1 else serial_mesh()
-    source = open_phase(phase, mesh.dp.rank, mesh.dp.size)
+    position = list(course(config, START, {}))[-2][1].enter(wanted(phase.config, {}))
+    source = open_run_batches(phase.config, position, phase.first, mesh.dp.rank, mesh.dp.size)
     chosen = phase.config if built else config
     state = build_state(chosen, make_plan(chosen, world_size), mesh, torch.device("cpu"), source)
     if not built:

@@ -58,7 +58,7 @@ def test_each_set_is_reported_by_its_name_and_the_best_checkpoint_stays(
     assert best < 8, "the best one must be older than the two that stay anyway"
     checkpoints = tmp_path / "run" / "checkpoints"
     assert folder.read_latest(checkpoints, folder.BEST) == folder.step_name(best)
-    assert folder.complete_steps(checkpoints) == [10, 8, best]
+    assert folder.named_steps(checkpoints) == [10, 8, best]
     assert [(row["step"], row["best"], row["latest"]) for row in map(summary, find(tmp_path / "run"))] == [
         (best, True, False),
         (8, False, False),

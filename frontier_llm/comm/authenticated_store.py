@@ -1,9 +1,8 @@
-"""The job's key-value store as a rank sees it: through connections to rank 0's process, or to the relay (`comm.relay`) of its node.
+"""A rank's view of the authenticated store: connections to the server in rank 0's process (`comm.store_server`).
 
-The store is one server, in rank 0's process (`comm.store_server`). Ranks of its node reach it by a Unix socket, the others by TCP (`comm.door`). With connections of
-each rank it holds 150,000 sockets at 75,000 ranks, more than a process may open on most systems; with a relay per node it holds 9,400.
+Ranks of rank 0's node connect over a Unix socket, the others over TCP (`comm.door`).
 Unix sockets are of the abstract namespace (no file to clean up), under a name that only the job can know.
-Every question takes a connection that nobody else is using: one thread may wait for a key while another posts.
+Each question takes a connection of its own, so that one thread may wait for a key while another posts.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-class NodeStore(dist.Store):
+class AuthenticatedStore(dist.Store):
     """The job's store as a rank sees it. Raises DistStoreError when the other end is gone.
 
     torch's C++ (prefixes, gloo, RCCL's groups and their watchdogs) calls a store that is written in Python by names of its own, some of them
@@ -156,7 +155,7 @@ class NodeStore(dist.Store):
         """In the whole store."""
         return int(self._ask("num_keys")[0])
 
-    def clone(self) -> NodeStore:
+    def clone(self) -> AuthenticatedStore:
         """For another thread: this one, since each question has a connection of its own."""
         return self
 

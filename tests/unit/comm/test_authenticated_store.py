@@ -1,4 +1,4 @@
-"""The job's store: it answers as torch's own does, itself and through a node's relay, and groups are made with it."""
+"""The authenticated store: it answers as torch's own does, and groups are made with it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import functools
 import os
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,13 +19,10 @@ import torch.distributed as dist
 
 from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect, store_server
+from frontier_llm.comm.authenticated_store import AuthenticatedStore, connect_here, receive_parts, send_parts, socket_name
 from frontier_llm.comm.board import Board
 from frontier_llm.comm.door import Door, same_user
-from frontier_llm.comm.node_store import NodeStore, connect_here, receive_parts, send_parts, socket_name
-from frontier_llm.comm.relay import Relay, longest_poll_s
-from frontier_llm.comm.rendezvous import allow_connections
-from frontier_llm.errors import BackendError
-from frontier_llm.machine.env import STORE_CHECKS_PER_S
+from frontier_llm.comm.rendezvous import StoreKind
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
@@ -46,23 +41,16 @@ def opened(serve: Callable[[socket.socket], None]) -> Iterator[str]:
     entrance.close()
 
 
-def store_at(name: str, timeout_s: float, connections: int = 100) -> NodeStore:
-    return NodeStore(functools.partial(connect_here, name), timeout_s, connections=connections)
+def store_at(name: str, timeout_s: float, connections: int = 100) -> AuthenticatedStore:
+    return AuthenticatedStore(functools.partial(connect_here, name), timeout_s, connections=connections)
 
 
-@pytest.fixture(params=["C++", "Python", "relay"])
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a store answers: the server that ranks have, what stands in where it is not built, and the first through a relay with one connection."""
-    if store_server._library() is None and request.param != "Python":
-        pytest.skip("libstore_server.so has not been built: scripts/build_native.sh")
-    with patch.object(store_server, "_library", lambda: None) if request.param == "Python" else patch.object(os, "name", os.name):
-        serve, close = store_server.open_server()
+@pytest.fixture
+def name() -> Iterator[str]:
+    """Where the server answers."""
+    serve, close = store_server.open_server()
     with opened(serve) as name:
-        if request.param == "relay":
-            with opened(Relay(store_at(name, 5.0, connections=1)).serve) as relayed:
-                yield relayed
-        else:
-            yield name
+        yield name
     close()
 
 
@@ -140,57 +128,6 @@ def test_waiting_for_a_key_holds_up_nobody(name: str) -> None:
     assert arrived == [b"now", b"now"]
 
 
-class _Counted(dist.HashStore):
-    """A server that notes who asks for which keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fetched: Counter[str] = Counter()
-        self.polls: Counter[threading.Thread] = Counter()  # the object: numbers of threads are given again
-        self.arrive_after = 20  # polls of one thread
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.fetched.update(keys)
-        return super().multi_get(keys)
-
-    def check(self, keys: list[str]) -> bool:
-        me = threading.current_thread()
-        self.polls[me] += 1
-        if keys == ["late"] and self.polls[me] == self.arrive_after:
-            self.set("late", "now")
-        return super().check(keys)
-
-
-def _all_ask(name: str, question: Callable[[NodeStore], T], clients: int = 6) -> list[T]:
-    with ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(lambda _: question(store_at(name, 30.0)), range(clients)))
-
-
-def test_a_node_fetches_each_id_of_a_communicator_once() -> None:
-    server = _Counted()
-    ids = {f"root{number}": bytes([number]) * 128 for number in range(100)}
-    for key, value in ids.items():
-        server.set(key, value)  # type: ignore[arg-type]
-    with opened(Relay(server).serve) as name:
-        for _ in range(2):  # at once, and later
-            assert _all_ask(name, lambda store: store.multi_get([*ids])) == [[*ids.values()]] * 6
-    assert server.fetched == dict.fromkeys(ids, 1)
-
-
-def test_of_those_that_wait_for_a_key_one_asks() -> None:
-    server = _Counted()
-    with opened(Relay(server).serve) as name:
-        assert _all_ask(name, lambda store: store.get("late")) == [b"now"] * 6
-    first, *others = sorted(server.polls.values(), reverse=True)
-    assert first == server.arrive_after and max(others) <= 2, "one look on arrival, one when the key is said to be there"
-
-
-def test_the_polls_of_all_nodes_together_are_what_the_server_takes() -> None:
-    assert longest_poll_s(1, 8) == longest_poll_s(1000, 1) == 0.1
-    for asking in (1, 8):
-        assert 9408 * asking / longest_poll_s(9408, asking) == pytest.approx(STORE_CHECKS_PER_S)
-
-
 def test_time_outs_and_a_gone_store_are_store_errors(name: str) -> None:
     store = store_at(name, 0.2)
     with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0\.2 s, keys: never"):
@@ -254,37 +191,32 @@ def _sockets_to(port: int) -> int:
     return sum(int(row[2].split(":")[1], 16) == port and row[3] == "01" for row in rows)
 
 
-def _on_pretended_nodes(rank: int, port: int, per_node: int, relayed: bool) -> tuple[float, str, int]:
+def _on_pretended_nodes(rank: int, port: int, per_node: int, kind: StoreKind) -> tuple[float, str, int]:
     dist.barrier()
     dist.destroy_process_group()  # the pool's own world
-    meeting = Meeting("127.0.0.1", port, rank - rank % per_node, per_node, lambda: b"a secret of this job", relayed)
-    connect(rank, 4, meeting, "gloo", 30.0)
+    meeting = Meeting("127.0.0.1", port, rank - rank % per_node, per_node, lambda: b"a secret of this job", kind)
+    connect(rank, 4, meeting, "gloo", 60.0)
     board = Board()
     board.post(rank, {"at": rank})
-    mesh = build_mesh(Grid(2, 1, 2), rank, timeout_s=30.0)
+    mesh = build_mesh(Grid(2, 1, 2), rank, timeout_s=60.0)
     total = float(all_reduce_(torch.tensor([10.0**rank]), mesh.world)) + float(all_reduce_(torch.tensor([0.5]), mesh.tp))
     claimed = board.claim("first", "same")
     barrier(mesh.world)
     notices, connections = [board.read(other) for other in range(4)], _sockets_to(port)
     barrier(mesh.world)
-    assert notices == [{"at": other} for other in range(4)]
+    assert [notice and notice["at"] for notice in notices] == [0, 1, 2, 3]
+    board.close()
     disconnect()
     return total, claimed, connections
 
 
 @pytest.mark.parametrize(
-    ("per_node", "relayed", "expected"), [(2, True, 1), (2, False, 4), (4, False, 0)], ids=["relayed", "two nodes", "one node"]
+    ("per_node", "kind", "expected"),
+    [(2, "authenticated", 4), (4, "authenticated", 0), (2, "torch", 13), (4, "torch", 13)],
+    ids=["two nodes", "one node", "torch's, two nodes", "torch's, one node"],
 )
-def test_groups_and_notices(ranks: RankPool, per_node: int, relayed: bool, expected: int) -> None:
-    """Two connections of each rank of other nodes, or one of the node; ranks of rank 0's node need no port."""
-    for total, claimed, connections in ranks.run(4, _on_pretended_nodes, free_port(), per_node, relayed):
+def test_groups_and_notices(ranks: RankPool, per_node: int, kind: StoreKind, expected: int) -> None:
+    """Authenticated: two connections of each rank of other nodes. torch: three of each rank (with heartbeats), and the server's own."""
+    for total, claimed, connections in ranks.run(4, _on_pretended_nodes, free_port(), per_node, kind):
         assert (total, claimed) == (1112.0, "same")
         assert connections == expected
-
-
-def test_the_limit_of_open_files_is_raised_or_refused() -> None:
-    with patch("resource.getrlimit", return_value=(1024, 4096)), patch("resource.setrlimit") as raised:
-        allow_connections(2000)
-        assert raised.call_args.args[1] == (3024, 4096)
-        with pytest.raises(BackendError, match="4096 files, but 150000 connections"):
-            allow_connections(150_000)

@@ -1,0 +1,57 @@
+"""The code that a job runs: a copy of the package and of what starts it, frozen when the job is queued."""
+
+from __future__ import annotations
+
+import compileall
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from frontier_llm.cluster.sbatch import render_site
+from frontier_llm.cluster.sites import Site, root_dir
+from frontier_llm.config import dump
+
+SNAPSHOT = ("launch", "slurm", "configs")
+
+
+def plugin_places(plugins: Sequence[str]) -> dict[str, Path]:
+    """Path in the snapshot of each plugin file. Modules belong to the Python environment, which is not copied."""
+    files = [name for name in dict.fromkeys(plugins) if name.endswith(".py")]
+    return {name: Path("plugins") / str(number) / Path(name).name for number, name in enumerate(files)}
+
+
+def _job_code(site: Site, plugins: Sequence[str]) -> dict[Path, bytes]:
+    """What a job needs: path in the snapshot -> content; from a checkout, or from an installed package and its share directory.
+
+    With the site as the job will read it: `--site` may have named a file outside of the checkout. With the run's plugin files.
+    """
+    package, sites = Path(__file__).resolve().parents[1], Path("slurm") / "sites"
+    roots = {package.name: package, **{name: root_dir() / name for name in SNAPSHOT}}
+    files = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
+    code = {relative: path.read_bytes() for relative, path in sorted(files.items()) if "__pycache__" not in relative.parts}
+    code |= {place: Path(name).read_bytes() for name, place in plugin_places(plugins).items()}
+    return code | {sites / f"{site.name}.yaml": dump(site).encode(), sites / f"{site.name}.sh": render_site(site).encode()}
+
+
+def code_digest(site: Site, plugins: Sequence[str] = ()) -> str:
+    """sha256 over names and contents of what a snapshot holds; equal code, site and plugins give equal digests."""
+    digest = hashlib.sha256()
+    for relative, content in _job_code(site, plugins).items():
+        digest.update(f"{relative}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def snapshot(target: Path, site: Site, plugins: Sequence[str] = (), *, compiled: bool = True) -> None:
+    """Copy the code and the plugin files to `target`, unless this very code is there already; appears whole or not at all. `compiled`: with bytecode."""
+    if target.is_dir():
+        return
+    partial = target.with_name(f"{target.name}.tmp{os.getpid()}")
+    for relative, content in _job_code(site, plugins).items():
+        (partial / relative).parent.mkdir(parents=True, exist_ok=True)
+        (partial / relative).write_bytes(content)
+        if content.startswith(b"#!"):
+            (partial / relative).chmod(0o755)
+    if compiled:
+        compileall.compile_dir(partial, quiet=2)  # once, here: ranks read bytecode and write none (launch/rank.sh)
+    partial.rename(target)

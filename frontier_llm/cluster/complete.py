@@ -1,0 +1,127 @@
+"""Decides which checkpoint of a run is the newest complete one. Loader, supervisor and `status` all call this; it needs no torch.
+
+A checkpoint `step_00000100/` is complete if its manifest is the one that was written and every shard is there in its full size.
+The pointer file LATEST is for people. It does not decide anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from frontier_llm.bounds import LIFT, lifted, read_beyond
+from frontier_llm.errors import Problem
+from frontier_llm.files import open_plain
+
+MANIFEST = "manifest.json"
+MANIFEST_DIGEST = "manifest.sha256"
+MAX_MANIFEST_BYTES = 1 << 26  # the 1T model on 3072 ranks, with 72,087 pieces, needs a twentieth
+_NAME = re.compile(r"step_([0-9]{8,12})")
+
+
+class BrokenManifest(Exception):
+    """A manifest that cannot be read or is not the one that was written."""
+
+    def __init__(self, path: Path, what: str, fix: str = "") -> None:
+        super().__init__(f"{path}: {what}")
+        self.problem = Problem(str(path), what, fix)
+
+
+def step_name(step: int) -> str:
+    """'step_00000100'."""
+    return f"step_{step:08}"
+
+
+def named_step(name: str) -> int | None:
+    """The step in a checkpoint's name; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def named_steps(directory: Path) -> list[int]:
+    """Steps of all folders with a checkpoint's name, newest first. Links do not count. Raises OSError."""
+    if not directory.is_dir():
+        return []
+    with os.scandir(directory) as entries:
+        steps = [named_step(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return sorted((step for step in steps if step is not None), reverse=True)
+
+
+def digest_line(content: bytes) -> bytes:
+    """The content of manifest.sha256; `sha256sum --check` reads it."""
+    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def manifest_bytes(path: Path) -> bytes:
+    """The manifest of the checkpoint `path`, compared with its digest. Raises BrokenManifest."""
+    limit = lifted(MAX_MANIFEST_BYTES)
+    content = _read_small(path / MANIFEST, limit)
+    if len(content) > limit:
+        raise BrokenManifest(path / MANIFEST, f"has more bytes than any manifest ({limit})", LIFT)
+    recorded = _read_small(path / MANIFEST_DIGEST, 1024)
+    if recorded != digest_line(content):
+        actual = digest_line(content).decode().split()[0]
+        expected = recorded[:64].decode("ascii", errors="replace")
+        raise BrokenManifest(path / MANIFEST, f"sha256 is {actual}, {MANIFEST_DIGEST} says {json.dumps(expected)}")
+    return content
+
+
+def _read_small(path: Path, limit: int) -> bytes:
+    try:
+        with os.fdopen(open_plain(path), "rb") as file:
+            return read_beyond(file, limit)
+    except OSError as error:
+        raise BrokenManifest(path, f"cannot be read: {error.strerror}") from error
+
+
+def fault(path: Path) -> Problem | None:
+    """What keeps the checkpoint `path` from being complete; None if it is. The shards' contents are not read."""
+    try:
+        content = manifest_bytes(path)
+        manifest = json.loads(content)
+        step = manifest["progress"]["step"]
+        sizes = {str(shard["file"]): shard["bytes"] for shard in manifest["shards"]}
+    except BrokenManifest as error:
+        return error.problem
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return Problem(str(path / MANIFEST), "is not a manifest")
+    if type(step) is not int or step != named_step(path.name):
+        return Problem(str(path / MANIFEST), f"is of step {step}, its folder is {path.name}")
+    return _shard_fault(path, sizes)
+
+
+def _shard_fault(path: Path, sizes: dict[str, object]) -> Problem | None:
+    """The first shard that is missing or has another size. One pass over the folder, because a parallel file system reads ahead then."""
+    missing = dict(sizes)
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name not in missing:
+                    continue
+                expected = missing.pop(entry.name)
+                status = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode):
+                    return Problem(entry.path, "is not a plain file")
+                if status.st_size != expected:
+                    return Problem(entry.path, f"has {status.st_size} bytes, the manifest says {expected}")
+    except OSError as error:
+        return Problem(str(error.filename or path), f"cannot be read: {error.strerror}")
+    if missing:
+        return Problem(str(path / min(missing)), "is missing")
+    return None
+
+
+def faults(directory: Path) -> Iterator[tuple[int, Problem | None]]:
+    """(step, what keeps it from being complete) of each checkpoint of a `checkpoints` folder, newest first."""
+    for step in named_steps(directory):
+        yield step, fault(directory / step_name(step))
+
+
+def newest_complete(directory: Path) -> int | None:
+    """The step of the newest complete checkpoint in a `checkpoints` folder; None if there is none. Raises OSError."""
+    return next((step for step, problem in faults(directory) if problem is None), None)

@@ -1,0 +1,236 @@
+"""Is everything that a run needs installed at its site? Facts are asked of the ranks' interpreter and judged here.
+
+`submit` asks through launch/job.sh, hence with the site's modules; the batch script and `doctor` ask in the environment that job.sh has
+made. The judgement is `problems_of`, a pure function of the facts, the site, its machine and the run.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontier_llm.blueprint.optimizers import state_bytes
+from frontier_llm.cluster import slurm
+from frontier_llm.cluster.code import snapshot
+from frontier_llm.cluster.installation import Installation, ask
+from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.rank_env import environ, environment, rank_python
+from frontier_llm.cluster.sites import Site, root_dir
+from frontier_llm.config import RunConfig, dump
+from frontier_llm.errors import ConfigError, FrontierError, Problem
+from frontier_llm.libraries import BUILD_COMMAND, TORCH_OPS
+from frontier_llm.machine import load_machine
+from frontier_llm.machine.schema import Device
+from frontier_llm.units import format_bytes
+
+OLDEST_TORCH = (2, 10)  # setup.py refuses to build for an older one
+FRONTIER_PAGE = "docs/frontier.md, section 1"
+CHECKED = "torch and its build, the C++ libraries, the GPU kernels, the op back-ends, data, tokenizer, and the run directory"
+
+
+class NotReadyError(FrontierError):
+    """Something that the run needs is missing at its site, or nothing can be checked here."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """The outcome of a check before a job is queued."""
+
+    problems: tuple[Problem, ...] = ()
+    open_points: tuple[str, ...] = ()  # what could not be checked here, and who checks it
+    is_checkable: bool = True  # False on a machine that is not the site
+
+    def refuse(self) -> None:
+        """Raise NotReadyError if the job must not be queued."""
+        if self.problems:
+            raise NotReadyError(self.problems)
+        if not self.is_checkable:
+            raise NotReadyError(self.open_points[0], "run submit on a login node of the site; --dry-run shows the script here", "submit")
+
+
+def why_not_here(site: Site) -> str:
+    """Why this machine cannot check what is installed at the site; '' on the site itself."""
+    name = slurm.cluster_name()
+    if name is None:
+        return f"not checkable here: no Slurm answers, so this is no login node of {site.name}"
+    if site.cluster is not None and name != site.cluster:
+        return f"not checkable here: this is cluster {name}, and {site.name} is cluster {site.cluster}"
+    return ""
+
+
+def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: Mapping[str, str]) -> Readiness:
+    """Check what the job will find, through launch/job.sh of a copy of the code. `variables` are those that sbatch will pass on."""
+    if reason := why_not_here(site):
+        return Readiness(open_points=(f"{reason}. `submit` on the site checks {CHECKED}",), is_checkable=False)
+    open_points: list[str] = []
+    if archive := environ("FRONTIER_LLM_ENV_ARCHIVE"):
+        open_points.append(
+            f"{archive} is unpacked in the job: checked here is the environment that is active, of which it should be a copy"
+        )
+        if not Path(archive).is_file():
+            return Readiness((Problem("FRONTIER_LLM_ENV_ARCHIVE", f"no file {archive}", f"conda-pack makes it ({FRONTIER_PAGE})"),))
+    return Readiness(_problems_as_rank(site, config, directory, variables), tuple(open_points))
+
+
+def installation_problems(site: Site, config: RunConfig | None, directory: Path) -> Readiness:
+    """What `doctor` finds: in the environment that launch/job.sh has made, or else through job.sh."""
+    if reason := why_not_here(site):
+        return Readiness(open_points=(f"what is installed is {reason}",), is_checkable=False)
+    if environ("FRONTIER_LLM_SITE") != site.name or environ("FRONTIER_LLM_ROOT") is None:
+        return Readiness(_problems_as_rank(site, config, directory, {"FRONTIER_LLM_PYTHON": rank_python()}))
+    try:
+        facts = _ask_here(site, config)
+    except FrontierError as error:
+        return Readiness(error.problems)
+    return Readiness(tuple(problems_of(facts, site, config, directory)))
+
+
+def _ask_here(site: Site, config: RunConfig | None) -> Installation:
+    """Ask the ranks' interpreter in the environment of this process."""
+    architecture = load_machine(site.machine).device.architecture
+    return ask((rank_python(), "-P", "-m"), environment(), architecture, None if config is None else dump(config))
+
+
+def _problems_as_rank(site: Site, config: RunConfig | None, directory: Path, variables: Mapping[str, str]) -> tuple[Problem, ...]:
+    """Ask the interpreter that launch/job.sh of a copy of the code chooses, and judge its facts."""
+    architecture = load_machine(site.machine).device.architecture
+    with tempfile.TemporaryDirectory(prefix="frontier-llm-check-") as folder:
+        root = Path(folder) / "code"
+        snapshot(root, site, compiled=False)
+        environment_of_job = {**environment(), **variables, "FRONTIER_LLM_ROOT": str(root)}
+        command = (str(root / "launch" / "job.sh"), site.name, "--as-rank")
+        try:
+            facts = ask(command, environment_of_job, architecture, None if config is None else dump(config))
+            problems = tuple(problems_of(facts, site, config, directory))
+        except FrontierError as error:
+            problems = error.problems
+    return tuple(_without_copy(problem, root) for problem in problems)
+
+
+def _without_copy(problem: Problem, copy: Path) -> Problem:
+    """Name the package itself where a problem names the copy that was asked."""
+    package = Path(__file__).resolve().parents[1]
+
+    def original(text: str) -> str:
+        return text.replace(str(copy / package.name), str(package)).replace(str(copy), str(root_dir()))
+
+    return Problem(where=original(problem.where), what=original(problem.what), fix=original(problem.fix))
+
+
+def refuse_unready(job: BatchJob) -> None:
+    """The same check in the batch shell, before the first srun. Raises ConfigError, so that nothing is tried again."""
+    name = slurm.cluster_name()
+    if job.site.cluster is not None and name is not None and name != job.site.cluster:
+        what = f"this job runs on cluster {name}; {job.site.name} is cluster {job.site.cluster}"
+        raise ConfigError(what, "export FRONTIER_LLM_SITE=NAME, or correct `cluster:` in the site file", "FRONTIER_LLM_SITE")
+    if problems := list(problems_of(_ask_here(job.site, job.config), job.site, job.config, job.directory)):
+        raise ConfigError(problems)
+
+
+def problems_of(facts: Installation, site: Site, config: RunConfig | None = None, directory: Path | None = None) -> Iterator[Problem]:
+    """Everything that keeps these ranks from training on this site, each with the value found, the one expected, and the repair.
+
+    Without a run only what is installed is judged.
+    """
+    device = load_machine(site.machine).device
+    on_gpus = device.vendor != "none" and (config is None or config.train.device != "cpu")
+    if facts.missing_modules:
+        what = f"{facts.executable} has no {', '.join(facts.missing_modules)}"
+        yield Problem("Python", what, "pip install --no-build-isolation -e . in that environment")
+    torch_problems = list(_torch_problems(facts, site, device, on_gpus))
+    yield from torch_problems
+    if facts.ops_error and not torch_problems:
+        what = f"frontier_llm.ops cannot be imported with {facts.torch.describe()} of {facts.executable}: {facts.ops_error}"
+        yield Problem("torch", what, f"install torch again ({FRONTIER_PAGE})")
+    yield from _library_problems(facts)
+    if config is not None:
+        yield from _provider_problems(facts, config)
+    if on_gpus and facts.kernels is not None and (config is None or needs_kernels(config)):
+        yield from _kernel_problems(facts)
+    if config is not None and directory is not None:
+        yield from _input_problems(facts, site, config, directory)
+
+
+def needs_kernels(config: RunConfig) -> bool:
+    """Whether the run uses the prebuilt GPU kernels: `auto` takes them, and refuses to go on without, unless told to."""
+    wanted = {getattr(config.ops, group) for group in _op_groups(config)}
+    automatic = "auto" in wanted and not config.ops.allow_fallback and config.precision.dtype != "fp64"
+    return automatic or "triton" in wanted
+
+
+def _op_groups(config: RunConfig) -> list[str]:
+    """Keys of OpsConfig that name a back-end."""
+    others = {"attention_table", "allow_fallback", "no_jit"}
+    return [name for name in type(config.ops).model_fields if name not in others]
+
+
+def _torch_problems(facts: Installation, site: Site, device: Device, on_gpus: bool) -> Iterator[Problem]:
+    torch = facts.torch
+    install = f"activate the environment that has the site's torch, or install it ({FRONTIER_PAGE}), or export FRONTIER_LLM_PYTHON"
+    if torch.error:
+        yield Problem("torch", f"{facts.executable} cannot import torch: {torch.error}", install)
+        return
+    numbers = tuple(int(number) for number in re.findall(r"\d+", torch.version)[:2])
+    if numbers < OLDEST_TORCH:
+        yield Problem(
+            "torch", f"{facts.executable} has torch {torch.version}; at least {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} is needed", install
+        )
+    if on_gpus and torch.vendor != device.vendor:
+        what = f"{facts.executable} has {torch.describe()}; {site.name} has {device.vendor} GPUs ({device.name})"
+        yield Problem("torch", what, f"{install}; to compute on CPUs all the same: train.device=cpu")
+
+
+def _library_problems(facts: Installation) -> Iterator[Problem]:
+    """Libraries with the same fault are named together."""
+    found: dict[str, list[str]] = {}
+    for name, error in facts.libraries.items():
+        if error:
+            found.setdefault(error.replace(name, "").strip(), []).append(name)
+    for error, names in found.items():
+        yield Problem(f"{facts.package}/_native", f"{', '.join(names)} {error}", f"with {facts.executable}: {BUILD_COMMAND}")
+    if facts.built_for and facts.built_for != facts.torch.version:
+        what = f"{TORCH_OPS} was built for torch {facts.built_for}; {facts.executable} has torch {facts.torch.version}"
+        yield Problem(f"{facts.package}/_native", what, f"build it again with this torch: {BUILD_COMMAND}")
+
+
+def _provider_problems(facts: Installation, config: RunConfig) -> Iterator[Problem]:
+    for group in _op_groups(config):
+        wanted = getattr(config.ops, group)
+        if error := facts.providers.get(wanted, ""):
+            yield Problem(f"ops.{group}={wanted}", error, f"install it where {facts.executable} finds it, or ops.{group}=auto")
+
+
+def _kernel_problems(facts: Installation) -> Iterator[Problem]:
+    assert facts.kernels is not None
+    others = [name for name in facts.kernels.built if name != facts.kernels.architecture]
+    for problem in facts.kernels.problems:
+        beside = f"; built are those for {', '.join(others)}" if others and not facts.kernels.digest else ""
+        yield Problem(problem.where, problem.what + beside, problem.fix)
+
+
+def _input_problems(facts: Installation, site: Site, config: RunConfig, directory: Path) -> Iterator[Problem]:
+    if site.run_roots and not any(directory.is_relative_to(Path(root).resolve()) for root in site.run_roots):
+        what = f"{directory} is not on {' or '.join(site.run_roots)}, where {site.name} wants what jobs write"
+        yield Problem("train.run_dir", what, f"train.run_dir={_example(site)}")
+    if facts.inputs is None:
+        return
+    yield from facts.inputs.problems
+    if facts.inputs.run_dir_error:
+        yield Problem(
+            "train.run_dir", f"cannot be written: {facts.inputs.run_dir_error}", "free space there, or choose another train.run_dir"
+        )
+    saves = config.train.save_interval or config.train.save_final
+    needed_bytes = 2 * state_bytes(config.model, config.optimizer.name, config.precision.dtype) if saves else 0
+    if not facts.inputs.run_dir_error and facts.inputs.run_dir_free_bytes < needed_bytes:
+        free = format_bytes(facts.inputs.run_dir_free_bytes)
+        what = f"{free} are free at {directory}, and two checkpoints of this run take {format_bytes(needed_bytes)}"
+        yield Problem("train.run_dir", what, "free space there, ask for quota, or choose another train.run_dir")
+
+
+def _example(site: Site) -> str:
+    return f"{site.scratch or site.run_roots[0]}/runs/NAME"

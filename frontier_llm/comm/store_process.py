@@ -1,0 +1,91 @@
+"""The process that serves torch's TCPStore to the ranks of a job. Rank 0 starts it; see `comm.rendezvous`.
+
+It is run by its path (`python -P store_process.py`), so it imports torch and the standard library only.
+Standard input carries one line of JSON, the request, and then stays open for as long as rank 0 lives.
+Standard output carries one line of JSON, the answer: {"port": 21234}, or {"problem": "…"} if the store cannot be served.
+The process ends when rank 0 has gone and all other ranks have closed their connections.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from datetime import timedelta
+
+JOB_KEY = "job"  # holds the token that tells this job's store from another job's
+OWN_FILES = 1024  # open files that a process needs besides the connections: libraries, logs, data
+GRACE_S = 0.5  # without any connection after the end of rank 0
+POLL_S = 0.1
+# no GPU is touched, and no threads wait for work
+TORCH_VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def raise_open_file_limit(connections: int) -> str | None:
+    """Raise the soft limit of open files of this process. Returns the problem if the hard limit is too low."""
+    needed = connections + OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        return f"a process may open {hard} files here, and the store needs {needed}: up to {connections} connections and its own files"
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return None
+
+
+def _answer(values: dict[str, int | str]) -> None:
+    print(json.dumps(values), flush=True)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # rank 0's pipe: a launcher that waits for its end must not wait for this process
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _wait_until_left(life_line: int, files_when_idle: int, longest_s: float) -> None:
+    """Wait until rank 0 has gone and nobody is connected any more, at most `longest_s` after rank 0's end."""
+    while os.read(life_line, 1):
+        pass
+    rank_0_ended_s = time.monotonic()
+    last_connected_s = rank_0_ended_s
+    while True:
+        now_s = time.monotonic()
+        if _open_files() > files_when_idle:
+            last_connected_s = now_s
+        if now_s - last_connected_s > GRACE_S or now_s - rank_0_ended_s > longest_s:
+            return
+        time.sleep(POLL_S)
+
+
+def main() -> None:
+    """Read the request, serve the store, and end when it is not needed any more."""
+    with open(0, "rb", buffering=0, closefd=False) as requests:
+        request = json.loads(requests.readline())
+    problem = raise_open_file_limit(request["connections"])
+    if problem is not None:
+        _answer({"problem": problem})
+        return
+    for name, value in TORCH_VARIABLES.items():
+        os.putenv(name, value)
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        request["address"],
+        request["port"],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=request["listener"],
+        timeout=timedelta(seconds=60),
+    )
+    store.set(JOB_KEY, request["token"])
+    store.get(JOB_KEY)  # set() does not wait for an answer
+    _answer({"port": store.port})
+    _wait_until_left(0, _open_files(), request["longest_s"])
+    os._exit(0)  # without the destructors of torch's threads
+
+
+if __name__ == "__main__":
+    main()

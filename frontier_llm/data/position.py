@@ -1,0 +1,293 @@
+"""Where a run is in its data: which samples each source has given, and which one comes next.
+
+A stream is one dataset, cut into samples of one length in one way, in one order. Its samples are read in order, each at most once.
+A blend deals samples of the run out to streams. Three pure functions act on a position:
+
+    enter    deal from these sources from here on: streams that were read before go on, others begin
+    sample   the stream and the index in it of the sample at an offset from here
+    advance  the position after steps of equal size
+
+A phase, a change of the configuration and a resume call `enter`. A rewind and `--leave-out` call `leave_out`, which moves on
+without training. The number of a sample in the run is the number of samples dealt before it. Ranks, microbatches and restarts
+do not enter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from frontier_llm.data.blend import MAXIMUM_PERIOD, MAXIMUM_SOURCES, blend_of, whole_weights
+from frontier_llm.data.keys import Packing, order_key
+
+SYNTHETIC = "synthetic"
+MAXIMUM_RANGES = 1 << 16  # ranges of left-out samples of one stream
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Size = Annotated[int, Field(gt=0, le=2**53)]
+Range = tuple[Count, Size]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset as one member of a blend."""
+
+    dataset: str  # identity of its tokens, or SYNTHETIC
+    path: str
+    tokens: int  # 0 of synthetic data
+    weight: float
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A blend as a configuration describes it."""
+
+    sources: tuple[Source, ...]
+    sequence_length: int
+    packing: Packing
+    seed: int  # draws the order of sources that are read for the first time
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class Stream(_Record):
+    """One dataset in samples of one length, in one order, and how many of them the run has taken."""
+
+    dataset: Annotated[str, Field(pattern=r"^([0-9a-f]{64}|synthetic)$")]  # identity of its tokens
+    path: Annotated[str, Field(max_length=4096)]  # where it was last
+    dataset_tokens: Count  # 0 = not known, or synthetic
+    sequence_length: Size
+    packing: Packing
+    order: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # key of its order
+    taken: Count  # samples that it has given, those that were left out included
+    left_out: Annotated[tuple[Range, ...], Field(max_length=MAXIMUM_RANGES)] = ()  # (first sample, samples) that nothing was trained on
+    retired: bool = False  # another stream of the dataset has replaced it
+
+    @property
+    def key(self) -> int:
+        """Key of its order."""
+        return int(self.order, 16)
+
+    @property
+    def samples_left_out(self) -> int:
+        """Samples that the run passed over."""
+        return sum(count for _, count in self.left_out)
+
+    @property
+    def tokens_read(self) -> int:
+        """Targets that were trained on."""
+        return (self.taken - self.samples_left_out) * self.sequence_length
+
+    def is_of(self, dataset: str, sequence_length: int, packing: str) -> bool:
+        """Whether it goes on where a blend names this dataset in samples of this length."""
+        return not self.retired and (self.dataset, self.sequence_length, self.packing) == (dataset, sequence_length, packing)
+
+    def after(self, samples: int, left_out: bool) -> Stream:
+        """After so many further samples were dealt."""
+        if not samples:
+            return self
+        ranges = _joined([*self.left_out, (self.taken, samples)]) if left_out else self.left_out
+        return self.model_copy(update={"taken": self.taken + samples, "left_out": ranges})
+
+
+class Share(_Record):
+    """A stream in a blend."""
+
+    stream: Count  # number in `Position.streams`
+    weight: Annotated[int, Field(gt=0, le=MAXIMUM_PERIOD)]
+
+
+class Stretch(_Record):
+    """Steps of equal size."""
+
+    steps: Size
+    tokens_per_step: Size
+
+
+class Position(_Record):
+    """What the run has read, and what it deals from now. Part of the training state and of a checkpoint."""
+
+    streams: Annotated[tuple[Stream, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of first use
+    blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of streams
+    dealt: Count = 0  # samples since this blend began
+    stretches: Annotated[tuple[Stretch, ...], Field(max_length=1 << 16)] = ()  # the steps done, neighbours of equal size together
+
+    @property
+    def samples(self) -> int:
+        """Samples of the run so far, those that were left out included. Numbers the next one."""
+        return sum(stream.taken for stream in self.streams)
+
+    @property
+    def samples_left_out(self) -> int:
+        """Samples of the run that rewinds and `--leave-out` have passed over."""
+        return sum(stream.samples_left_out for stream in self.streams)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return sum(stretch.steps for stretch in self.stretches)
+
+    @property
+    def tokens(self) -> int:
+        """Targets trained on."""
+        return sum(stretch.steps * stretch.tokens_per_step for stretch in self.stretches)
+
+    @property
+    def steps_done(self) -> tuple[tuple[int, int], ...]:
+        """(steps, tokens per step), from which a configuration counts its durations (`config/durations.py`)."""
+        return tuple((stretch.steps, stretch.tokens_per_step) for stretch in self.stretches)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The blend's whole weights, in the order of its streams."""
+        return tuple(share.weight for share in self.blend)
+
+    @property
+    def current(self) -> tuple[Stream, ...]:
+        """The streams of the blend."""
+        return tuple(self.streams[share.stream] for share in self.blend)
+
+    def enter(self, wanted: Wanted) -> Position:
+        """Deal from these sources from here on.
+
+        A source goes on in the stream of its dataset, length and packing, the n-th mention of a dataset in the n-th such stream. Without
+        one it begins a stream. If streams and proportions are those of the blend already, it goes on where it is.
+        """
+        streams = list(self.streams)
+        while streams and not streams[-1].taken:  # a stream begins with its first sample
+            streams.pop()
+        numbers: list[int] = []
+        for source in wanted.sources:
+            number = _stream_of(streams, source, wanted, numbers)
+            if number is None:
+                number = len(streams)
+                streams.append(_new_stream(source, wanted, number))
+            else:
+                streams[number] = streams[number].model_copy(update={"path": source.path, "dataset_tokens": source.tokens})
+            numbers.append(number)
+        weights = whole_weights([source.weight for source in wanted.sources])
+        blend = tuple(Share(stream=number, weight=weight) for number, weight in sorted(zip(numbers, weights, strict=True)))
+        dealt = self.dealt if blend == self.blend else 0
+        return self.model_copy(update={"streams": tuple(streams), "blend": blend, "dealt": dealt})
+
+    def sample(self, offset: int) -> tuple[int, int]:
+        """(place in the blend, index in that stream) of the sample `offset` from here; the next one has offset 0."""
+        blend = blend_of(self.weights)
+        place, count = blend.locate(self.dealt + offset)
+        return place, self.current[place].taken + count - blend.before(self.dealt, place)
+
+    def advance(self, global_batch: int, steps: int = 1) -> Position:
+        """After `steps` steps of `global_batch` samples. Before any blend was entered nothing is counted."""
+        if not self.blend or not steps:
+            return self
+        size = global_batch * self.current[0].sequence_length
+        stretches = self.stretches
+        if stretches and stretches[-1].tokens_per_step == size:
+            steps_before = stretches[-1].steps
+            stretches = (*stretches[:-1], Stretch(steps=steps_before + steps, tokens_per_step=size))
+        else:
+            stretches = (*stretches, Stretch(steps=steps, tokens_per_step=size))
+        return self._dealt(steps * global_batch, left_out=False).model_copy(update={"stretches": stretches})
+
+    def leave_out(self, samples: int) -> Position:
+        """After `samples` samples that nothing is trained on; each stream remembers which."""
+        return self._dealt(samples, left_out=True)
+
+    def _dealt(self, samples: int, left_out: bool) -> Position:
+        blend, streams = blend_of(self.weights), list(self.streams)
+        for place, share in enumerate(self.blend):
+            count = blend.before(self.dealt + samples, place) - blend.before(self.dealt, place)
+            streams[share.stream] = streams[share.stream].after(count, left_out)
+        return self.model_copy(update={"streams": tuple(streams), "dealt": self.dealt + samples})
+
+    def restart(self, dataset: str) -> Position:
+        """Have a dataset begin anew, in another order, when it is entered next."""
+        streams = [stream.model_copy(update={"retired": True}) if stream.dataset == dataset else stream for stream in self.streams]
+        return self.model_copy(update={"streams": tuple(streams)})
+
+    def tokens_of(self, dataset: str) -> int:
+        """Tokens of a dataset that were trained on, at all lengths, each as often as it was."""
+        return sum(stream.tokens_read for stream in self.streams if stream.dataset == dataset)
+
+    def faults(self, step: int, samples: int, tokens: int) -> Iterator[str]:
+        """What cannot be true of a run that has done `step` steps with so many samples and tokens. Fields have their types and bounds."""
+        for number, stream in enumerate(self.streams):
+            name = f"position.streams.{number}"
+            ranges = [*stream.left_out, (stream.taken, 1)]
+            if any(first + count > after for (first, count), (after, _) in pairwise(ranges)):
+                yield f"{name}.left_out is not a rising list of ranges below taken {stream.taken}"
+            if (stream.dataset == SYNTHETIC) != (stream.path == SYNTHETIC):
+                yield f"{name}.path is {stream.path!r} of dataset {stream.dataset[:12]}"
+        yield from self._blend_faults()
+        trained = sum(stream.tokens_read for stream in self.streams)
+        if self.steps != step:
+            yield f"position.stretches have {self.steps} steps, progress.step is {step}"
+        if self.tokens != trained:
+            yield f"position.stretches have {self.tokens} tokens, position.streams {trained}"
+        if self.tokens != tokens:
+            yield f"position.stretches have {self.tokens} tokens, progress.tokens is {tokens}"
+        if self.samples != samples:
+            yield f"position.streams have taken {self.samples} samples, progress.consumed_samples is {samples}"
+
+    def _blend_faults(self) -> Iterator[str]:
+        numbers = [share.stream for share in self.blend]
+        if not numbers and self.streams:
+            yield "position.blend is empty although streams were read"
+        if any(left >= right for left, right in pairwise(numbers)) or any(number >= len(self.streams) for number in numbers):
+            yield f"position.blend names streams {numbers} of {len(self.streams)}"
+            return
+        if len({(stream.sequence_length, stream.packing, stream.retired) for stream in self.current}) > 1:
+            yield "position.blend mixes sequence lengths, packings or retired streams"
+        if any(stream.retired for stream in self.current):
+            yield "position.blend names a retired stream"
+        period = sum(self.weights)
+        if self.weights and (period > MAXIMUM_PERIOD or math.gcd(*self.weights) != 1):
+            yield f"position.blend has weights {list(self.weights)[:8]}, which are not the smallest whole ones"
+        taken = sum(stream.taken for stream in self.current)
+        if self.dealt > taken:
+            yield f"position.dealt is {self.dealt}, but its streams have taken {taken}"
+        for share, stream in zip(self.blend, self.current, strict=True):
+            if stream.taken < self.dealt * share.weight // period:
+                yield f"position.dealt is {self.dealt}, more than position.streams.{share.stream}.taken {stream.taken} allows"
+
+
+START = Position()
+
+
+def _stream_of(streams: Sequence[Stream], source: Source, wanted: Wanted, used: Sequence[int]) -> int | None:
+    """Number of the first stream of the source that is not used yet."""
+    for number, stream in enumerate(streams):
+        if number not in used and stream.is_of(source.dataset, wanted.sequence_length, wanted.packing):
+            return number
+    return None
+
+
+def _new_stream(source: Source, wanted: Wanted, number: int) -> Stream:
+    kind: Packing | Literal["synthetic"] = "synthetic" if source.dataset == SYNTHETIC else wanted.packing
+    return Stream(
+        dataset=source.dataset,
+        path=source.path,
+        dataset_tokens=source.tokens,
+        sequence_length=wanted.sequence_length,
+        packing=wanted.packing,
+        order=f"{order_key(kind, wanted.seed, number):016x}",
+        taken=0,
+    )
+
+
+def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Rising ranges with those that touch as one."""
+    joined: list[Range] = []
+    for first, count in ranges:
+        if joined and sum(joined[-1]) == first:
+            joined[-1] = (joined[-1][0], joined[-1][1] + count)
+        else:
+            joined.append((first, count))
+    return tuple(joined)

@@ -1,0 +1,182 @@
+"""What is refused, from facts alone: one row per mistake; and the facts' way through launch/job.sh."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cluster import readiness, slurm
+from frontier_llm.cluster.installation import InputFacts, Installation, KernelFacts, TorchFacts
+from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.readiness import before_the_queue, problems_of, refuse_unready
+from frontier_llm.cluster.sites import load_site
+from frontier_llm.config import RunConfig, load_run
+from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.libraries import LIBRARIES, TORCH_OPS
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN_DIR = Path("/lustre/orion/abc123/scratch/me/run")
+NOT_BUILT = Problem("GPU ops", "the ops for gfx90a have not been built", "python setup.py build_ops --arch gfx90a")
+GOOD = Installation(
+    host="login01",
+    executable="/env/bin/python3",
+    python="3.12.3",
+    missing_modules=(),
+    package="/code/frontier_llm",
+    package_digest="1",
+    torch=TorchFacts(version="2.10.0+rocm7.1", hip="7.1.2", cuda="", path="/env/torch", error=""),
+    libraries=dict.fromkeys([*LIBRARIES, TORCH_OPS], ""),
+    built_for="2.10.0+rocm7.1",
+    kernels=KernelFacts(architecture="gfx90a", digest="12", problems=(), built=("gfx90a",)),
+    providers={"flash_attn": "the flash-attn package is not installed", "apex": "", "reference": ""},
+    inputs=InputFacts(problems=(), run_dir_error="", run_dir_free_bytes=10**15),
+)
+
+
+def run(*words: str) -> RunConfig:
+    return load_run("train_small", ["machine=frontier", f"train.run_dir={RUN_DIR}", *words])
+
+
+def refusals(facts: Installation, *words: str, site: str = "frontier", directory: Path = RUN_DIR) -> str:
+    return "\n".join(map(str, problems_of(facts, load_site(site), run(*words), directory)))
+
+
+def with_torch(facts: Installation = GOOD, **fields: str) -> Installation:
+    return replace(facts, torch=replace(facts.torch, **fields), built_for=fields.get("version", facts.built_for))
+
+
+def test_a_complete_installation_is_accepted() -> None:
+    assert refusals(GOOD) == ""
+    assert list(problems_of(GOOD, load_site("frontier"))) == []
+
+
+NO_KERNELS = replace(GOOD, kernels=KernelFacts(architecture="gfx90a", digest="", problems=(NOT_BUILT,), built=("sm_90",)))
+UNBUILT = dict.fromkeys(LIBRARIES, "")
+MISTAKES = {
+    "no torch": (
+        with_torch(version="", hip="", error="ModuleNotFoundError: No module named 'torch'"),
+        "torch: /env/bin/python3 cannot import torch: ModuleNotFoundError: No module named 'torch'",
+    ),
+    "CPU torch": (with_torch(version="2.10.0+cpu", hip=""), "has torch 2.10.0+cpu for CPUs; frontier has amd GPUs (MI250X GCD)"),
+    "CUDA torch": (with_torch(version="2.10.0", hip="", cuda="12.8"), "has torch 2.10.0 for CUDA 12.8; frontier has amd GPUs"),
+    "an old torch": (with_torch(version="2.9.1+rocm6.4"), "has torch 2.9.1+rocm6.4; at least 2.10 is needed"),
+    "another torch than the extension's": (
+        replace(GOOD, built_for="2.9.1+rocm6.4"),
+        "libfrontier_ops.so was built for torch 2.9.1+rocm6.4; /env/bin/python3 has torch 2.10.0+rocm7.1",
+    ),
+    "no extension": (
+        replace(GOOD, libraries={name: f"{name} has not been built" for name in GOOD.libraries}, built_for=""),
+        "libstore_server.so, libfrontier_ops.so has not been built",
+    ),
+    "kernels of another architecture": (NO_KERNELS, "the ops for gfx90a have not been built; built are those for sm_90"),
+    "requirements": (replace(GOOD, missing_modules=("safetensors", "tokenizers")), "has no safetensors, tokenizers"),
+    "a torch that breaks the package": (
+        replace(GOOD, ops_error="AttributeError: module 'torch' has no attribute 'Tensor'", kernels=None, providers={}),
+        "frontier_llm.ops cannot be imported with torch 2.10.0+rocm7.1 for ROCm 7.1.2",
+    ),
+    "missing data": (
+        replace(GOOD, inputs=InputFacts((Problem("data.train", "tokens.bin: no such file", "check the path"),), "", 10**15)),
+        "data.train: tokens.bin: no such file",
+    ),
+    "a full run directory": (replace(GOOD, inputs=InputFacts((), "", 10**6)), "976.6 KiB are free at /lustre/orion/abc123/scratch/me/run"),
+    "a run directory that cannot be written": (
+        replace(GOOD, inputs=InputFacts((), "/lustre: No space left on device", 0)),
+        "train.run_dir: cannot be written: /lustre: No space left on device",
+    ),
+}
+
+
+@pytest.mark.parametrize("facts, message", MISTAKES.values(), ids=MISTAKES)
+def test_each_mistake_is_refused(facts: Installation, message: str) -> None:
+    said = refusals(facts)
+    assert message in said and "fix: " in said
+
+
+def test_each_problem_is_said_once_and_all_are_said() -> None:
+    wrong = replace(NO_KERNELS, libraries={**GOOD.libraries, TORCH_OPS: f"{TORCH_OPS} has not been built"})
+    said = refusals(with_torch(wrong, version="2.9.0", hip="", cuda="12.8"))
+    assert [said.count(text) for text in ("at least 2.10", "for CUDA 12.8", "libfrontier_ops.so has not", "built are those")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
+
+
+def test_a_run_directory_elsewhere_is_refused_with_the_right_place() -> None:
+    said = refusals(GOOD, directory=Path("/ccs/home/me/run"))
+    assert "/ccs/home/me/run is not on /lustre/orion" in said and "/lustre/orion/$PROJECT/scratch/$USER" in said
+    assert refusals(GOOD, site="lumi", directory=Path("/users/me/run")).startswith("train.run_dir: /users/me/run is not on /scratch or")
+
+
+def test_back_ends_are_asked_for_only_if_the_run_names_them() -> None:
+    assert "ops.attention=flash_attn: the flash-attn package is not installed" in refusals(GOOD, "ops.attention=flash_attn")
+    assert refusals(GOOD, "ops.norm=apex") == ""
+    everything = [f"ops.{group}=reference" for group in ("attention", "norm", "rope", "activation", "cross_entropy", "adamw", "linear")]
+    assert refusals(NO_KERNELS, *everything, "ops.experts=reference", "ops.accumulate=reference") == ""
+    assert refusals(NO_KERNELS, "ops.allow_fallback=true") == ""
+    assert "built are those for sm_90" in refusals(NO_KERNELS, "ops.allow_fallback=true", "ops.norm=triton")
+
+
+def test_a_run_on_cpus_needs_no_gpu() -> None:
+    cpu = with_torch(replace(GOOD, kernels=NO_KERNELS.kernels), version="2.10.0+cpu", hip="")
+    assert refusals(cpu, "train.device=cpu") == ""
+    assert "to compute on CPUs all the same: train.device=cpu" in refusals(cpu)
+    assert refusals(cpu, site="local") == ""  # a machine that expects no particular GPU
+
+
+def test_a_run_that_saves_nothing_needs_no_space() -> None:
+    full = replace(GOOD, inputs=InputFacts((), "", 10**6))
+    assert refusals(full, "train.save_interval=0", "train.save_final=false") == ""
+
+
+def test_the_oldest_torch_is_that_of_setup_py() -> None:
+    assert f"OLDEST_TORCH = {readiness.OLDEST_TORCH}" in (ROOT / "setup.py").read_text()
+
+
+def test_op_groups_are_all_that_name_a_back_end() -> None:
+    assert {getattr(load_run("train_small").ops, group) for group in readiness._op_groups(run())} == {"auto"}
+
+
+def planted_site(tmp_path: Path, modules: str = "[]") -> Path:
+    text = f"name: planted\nmachine: local\ncluster: here\ngpus_per_node: 1\ntasks_per_node: 1\ncpus_per_task: 1\nmodules: {modules}\n"
+    (tmp_path / "planted.yaml").write_text(text)
+    return tmp_path / "planted.yaml"
+
+
+def test_the_interpreter_of_the_job_is_asked_with_the_modules_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`module` is a function of the login shell; the last word of `module load rocm/9` sets a variable that the interpreter sees."""
+    monkeypatch.setattr(slurm, "cluster_name", lambda: "here")
+    monkeypatch.setenv("BASH_FUNC_module%%", '() { [[ "$2" != gone/* ]] && export PYTHONPATH="' + str(tmp_path) + '"; }')
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('a torch of the module')")
+    config = load_run("train_small", ["machine=local", f"train.run_dir={tmp_path}/run"])
+    answer = before_the_queue(config, load_site(str(planted_site(tmp_path, "[rocm/9]"))), tmp_path / "run", {})
+    assert re.search("cannot import torch: ImportError: a torch of the module", str(answer.problems[0]))
+    answer = before_the_queue(config, load_site(str(planted_site(tmp_path, "[gone/1]"))), tmp_path / "run", {})
+    said = "\n".join(map(str, answer.problems))
+    assert "the module gone/1 cannot be loaded" in said and "correct slurm/sites/planted.yaml" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_archive_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "cluster_name", lambda: "here")
+    monkeypatch.setenv("FRONTIER_LLM_ENV_ARCHIVE", f"{tmp_path}/env.tar.gz")
+    site = load_site(str(planted_site(tmp_path)))
+    answer = before_the_queue(load_run("train_small"), site, tmp_path / "run", {})
+    assert f"no file {tmp_path}/env.tar.gz" in str(answer.problems[0])
+    (tmp_path / "env.tar.gz").touch()
+    config = load_run("train_small", ["machine=local", f"train.run_dir={tmp_path}/run"])
+    answer = before_the_queue(config, site, tmp_path / "run", {})
+    assert answer.problems == () and "is unpacked in the job" in answer.open_points[0]
+
+
+def test_a_job_on_another_cluster_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "there")
+    allocation = slurm.Allocation("1", ("n0",), "n0", tasks_per_node=1, cpus_per_task=1)
+    job = BatchJob(run(), (), tmp_path, load_site(str(planted_site(tmp_path))), allocation)
+    with pytest.raises(ConfigError, match="this job runs on cluster there; planted is cluster here"):
+        refuse_unready(job)
