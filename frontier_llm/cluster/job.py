@@ -26,6 +26,7 @@ from frontier_llm.cluster.holder import STALE_AFTER_S, last_start, living_holder
 from frontier_llm.cluster.job_spec import TRAIN, BatchJob, make_job
 from frontier_llm.cluster.lead import SLURM_EARLY_S, measured_lead_s
 from frontier_llm.cluster.rank_env import environ
+from frontier_llm.cluster.records import damaged_lines
 from frontier_llm.errors import FrontierError
 from frontier_llm.failure import FILE, write_failure
 
@@ -36,6 +37,8 @@ RESERVE_S = 20.0  # before the walltime: what requeueing itself may take
 def supervise(job: BatchJob, admit: Callable[[BatchJob], None] = lambda job: None) -> int:
     """Attempts until the run is finished, stopped, or handed on; the exit code of the batch script. `admit` may refuse what is left of the run."""
     refuse_second_holder(job)
+    if what := damaged_lines(job.directory / "attempts.jsonl", run_dir.is_attempt):
+        log.warn(f"attempts.jsonl: {what}; the node-hours of these starts are not counted")
     if (needed_s := measured_lead_s(job.directory)) is not None and needed_s > job.lead_s:
         log.warn(f"a step and a save have taken so long that {job.lead_s:.0f} s before the walltime is late: --signal=USR1@{needed_s}")
     if not nothing_to_do(job):

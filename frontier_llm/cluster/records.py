@@ -10,7 +10,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -106,6 +106,15 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
             row = _object(line)
             if row is not None or line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                 yield number, row
+
+
+def damaged_lines(path: Path, is_sound: Callable[[dict[str, Any]], bool]) -> str:
+    """'line 43 is damaged and left out' if a JSON-lines file has lines that are no object or not sound; '' otherwise. Raises DamagedRecord."""
+    bad = [number for number, row in json_lines(path) if row is None or not is_sound(row)]
+    if not bad:
+        return ""
+    which = f"line {bad[0]} is" if len(bad) == 1 else f"{len(bad)} lines, the first is line {bad[0]}, are"
+    return f"{which} damaged and left out"
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

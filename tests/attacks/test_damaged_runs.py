@@ -7,14 +7,16 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster import run_dir
+from frontier_llm.cluster import job, run_dir
 from frontier_llm.cluster.complete import MANIFEST, MANIFEST_DIGEST, digest_line, newest_complete
 from frontier_llm.cluster.holder import take
-from frontier_llm.cluster.status import find_runs
+from frontier_llm.cluster.status import find_runs, read_status
 from tests.harness.checkpoints import SHARD, save_only
 
 BINARY = bytes(range(256))
@@ -227,3 +229,22 @@ def test_the_newest_complete_checkpoint_does_not_depend_on_latest(runs: Path) ->
     shutil.rmtree(runs / "b" / NEWEST)
     assert newest_complete(checkpoints) is None and run_dir.latest_step(runs / "b") == 0
     assert run_dir.end(runs / "b", 99) == ""
+
+
+def test_a_damaged_record_of_the_start_does_not_hide_the_queued_job(runs: Path) -> None:
+    content("incarnation.json", "")(runs / "b")
+    assert read_status(runs / "b").job_id == "78"
+    content("successor", BINARY)(runs / "a")
+    assert read_status(runs / "a").job_id == "77"
+
+
+def test_the_supervisor_says_that_node_hours_are_not_counted(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line("attempts.jsonl", attempt(nodes=5))(runs / "b")
+    monkeypatch.setattr(job, "refuse_second_holder", lambda job: None)
+    monkeypatch.setattr(job, "measured_lead_s", lambda directory: None)
+    monkeypatch.setattr(job, "nothing_to_do", lambda job: "finished")
+    supervised: Any = SimpleNamespace(directory=runs / "b")
+    assert job.supervise(supervised) == 0
+    assert "attempts.jsonl: line 3 is damaged and left out; the node-hours of these starts are not counted" in capfd.readouterr().err

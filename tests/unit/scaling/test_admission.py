@@ -192,9 +192,10 @@ def test_a_chain_ends_when_its_node_hours_are_used(allocation: None, tmp_path: P
     assert job.budget_left_s == pytest.approx(232 * 3600 / 384) and job.budget_left_s > job.lead_s and nothing_to_do(job) == ""
     run_dir.record(tmp_path, ended)
     assert "1,536.0 of 1,000.0 node-hours are used" in nothing_to_do(job)
-    monkeypatch.setenv("FRONTIER_LLM_MAX_NODE_HOURS", "many")
-    with pytest.raises(FrontierError, match="'many' is not a number"):
-        nothing_to_do(job)
+    for hours in ("many", "nan", "inf", "-1", "0"):
+        monkeypatch.setenv("FRONTIER_LLM_MAX_NODE_HOURS", hours)
+        with pytest.raises(FrontierError, match=f"'{hours}' is not a number of node-hours above 0"):
+            nothing_to_do(job)
 
 
 def test_a_run_without_a_final_checkpoint_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
