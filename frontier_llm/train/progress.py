@@ -20,6 +20,9 @@ class Resume:
     restart_sources: tuple[str, ...] = ()  # paths of datasets that are read from their beginning, in another order
 
 
+AS_BEFORE = Resume()  # with the values of the checkpoint
+
+
 def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
     """Where the run is now; `rewinds` are those of its course so far."""
     best = {} if state.best is None else {"best": asdict(state.best)}
