@@ -67,6 +67,16 @@ def open_below(folder: Path, name: str, flags: int, mode: int = 0o644) -> int:
     return descriptor
 
 
+def write_replaced(path: Path, content: bytes) -> None:
+    """Write a file anew in place of whatever has its name. A link is removed and not followed; nothing waits for the device."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        write_all(descriptor, memoryview(content), 0)
+    finally:
+        os.close(descriptor)
+
+
 def folder_below(folder: Path, name: str) -> Path:
     """Make the folder `name` below `folder` if it is missing, and follow no link on the way. Raises as `open_below`."""
     os.close(_enter(folder, PurePath(name).parts))

@@ -54,7 +54,7 @@ struct DropArgs {
 
 // frontier_llm/ops/reference.py: AdamWUpdate
 struct AdamWArgs {
-  float step_size, beta1, beta2, eps, keep, root, grad_scale;
+  float step_size, beta1, beta2, eps, decay, root, grad_scale;
 };
 
 // frontier_llm/ops/routing.py: Routing

@@ -6,13 +6,15 @@
 namespace frontier::FRONTIER_ISA {
 
 // AdamW (decoupled weight decay): unscale and clip by grad_scale, both moments, the master weights, and their rounded copy.
+// Update and decay are added before the weight is rounded: rounding 1 - lr * decay to fp32 would lose a decay below 6e-8.
 template <class T>
 void adamw(float* master, const float* grad, float* exp_avg, float* exp_avg_sq, T* weights, int64_t count, AdamWArgs args) {
   for_vectors(count, [&](int64_t, auto load, auto store) {
     const vf g = load(grad) * args.grad_scale;
     const vf m = load(exp_avg) * args.beta1 + g * (1.0f - args.beta1);
     const vf v = load(exp_avg_sq) * args.beta2 + g * g * (1.0f - args.beta2);
-    const vf p = load(master) * args.keep - args.step_size * m / (sqrt(v) * args.root + args.eps);
+    const vf old = load(master);
+    const vf p = old - (args.step_size * m / (sqrt(v) * args.root + args.eps) + args.decay * old);
     store(exp_avg, m);
     store(exp_avg_sq, v);
     store(master, p);

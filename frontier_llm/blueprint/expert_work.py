@@ -111,6 +111,8 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     yield Item(Phase.W, ROUTING, Product(E, H, t))
     yield Item(Phase.F, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12), FULL)
     yield Item(Phase.I, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12))
+    if moe.shared_gate:
+        yield from _shared_gate_work(T if not layout.sequence_parallel else t, H, size)
     waits = 0 if moe.capacity is not None else 2 if rows.nodes > 1 else int(ranks > 1)  # for numbers of rows
     yield Item(Phase.F, DISPATCH, HostWait(waits * LAUNCHES_AFTER_WAIT), FULL)
     if rows.nodes > 1:
@@ -132,3 +134,13 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     yield Item(Phase.I, EXPERTS, Pass(size * held * (2 * up + f), 1))
     kept = size * held * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (held + 4 * t * E)
     yield Item(Phase.F, EXPERTS, Keep(kept + size * t * H, ("none", "selective")))  # the router keeps its input too
+
+
+def _shared_gate_work(rows: int, H: int, size: int) -> Iterator[Item]:
+    """Scale the shared expert's output by a sigmoid of the token: `rows` tokens of this rank, elements of `size` bytes."""
+    yield Item(Phase.F, ROUTING, Product(rows, 1, H), FULL)
+    yield Item(Phase.I, ROUTING, Product(rows, H, 1))
+    yield Item(Phase.W, ROUTING, Product(1, H, rows))
+    yield Item(Phase.F, ROUTING, Pass(2 * size * rows * H, 2), FULL)
+    yield Item(Phase.I, ROUTING, Pass(5 * size * rows * H, 4))  # gradients of the output and of the gate, their sum over H
+    yield Item(Phase.F, ROUTING, Keep(size * rows * (H + 1), ("none", "selective")))

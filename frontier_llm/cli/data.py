@@ -1,16 +1,20 @@
-"""`frontier-llm data tokenizer|tokenize|import|index|inspect|stdlib`: from text to a dataset that `train` reads."""
+"""`frontier-llm data tokenizer|tokenize|import|index|inspect|check|plan|show|stdlib`: from text to a dataset that `train` reads."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frontier_llm import log
 from frontier_llm.cli.arguments import JSON, Command, command, dataset_prefix, natural, option, positive, run_options, show
 from frontier_llm.tables import aligned
+from frontier_llm.units import format_count
+
+if TYPE_CHECKING:
+    from frontier_llm.data.ids import IdScan
 
 INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS")
 BOUND = option("--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)")
@@ -136,6 +140,41 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    option("prefixes", nargs="+", type=dataset_prefix, metavar="PREFIX", help="paths without .bin/.idx"),
+    option(
+        "--vocab-size", type=positive, metavar="N", help="ids that a model has (default: that of the tokenizer in the dataset's record)"
+    ),
+    JSON,
+    line="read every token and index entry of datasets; name the first id that a vocabulary does not have",
+)
+def _check(args: argparse.Namespace) -> int:
+    """Exit code 1 if an id is outside of a vocabulary."""
+    from frontier_llm.cli.progress import ProgressBar
+    from frontier_llm.data.ids import scan
+
+    progress = ProgressBar()
+    scans = [scan(prefix, args.vocab_size, progress.on(prefix, "tokens")) for prefix in args.prefixes]
+    progress.close()
+    show(args, [asdict(one) for one in scans], lambda: "\n".join(_scan_lines(scans)))
+    return 0 if all(one.is_sound for one in scans) else 1
+
+
+def _scan_lines(scans: Sequence[IdScan]) -> Iterator[str]:
+    rows = [
+        (one.prefix, f"{one.documents:,}", f"{one.tokens:,}", *map(_known, (one.smallest_id, one.largest_id, one.vocab_size)))
+        for one in scans
+    ]
+    yield aligned(("dataset", ">documents", ">tokens", ">smallest id", ">largest id", ">vocabulary"), rows)
+    for one in scans:
+        if one.outside is not None:
+            yield f"{one.prefix}: {one.outside}, outside of the vocabulary of {_known(one.vocab_size)}; train with the tokenizer that made the data"
+
+
+def _known(number: int | None) -> str:
+    return "unknown" if number is None else f"{number:,}"
+
+
 def _tables(report: dict[str, Any]) -> Iterator[str]:
     facts = ((key.replace("_", " "), _words(value)) for key, value in report.items() if key not in ("prefix", "top_tokens", "samples"))
     yield aligned(("dataset", report["prefix"]), facts)
@@ -176,6 +215,81 @@ def _stdlib(args: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    option("run", metavar="RUN_DIR", help="a run directory"),
+    option("--step", type=positive, required=True, metavar="N", help="counted from 1, as the log does"),
+    option("--samples", type=positive, default=8, metavar="N", help="samples to show (default: 8)"),
+    option("--characters", type=positive, default=60, metavar="N", help="of each sample's text (default: 60)"),
+    JSON,
+    line="source, sample, documents and text of what a step read",
+)
+def _show(args: argparse.Namespace) -> int:
+    from frontier_llm.cluster.recorded import before_step
+    from frontier_llm.config import RunConfig, build
+    from frontier_llm.config.load import read_yaml
+    from frontier_llm.data.reading import samples_of_step
+
+    directory = Path(args.run)
+    config = build(RunConfig, read_yaml(directory / "config.yaml"), str(directory / "config.yaml"))
+    position, global_batch = before_step(directory, args.step)
+    samples = list(samples_of_step(config, position, global_batch, args.samples, args.characters))
+    content = {"step": args.step, "samples_of_step": global_batch, "samples": [asdict(sample) for sample in samples]}
+
+    def text() -> str:
+        head = (">sample", "source", ">index", ">length", "documents", "text")
+        rows = [
+            (sample.number, sample.source, sample.index, sample.sequence_length, _documents(sample.documents), repr(sample.text or ""))
+            for sample in samples
+        ]
+        return f"step {args.step} read {global_batch} samples\n{aligned(head, rows)}"
+
+    show(args, content, text)
+    return 0
+
+
+def _documents(documents: tuple[int, ...]) -> str:
+    more = f" and {len(documents) - 4} more" if len(documents) > 4 else ""
+    return ", ".join(map(str, documents[:4])) + more
+
+
+@command(
+    *run_options(),
+    JSON,
+    line="sources, tokens, tokenizers and epochs of each phase, and what is read twice or left out",
+)
+def _plan(args: argparse.Namespace) -> int:
+    from frontier_llm.cluster.recorded import as_it_stands, recorded_position
+    from frontier_llm.config import load_run
+    from frontier_llm.data.plan import data_plan
+    from frontier_llm.data.position import START
+
+    config = as_it_stands(load_run(args.run, args.overrides))
+    plan = data_plan(config, recorded_position(Path(config.train.run_dir)) or START)
+
+    def text() -> str:
+        head = (">phase", "steps", "source", ">its tokens", "tokenizer", ">length", ">share", ">read", ">epochs", ">by then")
+        rows = [
+            (
+                source.phase,
+                f"{source.first_step}-{source.last_step}",
+                source.path,
+                format_count(source.dataset_tokens) if source.dataset_tokens else "-",
+                source.tokenizer or "-",
+                source.sequence_length,
+                f"{source.share:.3g}",
+                format_count(source.tokens),
+                "-" if source.epochs is None else f"{source.epochs:.3g}",
+                "-" if source.epochs_by_then is None else f"{source.epochs_by_then:.3g}",
+            )
+            for source in plan.sources
+        ]
+        begin = [f"from the checkpoint after step {plan.after_step} on"] if plan.after_step else []
+        return "\n".join([*begin, aligned(head, rows), *plan.notes])
+
+    show(args, asdict(plan), text)
+    return 0
+
+
 data = Command(
     about="From text, or tokens in another format, to the .bin/.idx datasets that train reads (Megatron's format).",
     examples=(
@@ -189,6 +303,9 @@ data = Command(
         "import": _import,
         "index": _index,
         "inspect": _inspect,
+        "check": _check,
+        "plan": _plan,
+        "show": _show,
         "stdlib": _stdlib,
     },
 )

@@ -13,6 +13,7 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
     option("--run", metavar="RUN", help="run file: its directory is checked, with room for two of its checkpoints"),
     option("--run-dir", default=".", metavar="DIR", help="directory to check when no run is given (default: the current one)"),
     option("--this-node", action="store_true", help="only this node, also inside an allocation"),
+    option("--installation", action="store_true", help="only what is installed in the interpreter of the ranks: a login node has no GPU"),
     option("--timeout", type=positive, default=45, metavar="SECONDS", help="a node that is silent for so long is bad (default: 45)"),
     option("--system-root", default="/", help=argparse.SUPPRESS),
     JSON,
@@ -26,7 +27,7 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
 )
 def doctor(args: argparse.Namespace) -> int:
     """Exit code 0 when nothing fatal was found, else 1."""
-    from dataclasses import replace
+    from dataclasses import asdict, replace
 
     from frontier_llm import log
     from frontier_llm.blueprint.optimizers import state_bytes
@@ -46,6 +47,12 @@ def doctor(args: argparse.Namespace) -> int:
     if config is not None:
         directory = Path(config.train.run_dir)
         needed_bytes = 2 * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
+    installed = installation_problems(site, config, directory.resolve())
+    for point in installed.open_points:
+        log.info(point)
+    if args.installation:
+        show(args, asdict(installed), installed.render)
+        return 1 if installed.problems else 0
     nodelist = None if args.this_node else environ("SLURM_JOB_NODELIST")
     if nodelist is None and not args.this_node:
         log.info("not inside an allocation (salloc, sbatch): only this machine is examined")
@@ -53,9 +60,6 @@ def doctor(args: argparse.Namespace) -> int:
     report = examine(settings, hostlist.expand(nodelist or ""), needed_bytes, args.timeout)
     nodes = len(report.hosts)
     wanted = run_variables(config, nodes) if config else environment(site.machine, nodes)
-    installed = installation_problems(site, config, directory.resolve())
-    for point in installed.open_points:
-        log.info(point)
     report = replace(report, variables=tuple(expected_settings(wanted, site)), installation=installed.problems)
     show(args, report.as_dict(), report.render)
     return 0 if report.healthy else 1

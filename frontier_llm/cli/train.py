@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.cli.arguments import RESUME, command, option, run_options
+from frontier_llm.cli.arguments import RESUME, command, natural, option, run_options
 from frontier_llm.cli.checks import check, check_resume, check_start
 from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
 from frontier_llm.config import load_run
@@ -18,6 +18,20 @@ from frontier_llm.data.position import START
     *run_options(),
     option("--no-jit", action="store_true", help="make any attempt to compile while training an error (ops.no_jit)"),
     *RESUME,
+    option(
+        "--leave-out",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="train nothing on the next N samples; each start with it leaves out N more",
+    ),
+    option(
+        "--restart-source",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="read this dataset of the run from its beginning, in another order; repeatable",
+    ),
     option("--check", action="store_true", help="check the run and its data, print the layout, train nothing"),
     about="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are started: "
     "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a checkpoint "
@@ -70,7 +84,8 @@ def _run(args: argparse.Namespace) -> int:
         with SignalWatcher() as signals:
             from frontier_llm.train.loop import Resume, train
 
-            code = train(config, place, signals, Resume(args.strict, tuple(args.allow_change)))
+            resume = Resume(args.strict, tuple(args.allow_change), args.leave_out, tuple(args.restart_source))
+            code = train(config, place, signals, resume)
         if place is not None:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning must not make a crash of a rank that is done and leaving
         return code

@@ -17,6 +17,7 @@ from pathlib import Path
 from frontier_llm.bounds import LIFT, lifted, read_beyond
 from frontier_llm.errors import Problem
 from frontier_llm.files import open_plain
+from frontier_llm.units import strict_json
 
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.sha256"
@@ -67,7 +68,7 @@ def manifest_bytes(path: Path) -> bytes:
     if recorded != digest_line(content):
         actual = digest_line(content).decode().split()[0]
         expected = recorded[:64].decode("ascii", errors="replace")
-        raise BrokenManifest(path / MANIFEST, f"sha256 is {actual}, {MANIFEST_DIGEST} says {json.dumps(expected)}")
+        raise BrokenManifest(path / MANIFEST, f"sha256 is {actual}, {MANIFEST_DIGEST} says {strict_json(expected)}")
     return content
 
 

@@ -45,6 +45,12 @@ class Readiness:
     open_points: tuple[str, ...] = ()  # what could not be checked here, and who checks it
     is_checkable: bool = True  # False on a machine that is not the site
 
+    def render(self) -> str:
+        """For a terminal."""
+        if not self.is_checkable:
+            return "nothing was checked"
+        return "\n".join(f"error: {problem}" for problem in self.problems) or "everything that ranks need is installed"
+
     def refuse(self) -> None:
         """Raise NotReadyError if the job must not be queued."""
         if self.problems:

@@ -10,9 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from frontier_llm.cluster.complete import BrokenManifest, manifest_bytes, step_name
-from frontier_llm.cluster.run_dir import latest_step
+from frontier_llm.cluster.run_dir import latest_step, rows
 from frontier_llm.config import RunConfig, Stretches, resolved
 from frontier_llm.data.position import Position
+from frontier_llm.errors import DataError
 
 
 def recorded_position(run_dir: Path) -> Position | None:
@@ -22,6 +23,34 @@ def recorded_position(run_dir: Path) -> Position | None:
         return None if content is None else Position.model_validate_json(json.dumps(content))
     except ValidationError:
         return None  # the load names what is wrong
+
+
+def epochs_read(run_dir: Path) -> dict[str, float]:
+    """Path → how often the run has trained on that dataset, at all lengths, by the newest checkpoint; none of synthetic data."""
+    position = recorded_position(run_dir)
+    if position is None:
+        return {}
+    counted = {stream.path: position.epochs_of(dataset) for dataset, stream in position.datasets().items()}
+    return {path: epochs for path, epochs in counted.items() if epochs is not None}
+
+
+def before_step(run_dir: Path, step: int) -> tuple[Position, int]:
+    """(position before a step, counted from 1; samples that the step reads), by the run's records of what it reads.
+
+    Raises DataError for a step that the run has not trained, or whose records have no position.
+    """
+    trained = max((row["step"] for row in rows(run_dir) if row.get("kind") == "step"), default=0)
+    if not 1 <= step <= trained:
+        raise DataError(f"step {step} is not one of the {trained} steps that were trained", "name one of them", str(run_dir))
+    known = [row for row in rows(run_dir) if row.get("kind") == "data" and row["step"] < step]
+    try:
+        row = known[-1]
+        position = Position.model_validate_json(json.dumps(row["position"]))
+        batch = int(row["global_batch"])
+        return position.advance(batch, step - 1 - int(row["step"])), batch
+    except (LookupError, TypeError, ValueError) as error:
+        what = "metrics.jsonl does not say what was read then"
+        raise DataError(what, "runs record it since checkpoints have version 4", str(run_dir)) from error
 
 
 def steps_done(run_dir: Path) -> Stretches:

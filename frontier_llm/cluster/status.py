@@ -9,26 +9,25 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from frontier_llm import log
 from frontier_llm.cluster import hostlist, run_dir, slurm
 from frontier_llm.cluster.complete import MANIFEST, faults, step_name
 from frontier_llm.cluster.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
-from frontier_llm.cluster.recorded import steps_done
+from frontier_llm.cluster.recorded import epochs_read, steps_done
 from frontier_llm.cluster.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.cluster.run_dir import Slow
+from frontier_llm.cluster.run_parts import RunParts
 from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.config import in_steps
 from frontier_llm.config.fields import TokenSteps
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.failure import FILE, Failure, read_failure
-from frontier_llm.units import format_count, format_seconds, plural, printable
-
-T = TypeVar("T")
+from frontier_llm.units import format_count, format_seconds, plural
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # a directory with one of these is a run's
 BAR = 24  # characters
@@ -61,47 +60,8 @@ class Status:
     slow_hosts: tuple[Slow, ...]  # named as stragglers
     blocked: dict[str, dict[str, int]]  # by axis: calls, p50_us and p99_us of how long one blocked on rank 0, at the last save
     last_failure: str | None
+    epochs: dict[str, float] = field(default_factory=dict)  # by path of each source, at the newest checkpoint
     damage: tuple[str, ...] = ()  # files that are damaged, and how; what they would tell is missing above
-
-
-class _Parts:
-    """Reads the parts of one run directory. A part that cannot be read is named, and the others are still shown."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.damage: list[str] = []
-
-    def read(self, part: Callable[[Path], T], default: T) -> T:
-        """`part` of the directory, or `default` if its file is damaged."""
-        try:
-            return part(self.directory)
-        except FrontierError as error:
-            self.damage += [self._relative(problem) for problem in error.problems]
-        except OSError as error:
-            self.damage.append(self._relative(Problem(str(error.filename or self.directory), f"cannot be read: {error.strerror}")))
-        return default
-
-    def note(self, problem: Problem) -> None:
-        """Something is wrong that does not keep the part from being read."""
-        self.damage.append(self._relative(problem))
-
-    def value(self, content: Mapping[str, Any], name: str, key: str, is_sound: Callable[[Any], bool]) -> Any:
-        """A value of a section that was read; None, and named, if it has another type."""
-        section = content.get(name, {})
-        if not isinstance(section, dict):
-            self.damage.append(f"config.yaml: {name} is {section!r}, not a section of keys")
-            return None
-        value = section.get(key)
-        if value is None or is_sound(value):
-            return value
-        self.damage.append(f"config.yaml: {name}.{key} is {value!r}")
-        return None
-
-    def _relative(self, problem: Problem) -> str:
-        """The problem on one line, its path below the run directory."""
-        where = problem.where.removeprefix(f"{self.directory}/").removeprefix(str(self.directory))
-        text = f"{where}: {problem.what}" if where else problem.what
-        return printable(f"{text}; {problem.fix}" if problem.fix else text)
 
 
 def read_status(directory: Path) -> Status:
@@ -110,7 +70,7 @@ def read_status(directory: Path) -> Status:
         raise FrontierError("no such run directory", "give the path of a run directory, or none for all under runs/", str(directory))
     if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
         raise FrontierError("holds no run", f"a run has one of {', '.join(RUN_MARKS)}", str(directory))
-    parts = _Parts(directory)
+    parts = RunParts(directory)
     rows = parts.read(run_dir.steps, list[dict[str, Any]]())
     last = rows[-1] if rows else {}
     attempts = parts.read(run_dir.attempts, list[run_dir.Attempt]())
@@ -157,6 +117,7 @@ def read_status(directory: Path) -> Status:
         slow_hosts=tuple(parts.read(run_dir.slow_hosts, [])),
         blocked=parts.read(_blocked, {}),
         last_failure=failure.describe() if failure else failures[-1].detail if failures else None,
+        epochs=parts.read(epochs_read, {}),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
 
@@ -176,20 +137,20 @@ def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Probl
     return statuses, problems
 
 
-def _note_lines(parts: _Parts, name: str, is_sound: Callable[[Mapping[str, Any]], bool]) -> None:
+def _note_lines(parts: RunParts, name: str, is_sound: Callable[[Mapping[str, Any]], bool]) -> None:
     """Name the lines of a file that were left out."""
     if what := parts.read(lambda directory: damaged_lines(directory / name, is_sound), ""):
         parts.note(Problem(name, what))
 
 
-def _job_ids(parts: _Parts) -> list[str]:
+def _job_ids(parts: RunParts) -> list[str]:
     """Ids of the job that started last and of the one that was queued last; a damaged file of one does not hide the other."""
     started = parts.read(lambda directory: str(last_start(directory).get("job_id", "")), "")
     queued = parts.read(run_dir.queued_job, "")
     return [job_id for job_id in dict.fromkeys((started, queued)) if job_id]
 
 
-def _note_clock(parts: _Parts, living: Holder | None) -> None:
+def _note_clock(parts: RunParts, living: Holder | None) -> None:
     """Say when a holder counts as alive only because of its clock."""
     if living is None or living.host == socket.gethostname():
         return
@@ -200,7 +161,7 @@ def _note_clock(parts: _Parts, living: Holder | None) -> None:
         parts.note(Problem(str(path), what, "the next start watches it for a minute and takes over if none comes"))
 
 
-def _checkpoint(parts: _Parts) -> tuple[int, float | None]:
+def _checkpoint(parts: RunParts) -> tuple[int, float | None]:
     """(step of the newest complete checkpoint, when it was written); newer ones that are not complete are named."""
 
     def newest(directory: Path) -> tuple[int, float | None]:
@@ -325,6 +286,7 @@ def _render_one(status: Status) -> str:
     facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
     facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
     facts += [("failure", status.last_failure or ""), ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else "")]
+    facts.append(("data", ", ".join(f"{path} {epochs:.3g} epochs" for path, epochs in status.epochs.items())))
     facts += [("damaged", text) for text in status.damage]
     return "\n".join([f"{status.run_dir}   {job}{status.state}{where}{reason}", *(f"  {name:<11}{text}" for name, text in facts if text)])
 

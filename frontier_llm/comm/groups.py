@@ -30,6 +30,7 @@ from frontier_llm.comm.turns import Turns
 from frontier_llm.comm.warm_up import LIMIT_S, first_use, warm_up
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
+from frontier_llm.files import write_replaced
 from frontier_llm.schedule import Placement, round_robin
 from frontier_llm.topology import AXES, Grid
 
@@ -281,7 +282,7 @@ def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
             # torch has two recorders: what runs on a GPU is in the first, and the second is empty there
             recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
             if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
-                path.with_name(path.stem + "_torch.json").write_bytes(recorded)
+                write_replaced(path.with_name(path.stem + "_torch.json"), recorded)
     except OSError as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)  # half of it

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from frontier_llm.files import write_replaced
 from frontier_llm.units import strict_json
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -152,4 +153,4 @@ class Ledger:
         """Write the last calls of this rank, unfinished ones included, as JSON: what to compare between ranks after a hang."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"reason": reason, "pid": os.getpid(), "time_s": time.time(), "calls": [asdict(call) for call in self.recent]}
-        path.write_text(strict_json(content), encoding="utf-8")
+        write_replaced(path, strict_json(content).encode())

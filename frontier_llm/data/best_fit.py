@@ -11,6 +11,7 @@ rank keeps one window: 2 MB, and 0.125 byte per document.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.keys import derive_key
 from frontier_llm.data.native import FAILURES, call, permute
-from frontier_llm.data.samples import BLOCK, check_readable, documents_of, index_path, index_table, threads
+from frontier_llm.data.samples import BLOCK, Origin, check_readable, documents_of, index_path, index_table, threads
 from frontier_llm.errors import DataError
 
 WINDOW = 1 << 16  # pieces that are packed together; packing one takes a tenth of a second, once per rank and epoch
@@ -115,6 +116,13 @@ class PackedSamples:
         inside = np.array([place - int(before[turn])], np.uint64)
         return window, int(permute(int(self.packed[window]), derive_key("sequences", self.key, epoch, window), inside)[0])
 
+    def parts(self, k: int) -> Iterator[tuple[int, int]]:
+        """See DatasetSamples."""
+        number, sequence = self.locate(k)
+        window = self._window(number)
+        for piece in range(int(window.starts[sequence]), int(window.starts[sequence + 1])):
+            yield int(window.tokens[piece]), int(window.lengths[piece])
+
     def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream; padding counts as a piece of its own."""
         number, sequence = self.locate(k)
@@ -134,3 +142,14 @@ class PackedSamples:
             if learnt_S1 is not None:
                 learnt_S1[filled:] = False
         return np.array(lengths, np.int64)
+
+    def origin(self, k: int, place: int) -> Origin:
+        """See SampleStream; padding repeats the token before it."""
+        number, sequence = self.locate(k)
+        window = self._window(number)
+        first, last = int(window.starts[sequence]), int(window.starts[sequence + 1])
+        ends = np.cumsum(window.lengths[first:last])
+        place = min(place, int(ends[-1]) - 1)
+        piece = int(np.searchsorted(ends, place, side="right"))
+        inside = place - int(ends[piece] - window.lengths[first + piece])
+        return Origin(self.dataset, int(window.tokens[first + piece]) + inside)

@@ -67,7 +67,7 @@ def import_tokens(
                 raise DataError("the inputs hold no tokens", where=str(prefix), fix="check the input paths")
         # the text's size is not known, so text_bytes is 0 and no bits per byte are reported
         counts = codec.vocab_size, codec.eod, writer.document_count, writer.token_count
-        meta = DatasetMeta(codec.name, codec.digest, *counts, text_bytes=0, inputs_digest=digest)
+        meta = DatasetMeta(codec.name, codec.digest, *counts, text_bytes=0, inputs_digest=digest, largest_id=writer.largest_id)
         write_meta(prefix, meta)
     log.info(f"{prefix}: {format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {len(files)} files")
     return meta

@@ -168,6 +168,11 @@ class IndexedDataset:
     def _bad_entry(self, offset: int, expected: str, entry: np.integer[Any]) -> DataError:
         return _damaged(idx_path(self.prefix), offset, expected, str(entry), "the index is damaged; make it anew")
 
+    def place_of(self, token: int) -> str:
+        """Where a token of `tokens` lies, for a message: 'document 3, token 17', counted from 0."""
+        document = self.document_at(token)
+        return f"document {document}, token {token - self.document_start(document)}"
+
     def document_start(self, document: int) -> int:
         """Position in `tokens` of a document's first token."""
         sequence = int(self.document_indices[document])
@@ -178,6 +183,11 @@ class IndexedDataset:
     def document(self, document: int) -> NDArray[Any]:
         """Tokens of one document, a view of the file."""
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
+
+    def document_at(self, token: int) -> int:
+        """The document that holds a token, by its place in `tokens`."""
+        sequence = int(np.searchsorted(self.sequence_pointers, token * self.dtype.itemsize, side="right")) - 1
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
     def check_token_ids(self) -> None:
         """Raises DataError for values that are not whole numbers."""

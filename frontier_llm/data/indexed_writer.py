@@ -33,6 +33,7 @@ class IndexedWriter:
             valid = ", ".join(sorted(str(dtype) for dtype in DTYPE_CODES))
             raise DataError(f"the format has no code for dtype {self.dtype}", where=self.prefix, fix=f"use one of {valid}")
         self.sequence_count = self.document_count = self.token_count = 0
+        self.largest_id: int | None = None  # of the tokens so far
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
         self._temporary = {kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents", "modes")}
         self._bin, self._lengths, self._documents, self._modes = (self._create(kind) for kind in ("bin", "lengths", "documents", "modes"))
@@ -54,6 +55,12 @@ class IndexedWriter:
         self._any_mode |= not learnt
         self.sequence_count += 1
         self.token_count += int(array.size)
+        self._note_largest(array)
+
+    def _note_largest(self, tokens: NDArray[Any]) -> None:
+        if tokens.size:
+            largest = int(tokens.max())
+            self.largest_id = largest if self.largest_id is None else max(self.largest_id, largest)
 
     def end_document(self) -> None:
         """Close the document in progress; every document must be closed."""
@@ -76,6 +83,8 @@ class IndexedWriter:
         for spool, table, shift in tables:
             for start in range(0, table.size, SCAN_CHUNK):
                 spool.write((table[start : start + SCAN_CHUNK] + shift).astype(table.dtype).tobytes())
+        for start in range(0, other.tokens.size, SCAN_CHUNK):
+            self._note_largest(other.tokens[start : start + SCAN_CHUNK])
         self.sequence_count += other.sequence_count
         self.document_count += other.document_count
         self.token_count += other.token_count

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm.config import RunConfig, phases_of
+from frontier_llm.config.schema import Blend
 from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.blend import blend_of, whole_weights
 from frontier_llm.data.course import course
 from frontier_llm.data.identity import datasets_of
+from frontier_llm.data.ids import known_largest_id
 from frontier_llm.data.indexed import IndexedDataset, idx_path
 from frontier_llm.data.keys import Packing, order_key
-from frontier_llm.data.meta import read_meta
+from frontier_llm.data.meta import DatasetMeta, read_meta
 from frontier_llm.data.position import START, SYNTHETIC, Position, Stream
 from frontier_llm.data.samples import BlendedSamples, DatasetSamples, DocumentSamples, SampleStream, SyntheticSamples
 from frontier_llm.data.summary import too_often
@@ -121,8 +124,12 @@ class Batches:
         lengths = [self.samples.fill(k, tokens[row], None if learnt is None else learnt[row]) for row, k in enumerate(ids)]
         if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
             row, place = np.argwhere((tokens >= self.vocab_size) | (tokens < 0))[0]
+            origin = self.samples.origin(ids[row], int(place))
             what = f"sample {ids[row]} holds token {tokens[row, place]}, the vocabulary has {self.vocab_size}"
-            raise DataError(what, fix="train with the tokenizer that made the data, or raise model.vocab_size")
+            fix = (
+                "train with the tokenizer that made the data, or raise model.vocab_size; `frontier-llm data check` finds all such datasets"
+            )
+            raise DataError(what, fix, "" if origin is None else str(origin))
         targets = None if learnt is None else learnt[:, 1:].copy()
         if not self.reset_at_documents:
             return SampleBatch(tokens, None, targets)
@@ -241,6 +248,7 @@ def data_problems(run: RunConfig, position: Position = START) -> list[Problem]:
                 problems += _mismatch(run, source.path, digest)
             except FrontierError as error:
                 problems += error.problems
+    problems += _tokenizer_problems(run)
     if not problems:
         problems += too_often(run, position)
     return list(dict.fromkeys(problems))  # a dataset may be in both splits, and in several phases
@@ -288,12 +296,46 @@ def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
     return [Problem("model.vocab_size", what, f"set model.vocab_size={vocab_size}")]
 
 
+def _tokenizer_problems(run: RunConfig) -> list[Problem]:
+    """Datasets of any phase or held-out set that another tokenizer made than the first one. With data.tokenizer `_mismatch` compares them."""
+    if run.data.tokenizer is not None:
+        return []
+    sources = [(split, source.path) for split, blend in _all_splits(run) if not isinstance(blend, str) for source in blend]
+    first: tuple[str, DatasetMeta] | None = None
+    problems: list[Problem] = []
+    for split, path in dict.fromkeys(sources):
+        try:
+            meta = read_meta(path)
+        except FrontierError:
+            continue  # reported with the dataset
+        if meta is None:
+            continue
+        if first is None:
+            first = path, meta
+        elif meta.tokenizer_digest != first[1].tokenizer_digest:
+            theirs = f"{meta.tokenizer} (sha256 {meta.tokenizer_digest[:12]})"
+            others = f"{first[0]} by {first[1].tokenizer} (sha256 {first[1].tokenizer_digest[:12]})"
+            what = f"{path} was made by the tokenizer {theirs}, {others}: the same ids mean other text"
+            problems.append(Problem(_key(split), what, "tokenize the text of both with one tokenizer"))
+    return problems
+
+
+def _all_splits(run: RunConfig) -> Iterator[tuple[str, Blend]]:
+    """(split, blend) of each phase."""
+    for phase in phases_of(run):
+        yield from phase.config.data.splits.items()
+
+
 def _mismatch(run: RunConfig, path: str, digest: str | None) -> list[Problem]:
     """Dataset against model vocabulary and against the configured tokenizer."""
     meta = read_meta(path)
+    problems = [] if meta is None else _vocabulary(run, meta.vocab_size, f"the tokenizer that made {path}")
+    if not problems and (largest := known_largest_id(path)) is not None and largest >= run.model.vocab_size:
+        what = f"{run.model.vocab_size} ids, and {path} holds the id {largest}"
+        fix = f"train with the tokenizer that made the data, or set model.vocab_size={largest + 1} or more; `frontier-llm data check` shows the place"
+        problems.append(Problem("model.vocab_size", what, fix))
     if meta is None:
-        return []
-    problems = _vocabulary(run, meta.vocab_size, f"the tokenizer that made {path}")
+        return problems
     if digest is not None and digest != meta.tokenizer_digest:
         what = f"{run.data.tokenizer} (sha256 {digest[:12]}) did not make {path}: that was {meta.tokenizer} ({meta.tokenizer_digest[:12]})"
         problems.append(Problem("data.tokenizer", what, f"set data.tokenizer to {meta.tokenizer}, or tokenize the text again"))

@@ -27,6 +27,7 @@ class DatasetMeta:
     damaged: int = 0  # inputs left out under --skip-damaged
     damaged_examples: tuple[str, ...] = ()
     inputs_digest: str = ""  # of the plan: files, sizes, options
+    largest_id: int | None = None  # of its tokens; None of datasets from before it was recorded
     format: Literal[1] = 1
     __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012  # of reading one
 

@@ -216,6 +216,15 @@ class Position(_Record):
         """Tokens of a dataset that were trained on, at all lengths, each as often as it was."""
         return sum(stream.tokens_read for stream in self.streams if stream.dataset == dataset)
 
+    def datasets(self) -> dict[str, Stream]:
+        """Identity → the last stream of each dataset that was read or will be, in the order of first use."""
+        return {stream.dataset: stream for stream in self.streams}
+
+    def epochs_of(self, dataset: str) -> float | None:
+        """How often a dataset was trained on, at all lengths; None of synthetic data, and if its size is not known."""
+        size = self.datasets()[dataset].dataset_tokens
+        return self.tokens_of(dataset) / size if size else None
+
     def faults(self, step: int, samples: int, tokens: int) -> Iterator[str]:
         """What cannot be true of a run that has done `step` steps with so many samples and tokens. Fields have their types and bounds."""
         for number, stream in enumerate(self.streams):

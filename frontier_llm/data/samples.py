@@ -15,7 +15,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -47,6 +47,19 @@ class SampleStream(Protocol):
         made of (they sum to S + 1).
         """
 
+    def origin(self, k: int, place: int) -> Origin | None:
+        """Where token `place` of sample k comes from; None for made-up tokens."""
+
+
+class Origin(NamedTuple):
+    """Where a token of a sample comes from."""
+
+    dataset: IndexedDataset
+    token: int  # its index in the dataset's tokens
+
+    def __str__(self) -> str:
+        return f"{self.dataset.prefix}: {self.dataset.place_of(self.token)}"
+
 
 class DatasetSamples(SampleStream, Protocol):
     """The samples of one dataset."""
@@ -55,6 +68,9 @@ class DatasetSamples(SampleStream, Protocol):
 
     def prepare(self, samples: int) -> None:
         """Build and cache the indices that the first `samples` samples need, where they are large enough to be cached."""
+
+    def parts(self, k: int) -> Iterator[tuple[int, int]]:
+        """The parts of documents that sample k is made of: first token in .bin, tokens. Padding is none of them."""
 
 
 def threads() -> int:
@@ -187,18 +203,37 @@ class DocumentSamples:
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream."""
-        epoch, token = self.cut(k)
         filled, lengths = 0, []
-        while filled < tokens_S1.size:
-            pieces = self.index.pieces(epoch, token, tokens_S1.size - filled)
-            for start, length in zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True):
-                tokens_S1[filled : filled + length] = self.dataset.read(start, length)
-                if learnt_S1 is not None:
-                    learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
-                filled += length
-            lengths.append(pieces.lengths)
+        for start, length in self.parts(k):
+            tokens_S1[filled : filled + length] = self.dataset.read(start, length)
+            if learnt_S1 is not None:
+                learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
+            filled += length
+            lengths.append(length)
+        return np.array(lengths, np.int64)
+
+    def parts(self, k: int) -> Iterator[tuple[int, int]]:
+        """See DatasetSamples."""
+        epoch, token = self.cut(k)
+        left = self.sequence_length + 1
+        while left:
+            pieces = self.index.pieces(epoch, token, left)
+            yield from zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
+            left -= int(pieces.lengths.sum())
             epoch, token = epoch + 1, 0
-        return np.concatenate(lengths)
+
+    def origin(self, k: int, place: int) -> Origin:
+        """See SampleStream."""
+        epoch, token = self.cut(k)
+        while True:
+            pieces = self.index.pieces(epoch, token, place + 1)
+            ends = np.cumsum(pieces.lengths)
+            if place < ends[-1]:
+                piece = int(np.searchsorted(ends, place, side="right"))
+                inside = place - int(ends[piece] - pieces.lengths[piece])
+                return Origin(self.dataset, int(pieces.starts[piece]) + inside)
+            place -= int(ends[-1])
+            epoch, token = epoch + 1, 0
 
 
 class BlendedSamples:
@@ -214,6 +249,11 @@ class BlendedSamples:
         """See SampleStream."""
         place, index = self.locate(k)
         return self.streams[place].fill(index, tokens_S1, learnt_S1)
+
+    def origin(self, k: int, place: int) -> Origin | None:
+        """See SampleStream."""
+        stream, index = self.locate(k)
+        return self.streams[stream].origin(index, place)
 
 
 class SyntheticSamples:
@@ -232,6 +272,9 @@ class SyntheticSamples:
         self.key = first if key is None else key
         self.places = min(vocab_size, 1024)
         self._cycle = np.random.Philox(key=first).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
+
+    def origin(self, k: int, place: int) -> None:
+        """See SampleStream."""
 
     def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
         """See SampleStream."""

@@ -30,6 +30,19 @@ def log_datasets(run: RunConfig, position: Position = START) -> None:
         for source in blend:
             share = source.weight / total_weight
             _log_dataset(name, source.path, share, tokens * share, "in each evaluation")
+    for note in also_trained_on(run):
+        log.info(note)
+
+
+def also_trained_on(run: RunConfig) -> Iterator[str]:
+    """A note for each held-out dataset whose tokens are also trained on, under the same path or another."""
+    trained = {dataset.identity: path for path, dataset in datasets_of([run]).items()}
+    for split, blend in run.data.held_out.items():
+        for source in () if isinstance(blend, str) else blend:
+            path = trained.get(IndexedDataset(source.path, scan=False).identity())
+            if path is not None:
+                same = "" if path == source.path else f" as {path}"
+                yield f"data.{split.replace('/', '.')}: {source.path} is also trained on{same}: its loss says nothing about new text"
 
 
 def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:

@@ -225,6 +225,7 @@ def _join(jobs: list[ShardWork], parts: list[ShardReport], prefix: str, codec: T
         damaged=sum(part.damaged for part in parts),
         damaged_examples=tuple(example for part in parts for example in part.examples)[:EXAMPLES],
         inputs_digest=digest,
+        largest_id=writer.largest_id,
     )
     write_meta(prefix, meta)
     return meta

@@ -9,6 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from frontier_llm.blueprint import StageSpec, matrix_parameters
+from frontier_llm.cluster.recorded import epochs_read
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.measure.latency import communication_section
 from frontier_llm.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
@@ -226,4 +227,10 @@ def _runs(records: Sequence[RunRecord]) -> str:
         loss, held_out = (f"{row['loss']:.4f}" if row else "-" for row in (last, record.evaluations[-1] if record.evaluations else {}))
         layouts = ", then ".join(name for name, _ in groupby(record.parts, key=lambda part: part.name))
         rows.append([record.directory.name, layouts, last.get("step", 0), loss, held_out, last.get("skipped_steps", 0)])
-    return f"<h2>Runs</h2>{table(head, rows)}"
+    return f"<h2>Runs</h2>{table(head, rows)}{_data(records)}"
+
+
+def _data(records: Sequence[RunRecord]) -> str:
+    """How often each run has read its sources."""
+    rows = [[record.directory.name, path, f"{epochs:.3g}"] for record in records for path, epochs in epochs_read(record.directory).items()]
+    return f"<h2>Data</h2>{table(('run', 'source', 'epochs'), rows)}" if rows else ""

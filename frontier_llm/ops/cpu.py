@@ -86,7 +86,7 @@ class CpuOps(DifferentiableOps):
         """Unscale, clip, AdamW and the rounded copy of the weights in one pass over fp32 slices."""
         _native.adamw_(
             master.detach(), grad.detach().float(), exp_avg, exp_avg_sq, weights_out.detach(),
-            update.step_size, update.beta1, update.beta2, update.eps, update.keep, update.root, float(update.grad_scale),
+            update.step_size, update.beta1, update.beta2, update.eps, update.decay, update.root, float(update.grad_scale),
         )  # fmt: skip
 
     def sum_of_squares(self, x: Tensor) -> Tensor:

@@ -292,7 +292,7 @@ class GpuOps(GpuAttention, GpuRouting):
         self.kernels.launch(
             "adamw", weights_out.dtype, "any", grid, master=master, grad=grad.float(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
             weights=weights_out, grad_scale=grad_scale, count=master.numel(), step_size=update.step_size, beta1=update.beta1,
-            beta2=update.beta2, eps=update.eps, keep=update.keep, root=update.root, write_weights=int(not alias),
+            beta2=update.beta2, eps=update.eps, decay=update.decay, root=update.root, write_weights=int(not alias),
         )  # fmt: skip
 
     def sum_of_squares(self, x: Tensor) -> Tensor:

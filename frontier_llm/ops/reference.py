@@ -60,9 +60,9 @@ class AdamWUpdate:
         return float(1 - self.beta2**self.step) ** -0.5
 
     @property
-    def keep(self) -> float:
-        """What decay leaves of a weight."""
-        return 1 - self.lr * self.weight_decay
+    def decay(self) -> float:
+        """Share of a weight that decoupled weight decay subtracts in this update."""
+        return self.lr * self.weight_decay
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
@@ -246,10 +246,11 @@ def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, we
     """One update of flat slices, in place: master, exp_avg, exp_avg_sq and, rounded to its type, weights_out (which may be master itself)."""
     with torch.no_grad():
         g = grad.to(master.dtype) * update.grad_scale
-        master.mul_(update.keep)
         exp_avg.lerp_(g, 1 - update.beta1)
         exp_avg_sq.mul_(update.beta2).addcmul_(g, g, value=1 - update.beta2)
-        master.addcdiv_(exp_avg, (exp_avg_sq.sqrt() * update.root).add_(update.eps), value=-update.step_size)
+        denominator = (exp_avg_sq.sqrt() * update.root).add_(update.eps)
+        # update and decay are added before the weight is rounded: fp32 rounds 1 - decay to 1 below 6e-8
+        master.sub_((master * update.decay).addcdiv_(exp_avg, denominator, value=update.step_size))
         if weights_out.data_ptr() != master.data_ptr():
             weights_out.copy_(master)
 

@@ -46,9 +46,7 @@ class Adafactor:
         for run in means.runs():
             second = _second_moment(run, *kept[run.spec.name])
             direction[run.place].div_(second.sqrt_().add_(self._config.eps))
-        part.master.mul_(1 - lr * self._config.weight_decay * part.decay).sub_(direction, alpha=lr / (1 - beta1**step))
-        if part.weights.data_ptr() != part.master.data_ptr():
-            part.weights.copy_(part.master)
+        part.apply(direction, step_size=lr / (1 - beta1**step), decay=lr * self._config.weight_decay)
 
 
 def _means_of_squares(means: Statistics, gradient: Tensor) -> Tensor:

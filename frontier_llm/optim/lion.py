@@ -27,10 +27,9 @@ class Lion:
         """See SliceUpdate."""
         (beta1, beta2), momentum = self._config.betas, part.states["momentum"]
         gradient = part.gradient * grad_scale
-        part.master.mul_(1 - lr * self._config.weight_decay * part.decay).sub_(momentum.lerp(gradient, 1 - beta1).sign_(), alpha=lr)
+        direction = momentum.lerp(gradient, 1 - beta1).sign_()
+        part.apply(direction, step_size=lr, decay=lr * self._config.weight_decay)
         momentum.lerp_(gradient, 1 - beta2)
-        if part.weights.data_ptr() != part.master.data_ptr():
-            part.weights.copy_(part.master)
 
 
 register(LION, Lion)

@@ -46,9 +46,7 @@ class Muon:
         tensors = part.tensors.of(direction.to(dtype))
         self._orthogonalize(part.tensors.specs, tensors, part.tensors.tp)
         part.tensors.back(tensors, direction)
-        part.master.mul_(1 - lr * self._config.weight_decay * part.decay).sub_(direction, alpha=lr)
-        if part.weights.data_ptr() != part.master.data_ptr():
-            part.weights.copy_(part.master)
+        part.apply(direction, step_size=lr, decay=lr * self._config.weight_decay)
 
     def _orthogonalize(self, specs: list[ShardSpec], tensors: list[Tensor], tp: Axis) -> None:
         """Each matrix in the tensors becomes its scaled orthogonal one, in place; equal ones go through the products together."""

@@ -31,6 +31,20 @@ class Slice:
     tensors: WholeTensors | None = None  # of flat runs whose rule gathers: the tensors of which they are parts
     statistics: Statistics | None = None  # of flat runs whose rule declares some: what is kept of the parameters in other shapes
 
+    def apply(self, direction: Tensor, step_size: float, decay: float) -> None:
+        """Subtract step_size * direction + decay * master from the master, and round it to the working weights.
+
+        `decay` is the learning rate times the weight decay; it counts only if weight decay applies to this slice.
+        Both terms are added before the master is rounded: rounding 1 - decay to fp32 would lose a decay below 6e-8.
+        `direction` is overwritten.
+        """
+        direction.mul_(step_size)
+        if self.decay:
+            direction.add_(self.master, alpha=decay)
+        self.master.sub_(direction)
+        if self.weights.data_ptr() != self.master.data_ptr():
+            self.weights.copy_(self.master)
+
 
 class SliceUpdate(Protocol):
     """The part of an optimizer that knows its formula."""

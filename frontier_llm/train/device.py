@@ -59,8 +59,9 @@ def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -
         error, fact = refused, refused.fact
     except RuntimeError as failed:  # torch's, of a GPU that is broken or in use
         fact = str(failed).partition("\n")[0]
-        fix = "exclude the node and report it to the site (rocm-smi or nvidia-smi there), or train.device=cpu"
-        error = FrontierError(f"the GPU of this rank on {node_name()} cannot be used: {fact}", fix, "train.device")
+        fix = "exclude the node and report it to the site (rocm-smi or nvidia-smi there), or set train.device=cpu"
+        rank = place.rank if place else 0
+        error = FrontierError(f"the GPU of rank {rank} on {node_name()} cannot be used: {fact}", fix, "train.device")
     expected = load_machine(config.machine).device.architecture or ""
     architecture = expected if device is None else fact
     facts = {
@@ -88,7 +89,7 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
         raise DeviceError(
             "no GPU",
             f"{torch_facts().describe()} on {node_name()} sees no GPU; {_expectation(config, expected)}",
-            "check the modules, the container and ROCR_VISIBLE_DEVICES; train.device=cpu computes on CPUs without any check",
+            "check the modules, the container and ROCR_VISIBLE_DEVICES, or set train.device=cpu, which computes on CPUs without any check",
         )
     visible = torch.cuda.device_count()
     if place is not None and 1 < visible < place.local_world_size:  # one is what a launcher shows that gives each rank its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 # the first backward imports it, and sympy with it: not while the other ranks wait
@@ -19,6 +19,7 @@ from frontier_llm.config import RunConfig, RunPhase, TrainConfig, dump, phase_at
 from frontier_llm.data.identity import Dataset, datasets_of, wanted
 from frontier_llm.data.loader import Batches, open_batches, open_run_batches
 from frontier_llm.data.summary import news
+from frontier_llm.errors import ConfigError, suggest
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
 from frontier_llm.ops import working_dtype
@@ -29,7 +30,7 @@ from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, RouterWatch, Saves, Skips, Watchdog, Wish, Wishes, provenance
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics, metrics_of
-from frontier_llm.train.progress import progress_of, restore
+from frontier_llm.train.progress import AS_BEFORE, Resume, progress_of, restore
 from frontier_llm.train.step import StepResult, local_gradients, train_step
 from frontier_llm.train.tasks import evaluate_tasks, open_tasks
 from frontier_llm.units import strict_json
@@ -37,15 +38,7 @@ from frontier_llm.units import strict_json
 START_TIMEOUTS = 3  # times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
 
 
-@dataclass(frozen=True)
-class Resume:
-    """How the user wants to continue."""
-
-    strict: bool = False  # a damaged newest checkpoint stops the run instead of falling back to the one before
-    allow_changes: tuple[str, ...] = ()  # keys of the configuration that may change the mathematics
-
-
-def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = Resume()) -> int:
+def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = AS_BEFORE) -> int:
     """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal.
 
     `signals` has been entered by the caller, as early as it could, so that one during start-up is heard too.
@@ -104,6 +97,7 @@ class _Session:
         if self.is_first:
             self._write_run_files()
             self.metrics = metrics_of(self.config, self.state, self.manager.incarnation, self.observers)
+            self.metrics.data(self.state)
             if self.state.current_step >= self.config.train.steps:
                 log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
         finished = self._train_until_end()
@@ -127,10 +121,25 @@ class _Session:
         elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:  # some rank had seen a checkpoint that is gone
             draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
         self._count_durations()
+        self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
+        for path in self.resume.restart_sources:
+            self._restart_source(path)
         phase = self._next_phase()
         self._announce(phase)
-        self._enter(phase)
-        self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
+        self._enter(phase, self.resume.leave_out)
+        if self.resume.leave_out:
+            self.decisions.add(self.state.current_step, "leave out", samples=self.resume.leave_out)
+            log.info(f"after step {self.state.current_step}: {self.resume.leave_out} samples are left out")
+
+    def _restart_source(self, path: str) -> None:
+        """Raises ConfigError for a dataset that the run does not train on."""
+        if path not in self.datasets:
+            raise ConfigError(f"{path!r} is no dataset of this run", suggest(path, list(self.datasets)), "--restart-source")
+        identity = self.datasets[path].identity
+        samples = sum(stream.taken for stream in self.state.position.streams if stream.dataset == identity and not stream.retired)
+        self.state.position = self.state.position.restart(identity)
+        self.decisions.add(self.state.current_step, "restart source", path=path, samples_taken=samples)
+        log.info(f"after step {self.state.current_step}: {path} is read from its beginning, after {samples} samples of it")
 
     def _train_until_end(self) -> bool:
         """False when a signal or STOP ended it; all ranks agree on the step."""
@@ -185,6 +194,7 @@ class _Session:
         self.recompute = _recompute(state) if self.recompute is not None else None
         if self.metrics is not None:
             self.metrics.enter(state)
+            self.metrics.data(state)
 
     def _step(self) -> Wish:
         """Returns what any rank has been asked for."""
@@ -196,6 +206,10 @@ class _Session:
             result = train_step(self.state, self.wishes.own)
         for observer in self.observers:
             observer.after_step(self.state, result)
+        if self.metrics is not None:
+            self.metrics.step(
+                step, result, self.state.skipped_steps, self.state.position
+            )  # before any event: an event restarts the step's clock
         for straggler in stragglers:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
@@ -205,8 +219,6 @@ class _Session:
             if self.metrics is not None:
                 self.metrics.event("collapsed router", step, asdict(collapsed))
         self.watchdog.at(step + 1, "train")
-        if self.metrics is not None:
-            self.metrics.step(step, result, self.state.skipped_steps, self.state.position)
         self.saves.follow(step + 1)
         self._judge(step, result)
         return result.wish
@@ -225,10 +237,10 @@ class _Session:
             # what earlier rewinds have left out since that checkpoint stays left out
             samples = earlier - self.state.position.samples_left_out
             samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
-            self._enter(phase, samples)
-            self.skips.rewound(step, self.state.current_step, self.state.position.samples_left_out, samples)
             if self.metrics is not None:
                 self.metrics.go_back(back.step)
+            self._enter(phase, samples)
+            self.skips.rewound(step, self.state.current_step, self.state.position.samples_left_out, samples)
             # at once, so that a crash from here on does not run into the spike again
             self.saves.finish(progress_of(self.state, self.decisions.rewinds))
 

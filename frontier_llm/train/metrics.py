@@ -72,6 +72,11 @@ class Metrics:
         self._follow(phase_at(self._phases, state.current_step))
         self._clock.attach(state)
 
+    def data(self, state: TrainState) -> None:
+        """What is read from here on, for `data show`."""
+        position = state.position.model_dump(mode="json")
+        self._write("data", state.current_step, {"position": position, "global_batch": state.config.batch.global_batch})
+
     def phase(self, state: TrainState) -> None:
         """Another phase has begun."""
         model, batch = state.config.model, state.config.batch

@@ -58,6 +58,9 @@ class PackedTexts:
             lengths.append(len(text))
         return np.array([*lengths, len(tokens_S1) - end], np.int64)
 
+    def origin(self, k: int, place: int) -> None:
+        """See SampleStream: texts of questions lie in no dataset."""
+
     def texts_of_targets(self, k: int) -> NDArray[np.int64]:
         """Of each target of a sample the number of its text; some text's where none counts."""
         numbers = self._numbers(k)

@@ -158,4 +158,4 @@ def test_json_for_readers_is_written_by_one_function() -> None:
 def test_files_for_readers_are_written_whole_or_not_at_all() -> None:
     """`files.py`: on a full disk it names the file and leaves no half of it. What is left: build outputs, an empty probe, a failing rank's last words."""
     writers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if ".write_text(" in path.read_text(encoding="utf-8")}
-    assert writers == {"cli/checks.py", "cluster/sbatch.py", "comm/ledger.py", "ops/aot/build.py"}
+    assert writers == {"cli/checks.py", "cluster/sbatch.py", "ops/aot/build.py"}

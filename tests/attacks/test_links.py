@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from frontier_llm.checkpoint.lock import RunLock
 from frontier_llm.cluster import attempt, run_dir
 from frontier_llm.cluster.holder import this_process
 from frontier_llm.cluster.local import run_local_ranks
+from frontier_llm.comm import Ledger
+from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import folder_below, open_below
+from frontier_llm.train.observers.tensorboard import Events
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
@@ -90,6 +94,22 @@ def test_a_folder_that_is_swapped_for_a_link_on_the_way_is_refused(run: Path, vi
     with pytest.raises(FrontierError, match="attempt_0001: is a link"):
         open_below(run, "logs/attempt_0001/rank_0.log", NEW)
     assert (victim / "rank_0.log").read_text() == "precious\n"
+
+
+def test_last_words_of_a_rank_replace_a_link(run: Path, victim: Path) -> None:
+    (run / "flight.json").symlink_to(victim / "rank_0.log")
+    Ledger().dump(run / "flight.json", "hung")
+    assert json.loads((run / "flight.json").read_text())["reason"] == "hung" and not (run / "flight.json").is_symlink()
+    assert (victim / "rank_0.log").read_text() == "precious\n"
+
+
+def test_curves_stay_in_the_run_directory(run: Path, victim: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (run / "events").symlink_to(victim)
+    config = RunConfig(model=load_model("llama-tiny"), batch=BatchConfig(global_batch=8), train=TrainConfig(run_dir=str(run)))
+    with pytest.raises(FrontierError, match="events: is a link"):
+        Events(config).record("start", 0, {})
+    assert [path.name for path in victim.iterdir()] == ["rank_0.log"]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])

@@ -125,6 +125,6 @@ def test_a_rank_whose_gpu_fails_ends_all_ranks_with_its_error(tmp_path: Path, ho
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())
     assert (failure["cause"], failure["rank"], failure["host"]) == (expected, 1, "n1")
     assert [end for end, _ in ends] == [code] * host_count
-    said = "the GPU of this rank on n1 cannot be used: HIP error: no ROCm-capable device is detected"
+    said = "the GPU of rank 1 on n1 cannot be used: HIP error: no ROCm-capable device is detected"
     assert all(said in output and "Traceback" not in output for _, output in ends), ends
     assert steps(tmp_path / "run") == []

@@ -7,19 +7,20 @@ import triton.language as tl
 @triton.jit
 def adamw(
     master: "*fp32:16", grad: "*fp32:16", exp_avg: "*fp32:16", exp_avg_sq: "*fp32:16", weights: "*T:16", grad_scale: "*fp32",
-    count: "i64:16", step_size: "fp32", beta1: "fp32", beta2: "fp32", eps: "fp32", keep: "fp32", root: "fp32", write_weights: "i32",
+    count: "i64:16", step_size: "fp32", beta1: "fp32", beta2: "fp32", eps: "fp32", decay: "fp32", root: "fp32", write_weights: "i32",
     BLOCK: tl.constexpr
 ):  # fmt: skip
-    """AdamW with decoupled decay. step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), keep = 1 - lr * decay.
+    """AdamW with decoupled decay. step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), decay = lr * weight decay.
 
-    grad_scale is read from device memory: the clip factor is known there without a synchronisation.
+    Update and decay are added before the weight is rounded: fp32 rounds 1 - decay to 1 below 6e-8. grad_scale is read from device memory: the clip factor is known there without a synchronisation.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = tl.load(grad + at, mask=inside, other=0.0) * tl.load(grad_scale)
     m = tl.load(exp_avg + at, mask=inside, other=0.0) * beta1 + g * (1.0 - beta1)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0) * beta2 + g * g * (1.0 - beta2)
-    p = tl.load(master + at, mask=inside, other=0.0) * keep - step_size * m / (tl.sqrt(v) * root + eps)
+    old = tl.load(master + at, mask=inside, other=0.0)
+    p = old - (step_size * m / (tl.sqrt(v) * root + eps) + decay * old)
     tl.store(exp_avg + at, m, mask=inside)
     tl.store(exp_avg_sq + at, v, mask=inside)
     tl.store(master + at, p, mask=inside)
@@ -55,7 +56,8 @@ def embedding_backward(
 ):  # fmt: skip
     """main_grad[row] += grad of its tokens. `rows` is sorted and `order` says whose gradient each entry is.
 
-    The program at the first entry of a run of equal rows adds the whole run, in the tokens' order, so the sum is reproducible.
+    The program at the first entry of a run of equal rows adds the run, in the tokens' order, so the sum is reproducible.
+    It sums blocks of 1,024 tokens: a million equal rows added one by one in fp32 give 0.95 % too little.
     """
     entry = tl.program_id(0)
     row = tl.load(rows + entry)
@@ -63,11 +65,19 @@ def embedding_backward(
     if (row >= 0) & (row < vocab_rows) & (row != previous):
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < columns
-        total = tl.load(main_grad + row * columns + column, mask=inside, other=0.0)
+        total = tl.zeros([BLOCK], tl.float32)
+        block_sum = tl.zeros([BLOCK], tl.float32)
+        in_block = 0
         current = row
         while current == row:
             token = tl.load(order + entry)
-            total += tl.load(grad + token * columns + column, mask=inside, other=0.0).to(tl.float32)
+            block_sum += tl.load(grad + token * columns + column, mask=inside, other=0.0).to(tl.float32)
+            in_block += 1
+            if in_block == 1024:
+                total += block_sum
+                block_sum = tl.zeros([BLOCK], tl.float32)
+                in_block = 0
             entry += 1
             current = tl.load(rows + entry, mask=entry < tokens, other=-1)
+        total = tl.load(main_grad + row * columns + column, mask=inside, other=0.0) + (total + block_sum)
         tl.store(main_grad + row * columns + column, total, mask=inside)

@@ -31,7 +31,7 @@ from frontier_llm.train.guard.suspects import WrongResults
 FIRES_AT = 0.9  # share of the collectives' own timeout: while the others' progress can still be read
 DUMP_AT = 0.75  # share of the watchdog's timeout after which stacks are written: before any collective gives up and unwinds them
 LATE_AT = 0.9  # and from C, where the watching thread cannot run: before the others leave, and this rank is ended too
-LINGER_S = 1.0  # of rank 0, whose process holds the store from which the others read the answer
+LINGER_S = 1.0  # of rank 0 if its process serves the store (comm.store=authenticated), until the others have read the answer
 SHORTEST_S = 0.05  # between two posts, however short the steps are
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from frontier_llm import log
 from frontier_llm.config import RunConfig
+from frontier_llm.files import folder_below
 from frontier_llm.train.observers import Observer, scalars
 
 
@@ -26,6 +27,7 @@ class Events(Observer):
             from torch.utils.tensorboard import SummaryWriter
 
             self.close()
+            folder_below(self._directory.parent, self._directory.name)
             self._writer = SummaryWriter(str(self._directory), purge_step=step + 1)
         if self._writer is None or "layout" in values:  # a layout is no curve
             return

@@ -27,6 +27,7 @@ COMMANDS = {
     "scaling": "scaling weak --model gpt-175b --nodes 16,32 --site frontier -A x --simulate --output {d}/series",
     "data tokenizer": "data tokenizer {text} --output {d}/t.model --vocab-size 300",
     "data tokenize": "data tokenize {text} --output {d}/tokens --tokenizer bytes",
+    "data check": "data check {d}/tokens",
     "data inspect": "data inspect {d}/tokens",
     "checkpoint list": "checkpoint list {run}",
     "checkpoint import-hf": "checkpoint import-hf {d}",

@@ -26,6 +26,7 @@ COMMANDS = {
     "checkpoint diff": "checkpoint diff {room}/run/checkpoints/step_00000000 {room}/run/checkpoints/step_00000000",
     "checkpoint list": "checkpoint list {room}/run",
     "checkpoint verify": "checkpoint verify {room}/run",
+    "data check": "data check {room}/data",
     "data inspect": "data inspect {room}/data --tokenizer bytes",
     "data stdlib": "data stdlib {here}/stdlib --tokenizer bytes --workers 1",
     "data tokenize": "data tokenize {here}/text.txt --output {here}/tokens --tokenizer bytes --workers 1",

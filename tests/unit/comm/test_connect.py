@@ -36,7 +36,7 @@ def test_a_rank_that_stays_alone_names_itself_its_host_and_the_address(rank: int
 def test_a_back_end_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: False)
     with pytest.raises(BackendError, match="this torch was built without nccl"):
-        connect(0, 1, Meeting("127.0.0.1", free_port(), 0, 1), "nccl", timeout_s=1.0)
+        connect(0, 1, Meeting("127.0.0.1", free_port(), 0, 1), "nccl", timeout_s=60.0)
 
 
 def _meets_by_a_file(rank: int, port: int, folder: str) -> tuple[float, bool]:

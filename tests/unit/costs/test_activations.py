@@ -145,3 +145,15 @@ def test_experts_keep_their_rows_and_no_outputs(activation: str) -> None:
         return config.model_copy(update={"ops": config.ops.model_copy(update={"activation": "cpu"})})
 
     assert listed(layers(4)) == pytest.approx((kept_bytes(layers(4)) - kept_bytes(layers(2))) / 2, rel=0.02)
+
+
+def test_a_gated_shared_expert_keeps_its_output() -> None:
+    """The gate scales it, so that autograd reads it again; without the gate it is only added."""
+
+    def gate_bytes(layers: int) -> tuple[float, float]:
+        moe = {"experts": 4, "top_k": 2, "expert_hidden": 128, "shared_hidden": 64}
+        plain, gated = (config_of(layers, "none", 1, bias=False, moe={**moe, "shared_gate": gate}) for gate in (False, True))
+        return kept_bytes(gated) - kept_bytes(plain), layers * (listed(gated) - listed(plain))
+
+    measured, expected = gate_bytes(2)
+    assert measured == pytest.approx(expected, rel=0.02)

@@ -48,6 +48,15 @@ def test_active_flops_are_those_of_the_chosen_experts() -> None:
     assert difference == pytest.approx(6 * LARGE.layers * 4 * 2 * LARGE.hidden * LARGE.ffn_hidden)
 
 
+def test_a_gate_of_the_shared_expert_counts_its_product_and_what_it_keeps() -> None:
+    plain, gated = (
+        LARGE.model_copy(update={"moe": LARGE.moe.model_copy(update={"shared_hidden": 512, "shared_gate": gate})})  # type: ignore[union-attr]
+        for gate in (False, True)
+    )
+    difference = model_flops_per_token(gated) - model_flops_per_token(plain)
+    assert difference == pytest.approx(6 * LARGE.layers * LARGE.hidden)  # one row of H weights per layer
+
+
 def test_rows_that_leave_the_node_cost_more_and_a_pipeline_may_stand_between_neighbours() -> None:
     layout = Layout(dp=64, ep=8)
     inside, across = (float(times(LARGE, replace(layout, ep=ep), FRONTIER).block.forward_s) for ep in (8, 64))

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from frontier_llm.cli.main import parse
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inspect import truncation
+from frontier_llm.data.meta import read_meta
 from frontier_llm.errors import DataError
 
 
@@ -161,3 +164,31 @@ def test_the_tokens_that_lose_their_beginning_are_counted() -> None:
     found = truncation(lengths, S)
     assert found["longer_documents"] == 2 and found["unavoidable_tokens"] == 9 + 32
     assert found["expected_tokens"] == round(np.mean(lost)) and found["expected_share"] == pytest.approx(np.mean(lost) / lengths.sum())
+
+
+def test_check_names_the_first_id_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedWriter(tmp_path / "d", np.dtype("<u2")) as writer:
+        writer.add_document([1, 2, 3])
+        writer.add_document([4, 700, 5, 800])
+    assert run("check", tmp_path / "d") == 0
+    assert "800" in capsys.readouterr().out
+    assert run("check", tmp_path / "d", "--vocab-size", 257) == 1
+    assert f"{tmp_path}/d: document 1, token 1 is 700, outside of the vocabulary of 257" in capsys.readouterr().out
+    assert run("check", tmp_path / "d", "--vocab-size", 801, "--json") == 0
+    (scan,) = json.loads(capsys.readouterr().out)
+    assert (scan["largest_id"], scan["smallest_id"], scan["outside"]) == (800, 1, None)
+    negative = IndexedWriter(tmp_path / "n", np.dtype("<i4"))
+    with negative as writer:
+        writer.add_document([1, -3])
+    assert run("check", tmp_path / "n") == 1
+    assert f"{tmp_path}/n: document 0, token 1 is -3" in capsys.readouterr().out
+
+
+def test_the_largest_id_is_recorded_by_every_maker(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("tokenize", corpus / "in", "--output", corpus / "t", "--tokenizer", "bytes", "--workers", 1)
+    np.array([3, 200, 256], np.uint16).tofile(corpus / "raw.bin")
+    run("import", corpus / "raw.bin", "--output", corpus / "i", "--tokenizer", "bytes", "--dtype", "uint16")
+    capsys.readouterr()
+    for name in ("t", "i"):
+        meta = read_meta(corpus / name)
+        assert meta is not None and meta.largest_id == 256 == IndexedDataset(corpus / name).tokens.max()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, build, load_model, phases_of
+from frontier_llm.config import BatchConfig, DataConfig, DataSource, RunConfig, build, load_model, load_run, phases_of
+from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.identity import datasets_of, wanted
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.keys import order_key
 from frontier_llm.data.loader import Batches, SampleBatch, data_problems, open_batches, open_run_batches, open_samples
+from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.position import START
-from frontier_llm.data.samples import DocumentSamples, SyntheticSamples
+from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SyntheticSamples
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import DataError
 
@@ -255,3 +258,72 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(cor
     other = SyntheticSamples(8, 3, 50, key=7)
     assert other._cycle.tolist() == SyntheticSamples(8, 3, 50)._cycle.tolist() and other.key != SyntheticSamples(8, 3, 50).key
     assert position.streams[0].order != position.streams[1].order
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+def test_the_origin_of_each_token_of_a_sample_is_known(tmp_path: Path, packing: str) -> None:
+    """Documents of several and of empty sequences; samples that cross documents and epochs, and padding."""
+    with IndexedWriter(tmp_path / "d", "<u2") as writer:
+        for document in range(40):
+            for part in range(document % 3):
+                writer.add_sequence([100 * document + number for number in range(part * 7, part * 7 + 7 * (document % 4))])
+            writer.add_sequence([100 * document + 99])
+            writer.end_document()
+    dataset = IndexedDataset(tmp_path / "d")
+    make = PackedSamples if packing == "best-fit" else DocumentSamples
+    samples = BlendedSamples([make(dataset, 16, order_key(packing, 1, 0))], lambda k: (0, k))
+    tokens, learnt = np.empty(17, np.int64), np.ones(17, np.bool_)
+    for k in range(2 * dataset.token_count // 16):
+        samples.fill(k, tokens, learnt)
+        for place in range(17):
+            origin = samples.origin(k, place)
+            assert origin is not None and dataset.tokens[origin.token] == tokens[place]
+            (document, inside) = map(int, re.findall(r"\d+", str(origin).rpartition(": ")[2]))
+            assert document == tokens[place] // 100 and dataset.document(document)[inside] == tokens[place]
+
+
+def test_a_token_beyond_the_vocabulary_names_dataset_document_and_place(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "d", "<u2") as writer:
+        for document in range(10):
+            writer.add_document([1, 2, 3, 4, 300 if document == 7 else 5, 6])
+    samples = DocumentSamples(IndexedDataset(tmp_path / "d"), 6, order_key("concatenate", 1, 0))
+    batches = Batches(samples, 10, 10, vocab_size=256, read_ahead=0)
+    with pytest.raises(DataError, match=rf"{tmp_path}/d: document 7, token 4: sample \d+ holds token 300, the vocabulary has 256"):
+        batches.microbatch(0, 0)
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "phase"])
+def test_another_tokenizer_in_any_source_is_refused_although_the_run_names_none(tmp_path: Path, split: str) -> None:
+    for name, digest in (("a", "a" * 64), ("b", "b" * 64)):
+        with IndexedWriter(tmp_path / name, "<u2") as writer:
+            writer.add_document(list(range(100)))
+        write_meta(tmp_path / name, DatasetMeta(f"{name}.model", digest, 100, 99, 1, 100, 400))
+    a, b = ({"path": str(tmp_path / name)} for name in "ab")
+    data = {"train": [a], **({"validation": [b]} if split == "validation" else {})}
+    data["train"] = [a, b] if split == "train" else [a]
+    phases = [{"steps": 1}, {"steps": 1, "data": {"train": [b]}}] if split == "phase" else []
+    model = {"base": "llama-tiny", "vocab_size": 100, "sequence_length": 16}
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump({"model": model, "batch": {"global_batch": 1}, "data": data, "train": {"phases": phases, "steps": 2}})
+    )
+    (problem,) = data_problems(load_run(str(tmp_path / "run.yaml")))
+    assert problem.where == ("data.validation" if split == "validation" else "data.train")
+    assert (
+        f"{tmp_path}/b was made by the tokenizer b.model (sha256 bbbbbbbbbbbb), {tmp_path}/a by a.model (sha256 aaaaaaaaaaaa)"
+        in problem.what
+    )
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_dataset_whose_largest_id_the_model_lacks_is_refused_before_the_start(tmp_path: Path, recorded: bool) -> None:
+    """As recorded, or of a small dataset without a record as it is read."""
+    with IndexedWriter(tmp_path / "d", "<u2") as writer:
+        writer.add_document([*range(90), 400, *range(90)])
+    assert writer.largest_id == 400
+    if recorded:
+        write_meta(tmp_path / "d", DatasetMeta("t", "a" * 64, 257, 256, 1, 181, 400, largest_id=writer.largest_id))
+    model = {"base": "llama-tiny", "vocab_size": 257, "sequence_length": 16}
+    run = {"model": model, "batch": {"global_batch": 1}, "data": {"train": str(tmp_path / "d")}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    (problem,) = data_problems(load_run(str(tmp_path / "run.yaml")))
+    assert (problem.where, problem.what) == ("model.vocab_size", f"257 ids, and {tmp_path}/d holds the id 400")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,16 @@ def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix:
     (problem,) = data_problems(build(RunConfig, {**run.model_dump(), "train": phases}))
     assert str(problem).startswith(f"data.train: the run goes 1.92 times through {prefix}, and its max_epochs is 1.5")
     assert "at most 78.2% of its weight or of the steps" in problem.fix
+
+
+def test_validation_data_that_is_also_trained_on_is_said(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for ending in ("bin", "idx"):
+        shutil.copy(f"{prefix}.{ending}", tmp_path / f"copy.{ending}")
+    (tmp_path / "b.txt").write_text("some text of the corpse\n" * 50)  # of the same length
+    tokenize([tmp_path / "b.txt"], tmp_path / "others", "bytes")
+    train = (DataSource(path=prefix),)
+    log_datasets(run_config(train=train, validation={"same": prefix, "copy": str(tmp_path / "copy"), "new": str(tmp_path / "others")}))
+    text = capsys.readouterr().err
+    assert f"data.validation.same: {prefix} is also trained on: its loss says nothing about new text" in text
+    assert f"data.validation.copy: {tmp_path}/copy is also trained on as {prefix}: " in text
+    assert "others is also" not in text

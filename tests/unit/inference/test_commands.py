@@ -195,7 +195,8 @@ def test_tokens_that_read_the_same_belong_to_the_model(room: Path, capfd: pytest
 def test_a_gpu_where_there_is_none(room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["generate", str(room / "run"), "--device=cuda"]) == 2
-    assert "--device cuda, but torch sees no GPU\n    fix: set --device cpu, or" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "sees no GPU; --device cuda needs one\n    fix: check the modules" in said and "or set --device cpu" in said
 
 
 def test_a_generation_beyond_the_context_says_so(room: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -305,13 +305,53 @@ def test_gradient_sums(isa, dtype):
     assert torch.equal(table, expected)
 
 
+MANY_ROWS = 1 << 20
+FP32_BLOCKED_SUM = 1e-4  # 2 x 1,024 roundings of at most 2^-24 each; one fp32 sum of 2^20 equal rows is 0.95 % too small
+
+
+def test_a_norm_sums_the_gradients_of_a_million_rows(isa):
+    x = torch.tensor([1.0, -1.0]).repeat(MANY_ROWS, 8).requires_grad_()
+    weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
+    cpu.layer_norm(x, weight, bias, 1e-12).backward(torch.full((MANY_ROWS, 16), 0.1))
+    expected = MANY_ROWS * torch.tensor(0.1).double()
+    close_to = {"rel": FP32_BLOCKED_SUM}
+    assert bias.grad.tolist() == pytest.approx([expected.item()] * 16, **close_to)
+    assert weight.grad.tolist() == pytest.approx([expected.item(), -expected.item()] * 8, **close_to)
+
+
+def test_an_embedding_sums_the_gradients_of_a_million_tokens(isa):
+    table = torch.zeros(3, 16)
+    cpu.embedding_backward_(table, torch.full((MANY_ROWS,), 6), torch.full((MANY_ROWS, 16), 0.1), 5)
+    expected = (MANY_ROWS * torch.tensor(0.1).double()).item()
+    assert table[1].tolist() == pytest.approx([expected] * 16, rel=FP32_BLOCKED_SUM)
+    assert not table[0].any() and not table[2].any()
+
+
+def test_adamw_keeps_a_decay_that_is_smaller_than_half_an_ulp(isa):
+    """After 500 updates with random gradients the mean weight has lost what float64 says; fp32 rounds 1 - 2e-8 to 1."""
+    count, steps = 1 << 16, 500
+    ours = [torch.ones(count), torch.zeros(count), torch.zeros(count)]
+    wide = [x.double() for x in ours]
+    for step in range(1, steps + 1):
+        update = AdamWUpdate(lr=2e-7, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step)
+        gradient = normal(count, dtype=torch.float32, seed=step)
+        cpu.adamw_(ours[0], gradient, ours[1], ours[2], ours[0], update)
+        reference.adamw_(wide[0], gradient.double(), wide[1], wide[2], wide[0], update)
+    decay = steps * 2e-8
+    moved = (ours[0].double() - wide[0]).mean().item()
+    assert abs(moved) < 0.1 * decay  # without the decay it would be all of it
+
+
 def test_bf16_rounds_to_nearest_even_and_keeps_nan(isa):
-    x = torch.tensor([1.0, 1.00390625, 1.01171875, -3.3895e38, float("inf"), float("nan"), 1e-20] * 5)
-    weights = torch.empty(35, dtype=torch.bfloat16)
-    zeros = torch.zeros(35)
+    x = torch.tensor([1.0, 1.00390625, 1.01171875, -3.3895e38, float("nan"), 1e-20] * 5)
+    weights = torch.empty(30, dtype=torch.bfloat16)
+    zeros = torch.zeros(30)
     nothing = AdamWUpdate(lr=0.0, beta1=0.9, beta2=0.9, eps=1.0, weight_decay=0.0, step=1)
     cpu.adamw_(x.clone(), zeros, zeros.clone(), zeros.clone(), weights, nothing)
     assert torch.equal(weights.nan_to_num(7.0), x.bfloat16().nan_to_num(7.0))
+    infinite = torch.full((1, 35), float("inf"), dtype=torch.bfloat16)
+    _, total = cpu.add_norm(infinite, infinite, infinite, None, 1e-5, "rmsnorm")
+    assert torch.equal(total, infinite)
 
 
 def test_wrong_shapes_and_types_are_refused():
@@ -328,6 +368,18 @@ def test_wrong_shapes_and_types_are_refused():
     assert torch.ops.frontier_llm.instruction_set() in ISAS
 
 
+def norm_gradients(x, weight, bias):
+    weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    cpu.layer_norm(x, weight, bias, 1e-5).backward(x)
+    return torch.stack((weight.grad, bias.grad))
+
+
+def embedding_gradient(x):
+    table = torch.zeros(7, x.shape[1])
+    cpu.embedding_backward_(table, torch.arange(len(x)) % 7, x, 0)
+    return table
+
+
 def test_two_threads_give_the_same_as_one():
     x, weight, bias = normal(999, 384, dtype=torch.float32), normal(384, dtype=torch.float32), normal(384, dtype=torch.float32, seed=1)
     q = normal(100, 2, 4, 32, dtype=torch.float32)
@@ -340,6 +392,8 @@ def test_two_threads_give_the_same_as_one():
                 cpu.layer_norm(x, weight, bias, 1e-5),
                 cpu.attention(q, q, q, Scores(0.2)),
                 cpu.sum_of_squares(x),
+                norm_gradients(x, weight, bias),
+                embedding_gradient(x),
                 cpu.linear(x, x[:300], None),
             )
         )

@@ -256,3 +256,13 @@ def test_gradient_sums(dtype):
     gpu.embedding_backward_(table, ids, rows, 3)
     reference.embedding_backward_(expected, ids, rows, 3)
     assert torch.equal(table, expected)
+
+
+def test_an_embedding_sums_blocks_of_1024_tokens():
+    """In one fp32 sum the ones would vanish beside 2^24; in blocks only those of the first block do."""
+    tokens = 1 + 2048
+    rows = torch.ones(tokens, 16)
+    rows[0] = 2.0**24
+    table = torch.zeros(1, 16)
+    gpu.embedding_backward_(table, torch.zeros(tokens, dtype=torch.long), rows, 0)
+    assert (table == 2.0**24 + 1024).all()

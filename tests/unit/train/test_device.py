@@ -112,7 +112,7 @@ def test_a_gpu_that_does_not_compute_is_an_error_of_this_rank(monkeypatch: pytes
     monkeypatch.setattr(device, "_use", broken)
     found = find_device(run("machine=frontier"), place(), None)
     assert found.device is None and found.facts["device"] == "HIP error: unspecified launch failure"
-    assert f"the GPU of this rank on {node_name()} cannot be used: HIP error: unspecified launch failure\n    fix:" in str(found.error)
+    assert f"the GPU of rank 0 on {node_name()} cannot be used: HIP error: unspecified launch failure\n    fix:" in str(found.error)
 
 
 def test_facts_tell_torches_kernels_and_libraries_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -118,3 +118,25 @@ def test_a_log_that_says_socket_ends_the_run(clean: pytest.MonkeyPatch, capfd: p
         join._check_network(serial_mesh(), job)
         assert "the network is not checked" in capfd.readouterr().err
     assert not job.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "is_said"),
+    [
+        ("auto", "torch", False),
+        ("torch", "torch", False),
+        ("direct", "torch", True),
+        ("node", "torch", True),
+        ("authenticated", "authenticated", False),
+    ],
+)
+def test_each_value_of_comm_store_names_a_store(
+    value: str, kind: str, is_said: bool, clean: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """direct and node, of earlier versions, are read as auto with a notice."""
+    config = load_run("bench", [f"comm.store={value}", f"train.run_dir={tmp_path}"])
+    with join._known(config, PLACE) as job:
+        assert job is not None
+        join._start_store(config, job)
+        assert join._meeting(config, job).store == kind
+    assert (f"comm.store={value} is read as auto: torch's TCPStore" in capfd.readouterr().err) == is_said

@@ -5,19 +5,23 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from frontier_llm.cluster import run_dir
+from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.comm import Ledger
 from frontier_llm.config import load_run
 from frontier_llm.data.position import START
-from frontier_llm.train import observers
+from frontier_llm.train import loop, observers
 from frontier_llm.train.clock import PhaseClock
+from frontier_llm.train.guard.routers import CollapsedRouter
 from frontier_llm.train.metrics import Metrics
-from frontier_llm.train.step import StepResult
+from frontier_llm.train.step import StepResult, train_step
 
 
 def metrics(directory: Path, incarnation: int, done_steps: int, *layout: str) -> Metrics:
@@ -95,6 +99,26 @@ def test_a_run_may_go_back_behind_the_step_that_it_was_resumed_at(tmp_path: Path
     writer.close()
     assert course(tmp_path) == [(3, 1.0, 1), (4, 1.0, 1), (5, 1.0, 1), (6, 1.0, 1)]
     assert "ETA -" not in capsys.readouterr().err
+
+
+SMALL = ("model=gpt-tiny", "parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=2", "optimizer.warmup_steps=0")
+
+
+def test_an_event_of_a_step_does_not_shorten_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_s = 0.1
+    config = load_run("train_small", [f"train.run_dir={tmp_path}", "train.steps=3", "train.log_interval=1", *SMALL])
+
+    def slow_step(*arguments: Any) -> StepResult:
+        time.sleep(step_s)
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", slow_step)
+    monkeypatch.setattr(loop.RouterWatch, "step", lambda *_: [CollapsedRouter(layer=1, token_share=0.9)])
+    with SignalWatcher() as signals:
+        assert loop.train(config, None, signals) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row["kind"] == "collapsed router" for row in rows) == 3
+    assert all(row["step_time_s"] >= step_s for row in rows if row["kind"] == "step")
 
 
 def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ its sources for itself.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from frontier_llm.cluster.status import read_status
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.position import Position
-from frontier_llm.errors import CheckpointError
+from frontier_llm.errors import CheckpointError, ConfigError
 from frontier_llm.train import loop
 from frontier_llm.train.loop import Resume
 
@@ -177,6 +178,54 @@ def test_a_position_that_cannot_be_true_stops_the_load(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=what):
             trained(tmp_path / "run", 6, "data.train=a")
         assert path.read_bytes() == before
+
+
+def resumed(directory: Path, steps: int, resume: Resume, *words: str) -> list[float]:
+    config = load_run("bench", [*RUN, *words, f"train.run_dir={directory}", f"train.steps={steps}"])
+    with SignalWatcher() as signals:
+        assert loop.train(config, None, signals, resume) == 0
+    return [row["loss"] for row in run_dir.steps(directory)]
+
+
+def decisions(directory: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (directory / "decisions.jsonl").read_text().splitlines()]
+
+
+def test_samples_are_left_out_and_recorded(tmp_path: Path) -> None:
+    single = trained(tmp_path / "whole", 12, "data.train=a")
+    trained(tmp_path / "run", 4, "data.train=a")
+    assert resumed(tmp_path / "run", 6, Resume(leave_out=5), "data.train=a")[4:] == single[9:11]
+    assert trained(tmp_path / "run", 7, "data.train=a")[6:] == single[11:12]
+    assert decisions(tmp_path / "run") == [{"step": 4, "action": "leave out", "samples": 5}]
+    (stream,) = position(tmp_path / "run", 7).streams
+    assert (stream.taken, stream.left_out, stream.tokens_read) == (12, ((4, 5),), 7 * 16)
+
+
+def test_a_source_is_restarted_in_another_order(tmp_path: Path) -> None:
+    alone = trained(tmp_path / "alone", 8, "data.train=[a, b]")
+    trained(tmp_path / "run", 4, "data.train=[a, b]")
+    losses = resumed(tmp_path / "run", 8, Resume(restart_sources=("a",)), "data.train=[a, b]")
+    assert len(set(losses[4:]) & set(alone[4:])) == 2  # b went on
+    streams = position(tmp_path / "run", 8).streams
+    assert [(stream.path, stream.taken, stream.retired) for stream in streams] == [("a", 2, True), ("b", 4, False), ("a", 2, False)]
+    assert streams[0].order != streams[2].order
+    assert decisions(tmp_path / "run") == [{"step": 4, "action": "restart source", "path": "a", "samples_taken": 2}]
+    with pytest.raises(ConfigError, match=r"--restart-source: 'c' is no dataset of this run"):
+        resumed(tmp_path / "run", 9, Resume(restart_sources=("c",)), "data.train=[a, b]")
+
+
+def test_a_dataset_that_grew_is_a_new_source_said_in_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path / "run", 4, "data.train=a")
+    with IndexedWriter(tmp_path / "a", "u2") as writer:
+        writer.add_document([7] * 5000)
+    with pytest.raises(CheckpointError, match="the tokens of a are others"):
+        trained(tmp_path / "run", 6, "data.train=a")
+    trained(tmp_path / "run", 6, "data.train=a", allow=["data.train"])
+    said = capsys.readouterr().err
+    assert re.search(
+        r"a is a new source of 5K tokens: 1\.\d+K tokens were there, of which 64 were read; it is read from its beginning", said
+    ), said
+    assert [stream.taken for stream in position(tmp_path / "run", 6).streams] == [4, 2]
 
 
 def as_version_3(directory: Path, step: int, **policy: object) -> None:

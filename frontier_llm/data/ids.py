@@ -1,0 +1,72 @@
+"""Which token ids a dataset holds: its largest one, and where one lies that a vocabulary does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.meta import read_meta
+
+CHUNK_TOKENS = 1 << 24
+SCANNED_TOKENS = 1 << 26  # a dataset of unknown ids is scanned before the start up to here: 128 MB, some tenths of a second
+
+
+@dataclass(frozen=True)
+class IdScan:
+    """What a scan of every token has found."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    smallest_id: int | None  # None of an empty dataset
+    largest_id: int | None
+    vocab_size: int | None  # that the ids were compared with
+    outside: str | None  # the place of the first id that is negative or not in the vocabulary, and that id
+
+    @property
+    def is_sound(self) -> bool:
+        """Every id is in the vocabulary."""
+        return self.outside is None
+
+
+def scan(prefix: str, vocab_size: int | None = None, progress: Callable[[int, int], None] = lambda done, of: None) -> IdScan:
+    """Read every entry of the index and every token; `vocab_size` None = that of the dataset's record, if there is one.
+
+    `progress` is given the number of tokens that have been read, and of all. Raises DataError for a damaged dataset.
+    """
+    dataset = IndexedDataset(prefix, scan=True)
+    dataset.check_token_ids()
+    if vocab_size is None:
+        meta = read_meta(prefix)
+        vocab_size = None if meta is None else meta.vocab_size
+    smallest: int | None = None
+    largest: int | None = None
+    outside: str | None = None
+    for start in range(0, dataset.token_count, CHUNK_TOKENS):
+        chunk = dataset.tokens[start : start + CHUNK_TOKENS]
+        low, high = int(chunk.min()), int(chunk.max())
+        smallest = low if smallest is None else min(smallest, low)
+        largest = high if largest is None else max(largest, high)
+        is_outside = low < 0 or (vocab_size is not None and high >= vocab_size)
+        if outside is None and is_outside:
+            bad = chunk < 0
+            if vocab_size is not None:
+                bad |= chunk >= vocab_size
+            place = int(bad.argmax())
+            outside = f"{dataset.place_of(start + place)} is {chunk[place]}"
+        progress(min(start + CHUNK_TOKENS, dataset.token_count), dataset.token_count)
+    return IdScan(prefix, dataset.document_count, dataset.token_count, smallest, largest, vocab_size, outside)
+
+
+def known_largest_id(prefix: str) -> int | None:
+    """The largest id as it was recorded when the dataset was made; of a small dataset without that record by reading it.
+
+    None if it is not known. Raises DataError for a damaged record or dataset.
+    """
+    meta = read_meta(prefix)
+    if meta is not None and meta.largest_id is not None:
+        return meta.largest_id
+    dataset = IndexedDataset(prefix, scan=False)
+    dataset.check_token_ids()
+    return int(dataset.tokens.max()) if 0 < dataset.token_count <= SCANNED_TOKENS else None

@@ -1,0 +1,96 @@
+"""What a run reads, phase by phase: sources, sizes, tokenizers, epochs, and what is read twice or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from frontier_llm.config import RunConfig
+from frontier_llm.data.course import course
+from frontier_llm.data.identity import datasets_of
+from frontier_llm.data.meta import read_meta
+from frontier_llm.data.position import START, SYNTHETIC, Position, Stream
+from frontier_llm.units import format_count
+
+
+@dataclass(frozen=True)
+class PlannedSource:
+    """A source in one phase."""
+
+    phase: int
+    first_step: int  # counted from 1
+    last_step: int
+    path: str
+    dataset_tokens: int  # 0 of synthetic data
+    tokenizer: str  # '' if the data has no record
+    sequence_length: int
+    share: float  # of the phase's samples
+    tokens: int  # that are read in the phase
+    epochs: float | None  # of them; None of synthetic data
+    epochs_by_then: float | None  # since the run began, at all lengths
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """The rest of a run, from a position on."""
+
+    after_step: int
+    sources: tuple[PlannedSource, ...]
+    notes: tuple[str, ...]  # what is read twice, not at all, or left out
+
+
+def data_plan(run: RunConfig, position: Position = START) -> DataPlan:
+    """What the run reads from `position` on. Raises DataError for data that cannot be read."""
+    begin = position
+    datasets = datasets_of([run])
+    sources: list[PlannedSource] = []
+    for phase, after in course(run, position, datasets):
+        total = sum(after.weights)
+        for share in after.blend:
+            stream = after.streams[share.stream]
+            before = position.streams[share.stream].tokens_read if share.stream < len(position.streams) else 0
+            tokens = stream.tokens_read - before
+            meta = None if stream.dataset == SYNTHETIC else read_meta(stream.path)
+            sources.append(
+                PlannedSource(
+                    phase=phase.number,
+                    first_step=position.steps + 1,
+                    last_step=phase.end,
+                    path=stream.path,
+                    dataset_tokens=stream.dataset_tokens,
+                    tokenizer="" if meta is None else meta.tokenizer,
+                    sequence_length=stream.sequence_length,
+                    share=share.weight / total,
+                    tokens=tokens,
+                    epochs=tokens / stream.dataset_tokens if stream.dataset_tokens else None,
+                    epochs_by_then=after.epochs_of(stream.dataset),
+                )
+            )
+        position = after
+    return DataPlan(begin.steps, tuple(sources), tuple(_notes(position)))
+
+
+def _notes(end: Position) -> Iterator[str]:
+    """What is read twice, not at all or left out by the end."""
+    for dataset, last in end.datasets().items():
+        epochs = end.epochs_of(dataset)
+        if epochs is None:
+            continue
+        read = f"{format_count(end.tokens_of(dataset))} of its {format_count(last.dataset_tokens)} tokens"
+        if epochs > 1:
+            yield f"{last.path} is read {epochs:.3g} times: {read}"
+        elif epochs < 1:
+            yield f"{1 - epochs:.1%} of {last.path} is never read: {read} are"
+        streams = [stream for stream in end.streams if stream.dataset == dataset and stream.taken]
+        if len(streams) > 1:
+            parts = ", ".join(f"{format_count(stream.tokens_read)} {_order(stream)}" for stream in streams)
+            yield f"{last.path} is read in {len(streams)} orders, which may show a token again: {parts}"
+    for stream in end.streams:
+        if stream.left_out:
+            tokens = format_count(stream.samples_left_out * stream.sequence_length)
+            ranges = ", ".join(f"{first} to {first + count - 1}" for first, count in stream.left_out[:5])
+            yield f"{stream.path}: {stream.samples_left_out} samples ({tokens} tokens) were left out: {ranges}"
+
+
+def _order(stream: Stream) -> str:
+    return f"at length {stream.sequence_length} (restarted)" if stream.retired else f"at length {stream.sequence_length}"
