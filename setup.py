@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,20 +15,59 @@ from setuptools import Command, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # pip does not put the checkout on the path
+
+from frontier_llm.libraries import torch_ops_sources  # noqa: E402
+
 OLDEST_TORCH = (2, 10)
+OLDEST_COMPILERS = {"GCC": 12, "clang": 16}
+COMPILER_MODULE = "PrgEnv-gnu/8.7.0"  # as in slurm/sites/frontier.yaml
 # -ffp-contract=fast lets a * b + c become one instruction; the other two let sqrt and comparisons vectorise.
 FLAGS = ["-std=c++20", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wall"]
 FLAGS += ["-Wno-maybe-uninitialized"]  # GCC 12 says it of its own AVX-512 header; clang does not know the warning and says nothing
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 
-# What compiles the GPU kernels, on any machine, and reads the code objects; none of it is needed to launch them.
-KERNEL_COMPILERS = ["triton>=3.5,<4", "msgpack", "pyelftools"]
+# What reads the GPU kernels' code objects. They are compiled by the Triton that a torch for ROCm or CUDA brings: another Triton would
+# overwrite its files. Nothing of this is needed to launch kernels.
+KERNEL_TOOLS = ["msgpack", "pyelftools"]
+TRITON = "triton>=3.5,<4"  # for a torch for CPUs, which brings none
 TUNING = ["scipy"]  # `frontier-llm tune`: expected gains, and the fit of a machine's constants
 
 
 def fail(what: str, fix: str) -> None:
     raise SystemExit(f"error: {what}\n  fix: {fix}")
+
+
+def compiler_version(compiler: list[str]) -> tuple[str, int]:
+    """('GCC' or 'clang', major version) as the preprocessor says, also of a wrapper; ('', 0) for another compiler."""
+    command = [*compiler, "-E", "-P", "-x", "c++", "-"]
+    done = subprocess.run(command, input="__clang_major__ __GNUC__\n", capture_output=True, text=True, check=False)
+    words = done.stdout.split()
+    if done.returncode or len(words) != 2:
+        return "", 0
+    clang, gcc = words
+    if clang.isdigit():
+        return "clang", int(clang)
+    return ("GCC", int(gcc)) if gcc.isdigit() else ("", 0)
+
+
+def find_compiler() -> list[str]:
+    """CXX, or the first of c++ and g++ that knows C++20: on SLES 15 `c++` is GCC 7, also if a module has put a newer `g++` on PATH."""
+    wanted = " or ".join(f"{name} {version}" for name, version in OLDEST_COMPILERS.items())
+    candidates = [os.environ["CXX"].split()] if os.environ.get("CXX") else [["c++"], ["g++"]]
+    found = [compiler for compiler in candidates if shutil.which(compiler[0])]
+    if not found:
+        fail(f"no C++ compiler: {candidates[0][0]!r} is not on PATH", f"install {wanted} or newer, or set CXX")
+    refused = []
+    for compiler in found:
+        name, version = compiler_version(compiler)
+        if version >= OLDEST_COMPILERS.get(name, 1):
+            return compiler
+        refused.append(f"{' '.join(compiler)} is {name} {version}" if name else f"{' '.join(compiler)} is neither GCC nor clang")
+    fix = f"on Frontier: module load {COMPILER_MODULE}; elsewhere load or install {wanted} or newer; then set CXX=g++ if c++ is the old one"
+    fail(f"C++20 needs {wanted}: {', '.join(refused)}", fix)
+    raise AssertionError
 
 
 def torch_flags() -> tuple[list[str], list[str], list[str]]:
@@ -44,7 +84,8 @@ def torch_flags() -> tuple[list[str], list[str], list[str]]:
         fail(f"torch {torch.__version__} is too old", f"install torch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}")
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     version = f'-DFRONTIER_TORCH_VERSION="{torch.__version__}"'
-    return cpp_extension.include_paths(), cpp_extension.library_paths(), [abi, version]
+    sources = f'-DFRONTIER_SOURCES="{torch_ops_sources()}"'
+    return cpp_extension.include_paths(), cpp_extension.library_paths(), [abi, version, sources]
 
 
 class BuildOps(Command):
@@ -68,6 +109,10 @@ class BuildOps(Command):
 class NativeBuild(build_ext):
     """Plain shared libraries (no Python module) in frontier_llm/_native, each source compiled with its own flags."""
 
+    def run(self) -> None:
+        self.compiler_command = find_compiler()  # before torch is imported
+        super().run()
+
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
 
@@ -76,9 +121,7 @@ class NativeBuild(build_ext):
         super().copy_extensions_to_source()
 
     def build_extension(self, ext: Extension) -> None:
-        compiler = os.environ.get("CXX", "c++").split()
-        if shutil.which(compiler[0]) is None:
-            fail(f"no C++ compiler: {compiler[0]!r} is not on PATH", "install g++ >= 12 or clang >= 16, or set CXX")
+        compiler = self.compiler_command
         target = Path(self.get_ext_fullpath(ext.name))
         sources = [ROOT / source for source in ext.sources]
         newest = max(path.stat().st_mtime for path in [*sources, *(ROOT / name for name in ext.depends), Path(__file__)])
@@ -176,9 +219,10 @@ setup(
             "matplotlib",  # the pictures of docs/
             "megatron-core==0.16.1",
             "mpi4py",
-            *KERNEL_COMPILERS,  # and to interpret the GPU kernels
+            TRITON,  # compiles and interprets the GPU kernels
+            *KERNEL_TOOLS,
         ],
-        "kernels": KERNEL_COMPILERS,
+        "kernels": KERNEL_TOOLS,
         "data": ["pyarrow", "datasets"],  # which brings fsspec, aiohttp and huggingface_hub; s3:// and gs:// also need s3fs or gcsfs
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],

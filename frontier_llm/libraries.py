@@ -24,6 +24,17 @@ LIBRARIES: dict[str, dict[str, int]] = {
 BUILD_COMMAND = "scripts/build_native.sh (in a checkout), or pip install --no-build-isolation ."
 
 
+def torch_ops_sources() -> str | None:
+    """sha256 of the sources of TORCH_OPS, which the library records when it is built. None if there is no checkout."""
+    folder = Path(__file__).resolve().parents[1] / "csrc" / "cpu"
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def libraries_digest() -> str:
     """sha256 of all libraries that have been built."""
     digest = hashlib.sha256()

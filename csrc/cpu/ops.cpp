@@ -402,6 +402,8 @@ void embedding_backward_(const Tensor& main_grad, const Tensor& ids_in, const Te
 // torch.__version__ of the build, from setup.py. A library that loads into another torch may still read its tensors wrongly.
 std::string built_for() { return FRONTIER_TORCH_VERSION; }
 
+std::string built_from() { return FRONTIER_SOURCES; }  // frontier_llm/libraries.py: torch_ops_sources
+
 std::string instruction_set() { return kernels().isa; }
 
 void use_instruction_set(const std::string& name) {
@@ -432,6 +434,7 @@ TORCH_LIBRARY(frontier_llm, m) {
   m.def("accumulate_(Tensor(a!) main_grad, Tensor grad) -> ()");
   m.def("embedding_backward_(Tensor(a!) main_grad, Tensor ids, Tensor grad, int first_vocab) -> ()");
   m.def("built_for() -> str", &built_for);
+  m.def("built_from() -> str", &built_from);
   m.def("instruction_set() -> str", &instruction_set);
   m.def("use_instruction_set(str name) -> ()", &use_instruction_set);
 }

@@ -164,11 +164,15 @@ def check_resume(config: RunConfig, allowed: Sequence[str]) -> None:
 
 
 def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
+    from frontier_llm.cluster.rank_env import environment
     from frontier_llm.config.deepspeed import INSTALL, deepspeed_settings
+    from frontier_llm.ops.deepspeed_ops import missing_ops
 
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("deepspeed is not installed", f"{INSTALL}, or set optimizer.engine=native", "optimizer.engine")
     deepspeed_settings(config, microbatches)
+    if problems := list(missing_ops(config, environment())):
+        raise ConfigError(problems)
 
 
 def _named_file_problems(config: RunConfig) -> Iterator[Problem]:

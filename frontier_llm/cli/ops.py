@@ -79,10 +79,12 @@ def _check(args: argparse.Namespace) -> int:
     about="Print op x back-end x architecture: available, or why not.",
 )
 def _list(args: argparse.Namespace) -> int:
+    from frontier_llm.ops.deepspeed_ops import LOADED_BY, op_states
     from frontier_llm.ops.manifest import prebuilt_architectures
     from frontier_llm.ops.select import backends
 
     rows, architectures = backends(args.dtype), prebuilt_architectures()
+    deepspeed = op_states()
 
     def lines() -> Iterator[str]:
         for device in ("cpu", "cuda"):
@@ -92,8 +94,10 @@ def _list(args: argparse.Namespace) -> int:
             yield aligned(("  op", "back-end", ""), cells, indent="  ")
         yield "prebuilt GPU kernels"
         yield from (f"    {name:<8} {state}" for name, state in architectures.items())
+        yield "DeepSpeed's ops" if deepspeed else "DeepSpeed's ops: DeepSpeed is not installed"
+        yield from (f"    {name:<10} {state} (loaded by {LOADED_BY[name]})" for name, state in deepspeed.items())
 
-    show(args, {"backends": rows, "prebuilt": architectures}, lambda: "\n".join(lines()))
+    show(args, {"backends": rows, "prebuilt": architectures, "deepspeed": deepspeed}, lambda: "\n".join(lines()))
     return 0
 
 

@@ -19,7 +19,7 @@ from frontier_llm.cluster.installation import Installation, ask
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.rank_env import environ, environment, rank_python
 from frontier_llm.cluster.sites import Site, root_dir
-from frontier_llm.config import RunConfig, dump
+from frontier_llm.config import RunConfig, dump, saves_nothing
 from frontier_llm.errors import ConfigError, FrontierError, Problem
 from frontier_llm.libraries import BUILD_COMMAND, TORCH_OPS
 from frontier_llm.machine import load_machine
@@ -230,8 +230,8 @@ def _input_problems(facts: Installation, site: Site, config: RunConfig, director
         yield Problem(
             "train.run_dir", f"cannot be written: {facts.inputs.run_dir_error}", "free space there, or choose another train.run_dir"
         )
-    saves = config.train.save_interval or config.train.save_final
-    needed_bytes = 2 * state_bytes(config.model, config.optimizer.name, config.precision.dtype) if saves else 0
+    saves = 0 if saves_nothing(config.train) else 2
+    needed_bytes = saves * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     if not facts.inputs.run_dir_error and facts.inputs.run_dir_free_bytes < needed_bytes:
         free = format_bytes(facts.inputs.run_dir_free_bytes)
         what = f"{free} are free at {directory}, and two checkpoints of this run take {format_bytes(needed_bytes)}"

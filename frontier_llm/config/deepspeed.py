@@ -46,7 +46,7 @@ _ELSEWHERE = {
 
 def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
     """What DeepSpeed is configured with. Raises ConfigError naming every key of the JSON that contradicts the run file."""
-    given = _read(config.optimizer.deepspeed_config)
+    given = given_settings(config)
     ours = _ours(config, microbatches)
     where = config.optimizer.deepspeed_config or ""
     problems = [
@@ -92,6 +92,11 @@ def _ours(config: RunConfig, microbatches: int) -> dict[str, tuple[Any, str]]:
         "fp16.enabled": (False, "precision.dtype"),
         "zero_optimization.overlap_comm": (False, "parallel.zero=1: gradients are handed over once, after the last backward"),
     }
+
+
+def given_settings(config: RunConfig) -> dict[str, Any]:
+    """The user's DeepSpeed JSON as it is. Raises ConfigError if it cannot be read."""
+    return _read(config.optimizer.deepspeed_config)
 
 
 def _read(path: str | None) -> dict[str, Any]:

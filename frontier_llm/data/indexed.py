@@ -170,8 +170,7 @@ class IndexedDataset:
 
     def place_of(self, token: int) -> str:
         """Where a token of `tokens` lies, for a message: 'document 3, token 17', counted from 0."""
-        sequence = int(np.searchsorted(self.sequence_pointers, token * self.dtype.itemsize, side="right")) - 1
-        document = int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+        document = self.document_at(token)
         return f"document {document}, token {token - self.document_start(document)}"
 
     def document_start(self, document: int) -> int:

@@ -27,7 +27,13 @@ TRITON_FROM, TRITON_BEFORE = (3, 5), (4, 0)
 
 def build_command(architecture: str) -> str:
     """What the user types to build the kernels of an architecture."""
-    return f"pip install --no-deps msgpack pyelftools triton && python setup.py build_ops --arch {architecture}"
+    return f"pip install --no-deps msgpack pyelftools && python setup.py build_ops --arch {architecture}"
+
+
+def install_triton() -> str:
+    """How to get Triton. A torch for ROCm or CUDA has its own, whose files another Triton would overwrite."""
+    versions = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
+    return f"in an environment whose torch is built for CPUs: pip install --no-deps 'triton{versions}'"
 
 
 def check_triton(version: str, architecture: str, where: str) -> None:
@@ -35,7 +41,7 @@ def check_triton(version: str, architecture: str, where: str) -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not TRITON_FROM <= numbers < TRITON_BEFORE:
         wanted = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
-        fix = build_command(architecture).replace("triton &&", f"'triton{wanted}' &&")
+        fix = f"{install_triton()} && {build_command(architecture)}"
         raise BackendError(f"compiled by Triton {version}; the launcher is for code objects of Triton {wanted}", fix, where)
 
 

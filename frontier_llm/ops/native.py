@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from frontier_llm.libraries import DIRECTORY, TORCH_OPS
+from frontier_llm.libraries import DIRECTORY, TORCH_OPS, torch_ops_sources
 
 CPU_LIBRARY = DIRECTORY / TORCH_OPS
 
@@ -20,4 +20,9 @@ def load_cpu_library() -> str:
         torch.ops.load_library(str(CPU_LIBRARY))
     except OSError as error:
         return f"{CPU_LIBRARY.name} does not load into torch {torch.__version__}: {str(error).splitlines()[0]}"
+    built_from = getattr(torch.ops.frontier_llm, "built_from", None)  # None: a library of before it recorded its sources
+    sources = torch_ops_sources()
+    if sources is not None and (built_from is None or built_from() != sources):
+        # a changed meaning of an argument has no other sign: such a library computes wrong numbers without an error
+        return f"{CPU_LIBRARY.name} was built from other sources than csrc/cpu holds now"
     return ""

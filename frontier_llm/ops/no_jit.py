@@ -77,9 +77,11 @@ def _guard(module: ModuleType) -> None:
 
 def _refusal(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+    def refuse(*arguments: Any, **_kwargs: Any) -> Any:
+        name = getattr(arguments[0], "name", "") if arguments else ""  # of DeepSpeed's op
+        op = f" {name}" if isinstance(name, str) and name else ""
         raise BackendError(
-            f"{_who_asked()} wants to compile at run time ({what}), which ops.no_jit forbids",
+            f"{_who_asked()} wants to compile{op} at run time ({what}), which ops.no_jit forbids",
             "build it ahead of time (scripts/build_*.sh, python setup.py build_ops), or leave out --no-jit",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 # the first backward imports it, and sympy with it: not while the other ranks wait
@@ -30,7 +30,7 @@ from frontier_llm.train.evaluate import evaluate
 from frontier_llm.train.guard import Decisions, Recompute, ReplicaCheck, RouterWatch, Saves, Skips, Watchdog, Wish, Wishes, provenance
 from frontier_llm.train.join import joined_state
 from frontier_llm.train.metrics import Metrics, metrics_of
-from frontier_llm.train.progress import progress_of, restore
+from frontier_llm.train.progress import AS_BEFORE, Resume, progress_of, restore
 from frontier_llm.train.step import StepResult, local_gradients, train_step
 from frontier_llm.train.tasks import evaluate_tasks, open_tasks
 from frontier_llm.units import strict_json
@@ -38,17 +38,7 @@ from frontier_llm.units import strict_json
 START_TIMEOUTS = 3  # times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
 
 
-@dataclass(frozen=True)
-class Resume:
-    """How the user wants to continue."""
-
-    strict: bool = False  # a damaged newest checkpoint stops the run instead of falling back to the one before
-    allow_changes: tuple[str, ...] = ()  # keys of the configuration that may change the mathematics
-    leave_out: int = 0  # samples that nothing is trained on, from where the run goes on
-    restart_sources: tuple[str, ...] = ()  # paths of datasets that are read from their beginning, in another order
-
-
-def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = Resume()) -> int:
+def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = AS_BEFORE) -> int:
     """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal.
 
     `signals` has been entered by the caller, as early as it could, so that one during start-up is heard too.

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from frontier_llm.checkpoint import Progress
 from frontier_llm.data.position import START
 from frontier_llm.train.build import BestLoss, TrainState
+
+
+@dataclass(frozen=True)
+class Resume:
+    """How the user wants to continue."""
+
+    strict: bool = False  # a damaged newest checkpoint stops the run instead of falling back to the one before
+    allow_changes: tuple[str, ...] = ()  # keys of the configuration that may change the mathematics
+    leave_out: int = 0  # samples that nothing is trained on, from where the run goes on
+    restart_sources: tuple[str, ...] = ()  # paths of datasets that are read from their beginning, in another order
+
+
+AS_BEFORE = Resume()  # with the values of the checkpoint
 
 
 def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:

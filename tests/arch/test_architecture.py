@@ -146,7 +146,7 @@ OWN_JSON = (
     "checkpoint/weights.py",
     "data/tokenize.py",
 )
-WIRE_JSON = ("comm/heartbeat.py", "comm/store_launch.py", "comm/store_process.py", "comm/values.py", "cluster/probe.py")
+WIRE_JSON = ("comm/board.py", "comm/heartbeat.py", "comm/store_launch.py", "comm/store_process.py", "comm/values.py", "cluster/probe.py")
 
 
 def test_json_for_readers_is_written_by_one_function() -> None:

@@ -42,12 +42,12 @@ def test_ranks_are_started_with_the_environments_python(page) -> None:
     assert [line for line in lines if re.search(r"\bsrun\b.* python3? ", line)] == []
 
 
-def test_the_first_allocations_costs_are_what_the_dry_runs_say(tmp_path) -> None:
+def test_the_first_days_costs_are_what_the_dry_runs_say(tmp_path) -> None:
     """Predicted node-hours, and at most by the walltime, of every job that `submit` queues."""
-    page = (ROOT / "docs" / "first_allocation.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "first_day.md").read_text(encoding="utf-8")
     table = {int(row[0]): row[1:] for row in re.findall(r"^\| (\d)\. .*? \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)}
     seen = set()
-    for fence in fences(ROOT / "docs" / "first_allocation.md"):
+    for fence in fences(ROOT / "docs" / "first_day.md"):
         for line in commands(fence) if fence.language == "bash" else []:
             if not line.startswith("frontier-llm submit ") or "runs/first" in line:
                 continue

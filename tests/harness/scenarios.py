@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.slurm import FRONTIER_NODE, ROOT, LocalSlurm, NodeShape, local_slurm
+from tests.harness.slurm import FLAT_NODE, ROOT, LocalSlurm, NodeShape, local_slurm
 
 AT_ONCE = 9  # all of them: they sleep most of the time; each has a controller, its node daemons and two or three ranks
 Body = Callable[[LocalSlurm, Path], None]
 
 
 @contextmanager
-def training_cluster(nodes: int, shape: NodeShape = FRONTIER_NODE) -> Iterator[LocalSlurm]:
+def training_cluster(nodes: int, shape: NodeShape = FLAT_NODE) -> Iterator[LocalSlurm]:
     """A local Slurm whose jobs run this checkout with this Python."""
     with local_slurm(nodes, shape) as cluster:
         cluster.env |= {

@@ -55,14 +55,17 @@ class NodeShape:
         """The node's part of a NodeName line."""
         # abstract CPU ids of Slurm: the threads of a core are neighbours
         reserved = ",".join(str(core * self.threads_per_core) for core in sorted(self.reserved_cores))
+        specialised = f"CpuSpecList={reserved} " if reserved else ""
         return (
             f"CPUs={self.cores * self.threads_per_core} Sockets=1 CoresPerSocket={self.cores} ThreadsPerCore={self.threads_per_core} "
-            f"CpuSpecList={reserved} RealMemory={self.memory_mib} Gres=gpu:{GPUS}" + (f" Features={self.features}" if self.features else "")
+            f"{specialised}RealMemory={self.memory_mib} Gres=gpu:{GPUS}" + (f" Features={self.features}" if self.features else "")
         )
 
 
 FRONTIER_NODE = NodeShape(memory_mib=512_000, features="nvme")
 LUMI_NODE = NodeShape(memory_mib=480 * 1024)
+# for site `local`, whose jobs share nodes
+FLAT_NODE = NodeShape(memory_mib=500_000, features="nvme", threads_per_core=1, reserved_cores=())
 
 
 def why_unavailable() -> str | None:
@@ -104,9 +107,10 @@ def _die_with_the_tests() -> None:
 class LocalSlurm:
     """The running cluster; `env` lets any Slurm command or our own programs find it."""
 
-    def __init__(self, nodes: int = 4, shape: NodeShape = FRONTIER_NODE) -> None:
+    def __init__(self, nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local") -> None:
         self.nodes = [f"n{index}" for index in range(nodes)]
         self.shape = shape
+        self.name = name  # of the cluster; the running nodes of "frontier" are in its partition batch
         self.root = Path(tempfile.mkdtemp(prefix="fl-slurm-"))
         self.conf = self.root / "slurm.conf"
         self.env = {
@@ -123,7 +127,7 @@ class LocalSlurm:
         for name in ("state", "dev", "logs", *(f"spool-{node}" for node in self.nodes)):
             (self.root / name).mkdir()
         lines = [
-            "ClusterName=local",
+            f"ClusterName={self.name}",
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={ports[0]}",
             f"FirstJobId={ports[0]}",  # ranks derive their port from the job: no two clusters beside each other may number alike
@@ -162,14 +166,14 @@ class LocalSlurm:
                 for node, port in zip(self.nodes, ports[1:], strict=True)
             ),
             *(
-                f"NodeName={prefix}[{1:0{width}}-{count:0{width}}] NodeAddr=127.0.0.1 {shape.words} State=CLOUD"
+                f"NodeName={prefix}[{1:0{width}}-{count:0{width}}] NodeAddr=127.0.0.1 {shape.words} Weight=1000 State=CLOUD"
                 for prefix, width, count, shape in (
                     ("frontier", 5, FRONTIER_NODES, FRONTIER_NODE),
                     ("nid", 6, LUMI_NODES, LUMI_NODE),
                 )
             ),
             f"PartitionName=local Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP",
-            f"PartitionName=batch Nodes=frontier[00001-{FRONTIER_NODES:05}] MaxTime=12:00:00 State=UP",
+            f"PartitionName=batch Nodes={','.join([*self.nodes, '']) if self.name == 'frontier' else ''}frontier[00001-{FRONTIER_NODES:05}] MaxTime=12:00:00 State=UP",
             "PartitionName=extended Nodes=frontier[00001-00064] MaxTime=24:00:00 State=UP",
             f"PartitionName=standard-g Nodes=nid[000001-{LUMI_NODES:06}] MaxTime=2-00:00:00 State=UP",
             "PartitionName=dev-g Nodes=nid[000001-000032] MaxTime=03:00:00 State=UP",
@@ -286,9 +290,9 @@ class LocalSlurm:
 
 
 @contextlib.contextmanager
-def local_slurm(nodes: int = 4, shape: NodeShape = FRONTIER_NODE) -> Iterator[LocalSlurm]:
+def local_slurm(nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local") -> Iterator[LocalSlurm]:
     """A started cluster that is gone afterwards."""
-    cluster = LocalSlurm(nodes, shape)
+    cluster = LocalSlurm(nodes, shape, name)
     try:
         cluster.start()
         yield cluster

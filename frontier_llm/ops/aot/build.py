@@ -20,7 +20,7 @@ from typing import Any
 
 from frontier_llm.errors import BackendError, suggest
 from frontier_llm.ops.kernel_table import ARCHITECTURES, all_kernels, variants
-from frontier_llm.ops.manifest import MANIFEST_VERSION, build_command, check_triton, source_digests
+from frontier_llm.ops.manifest import MANIFEST_VERSION, build_command, check_triton, install_triton, source_digests
 from frontier_llm.units import strict_json
 
 
@@ -167,7 +167,8 @@ def build(architectures: list[str], destination: Path, jobs: int | None = None) 
     try:
         triton, *_ = (importlib.import_module(name) for name in ("triton", "msgpack", "elftools"))
     except ImportError as error:
-        raise BackendError(f"the GPU ops are compiled by Triton, which is not all here: {error}", build_command(named)) from error
+        fix = f"{install_triton()} && {build_command(named)}" if error.name == "triton" else build_command(named)
+        raise BackendError(f"the GPU ops are compiled by Triton, which is not all here: {error}", fix) from error
     check_triton(triton.__version__, named, str(triton.__file__))
     built: dict[str, list[CodeObject]] = {}
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(jobs or os.cpu_count()) as pool:

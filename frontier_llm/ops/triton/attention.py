@@ -29,6 +29,12 @@ def _lift(dtype: tl.constexpr):
 
 
 @triton.jit
+def _lift_factor(dtype: tl.constexpr):
+    """2 to the power of `_lift`. Triton 3.6 has no power with a scalar base."""
+    return 16384.0 if dtype == tl.float16 else 1.0
+
+
+@triton.jit
 def _narrow(x, dtype: tl.constexpr, SOFT_BF16: tl.constexpr):
     """x in the type that it is multiplied in. CDNA2 has no conversion to bf16: of the compiler's five instructions for a number, half hold on to
     a NaN and to ties to even. Neither matters here (a NaN is also in the fp32 sums), and without them it is one and a half.
@@ -220,7 +226,7 @@ def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_MD, g_MD, logsumexp, delta, first
     scores = _scores(tl.dot(k_ND, tl.trans(q_MD)), scale2, bound2, SOFTCAP)
     p_NM = tl.exp2(_logits(scores, tilt[:, None], row[None, :], row[None, :], column[:, None], row_document[None, :], column_document[:, None], window,
                            DIAGONAL, EXTRAS, SOFTCAP) - lse[None, :])  # fmt: skip
-    gv_ND = tl.dot(_narrow(p_NM * 2.0 ** _lift(g_MD.dtype), g_MD.dtype, SOFT_BF16), g_MD, gv_ND)
+    gv_ND = tl.dot(_narrow(p_NM * _lift_factor(g_MD.dtype), g_MD.dtype, SOFT_BF16), g_MD, gv_ND)
     ds_NM = _bounded_slope(p_NM * (tl.dot(v_ND, tl.trans(g_MD)) - row_delta[None, :]), scores, bound2, SOFTCAP)
     return tl.dot(_narrow(ds_NM, q_MD.dtype, SOFT_BF16), q_MD, gk_ND), gv_ND
 
@@ -288,7 +294,7 @@ def attention_grad_kv(
                                           window, slope2, documents, column_document, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_M)  # fmt: skip
     to = b * gk_b + head * gk_a + column.to(tl.int64)[:, None] * gk_s + d[None, :]
     tl.store(grad_k + to, (gk_ND * scale).to(grad_k.dtype.element_ty), mask=inside)
-    tl.store(grad_v + to, (gv_ND * 2.0 ** -_lift(v.dtype.element_ty)).to(grad_v.dtype.element_ty), mask=inside)
+    tl.store(grad_v + to, (gv_ND * (1.0 / _lift_factor(v.dtype.element_ty))).to(grad_v.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -289,7 +289,10 @@ def test_wrong_tools_and_damaged_files_are_refused(tmp_path):
     manifest_of(tmp_path)
     for triton in ("3.4.0", "4.0.0", "?"):
         manifest_of(tmp_path, tools={"triton": triton})
-        with pytest.raises(BackendError, match=r"compiled by Triton(.|\n)*'triton>=3.5,<4' && python setup.py build_ops --arch gfx90a"):
+        with pytest.raises(
+            BackendError,
+            match=r"compiled by Triton(.|\n)*'triton>=3.5,<4' && pip install --no-deps msgpack pyelftools && python setup.py build_ops --arch gfx90a",
+        ):
             manifest.read_manifest("gfx90a", tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(BackendError, match="unreadable manifest"):
