@@ -188,7 +188,8 @@ def test_every_command_runs(frontier: LocalSlurm, place: Path) -> None:
     assert json.loads((run / "plan.json").read_text())["grid"]["dp"] == 2
     assert outputs.index("this job takes 1 node") < outputs.index("attempt 1:")
     queued = (place / "queued").read_text()
-    assert [
-        name for name in ("first", "train_22b", "tune", "weak_series", "train_175b", "train_1t", "pretrain_1t") if name not in queued
-    ] == []
-    assert (place / "checked").read_text().count("to start at") == 7
+    large = ("first", "train_22b", "tune", "weak_series", "train_175b", "train_1t")
+    assert [name for name in large if name not in queued] == []
+    assert (place / "checked").read_text().count("to start at") == len(large)
+    refusal = (checkout / "refusal").read_text()
+    assert "two checkpoints of this run take 22.0 TiB" in refusal and refusal.count("fix:") == 1
