@@ -10,9 +10,10 @@ import re
 import sys
 from pathlib import Path
 
-from frontier_llm.cluster.sbatch import JOBS, PRODUCTION
+from frontier_llm.cluster.sbatch import JOBS
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.config import load_run
+from frontier_llm.config.saves import PRODUCTION
 from frontier_llm.scaling.predict import planned_saves
 
 

@@ -41,8 +41,6 @@ class JobScript:
 
 
 BENCHMARK_LEAD_S = 60  # nothing is saved before the walltime
-# model → batch script that trains it: real data, and saves at the planner's interval
-PRODUCTION = {"gpt-22b": "pretrain_22b", "gpt-175b": "pretrain_175b", "gpt-1t": "pretrain_1t"}
 
 # The walltime of a benchmark is about twice its start (10 minutes, assumed) and five steps at ORNL's published throughput.
 # A step of the largest two outlasts the site's lead time: ORNL's 48 (175B) and 7.5 (1T) tokens/s per GCD make 427 s and 853 s of these

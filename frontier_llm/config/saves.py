@@ -1,8 +1,11 @@
-"""How many checkpoints a run writes."""
+"""How many checkpoints a run writes, and which shipped runs write them."""
 
 from __future__ import annotations
 
 from frontier_llm.config.schema import TrainConfig
+
+# model → run file and batch script that train it: real data, and saves at the planner's interval
+PRODUCTION = {"gpt-22b": "pretrain_22b", "gpt-175b": "pretrain_175b", "gpt-1t": "pretrain_1t"}
 
 
 def saves_between(train: TrainConfig, done: int, until: int) -> int:

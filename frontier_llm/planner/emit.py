@@ -14,8 +14,8 @@ import yaml
 
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.layout import run_keys
-from frontier_llm.cluster.sbatch import PRODUCTION
 from frontier_llm.config import CommConfig, ParallelConfig, PrecisionConfig, available, load_model, load_run, phases_of, planned_tokens
+from frontier_llm.config.saves import PRODUCTION
 from frontier_llm.files import write_atomically
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.planner.algorithms import uses_hierarchical

@@ -13,8 +13,8 @@ from frontier_llm.cluster import notes, run_dir, slurm, submit
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.readiness import refuse_unready
-from frontier_llm.cluster.sbatch import PRODUCTION
 from frontier_llm.config import RunConfig, phases_of, saves_between, saves_nothing
+from frontier_llm.config.saves import PRODUCTION
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.machine import fp16_note, load_machine
 from frontier_llm.scaling.predict import START_S, predict
