@@ -30,7 +30,7 @@ from frontier_llm.comm import serial_mesh, single
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, OptimizerConfig, RunConfig
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import Zero, build_buckets
-from frontier_llm.tensor_parallel import ShardedParameter
+from frontier_llm.parallel.tensor import ShardedParameter
 from frontier_llm.topology import shard
 from frontier_llm.units import GIB
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, all_gather, all_reduce_, barrier, build_mesh, connect, disconnect, post_receive, reduce_scatter
 from frontier_llm.comm.axis import Axis
 from frontier_llm.config import CommConfig
+from frontier_llm.run.launchers import free_port
 from frontier_llm.topology import Grid
 
 SHAPES = {  # name: (elements, dtype); the activation of the benchmark model, its half, a bucket of gradients, a scalar

@@ -23,16 +23,16 @@ import torch
 from measured_page import write_measured
 from torch import Tensor, distributed
 
-from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, serial_mesh
 from frontier_llm.config import RunConfig, build
 from frontier_llm.config.load import load_model, merge, parse_overrides
-from frontier_llm.context_parallel import attention_core
 from frontier_llm.data.loader import open_batches
 from frontier_llm.ops import Scores, select_ops, working_dtype
+from frontier_llm.parallel.context import attention_core
+from frontier_llm.run.launchers import free_port
 from frontier_llm.topology import make_plan
-from frontier_llm.train.build import build_state
-from frontier_llm.train.step import train_step
+from frontier_llm.training.build import build_state
+from frontier_llm.training.step import train_step
 
 MIB = 2**20
 

@@ -31,13 +31,13 @@ import torch
 from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.config import RunConfig, load_model, load_run
 from frontier_llm.config.load import build
-from frontier_llm.costs.seconds import times
-from frontier_llm.costs.time import layer_s
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.ops import Scores
 from frontier_llm.ops.gpu import GpuOps
-from frontier_llm.train.join import joined_state
-from frontier_llm.train.step import train_step
+from frontier_llm.planner.costs.seconds import times
+from frontier_llm.planner.costs.time import layer_s
+from frontier_llm.training.join import joined_state
+from frontier_llm.training.step import train_step
 from tests.unit.ops.fake_gpu import fake_gpu
 from tests.unit.ops.launches import of_a_layer, without_numbers
 

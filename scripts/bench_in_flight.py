@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Group, Meeting, Mesh, Pending, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.group import Sending
 from frontier_llm.config import CommConfig
-from frontier_llm.pipeline import ActivationSpec, Engine
+from frontier_llm.parallel.pipeline import ActivationSpec, Engine
+from frontier_llm.parallel.tensor import WeightGradients
 from frontier_llm.planner.pipeline import StageTimes, _simulate
+from frontier_llm.run.launchers import free_port
 from frontier_llm.schedule import build
-from frontier_llm.tensor_parallel import WeightGradients
 from frontier_llm.topology import Grid
 
 STAGES = 4

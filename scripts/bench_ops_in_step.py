@@ -19,8 +19,8 @@ import torch
 
 from frontier_llm.config import load_run
 from frontier_llm.ops.reference import GROUPS
-from frontier_llm.train.join import joined_state
-from frontier_llm.train.step import train_step
+from frontier_llm.training.join import joined_state
+from frontier_llm.training.step import train_step
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "ops.md"
 TOKENS = 16 * 256

@@ -21,14 +21,14 @@ import torch
 from measured_timeline import Timeline, draw, write_chrome_trace
 from simulated_link import Link, linked
 
-from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
+from frontier_llm.run.launchers import free_port
 from frontier_llm.schedule import Action
 from frontier_llm.topology import make_plan
-from frontier_llm.train.build import TrainState, build_state
-from frontier_llm.train.step import train_step
+from frontier_llm.training.build import TrainState, build_state
+from frontier_llm.training.step import train_step
 
 EXPERTS = (
     "parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=dualpipe-v", "parallel.data=2", "parallel.expert=2",

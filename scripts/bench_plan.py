@@ -20,10 +20,10 @@ from statistics import median
 from typing import Any
 
 from frontier_llm.blueprint.layout import layout_of
-from frontier_llm.cluster.rank_env import environment
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.planner.pipeline import play
+from frontier_llm.run.rank_env import environment
 from frontier_llm.topology import make_plan
 
 RANKS = 2

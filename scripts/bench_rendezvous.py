@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.rendezvous import CONNECTIONS, StoreKind, open_store
+from frontier_llm.run.launchers import free_port
 from frontier_llm.topology import Grid
 
 JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the last one's set; the same per group

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting
 from frontier_llm.comm.heartbeat import LATE_FACTOR, Heartbeats
 from frontier_llm.comm.rendezvous import forget_stores, join_store, open_store, start_store, store_address
 from frontier_llm.comm.store_process import raise_open_file_limit
+from frontier_llm.run.launchers import free_port
 
 SECRET = b"a secret of this benchmark"
 NOTICE = {

@@ -16,9 +16,9 @@ from frontier_llm.blueprint.items import EXCHANGE
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.work import block_work
 from frontier_llm.config.load import load_model
-from frontier_llm.costs.seconds import by_cause
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.candidates import context_degrees, context_ways
+from frontier_llm.planner.costs.seconds import by_cause
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.config import ModelConfig, load_model
-from frontier_llm.costs.flops import model_flops_per_token
+from frontier_llm.planner.costs.flops import model_flops_per_token
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.cluster.launchers import RankEnv, free_port
-from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.config import RunConfig, load_model
-from frontier_llm.train.loop import train
+from frontier_llm.run.launchers import RankEnv, free_port
+from frontier_llm.run.signals import EXIT_INTERRUPTED, SignalWatcher
+from frontier_llm.training.loop import train
 from tests.faults.runs import Run
 
 SAVE_POINTS = [

@@ -12,14 +12,14 @@ import multiprocessing
 
 import torch
 
-from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.optim import Zero
+from frontier_llm.run.launchers import free_port
 from frontier_llm.topology import make_plan
-from frontier_llm.train.build import TrainState, build_state
-from frontier_llm.train.step import train_step
+from frontier_llm.training.build import TrainState, build_state
+from frontier_llm.training.step import train_step
 
 RUNS = {"full": "full", "bf16": "bf16", "nudged": "full"}
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from frontier_llm.cluster.local import free_port
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import CommConfig
-from frontier_llm.pipeline import ActivationSpec, Engine
+from frontier_llm.parallel.pipeline import ActivationSpec, Engine
 from frontier_llm.schedule import Action, Follows, Kind, Schedule, ahead, build, rule, simulate, simulate_in_turn
 from frontier_llm.topology import Grid
 

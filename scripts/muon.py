@@ -27,8 +27,8 @@ from frontier_llm.blueprint.matrices import Part, is_matrix, matrices_of
 from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.comm import single
 from frontier_llm.config import load_model
-from frontier_llm.costs.update import products, update_flops
 from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
+from frontier_llm.planner.costs.update import products, update_flops
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -33,7 +33,7 @@ from frontier_llm.config import CommConfig, OpsConfig, OptimizerConfig, load_mod
 from frontier_llm.model import Stage, build_stages
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import Zero, build_buckets
-from frontier_llm.tensor_parallel import LayerContext, WeightGradients
+from frontier_llm.parallel.tensor import LayerContext, WeightGradients
 from frontier_llm.topology import Grid, split_layers
 
 OPS = select_ops(OpsConfig(), "cpu", torch.bfloat16)  # once: each choice is logged

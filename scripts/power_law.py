@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from frontier_llm.scaling.harvest import t95
+from frontier_llm.experiments.scaling.harvest import t95
 
 _GRID = 2000  # candidate values of E between 0 and the smallest loss
 

@@ -14,7 +14,7 @@ from frontier_llm.cluster.sbatch import JOBS
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.config import load_run
 from frontier_llm.config.saves import PRODUCTION
-from frontier_llm.scaling.predict import planned_saves
+from frontier_llm.planner.predict import planned_saves
 
 
 def expected_line(path: Path, nodes: int, site: str) -> str:

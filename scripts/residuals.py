@@ -14,10 +14,10 @@ import numpy as np
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.seats import seats
-from frontier_llm.costs.seconds import FORWARD_OPS
-from frontier_llm.costs.time import p2p_bytes
 from frontier_llm.machine import Rates
+from frontier_llm.planner.costs.seats import seats
+from frontier_llm.planner.costs.seconds import FORWARD_OPS
+from frontier_llm.planner.costs.time import p2p_bytes
 from frontier_llm.planner.published.datasets import shipped
 from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
 from frontier_llm.planner.published.validate import groups, is_fitted

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from kill_anywhere import CODES, Campaign, Different
 
-from frontier_llm.cluster.run_dir import STOP_FILE
-from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.comm.host_memory import MEMORY_DIR
+from frontier_llm.run.run_dir import STOP_FILE
+from frontier_llm.run.signals import EXIT_INTERRUPTED
 
 FAULTS = ["kill", "kill", *CODES]
 LONG_SHARE = 1 / 6  # of the time is the long run's

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from frontier_llm.errors import FrontierError
-from frontier_llm.measure.timing import kernel_s
+from frontier_llm.experiments.measure.timing import kernel_s
 from frontier_llm.ops import Scores, kernel_table
 from frontier_llm.ops.driver import Argument, Grid
 from frontier_llm.ops.gpu import GpuOps

@@ -10,8 +10,8 @@ import sys
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig, load_model
-from frontier_llm.costs.time import step_s
 from frontier_llm.machine import load_machine, rates
+from frontier_llm.planner.costs.time import step_s
 
 TERA = 1e12
 ROWS = (  # model, TFLOP/s per GCD as published, GCDs, tp, ep, sequences per microbatch, sequences per step, sharding

@@ -18,7 +18,7 @@ from frontier_llm.config import ModelConfig, MoeConfig
 ROUTING, EXPERTS, DISPATCH = "router", "experts' products", "tokens to experts and back"
 COUNT_BYTES, CHOICE_BYTES = 8, 4
 # between what the host waits for and the rows' departure: a copy to the host, which takes as long as two, the rows' sources, rows and weights gathered,
-# and their two messages (expert_parallel/dispatch.py)
+# and their two messages (parallel/expert/dispatch.py)
 LAUNCHES_AFTER_WAIT = 10
 
 

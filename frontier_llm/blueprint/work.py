@@ -1,6 +1,6 @@
 """What a block, the embedding and the head compute, send and keep on one rank for one microbatch, written once, as lists of items.
 
-FLOPs, seconds and bytes kept are folds over these lists (`costs/`), bytes moved one of the tests' (`tests/harness/traffic.py`). The recomputed
+FLOPs, seconds and bytes kept are folds over these lists (`planner/costs/`), bytes moved one of the tests' (`tests/harness/traffic.py`). The recomputed
 forward is not listed: an item says which modes repeat it in backward, and whether it is there only where backward is split. Letters as in `model/dims.py`; T is the tokens of a microbatch, S·B.
 """
 

@@ -13,7 +13,10 @@ from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, parse
-from frontier_llm.cluster.complete import (
+from frontier_llm.errors import CheckpointError
+from frontier_llm.failpoints import hit
+from frontier_llm.files import sync_directory, write_atomically, write_durably
+from frontier_llm.run.complete import (
     MANIFEST,
     MANIFEST_DIGEST,
     BrokenManifest,
@@ -23,9 +26,6 @@ from frontier_llm.cluster.complete import (
     named_steps,
     step_name,
 )
-from frontier_llm.errors import CheckpointError
-from frontier_llm.failpoints import hit
-from frontier_llm.files import sync_directory, write_atomically, write_durably
 
 LATEST, BEST = "LATEST", "BEST"
 _REPLACED = re.compile(r"(step_[0-9]{8,12})\.replaced\.[0-9]+")

@@ -14,11 +14,11 @@ from frontier_llm.checkpoint import shard as shard_file
 from frontier_llm.checkpoint.drift import Change, allowed_changes, config_changes, data_changes, environment_changes, plugin_changes
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.weights import CheckpointWeights
-from frontier_llm.cluster.complete import fault
 from frontier_llm.config import RunConfig
 from frontier_llm.config.plugins import records_of
 from frontier_llm.data.identity import datasets_of, identities
 from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.run.complete import fault
 
 
 def find(path: Path) -> list[Path]:

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.cluster.holder import (
+from frontier_llm.errors import CheckpointError
+from frontier_llm.files import folder_below, write_atomically, write_durably
+from frontier_llm.run.holder import (
     STALE_AFTER_S,
     Holder,
     how_to_free,
@@ -23,10 +25,8 @@ from frontier_llm.cluster.holder import (
     start_after,
     watched_dead,
 )
-from frontier_llm.cluster.run_dir import MOVE_BACK, MOVED
-from frontier_llm.errors import CheckpointError
-from frontier_llm.files import folder_below, write_atomically, write_durably
-from frontier_llm.threads import Heartbeat
+from frontier_llm.run.run_dir import MOVE_BACK, MOVED
+from frontier_llm.run.threads import Heartbeat
 
 HEARTBEAT_S = 5.0
 

@@ -24,8 +24,6 @@ from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
 from frontier_llm.checkpoint.older import position_of
 from frontier_llm.checkpoint.save import Save, Writer
-from frontier_llm.cluster.complete import fault
-from frontier_llm.cluster.holder import Holder, this_process
 from frontier_llm.comm import Mesh, all_gather_json, broadcast_bytes, broadcast_json
 from frontier_llm.config import RunConfig
 from frontier_llm.config.plugins import PluginRecord
@@ -33,6 +31,8 @@ from frontier_llm.data.identity import Dataset, identities
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer
+from frontier_llm.run.complete import fault
+from frontier_llm.run.holder import Holder, this_process
 
 _ERRORS = {error.__name__: error for error in (DamagedCheckpoint, Superseded)}  # kinds that callers tell apart
 

@@ -20,12 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from frontier_llm.blueprint.optimizers import ADAMW, MASTER, STATISTIC
 from frontier_llm.bounds import LIFT, lifted
-from frontier_llm.cluster.complete import MAX_MANIFEST_BYTES
-from frontier_llm.cluster.records import is_count, is_number
 from frontier_llm.config.fields import first_fault
 from frontier_llm.config.plugins import PluginRecord, recorded_names
 from frontier_llm.data.position import Position
 from frontier_llm.errors import CheckpointError, Problem, first_of
+from frontier_llm.run.complete import MAX_MANIFEST_BYTES
+from frontier_llm.run.records import is_count, is_number
 
 FORMAT: Final = "frontier_llm checkpoint"
 VERSION: Final = 4

@@ -24,7 +24,7 @@ from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer
-from frontier_llm.threads import in_daemon
+from frontier_llm.run.threads import in_daemon
 from frontier_llm.units import format_bytes
 
 STAGES = ("write", "commit", "audit", "prune")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.config import ModelConfig
-from frontier_llm.tensor_parallel import ShardedParameter
+from frontier_llm.parallel.tensor import ShardedParameter
 
 
 class WeightSource(Protocol):

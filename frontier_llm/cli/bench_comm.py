@@ -12,11 +12,11 @@ from frontier_llm.tables import aligned
 from frontier_llm.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from frontier_llm.cluster.launchers import RankEnv
     from frontier_llm.comm import Mesh
     from frontier_llm.config import RunConfig
-    from frontier_llm.measure.links import LinkTime, Pair
-    from frontier_llm.measure.pieces import PiecesTime
+    from frontier_llm.experiments.measure.links import LinkTime, Pair
+    from frontier_llm.experiments.measure.pieces import PiecesTime
+    from frontier_llm.run.launchers import RankEnv
 
 
 @command(
@@ -56,9 +56,9 @@ def comm(args: argparse.Namespace) -> int:
         if place is None:
             raise LayoutError("a layout of one rank moves nothing", "add e.g. parallel.tensor=2, or start it with srun", "bench comm")
         from frontier_llm.blueprint.layout import layout_of
-        from frontier_llm.measure import links
-        from frontier_llm.measure.pieces import bench_pieces
-        from frontier_llm.train.join import joined
+        from frontier_llm.experiments.measure import links
+        from frontier_llm.experiments.measure.pieces import bench_pieces
+        from frontier_llm.training.join import joined
 
         with joined(config, place) as (_, mesh, device):
             largest = args.max or size_of("4GiB" if device.type == "cuda" else "16MiB")
@@ -80,10 +80,10 @@ def _write_files(
 
     from frontier_llm import log
     from frontier_llm.errors import LayoutError
+    from frontier_llm.experiments.measure.link_tables import algorithm_rules, node_tables
+    from frontier_llm.experiments.measure.machine_file import rounded, write_machine, write_yaml
+    from frontier_llm.experiments.measure.pieces import chunk_overlap
     from frontier_llm.machine import load_machine, own_stack
-    from frontier_llm.measure.link_tables import algorithm_rules, node_tables
-    from frontier_llm.measure.machine_file import rounded, write_machine, write_yaml
-    from frontier_llm.measure.pieces import chunk_overlap
 
     where = f"frontier-llm bench comm on {platform.node()}"
     if args.emit:
@@ -108,8 +108,8 @@ def _write_files(
 def _report(
     args: argparse.Namespace, config: RunConfig, measurements: list[LinkTime], pieces: list[PiecesTime], pairs: list[Pair], per_node: int
 ) -> None:
+    from frontier_llm.experiments.measure.link_tables import contention, draw_pairs, link_kind, slow_links
     from frontier_llm.machine import load_machine
-    from frontier_llm.measure.link_tables import contention, draw_pairs, link_kind, slow_links
 
     kind = link_kind(per_node, load_machine(config.machine).node.links)
     slow = slow_links(pairs, kind)

@@ -12,7 +12,7 @@ from frontier_llm.tables import aligned
 from frontier_llm.units import TERA, format_seconds
 
 if TYPE_CHECKING:
-    from frontier_llm.measure.ops import Timing
+    from frontier_llm.experiments.measure.ops import Timing
 
 
 @command(
@@ -32,9 +32,9 @@ def ops(args: argparse.Namespace) -> int:
     import torch  # after a mistyped model's name
 
     from frontier_llm.errors import BackendError
-    from frontier_llm.measure.ops import compare, copy_bandwidth
+    from frontier_llm.experiments.measure.ops import compare, copy_bandwidth
     from frontier_llm.ops import select_ops, working_dtype
-    from frontier_llm.train.host_memory import keep_freed_memory
+    from frontier_llm.training.host_memory import keep_freed_memory
 
     if args.device == "cuda" and not torch.cuda.is_available():
         fix = "check the module, the container and ROCR_VISIBLE_DEVICES, or take --device cpu"

@@ -11,9 +11,9 @@ from frontier_llm.tables import aligned
 from frontier_llm.units import format_seconds
 
 if TYPE_CHECKING:
-    from frontier_llm.cluster.launchers import RankEnv
     from frontier_llm.config import RunConfig
-    from frontier_llm.measure.step import StepBench
+    from frontier_llm.experiments.measure.step import StepBench
+    from frontier_llm.run.launchers import RankEnv
 
 
 @command(
@@ -28,8 +28,8 @@ def step(args: argparse.Namespace) -> int:
     from frontier_llm.cli.local_ranks import measure_on_ranks
 
     def measure(config: RunConfig, place: RankEnv | None) -> None:
-        from frontier_llm.measure.step import bench_step
-        from frontier_llm.train.join import joined_state
+        from frontier_llm.experiments.measure.step import bench_step
+        from frontier_llm.training.join import joined_state
 
         with joined_state(config, place) as state:
             result = bench_step(state, args.steps)

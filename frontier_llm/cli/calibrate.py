@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 def calibrate(args: argparse.Namespace) -> int:
     """Join a launcher's ranks or start local ones; rank 0 writes the file."""
     from frontier_llm.cli.local_ranks import start_local_ranks
-    from frontier_llm.cluster.rank_env import discover
     from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError
     from frontier_llm.planner.candidates import tensor_degrees
+    from frontier_llm.run.rank_env import discover
 
     if args.output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{args.output} is no name of a machine file", f"--output {args.output.with_suffix('.yaml')}", "--output")
@@ -52,9 +52,9 @@ def calibrate(args: argparse.Namespace) -> int:
 def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
     import datetime
 
-    from frontier_llm.measure.machine_file import machine_content, report, write_machine
-    from frontier_llm.measure.samples import measure
-    from frontier_llm.train.join import joined
+    from frontier_llm.experiments.measure.machine_file import machine_content, report, write_machine
+    from frontier_llm.experiments.measure.samples import measure
+    from frontier_llm.training.join import joined
 
     with joined(config, place) as (_, mesh, device):
         samples = measure(config, mesh, device, memory_bytes(device.type, mesh.world.size), args.repeats)

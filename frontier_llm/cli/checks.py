@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.cluster.run_dir import STOP_FILE
 from frontier_llm.config import RunConfig, phase_note, phases_of, saves_between, warmup_note
 from frontier_llm.data.position import START, Position
 from frontier_llm.errors import ConfigError, FrontierError, Problem, not_installed, suggest
+from frontier_llm.run.run_dir import STOP_FILE
 from frontier_llm.units import format_bytes, plural
 
 GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # of the vendors' drivers; asking torch takes two seconds
@@ -28,7 +28,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True, position: Posi
     from frontier_llm.data.loader import data_problems
     from frontier_llm.data.summary import log_datasets
     from frontier_llm.topology import make_plan, plan_problems
-    from frontier_llm.train import observers
+    from frontier_llm.training import observers
 
     problems = [
         *_package_problems(config),
@@ -164,9 +164,9 @@ def check_resume(config: RunConfig, allowed: Sequence[str]) -> None:
 
 
 def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
-    from frontier_llm.cluster.rank_env import environment
     from frontier_llm.config.deepspeed import INSTALL, deepspeed_settings
     from frontier_llm.ops.deepspeed_ops import missing_ops
+    from frontier_llm.run.rank_env import environment
 
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("deepspeed is not installed", f"{INSTALL}, or set optimizer.engine=native", "optimizer.engine")

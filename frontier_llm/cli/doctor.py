@@ -31,15 +31,15 @@ def doctor(args: argparse.Namespace) -> int:
 
     from frontier_llm import log
     from frontier_llm.blueprint.optimizers import state_bytes
-    from frontier_llm.cluster import hostlist
     from frontier_llm.cluster.doctor import examine
     from frontier_llm.cluster.probe import Settings
-    from frontier_llm.cluster.rank_env import environ
     from frontier_llm.cluster.rank_variables import expected_settings, run_variables
     from frontier_llm.cluster.readiness import installation_problems
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.machine.env import environment
+    from frontier_llm.run import hostlist
+    from frontier_llm.run.rank_env import environ
 
     site = load_site(args.site)
     directory, needed_bytes = Path(args.run_dir), 0

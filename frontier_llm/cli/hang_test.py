@@ -12,19 +12,19 @@ from frontier_llm.cli.arguments import show
 
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
-    from frontier_llm.measure.hang import Verdict
+    from frontier_llm.experiments.measure.hang import Verdict
 
 
 def hang_test(args: argparse.Namespace) -> int:
     """Exit code 0 when a mode is safe. Started alone it tries each mode in local ranks; with --mode it is what tries one."""
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
-    from frontier_llm.cluster.node_folders import temporary_folder
-    from frontier_llm.cluster.rank_env import COMMAND, discover, environment, with_this_package
     from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.config import load_run
     from frontier_llm.errors import LayoutError
-    from frontier_llm.measure import hang
+    from frontier_llm.experiments.measure import hang
+    from frontier_llm.run.node_folders import temporary_folder
+    from frontier_llm.run.rank_env import COMMAND, discover, environment, with_this_package
 
     config, place = load_run(args.run, args.overrides), discover()
     world_size = local_world_size(config)
@@ -62,8 +62,8 @@ def _report(args: argparse.Namespace, config: RunConfig, verdicts: list[Verdict]
 
     from frontier_llm import log
     from frontier_llm.cli.local_ranks import local_world_size
-    from frontier_llm.measure.hang import in_flight_of
-    from frontier_llm.measure.machine_file import write_machine
+    from frontier_llm.experiments.measure.hang import in_flight_of
+    from frontier_llm.experiments.measure.machine_file import write_machine
     from frontier_llm.topology import plan_as_given
 
     mode, plan = in_flight_of(verdicts), plan_as_given(config, local_world_size(config))

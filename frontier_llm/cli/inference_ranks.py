@@ -41,7 +41,7 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
 
     Model and layout are refused here, in one process, before any rank starts.
     """
-    from frontier_llm.cluster.rank_env import discover, environment
+    from frontier_llm.run.rank_env import discover, environment
 
     world_size = args.tensor * args.pipeline * getattr(args, "data_parallel", 1)
     with as_typed(_FLAGS):
@@ -53,7 +53,7 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
         model = open_model(args.model, plugins=args.plugin).source.model
         inference_plan(model, args.tensor, args.pipeline, world_size, args.expert)
     from frontier_llm.cluster.local import run_local_ranks
-    from frontier_llm.cluster.node_folders import temporary_folder
+    from frontier_llm.run.node_folders import temporary_folder
 
     with temporary_folder() as logs:
         return run_local_ranks(world_size, args.typed, environment(), logs)
@@ -62,10 +62,10 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
 @contextmanager
 def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[tuple[InferenceModel, bool]]:
     """(this rank's part with its weights, True on the rank that prints). A damaged checkpoint is refused, unless args.no_verify."""
-    from frontier_llm.cluster.rank_env import discover
     from frontier_llm.config import OpsConfig
     from frontier_llm.inference.model import build_inference_model, inference_run
-    from frontier_llm.train.join import joined
+    from frontier_llm.run.rank_env import discover
+    from frontier_llm.training.join import joined
 
     place = discover()
     run = inference_run(opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device, args.expert)

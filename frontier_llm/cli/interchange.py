@@ -35,8 +35,8 @@ IMPORT_OPTIONS = (
 )
 def import_hf(args: argparse.Namespace) -> int:
     """From a Hugging Face directory."""
-    from frontier_llm.checkpoint.huggingface import HuggingFaceModel, read_model_config
     from frontier_llm.config.plugins import import_plugins
+    from frontier_llm.interop.huggingface import HuggingFaceModel, read_model_config
 
     import_plugins(args.plugin)
     return _import(args, read_model_config, lambda directory, model: HuggingFaceModel(directory, model.vocab_multiple))
@@ -51,7 +51,7 @@ def import_hf(args: argparse.Namespace) -> int:
 )
 def import_megatron(args: argparse.Namespace) -> int:
     """From a Megatron checkpoint; the run's vocabulary says how many of the embedding's rows are no padding."""
-    from frontier_llm.checkpoint.megatron import MegatronModel
+    from frontier_llm.interop.megatron import MegatronModel
 
     return _import(
         args,
@@ -104,8 +104,8 @@ def _import(
 )
 def export_hf(args: argparse.Namespace) -> int:
     """Open, verify, write."""
-    from frontier_llm.checkpoint.huggingface import Companions, HubRepository, export_huggingface, tokenizer_files
     from frontier_llm.inference.open import open_model, open_tokenizer
+    from frontier_llm.interop.huggingface import Companions, HubRepository, export_huggingface, tokenizer_files
     from frontier_llm.ops import working_dtype
 
     repository = HubRepository(args.push_to_hub, args.private) if args.push_to_hub else None

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cluster.local import run_local_ranks
-from frontier_llm.cluster.rank_env import discover, environment
 from frontier_llm.cluster.rank_variables import set_rank_variables
 from frontier_llm.config import RunConfig, load_run
+from frontier_llm.run.rank_env import discover, environment
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable
 
-    from frontier_llm.cluster.launchers import RankEnv
+    from frontier_llm.run.launchers import RankEnv
 
 
 def local_world_size(config: RunConfig) -> int:

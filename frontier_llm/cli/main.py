@@ -14,8 +14,8 @@ from typing import NoReturn
 from frontier_llm import __version__
 from frontier_llm.bounds import VARIABLE, lift
 from frontier_llm.cli.arguments import Parser
-from frontier_llm.cluster.rank_env import environ
 from frontier_llm.errors import FrontierError, not_installed, suggest
+from frontier_llm.run.rank_env import environ
 
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` must answer in under 0.3 s, so it reads only this table.
 COMMANDS = {

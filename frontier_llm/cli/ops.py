@@ -118,7 +118,7 @@ def _tune(args: argparse.Namespace) -> int:
     import torch  # after a mistyped model's name
 
     from frontier_llm.errors import BackendError
-    from frontier_llm.measure.attention_choice import tune
+    from frontier_llm.experiments.measure.attention_choice import tune
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BackendError("torch sees no GPU", "run it where there is one, or take --device cpu", "ops tune")

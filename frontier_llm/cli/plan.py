@@ -145,8 +145,8 @@ def _is_run(name: str) -> bool:
 
 def _measured(args: argparse.Namespace) -> int:
     """`--measured`: runs that took place, each beside its prediction."""
+    from frontier_llm.experiments.measure.predicted import as_table, beside_prediction
     from frontier_llm.machine import load_machine, rates
-    from frontier_llm.measure.predicted import as_table, beside_prediction
 
     numbers = rates(load_machine(args.machine), args.stack)
     runs = [beside_prediction(directory, numbers, args.plugin) for directory in args.measured]

@@ -22,7 +22,7 @@ from frontier_llm.cli.arguments import PLUGIN, command, option
 )
 def report(args: argparse.Namespace) -> int:
     """Write the page and print its path."""
-    from frontier_llm.measure.report import write_report
+    from frontier_llm.experiments.measure.report import write_report
 
     sample = args.sample.read_text(encoding="utf-8") if args.sample else None
     output = args.output or args.runs[0] / "report.html"

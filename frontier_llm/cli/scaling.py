@@ -12,10 +12,10 @@ from frontier_llm.cli.arguments import JOB, JSON, Command, command, natural, one
 if TYPE_CHECKING:
     from frontier_llm.cluster.sites import Site
     from frontier_llm.config import RunConfig
-    from frontier_llm.scaling.forecast import Forecast
-    from frontier_llm.scaling.harvest import Row
-    from frontier_llm.scaling.launch import AllocationRanks
-    from frontier_llm.scaling.series import Mode, Point
+    from frontier_llm.experiments.scaling.forecast import Forecast
+    from frontier_llm.experiments.scaling.harvest import Row
+    from frontier_llm.experiments.scaling.launch import AllocationRanks
+    from frontier_llm.experiments.scaling.series import Mode, Point
 
 
 def _series_command(mode: Mode, batch: str, line: str) -> Command:
@@ -57,9 +57,9 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
-    from frontier_llm.scaling.forecast import as_text
-    from frontier_llm.scaling.launch import BARE, AllocationRanks
-    from frontier_llm.scaling.series import default_batch, find_run, make_series
+    from frontier_llm.experiments.scaling.forecast import as_text
+    from frontier_llm.experiments.scaling.launch import BARE, AllocationRanks
+    from frontier_llm.experiments.scaling.series import default_batch, find_run, make_series
 
     overrides = [*BARE, *args.overrides]
     run = args.run or find_run(args.model)
@@ -92,13 +92,13 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
 def _run_here(args: argparse.Namespace, points: list[Point], launcher: AllocationRanks, words: list[str], root: Path) -> int:
     """`--in-job`: the series by srun steps of this allocation, then its report."""
     from frontier_llm import log
+    from frontier_llm.cluster.admission import written
     from frontier_llm.errors import ConfigError
-    from frontier_llm.scaling.admission import written
-    from frontier_llm.scaling.figure import write_report
-    from frontier_llm.scaling.forecast import as_text, forecasts
-    from frontier_llm.scaling.harvest import harvest
-    from frontier_llm.scaling.in_job import run_series
-    from frontier_llm.scaling.walltime import steps_of
+    from frontier_llm.experiments.scaling.figure import write_report
+    from frontier_llm.experiments.scaling.forecast import as_text, forecasts
+    from frontier_llm.experiments.scaling.harvest import harvest
+    from frontier_llm.experiments.scaling.in_job import run_series
+    from frontier_llm.experiments.scaling.walltime import steps_of
     from frontier_llm.units import plural
 
     if points[-1].nodes > launcher.nodes:
@@ -142,12 +142,12 @@ def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: R
     """(each point priced, its job id or None in a dry run)."""
     from frontier_llm import log
     from frontier_llm.cluster import submit
+    from frontier_llm.cluster.admission import admit, cost_of
     from frontier_llm.cluster.sites import parse_walltime
     from frontier_llm.errors import ConfigError
-    from frontier_llm.scaling.admission import admit, cost_of
-    from frontier_llm.scaling.forecast import forecasts
-    from frontier_llm.scaling.series import announce, submission_problems
-    from frontier_llm.scaling.walltime import with_walltime
+    from frontier_llm.experiments.scaling.forecast import forecasts
+    from frontier_llm.experiments.scaling.series import announce, submission_problems
+    from frontier_llm.experiments.scaling.walltime import with_walltime
     from frontier_llm.units import plural
 
     account = args.account or submit.default_account()
@@ -187,7 +187,7 @@ def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: R
 def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) -> None:
     """The table, and which files hold it."""
     from frontier_llm import log
-    from frontier_llm.scaling.harvest import as_json, as_text
+    from frontier_llm.experiments.scaling.harvest import as_json, as_text
     from frontier_llm.units import printable
 
     print(as_json(rows) if args.json else printable(as_text(rows)))
@@ -196,8 +196,8 @@ def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) ->
 
 
 def _simulate(args: argparse.Namespace, points: list[Point], root: Path) -> int:
-    from frontier_llm.scaling.figure import write_report
-    from frontier_llm.scaling.simulate import simulated_rows
+    from frontier_llm.experiments.scaling.figure import write_report
+    from frontier_llm.experiments.scaling.simulate import simulated_rows
 
     rows = simulated_rows(points)
     directory = root / f"simulated_{points[0].mode}_{points[0].config.model.name}"
@@ -213,8 +213,8 @@ def _simulate(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     about="Harvest run directories into a table and figures: CSV, JSON and a self-contained HTML page.",
 )
 def _report(args: argparse.Namespace) -> int:
-    from frontier_llm.scaling.figure import write_report
-    from frontier_llm.scaling.harvest import harvest
+    from frontier_llm.experiments.scaling.figure import write_report
+    from frontier_llm.experiments.scaling.harvest import harvest
 
     rows = harvest(Path(args.directory))
     _print_rows(args, rows, write_report(rows, Path(args.output or args.directory)))

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 def submit(args: argparse.Namespace) -> int:
     """Exit code 0 if the job is queued, or if a dry run finds nothing wrong; 1 if something is not installed, or not checkable."""
     from frontier_llm import log
-    from frontier_llm.cluster import hostlist
     from frontier_llm.cluster import submit as slurm
+    from frontier_llm.cluster.admission import admit, advice, cost_of
     from frontier_llm.cluster.job_spec import default_continuation
     from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
-    from frontier_llm.scaling.admission import admit, advice, cost_of
+    from frontier_llm.run import hostlist
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])

@@ -44,8 +44,8 @@ from frontier_llm.data.position import START
 )
 def train(args: argparse.Namespace) -> int:
     """Exit code 0 when the run reached its last step."""
-    from frontier_llm.cluster.rank_env import discover
-    from frontier_llm.cluster.signals import BEFORE_RANKS, held
+    from frontier_llm.run.rank_env import discover
+    from frontier_llm.run.signals import BEFORE_RANKS, held
 
     if discover() is not None:
         with held():  # a rank that is told to save while it reads and imports, which takes seconds, does so when it has begun
@@ -55,11 +55,11 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from frontier_llm.cluster.holder import refuse_second_start
-    from frontier_llm.cluster.rank_env import discover
     from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
-    from frontier_llm.cluster.signals import SignalWatcher, held
+    from frontier_llm.run.holder import refuse_second_start
+    from frontier_llm.run.rank_env import discover
+    from frontier_llm.run.signals import SignalWatcher, held
 
     overrides = [*args.overrides, *(["ops.no_jit=true"] if args.no_jit else [])]
     config = load_run(args.run, overrides)
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
         if place is None and world_size > 1:
             return start_local_ranks(config, world_size, args.typed)
         with SignalWatcher() as signals:
-            from frontier_llm.train.loop import Resume, train
+            from frontier_llm.training.loop import Resume, train
 
             resume = Resume(args.strict, tuple(args.allow_change), args.leave_out, tuple(args.restart_source))
             code = train(config, place, signals, resume)

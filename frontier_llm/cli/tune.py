@@ -10,8 +10,8 @@ from frontier_llm.cli.arguments import JSON, amount, command, natural, option, p
 from frontier_llm.tables import aligned
 
 if TYPE_CHECKING:
-    from frontier_llm.scaling.launch import Launcher
-    from frontier_llm.tuning.search import Tuner
+    from frontier_llm.experiments.scaling.launch import Launcher
+    from frontier_llm.experiments.tuning.search import Tuner
 
 DIRECTORY = "runs/tune"
 
@@ -51,9 +51,9 @@ DIRECTORY = "runs/tune"
 def tune(args: argparse.Namespace) -> int:
     """Exit code 0 when a layout was measured."""
     from frontier_llm import log
-    from frontier_llm.tuning.measure import Bench
-    from frontier_llm.tuning.search import Limits, run_search
-    from frontier_llm.tuning.trials import TRIALS_FILE, write_trials
+    from frontier_llm.experiments.tuning.measure import Bench
+    from frontier_llm.experiments.tuning.search import Limits, run_search
+    from frontier_llm.experiments.tuning.trials import TRIALS_FILE, write_trials
 
     root = Path(args.output or Path(DIRECTORY) / Path(args.run).stem).resolve()
     launcher, overrides = _launcher(args)
@@ -79,12 +79,12 @@ def tune(args: argparse.Namespace) -> int:
 
 def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
     """Where trials run, and the words of the run: inside an allocation for its site's machine."""
-    from frontier_llm.cluster.rank_env import environ
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
+    from frontier_llm.experiments.scaling.launch import AllocationRanks, LocalRanks
     from frontier_llm.machine import load_machine
-    from frontier_llm.scaling.launch import AllocationRanks, LocalRanks
+    from frontier_llm.run.rank_env import environ
 
     if environ("SLURM_JOB_ID") and environ("SLURM_JOB_NODELIST"):
         site = load_site()
@@ -100,11 +100,11 @@ def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
 def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, root: Path) -> Tuner:
     """The space and what has been tried of it."""
     from frontier_llm.config import load_run
+    from frontier_llm.experiments.tuning.search import Everything, Tuner
+    from frontier_llm.experiments.tuning.space import make_space
+    from frontier_llm.experiments.tuning.trials import TRIALS_FILE, read_trials
     from frontier_llm.machine import load_machine, own_stack, rates
     from frontier_llm.planner.candidates import parse_fixed
-    from frontier_llm.tuning.search import Everything, Tuner
-    from frontier_llm.tuning.space import make_space
-    from frontier_llm.tuning.trials import TRIALS_FILE, read_trials
 
     config = load_run(args.run, overrides)
     machine = load_machine(config.machine)
@@ -117,8 +117,8 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
 
 def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> str:
     """The space, and what is about to be spent."""
-    from frontier_llm.scaling.admission import written
-    from frontier_llm.scaling.predict import START_S
+    from frontier_llm.cluster.admission import written
+    from frontier_llm.planner.predict import START_S
     from frontier_llm.units import format_seconds, plural
 
     plans, used = search.space.plans, sum(trial.node_hours for trial in search.trials)
@@ -146,9 +146,9 @@ def _plan_rows(search: Tuner) -> list[dict[str, str]]:
 def _conclude(args: argparse.Namespace, search: Tuner, overrides: list[str], root: Path) -> int:
     """The report and the files that were asked for."""
     from frontier_llm import log
-    from frontier_llm.measure.machine_file import write_machine
-    from frontier_llm.tuning.constants import tuned_machine
-    from frontier_llm.tuning.report import summary, write_best, write_report
+    from frontier_llm.experiments.measure.machine_file import write_machine
+    from frontier_llm.experiments.tuning.constants import tuned_machine
+    from frontier_llm.experiments.tuning.report import summary, write_best, write_report
 
     best = search.best
     written = [write_report(search, root)] if search.trials else []

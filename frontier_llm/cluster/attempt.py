@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import IO
 
 from frontier_llm import log
-from frontier_llm.cluster import hostlist, job_secret, run_dir, slurm
-from frontier_llm.cluster.holder import take
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.job_spec import BatchJob
-from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.rank_logs import conclusion, first_traceback
 from frontier_llm.cluster.rank_variables import step_variables
-from frontier_llm.cluster.signals import EXIT_INTERRUPTED
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
-from frontier_llm.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, read_failure, speaks_of_hardware
+from frontier_llm.run import hostlist, job_secret, run_dir
+from frontier_llm.run.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, read_failure, speaks_of_hardware
+from frontier_llm.run.holder import take
+from frontier_llm.run.rank_env import environment, rank_python
+from frontier_llm.run.signals import EXIT_INTERRUPTED
 from frontier_llm.units import printable
 
 ENDING_S = 15.0  # what ranks that are told to end may take, before the batch shell goes on

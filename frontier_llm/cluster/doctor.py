@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.cluster import hostlist, slurm
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.probe import FACTS_MARK, NO_FI_INFO, TIME_MARK, Facts, Settings, probe
-from frontier_llm.cluster.rank_env import environment, rank_python
 from frontier_llm.cluster.sites import Site
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.machine.env import Setting
+from frontier_llm.run import hostlist
+from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.units import GIB, format_bytes, plural
 
 MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and leases compare clocks to the second

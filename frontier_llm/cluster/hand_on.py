@@ -6,12 +6,13 @@ import sys
 import time
 
 from frontier_llm import log
-from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.lead import measured_lead_s
-from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.submit import SCRIPT, queue, sbatch_command
 from frontier_llm.errors import FrontierError
+from frontier_llm.run import hostlist, run_dir
+from frontier_llm.run.rank_env import environ
 
 
 def hand_on(job: BatchJob) -> int:

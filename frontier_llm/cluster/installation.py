@@ -1,6 +1,6 @@
 """What is installed in the interpreter that ranks run in: the record of its facts, and how another process asks for them.
 
-`train/installed.py` collects the facts inside that interpreter. This module imports neither torch nor pydantic, so that it works in
+`training/installed.py` collects the facts inside that interpreter. This module imports neither torch nor pydantic, so that it works in
 an interpreter that lacks both.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.units import strict_json
 
-COLLECTOR = "frontier_llm.train.installed"
+COLLECTOR = "frontier_llm.training.installed"
 TIMEOUT_S = 600.0  # torch's first import from a busy parallel file system takes minutes
 
 

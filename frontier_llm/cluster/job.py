@@ -18,17 +18,18 @@ import time
 from collections.abc import Callable, Sequence
 
 from frontier_llm import log
-from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.attempt import Outcome, start_ranks
 from frontier_llm.cluster.doctor import preflight
 from frontier_llm.cluster.hand_on import hand_on
-from frontier_llm.cluster.holder import STALE_AFTER_S, last_start, living_holder, refuse_second_start
 from frontier_llm.cluster.job_spec import TRAIN, BatchJob, make_job
 from frontier_llm.cluster.lead import SLURM_EARLY_S, measured_lead_s
-from frontier_llm.cluster.rank_env import environ
-from frontier_llm.cluster.records import damaged_lines
 from frontier_llm.errors import FrontierError
-from frontier_llm.failure import FILE, write_failure
+from frontier_llm.run import hostlist, run_dir
+from frontier_llm.run.failure import FILE, write_failure
+from frontier_llm.run.holder import STALE_AFTER_S, last_start, living_holder, refuse_second_start
+from frontier_llm.run.rank_env import environ
+from frontier_llm.run.records import damaged_lines
 
 LOCK_STALE_S = STALE_AFTER_S + 5.0
 RESERVE_S = 20.0  # before the walltime: what requeueing itself may take

@@ -8,13 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from frontier_llm.cluster import run_dir, slurm
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.lead import job_lead_s
-from frontier_llm.cluster.rank_env import COMMAND, environ
 from frontier_llm.cluster.recorded import as_it_stands
 from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.config import RunConfig, load_run, saves_nothing
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
+from frontier_llm.run import run_dir
+from frontier_llm.run.rank_env import COMMAND, environ
 from frontier_llm.topology import plan_problems
 
 TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # of `frontier-llm train`, and how many words follow

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from frontier_llm.cluster import run_dir
-from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.sites import Site
+from frontier_llm.run import run_dir
+from frontier_llm.run.rank_env import environ
 
 MIN_LEAD_S, GRAIN_S = 120, 30
 SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.submit import JobRequest
 from frontier_llm.config import saves_nothing
+from frontier_llm.run.rank_env import environ
 
 MANY_NODES = 8  # whose start OLCF has measured
 

@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from frontier_llm.cluster.rank_env import environ, environment, node_name
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config.fields import Section
 from frontier_llm.files import package_digest, write_durably
 from frontier_llm.machine.env import environment as machine_environment
+from frontier_llm.run.rank_env import environ, environment, node_name
 from frontier_llm.units import GIB
 
 TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "

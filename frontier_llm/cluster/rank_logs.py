@@ -1,4 +1,4 @@
-"""What the logs of ranks say about a failure: searched where no rank could write the record of it (frontier_llm.failure)."""
+"""What the logs of ranks say about a failure: searched where no rank could write the record of it (frontier_llm.run.failure)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import dropwhile
 from pathlib import Path
 
-from frontier_llm.failure import lost_a_peer
+from frontier_llm.run.failure import lost_a_peer
 
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks

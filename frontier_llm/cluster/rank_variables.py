@@ -10,14 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from frontier_llm.cluster import job_secret
-from frontier_llm.cluster.launchers import RankEnv
-from frontier_llm.cluster.rank_env import adopt, environ, environment, put
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig
 from frontier_llm.machine import env as machine_env
 from frontier_llm.machine import load_machine
 from frontier_llm.machine.env import MACHINES, THIS_FILE, Setting, Variable, resolve
+from frontier_llm.run import job_secret
+from frontier_llm.run.launchers import RankEnv
+from frontier_llm.run.rank_env import adopt, environ, environment, put
 from frontier_llm.units import strict_json
 
 ORIGINS = "FRONTIER_LLM_VARIABLE_ORIGINS"  # JSON: name of a variable -> what set it

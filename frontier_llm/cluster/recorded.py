@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from frontier_llm.cluster.complete import BrokenManifest, manifest_bytes, step_name
-from frontier_llm.cluster.run_dir import latest_step, rows
 from frontier_llm.config import RunConfig, Stretches, resolved
 from frontier_llm.data.position import Position
 from frontier_llm.errors import DataError
+from frontier_llm.run.complete import BrokenManifest, manifest_bytes, step_name
+from frontier_llm.run.run_dir import latest_step, rows
 from frontier_llm.units import strict_json
 
 

@@ -92,7 +92,7 @@ JOBS: tuple[JobScript, ...] = (
         "configs/runs/weak_scaling.yaml",
         128,
         minutes=120,  # ten steps of at most 427 s each; what the smallest bin allows
-        program="frontier_llm.scaling.point",
+        program="frontier_llm.experiments.scaling.point",
         words=("weak",),
     ),
     JobScript(
@@ -101,7 +101,7 @@ JOBS: tuple[JobScript, ...] = (
         "configs/runs/strong_scaling.yaml",
         128,
         minutes=120,  # ten steps from 128 nodes on, eight from 64; below, a smaller batch or --partition=extended
-        program="frontier_llm.scaling.point",
+        program="frontier_llm.experiments.scaling.point",
         words=("strong",),
     ),
     JobScript(

@@ -15,11 +15,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from frontier_llm.cluster.rank_env import environ
 from frontier_llm.config import build
 from frontier_llm.config.fields import PositiveFloat, PositiveInt, Section
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import ConfigError, Problem, nearest, suggest
+from frontier_llm.run.rank_env import environ
 
 
 class Limit(Section):

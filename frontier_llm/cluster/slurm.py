@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm import log
-from frontier_llm.cluster import hostlist
-from frontier_llm.cluster.rank_env import environ
 from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.errors import FrontierError
+from frontier_llm.run import hostlist
+from frontier_llm.run.rank_env import environ
 
 ACTIVE = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING"})
 _NO_CLUSTER = re.compile(r"configuration source|Unable to contact slurm controller|Could not establish")

@@ -14,19 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.cluster import hostlist, run_dir, slurm
-from frontier_llm.cluster.complete import MANIFEST, faults, step_name
-from frontier_llm.cluster.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.recorded import epochs_read, steps_done
-from frontier_llm.cluster.records import DamagedRecord, damaged_lines, is_count, read_text
-from frontier_llm.cluster.run_dir import Slow
-from frontier_llm.cluster.run_parts import RunParts
 from frontier_llm.cluster.sites import walltime_s
 from frontier_llm.config import in_steps
 from frontier_llm.config.fields import TokenSteps
 from frontier_llm.config.load import read_yaml
 from frontier_llm.errors import FrontierError, Problem
-from frontier_llm.failure import FILE, Failure, read_failure
+from frontier_llm.run import hostlist, run_dir
+from frontier_llm.run.complete import MANIFEST, faults, step_name
+from frontier_llm.run.failure import FILE, Failure, read_failure
+from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
+from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, read_text
+from frontier_llm.run.run_dir import Slow
+from frontier_llm.run.run_parts import RunParts
 from frontier_llm.units import format_count, format_seconds, plural
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # a directory with one of these is a run's

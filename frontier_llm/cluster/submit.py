@@ -16,17 +16,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from frontier_llm.cluster import hostlist, run_dir, slurm
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.code import code_digest, plugin_places, snapshot
-from frontier_llm.cluster.holder import jobs
 from frontier_llm.cluster.lead import MIN_LEAD_S, signal_lead_s
-from frontier_llm.cluster.rank_env import environ, environment
 from frontier_llm.cluster.readiness import Readiness, before_the_queue
 from frontier_llm.cluster.sbatch import JobScript, render
 from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs, request_problems, whole_replicas
 from frontier_llm.config import RunConfig, dump, saves_nothing
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.files import write_atomically
+from frontier_llm.run import hostlist, run_dir
+from frontier_llm.run.holder import jobs
+from frontier_llm.run.rank_env import environ, environment
 from frontier_llm.topology import plan_problems
 from frontier_llm.units import format_seconds, plural
 

@@ -116,7 +116,7 @@ class TorchGroup:
     """A process group of torch.distributed: RCCL or NCCL on GPUs, gloo on CPUs that do not share a host.
 
     Its errors say neither operation nor axis ("Connection closed by peer", "Timed out"): ours do. Who failed first is not decided here
-    (train/guard/cause.py).
+    (training/guard/cause.py).
     """
 
     def __init__(self, process_group: Any, ranks: tuple[int, ...], name: str) -> None:

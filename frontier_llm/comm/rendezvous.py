@@ -30,7 +30,7 @@ from frontier_llm.comm.store_process import JOB_KEY, raise_open_file_limit
 from frontier_llm.comm.store_server import open_server
 from frontier_llm.errors import BackendError
 from frontier_llm.files import write_atomically
-from frontier_llm.threads import in_daemon
+from frontier_llm.run.threads import in_daemon
 
 CONNECTIONS = 4  # of a rank: its groups, questions about failures, its heartbeats, and RCCL's watchdog
 RETRY_S = 0.02  # between two attempts to reach a store that is not there yet

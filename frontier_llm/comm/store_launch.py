@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from frontier_llm.comm import store_process
 from frontier_llm.errors import BackendError
-from frontier_llm.threads import in_daemon
+from frontier_llm.run.threads import in_daemon
 
 # A launcher sends these to every process of the job. The store goes on for as long as ranks need it.
 SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -14,7 +14,7 @@ import torch
 from frontier_llm.comm.group import Group, listed
 from frontier_llm.errors import RankFailure
 from frontier_llm.failpoints import hit
-from frontier_llm.threads import in_daemon
+from frontier_llm.run.threads import in_daemon
 
 LIMIT_S = 180.0  # of one group, or nine tenths of its own time-out: the back-end would end the process then, without naming the group
 _REMEDY = (

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.config.fields import TokenSteps
+from frontier_llm.config.token_files import stored_tokens
 from frontier_llm.errors import ConfigError
-from frontier_llm.token_files import stored_tokens
 
 if TYPE_CHECKING:
     from frontier_llm.config.schema import RunConfig

@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 from frontier_llm import log
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_durably
-from frontier_llm.threads import Heartbeat
+from frontier_llm.run.threads import Heartbeat
 
 HEARTBEAT_S = 5.0
 STALE_S = 60.0

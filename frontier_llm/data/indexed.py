@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from frontier_llm.config.token_files import DTYPE_NAMES, HEADER, MAGIC
 from frontier_llm.errors import DataError, closest
-from frontier_llm.token_files import DTYPE_NAMES, HEADER, MAGIC
 
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1

@@ -33,7 +33,7 @@ from frontier_llm.data.remote import identity_of, located, without_secrets
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
-from frontier_llm.packing import packed
+from frontier_llm.topology.packing import packed
 from frontier_llm.units import format_bytes, format_count, strict_json
 
 EXAMPLES = 100  # damaged inputs that are kept by name

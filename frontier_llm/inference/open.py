@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.checkpoint.directory import checkpoints_at
-from frontier_llm.checkpoint.huggingface import CONFIG, HuggingFaceModel
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.config import ModelConfig, RunConfig, own_plugins
@@ -18,6 +17,7 @@ from frontier_llm.data.inspect import recorded_tokenizer
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from frontier_llm.errors import CheckpointError, DataError
+from frontier_llm.interop.huggingface import CONFIG, HuggingFaceModel
 
 COMPARED_TOKENS = 4096  # of a dataset, by which two tokenizer files are told apart
 

@@ -12,7 +12,7 @@ from frontier_llm.comm import all_gather, all_reduce_
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import ConfigError
 from frontier_llm.inference.model import InferenceModel
-from frontier_llm.tensor_parallel import vocab_parallel_cross_entropy
+from frontier_llm.parallel.tensor import vocab_parallel_cross_entropy
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from frontier_llm.config import ModelConfig
 from frontier_llm.ops import Mask, Ops, stream_key
-from frontier_llm.tensor_parallel import LayerContext
+from frontier_llm.parallel.tensor import LayerContext
 
 
 class Drawn(NamedTuple):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from frontier_llm.blueprint.expert_work import room_of
 from frontier_llm.comm import all_reduce_
 from frontier_llm.config import ModelConfig
-from frontier_llm.expert_parallel import (
+from frontier_llm.ops import Routing
+from frontier_llm.parallel.expert import (
     Departure,
     Dispatch,
     GroupedLinear,
@@ -25,8 +26,7 @@ from frontier_llm.expert_parallel import (
     router_product,
     take_part,
 )
-from frontier_llm.ops import Routing
-from frontier_llm.tensor_parallel import Declared, LayerContext
+from frontier_llm.parallel.tensor import Declared, LayerContext
 
 Beside = TypeVar("Beside")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from frontier_llm.ops import philox, stream_key
-from frontier_llm.tensor_parallel import ShardedParameter
+from frontier_llm.parallel.tensor import ShardedParameter
 from frontier_llm.topology import Rectangle, ShardSpec, contiguous_runs
 
 _PER_BLOCK = 4  # normals: 4 x 32 bits make two pairs

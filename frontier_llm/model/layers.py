@@ -7,13 +7,13 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from frontier_llm.config import ModelConfig
-from frontier_llm.context_parallel import attention_core
 from frontier_llm.model.dropout import Dropout
 from frontier_llm.model.experts import MixtureOfExperts, Routed
 from frontier_llm.model.positions import Positions
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import Scores, statistics_dtype
-from frontier_llm.tensor_parallel import ColumnLinear, Declared, LayerContext, RowLinear, norm_over_heads
+from frontier_llm.parallel.context import attention_core
+from frontier_llm.parallel.tensor import ColumnLinear, Declared, LayerContext, RowLinear, norm_over_heads
 
 
 class Norm(nn.Module):

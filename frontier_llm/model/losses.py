@@ -18,7 +18,7 @@ from frontier_llm.comm import Axis, all_reduce_
 from frontier_llm.config import OUTPUT_Z, ModelConfig, RunConfig
 from frontier_llm.errors import ConfigError, suggest
 from frontier_llm.model.batch import Microbatch
-from frontier_llm.tensor_parallel import mean_over_global_batch
+from frontier_llm.parallel.tensor import mean_over_global_batch
 
 BALANCE, ROUTER_Z = "router-balance", "router-z"  # of models with experts, weighted in the model file
 LOAD = "router-load"  # no loss: what model.experts.Routed calls so, for each layer; each rank's own

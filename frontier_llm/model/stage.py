@@ -21,8 +21,8 @@ from frontier_llm.model.layers import Block, Norm
 from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import softcapped, statistics_dtype
-from frontier_llm.pipeline import StageOutput
-from frontier_llm.tensor_parallel import (
+from frontier_llm.parallel.pipeline import StageOutput
+from frontier_llm.parallel.tensor import (
     ColumnLinear,
     Declared,
     LayerContext,

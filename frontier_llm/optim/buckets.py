@@ -20,7 +20,7 @@ from frontier_llm.blueprint import Parameter
 from frontier_llm.blueprint.optimizers import OptimizerRule
 from frontier_llm.comm import DONE, Axis, Pending, single, start_all_gather_into
 from frontier_llm.ops import statistics_dtype
-from frontier_llm.tensor_parallel import ShardedParameter
+from frontier_llm.parallel.tensor import ShardedParameter
 from frontier_llm.topology import ShardSpec, plan_buckets
 
 

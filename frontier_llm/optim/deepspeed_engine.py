@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from frontier_llm.blueprint.optimizers import OptimizerRule
-from frontier_llm.cluster.rank_env import adopt, environ
 from frontier_llm.comm import Axis, process_group
 from frontier_llm.config.deepspeed import INSTALL, deepspeed_settings
 from frontier_llm.errors import BackendError
 from frontier_llm.optim.inputs import EngineInputs
 from frontier_llm.optim.registry import Slice, SliceUpdate, slice_update
-from frontier_llm.tensor_parallel import ShardedParameter
+from frontier_llm.parallel.tensor import ShardedParameter
+from frontier_llm.run.rank_env import adopt, environ
 
 
 class PartitionOptimizer(torch.optim.Optimizer):

@@ -9,7 +9,7 @@ from frontier_llm.optim.inputs import EngineInputs
 from frontier_llm.optim.state import GradientSums, Optimizer
 from frontier_llm.optim.sync import GradientSync
 from frontier_llm.optim.zero import Zero
-from frontier_llm.tensor_parallel import AutogradGradients, WeightGradients
+from frontier_llm.parallel.tensor import AutogradGradients, WeightGradients
 
 
 def gradient_destination(config: RunConfig) -> WeightGradients:

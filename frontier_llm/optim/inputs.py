@@ -14,7 +14,7 @@ from frontier_llm.model import Stage, initial_rows, initialize
 from frontier_llm.ops import Ops
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.optim.state import Optimizer
-from frontier_llm.tensor_parallel import ShardedParameter, WeightGradients
+from frontier_llm.parallel.tensor import ShardedParameter, WeightGradients
 from frontier_llm.topology import ParallelPlan
 
 

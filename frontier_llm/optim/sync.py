@@ -17,7 +17,7 @@ from frontier_llm.comm import (
     start_reduce_scatter_into,
 )
 from frontier_llm.optim.buckets import Bucket
-from frontier_llm.tensor_parallel import ShardedParameter
+from frontier_llm.parallel.tensor import ShardedParameter
 
 
 class GradientSync:

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from frontier_llm.blueprint.context import context_way
 from frontier_llm.blueprint.layout import FIELD_OF_KEY, SHARDING, Layout, run_keys
 from frontier_llm.config import RECOMPUTE, ModelConfig, ParallelConfig, PrecisionConfig, recompute_modes
-from frontier_llm.costs.layouts import Layouts, as_table
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
+from frontier_llm.planner.costs.layouts import Layouts, as_table
 from frontier_llm.schedule import names, rule, v_names
 from frontier_llm.topology import AXIS_ORDERS
 from frontier_llm.topology.plan import tp_limit

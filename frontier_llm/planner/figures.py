@@ -10,17 +10,17 @@ import numpy as np
 
 from frontier_llm.blueprint.items import FlashCore, Pass, Product
 from frontier_llm.blueprint.work import block_work, flops
-from frontier_llm.costs.layouts import as_table
-from frontier_llm.costs.memory import peak_memory
-from frontier_llm.costs.seats import seats
-from frontier_llm.costs.seconds import Prices, times, work_s
-from frontier_llm.costs.time import step_s
 from frontier_llm.errors import ConfigError, not_installed
 from frontier_llm.machine import Machine, Rates, rates
 from frontier_llm.pages import COLORS, Chart, can_draw, figure, figures, level, line, points, text, write_page
 from frontier_llm.planner import report
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes
 from frontier_llm.planner.candidates import enumerate_layouts
+from frontier_llm.planner.costs.layouts import as_table
+from frontier_llm.planner.costs.memory import peak_memory
+from frontier_llm.planner.costs.seats import seats
+from frontier_llm.planner.costs.seconds import Prices, times, work_s
+from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.search import Plan, Search
 from frontier_llm.schedule import timeline_chart
 from frontier_llm.units import GIB, format_bytes

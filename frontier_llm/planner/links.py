@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from frontier_llm.costs.collectives import fabric_bandwidth
-from frontier_llm.costs.seats import Seats, seats
 from frontier_llm.machine import Machine, Rates
 from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps
+from frontier_llm.planner.costs.collectives import fabric_bandwidth
+from frontier_llm.planner.costs.seats import Seats, seats
 from frontier_llm.planner.search import Plan
 from frontier_llm.units import plural
 

@@ -15,12 +15,12 @@ import numpy as np
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
-from frontier_llm.costs.layouts import steps_overlap
-from frontier_llm.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
-from frontier_llm.costs.seconds import times
-from frontier_llm.costs.time import StepTail, layer_s, meets_inside, p2p_s, pair_s, tail
-from frontier_llm.costs.update import whole_update
 from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.costs.layouts import steps_overlap
+from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
+from frontier_llm.planner.costs.seconds import times
+from frontier_llm.planner.costs.time import StepTail, layer_s, meets_inside, p2p_s, pair_s, tail
+from frontier_llm.planner.costs.update import whole_update
 from frontier_llm.schedule import Action, Follows, Kind, Schedule, Timeline, ahead, beside, build, one_end, simulate, simulate_in_turn
 
 STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for

@@ -13,11 +13,11 @@ from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHAR
 from frontier_llm.blueprint.layout import SHARDING, mode_shares, run_keys
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
-from frontier_llm.costs.seconds import LAUNCHES, added_share, by_cause, times
-from frontier_llm.costs.time import layer_s
 from frontier_llm.machine import Machine, Rates, provenance
 from frontier_llm.machine.load import PLACES
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
+from frontier_llm.planner.costs.seconds import LAUNCHES, added_share, by_cause, times
+from frontier_llm.planner.costs.time import layer_s
 from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.promise import Promise, promise_of

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from frontier_llm.blueprint import Parameter
 from frontier_llm.blueprint.optimizers import OptimizerRule
-from frontier_llm.packing import packed
+from frontier_llm.topology.packing import packed
 from frontier_llm.topology.shards import BUCKET_ALIGNMENT
 
 T = TypeVar("T")

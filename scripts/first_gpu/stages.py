@@ -203,7 +203,7 @@ def _fake_addresses() -> dict[str, Any]:
 def ceilings(_out: Path) -> dict[str, Any]:
     """Copy bandwidth and bf16 product rate of this device, by torch."""
 
-    from frontier_llm.measure.ops import copy_bandwidth
+    from frontier_llm.experiments.measure.ops import copy_bandwidth
 
     sizes = (128,) if REHEARSAL else (4096, 8192, 16384)
     rates = {size: _product_rate(size) for size in sizes}
@@ -218,7 +218,7 @@ def _product_rate(size: int) -> float:
     """FLOP/s of torch's product of two square bf16 matrices of random numbers: the ceiling of the products."""
     import torch
 
-    from frontier_llm.measure.timing import kernel_s
+    from frontier_llm.experiments.measure.timing import kernel_s
 
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     return 2 * size**3 / min(kernel_s(lambda: left @ right, DEVICE) for _ in range(5))
@@ -248,7 +248,7 @@ def _timed(out: Path, stage: str, chosen: Any, rounds: int, compiler: Callable[.
     """All timings; what is there so far is in a file, should the stage be stopped."""
     import torch
 
-    from frontier_llm.measure.ops import compare
+    from frontier_llm.experiments.measure.ops import compare
 
     timings: list[dict[str, Any]] = []
     for timing in compare(chosen, model_of("1b"), 2 if REHEARSAL else 8, torch.bfloat16, DEVICE, rounds=rounds, compiler=compiler):
@@ -265,7 +265,7 @@ def model_of(name: str) -> Any:
 
 def attention(out: Path) -> dict[str, Any]:
     """Every attention back-end at the 1B model's shapes; the steps take the fastest."""
-    from frontier_llm.measure.attention_choice import tune
+    from frontier_llm.experiments.measure.attention_choice import tune
 
     return tune(out / "attention.yaml", model_of("1b"), 2 if REHEARSAL else 8, "bf16", DEVICE, rounds=3)
 

@@ -20,11 +20,11 @@ from frontier_llm.comm import serial_mesh
 from frontier_llm.config import BatchConfig, ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainConfig
 from frontier_llm.config.load import load_model
 from frontier_llm.config.schema import OpsConfig
-from frontier_llm.costs.flops import model_flops_per_token
 from frontier_llm.data.loader import open_batches
+from frontier_llm.planner.costs.flops import model_flops_per_token
 from frontier_llm.topology import make_plan
-from frontier_llm.train.build import TrainState, build_state
-from frontier_llm.train.step import train_step
+from frontier_llm.training.build import TrainState, build_state
+from frontier_llm.training.step import train_step
 
 STEPS, PROFILED, TWICE = (2, 1, 2) if REHEARSAL else (10, 2, 10)
 KERNELS_SHOWN = 25

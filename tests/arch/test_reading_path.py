@@ -25,7 +25,7 @@ def listed(heading: str) -> list[str]:
 
 def files_of_one_step(rank: int, case: Case) -> list[str]:
     """The package's files whose functions run between the beginning and the end of a step, build not included."""
-    from frontier_llm.train.step import train_step
+    from frontier_llm.training.step import train_step
 
     state = build(rank, case)
     train_step(state)  # the first step opens what is opened once

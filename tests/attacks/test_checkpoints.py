@@ -21,13 +21,13 @@ from safetensors.torch import save_file
 from frontier_llm import bounds
 from frontier_llm.checkpoint import DamagedCheckpoint, manifest
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.huggingface import HuggingFaceModel, tokenizer_files
 from frontier_llm.checkpoint.inspect import verify
-from frontier_llm.checkpoint.megatron import MegatronModel, archive
 from frontier_llm.cli.main import main
-from frontier_llm.cluster.complete import digest_line
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import CheckpointError, DataError
+from frontier_llm.interop.huggingface import HuggingFaceModel, tokenizer_files
+from frontier_llm.interop.megatron import MegatronModel, archive
+from frontier_llm.run.complete import digest_line
 from tests.attacks.fuzz import MOST_GROWTH_KIB
 from tests.unit.checkpoint.simulated import TINY, Layout, write
 

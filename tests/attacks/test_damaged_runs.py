@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster import job, run_dir
-from frontier_llm.cluster.complete import MANIFEST, MANIFEST_DIGEST, digest_line, newest_complete
-from frontier_llm.cluster.holder import take
+from frontier_llm.cluster import job
 from frontier_llm.cluster.status import find_runs, read_status
+from frontier_llm.run import run_dir
+from frontier_llm.run.complete import MANIFEST, MANIFEST_DIGEST, digest_line, newest_complete
+from frontier_llm.run.holder import take
 from tests.harness.checkpoints import SHARD, save_only
 
 BINARY = bytes(range(256))

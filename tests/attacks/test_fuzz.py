@@ -18,8 +18,6 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from frontier_llm.checkpoint.huggingface import HuggingFaceModel
-from frontier_llm.checkpoint.megatron.archive import TorchArchive
 from frontier_llm.config import configs_dir, dump, load_run
 from frontier_llm.data import importing
 from frontier_llm.data.documents import Damage
@@ -29,6 +27,8 @@ from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import cut
 from frontier_llm.data.meta import DatasetMeta, read_meta, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer, train_sentencepiece
+from frontier_llm.interop.huggingface import HuggingFaceModel
+from frontier_llm.interop.megatron.archive import TorchArchive
 from frontier_llm.topology import plan_problems
 from tests.attacks.fuzz import HEADERS, INDICES, MANIFESTS, OTHERS, RUN_FILES, mutate, mutate_bytes, paths, refused
 

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from frontier_llm.checkpoint.lock import RunLock
-from frontier_llm.cluster import attempt, run_dir
-from frontier_llm.cluster.holder import this_process
+from frontier_llm.cluster import attempt
 from frontier_llm.cluster.local import run_local_ranks
 from frontier_llm.comm import Ledger
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import folder_below, open_below
-from frontier_llm.train.observers.tensorboard import Events
+from frontier_llm.run import run_dir
+from frontier_llm.run.holder import this_process
+from frontier_llm.training.observers.tensorboard import Events
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 

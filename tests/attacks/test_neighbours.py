@@ -19,14 +19,14 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from frontier_llm.cluster import job_secret
-from frontier_llm.cluster.job_secret import JobSecret, private_folder
-from frontier_llm.cluster.launchers import RankEnv, free_port
 from frontier_llm.comm import Meeting, door, host_memory
 from frontier_llm.comm.authenticated_store import connect_across, send_parts
 from frontier_llm.comm.door import GREETING, give_proof
 from frontier_llm.comm.rendezvous import forget_stores, join_store, store_address
 from frontier_llm.errors import FrontierError
+from frontier_llm.run import job_secret
+from frontier_llm.run.job_secret import JobSecret, private_folder
+from frontier_llm.run.launchers import RankEnv, free_port
 
 NOBODY, SECRET = 65534, os.urandom(32)
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="playing another user takes root")

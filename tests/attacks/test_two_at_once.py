@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster.holder import STALE_AFTER_S, Holder, living_holder, this_process
 from frontier_llm.cluster.local import run_local_ranks
 from frontier_llm.cluster.status import read_status
 from frontier_llm.errors import FrontierError
-from frontier_llm.failure import FILE
+from frontier_llm.run.failure import FILE
+from frontier_llm.run.holder import STALE_AFTER_S, Holder, living_holder, this_process
 
 
 def held_by(run_dir: Path, holder: Holder, number: int = 3) -> Path:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster import hostlist
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, FrontierError
+from frontier_llm.run import hostlist
 from tests.attacks.fuzz import MOST_CPU_S
 
 

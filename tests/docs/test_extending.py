@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from frontier_llm.checkpoint.huggingface import HuggingFaceModel, export_huggingface
 from frontier_llm.cli.checks import check
 from frontier_llm.config import load_run
 from frontier_llm.config.plugins import import_plugins
 from frontier_llm.errors import ConfigError, LayoutError
+from frontier_llm.interop.huggingface import HuggingFaceModel, export_huggingface
 from frontier_llm.topology import make_plan
 from tests.docs.pages import ROOT
 from tests.harness.pool import RankPool
@@ -51,7 +51,7 @@ def play_with(rank: int, plugin: str, case: Case) -> Played:
 
 def further_losses(rank: int, plugin: str, case: Case) -> list[float]:
     """The registered term of three steps, as the step reports it."""
-    from frontier_llm.train.step import train_step
+    from frontier_llm.training.step import train_step
     from tests.parity.play import build
 
     import_plugins([plugin])
@@ -125,8 +125,8 @@ def test_a_family_of_hugging_face_computes_what_transformers_computes(
     extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    from tests.unit.checkpoint.huggingface.families import VARIANTS, llama, saved
-    from tests.unit.checkpoint.huggingface.test_parity import compare, imported
+    from tests.unit.interop.huggingface.families import VARIANTS, llama, saved
+    from tests.unit.interop.huggingface.test_parity import compare, imported
 
     monkeypatch.setitem(VARIANTS, "starcoder2", lambda: llama("Starcoder2", norm_epsilon=1e-5, sliding_window=5))
     theirs = saved("starcoder2", tmp_path / "theirs")

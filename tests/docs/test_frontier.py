@@ -7,12 +7,12 @@ import re
 import pytest
 
 from frontier_llm.cli.main import parse
+from frontier_llm.cluster.admission import cost_of
 from frontier_llm.cluster.sbatch import JOBS
 from frontier_llm.cluster.sites import load_site, parse_walltime
 from frontier_llm.cluster.submit import JobRequest
 from frontier_llm.config import load_run
-from frontier_llm.scaling.admission import cost_of
-from frontier_llm.scaling.predict import predict
+from frontier_llm.planner.predict import predict
 from tests.docs.pages import PAGES, ROOT, commands, fences
 
 TEXT = (ROOT / "docs" / "frontier.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster import run_dir
+from frontier_llm.run import run_dir
 from tests.faults.runs import Run
 from tests.faults.test_policies import decisions
 from tests.harness.marks import but_first

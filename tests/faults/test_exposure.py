@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.job_secret import VARIABLE, folder_of
+from frontier_llm.run.job_secret import VARIABLE, folder_of
 from tests.faults.runs import Run
 from tests.faults.test_runs import children, wait_for_ranks
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.launchers import free_port
-from frontier_llm.cluster.run_dir import steps, untrusted_hosts
-from frontier_llm.failure import Evidence, read_failure
+from frontier_llm.run.failure import Evidence, read_failure
+from frontier_llm.run.launchers import free_port
+from frontier_llm.run.run_dir import steps, untrusted_hosts
 
 # a toy with the shape and the keys of a shipped run
 TOY = (

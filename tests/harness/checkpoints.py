@@ -6,8 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from frontier_llm.cluster.complete import MANIFEST, MANIFEST_DIGEST, digest_line, step_name
 from frontier_llm.files import write_atomically
+from frontier_llm.run.complete import MANIFEST, MANIFEST_DIGEST, digest_line, step_name
 
 SHARD = "shard_00000.safetensors"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from frontier_llm.train import device
+from frontier_llm.training import device
 
 
 def pretend_gpus(

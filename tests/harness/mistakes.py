@@ -23,9 +23,9 @@ from pathlib import Path
 
 import yaml
 
-from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.sbatch import render_site
 from frontier_llm.cluster.sites import load_site
+from frontier_llm.run import run_dir
 from frontier_llm.tables import markdown
 from tests.harness.slurm import ROOT, LocalSlurm
 

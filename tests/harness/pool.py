@@ -107,7 +107,7 @@ class RankPool:
         before = {name: os.environ.get(name) for name in ENVIRONMENT}
         os.environ.update(ENVIRONMENT)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "frontier_llm.train.build"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "frontier_llm.training.build"])
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs, self._store.port, str(self._stack_file(rank))), daemon=True)

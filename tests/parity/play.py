@@ -18,13 +18,13 @@ from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.data.loader import SampleBatch
-from frontier_llm.expert_parallel import Dispatch, nodes, plan_dispatch
 from frontier_llm.model import experts
 from frontier_llm.optim import Bucket
+from frontier_llm.parallel.expert import Dispatch, nodes, plan_dispatch
 from frontier_llm.topology import ShardSpec, make_plan
-from frontier_llm.train.build import TrainState, build_state
-from frontier_llm.train.evaluate import held_out_loss
-from frontier_llm.train.step import train_step
+from frontier_llm.training.build import TrainState, build_state
+from frontier_llm.training.evaluate import held_out_loss
+from frontier_llm.training.step import train_step
 from tests.harness.traffic import step_traffic
 from tests.parity.cases import STEPS, Case
 from tests.parity.sabotage import SABOTAGES

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
-from frontier_llm.context_parallel import gather, ring
-from frontier_llm.context_parallel.blocks import Query
-from frontier_llm.expert_parallel import Dispatch
 from frontier_llm.model import Stage
 from frontier_llm.ops import Scores
 from frontier_llm.optim import Bucket, GradientSync
-from frontier_llm.pipeline import Engine
+from frontier_llm.parallel.context import gather, ring
+from frontier_llm.parallel.context.blocks import Query
+from frontier_llm.parallel.expert import Dispatch
+from frontier_llm.parallel.pipeline import Engine
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology import ShardSpec
-from frontier_llm.train import step
-from frontier_llm.train.feed import Feed
-from frontier_llm.train.routing import tell_routers
+from frontier_llm.training import step
+from frontier_llm.training.feed import Feed
+from frontier_llm.training.routing import tell_routers
 
-dispatch = importlib.import_module("frontier_llm.expert_parallel.dispatch")  # the package has a function of that name
+dispatch = importlib.import_module("frontier_llm.parallel.expert.dispatch")  # the package has a function of that name
 _SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
 

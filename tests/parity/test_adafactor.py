@@ -11,8 +11,8 @@ import pytest
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.optimizers import MASTER, state_bytes
 from frontier_llm.checkpoint.weights import CheckpointWeights
-from frontier_llm.costs.memory import memory_by_rank
 from frontier_llm.machine import load_machine, rates
+from frontier_llm.planner.costs.memory import memory_by_rank
 from frontier_llm.topology import split_layers
 from tests.harness.marks import but_first
 from tests.harness.pool import RankPool

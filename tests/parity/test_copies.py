@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from frontier_llm.topology import plan_problems
-from frontier_llm.train.guard import ReplicaCheck, ReplicaDrift
-from frontier_llm.train.step import train_step
+from frontier_llm.training.guard import ReplicaCheck, ReplicaDrift
+from frontier_llm.training.step import train_step
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.test_engines import KINDS, LAYOUTS, build, config_of, gathered, resume, save_and_go_on

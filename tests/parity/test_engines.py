@@ -18,9 +18,9 @@ from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import BackendError
 from frontier_llm.topology import make_plan
-from frontier_llm.train.build import TrainState, build_state
-from frontier_llm.train.guard import ReplicaCheck
-from frontier_llm.train.step import StepResult, train_step
+from frontier_llm.training.build import TrainState, build_state
+from frontier_llm.training.guard import ReplicaCheck
+from frontier_llm.training.step import StepResult, train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from frontier_llm.train.step import train_step
+from frontier_llm.training.step import train_step
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case

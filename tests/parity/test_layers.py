@@ -26,7 +26,7 @@ from frontier_llm.model.layers import Attention, Block, Mlp, Norm
 from frontier_llm.model.positions import Positions, rope_table
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import GradientSync, build_buckets
-from frontier_llm.tensor_parallel import (
+from frontier_llm.parallel.tensor import (
     ColumnLinear,
     Declared,
     LayerContext,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frontier_llm.train.step import train_step
+from frontier_llm.training.step import train_step
 from tests.harness.marks import but_first
 from tests.harness.pool import RankPool
 from tests.oracle.optimizers import is_matrix, muon

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from frontier_llm.train.build import TrainState
-from frontier_llm.train.step import StepResult, train_step
+from frontier_llm.training.build import TrainState
+from frontier_llm.training.step import StepResult, train_step
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case

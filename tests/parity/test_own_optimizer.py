@@ -20,8 +20,8 @@ from frontier_llm.config import OptimizerConfig
 from frontier_llm.errors import CheckpointError
 from frontier_llm.ops import Ops
 from frontier_llm.optim import Slice, register
-from frontier_llm.train.guard import ReplicaCheck
-from frontier_llm.train.step import train_step
+from frontier_llm.training.guard import ReplicaCheck
+from frontier_llm.training.step import train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.oracle.optimizers import momentum

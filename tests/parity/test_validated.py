@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from frontier_llm.optim import Zero
-from frontier_llm.pipeline import Engine
+from frontier_llm.parallel.pipeline import Engine
 from frontier_llm.topology.plan import plan_problems
-from frontier_llm.train.evaluate import held_out_loss
-from frontier_llm.train.step import StepResult, local_gradients, train_step
+from frontier_llm.training.evaluate import held_out_loss
+from frontier_llm.training.step import StepResult, local_gradients, train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankError, RankPool
 from tests.parity.cases import Case

@@ -13,12 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-from frontier_llm.cluster import job, run_dir
-from frontier_llm.cluster.rank_env import discover, environ
-from frontier_llm.cluster.signals import EXIT_INTERRUPTED, SignalWatcher
+from frontier_llm.cluster import job
 from frontier_llm.config import load_run
-from frontier_llm.failure import Evidence, Failure, Suspect, write_failure
 from frontier_llm.files import write_atomically
+from frontier_llm.run import run_dir
+from frontier_llm.run.failure import Evidence, Failure, Suspect, write_failure
+from frontier_llm.run.rank_env import discover, environ
+from frontier_llm.run.signals import EXIT_INTERRUPTED, SignalWatcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # ranks start this file as a program
 from tests.harness.checkpoints import save_only
@@ -46,7 +47,7 @@ def train(words: list[str]) -> int:
                 when, who = map(int, planted.split(":"))
                 if (step, place.rank) == (when, who):
                     raise RuntimeError("planted crash")
-            if wrong and step == 3:  # as all ranks end when replicas differ (train/guard/cause.py)
+            if wrong and step == 3:  # as all ranks end when replicas differ (training/guard/cause.py)
                 if place.rank == 0:
                     run_dir.distrust(directory, [wrong])
                     suspect = Suspect(2, wrong, "w")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.rank_env import environment
+from frontier_llm.run.rank_env import environment
 from tests.harness.slurm import ROOT, LocalSlurm
 from tests.harness.system import missing, require_program
 
 # every rank says where it is, and meets the others at the derived address and port
 PROGRAM = """
 import os, socket, sys
-from frontier_llm.cluster.rank_env import discover
+from frontier_llm.run.rank_env import discover
 place = discover()
 line = f"{place.launcher} {place.rank} {place.world_size} {place.local_rank} {place.local_world_size} {place.master_port}"
 os.write(1, (line + "\\n").encode())
@@ -35,7 +35,7 @@ def variables() -> dict[str, str]:
 def test_srun_and_the_batch_shell(cluster: LocalSlurm, tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text(PROGRAM)
     script = tmp_path / "job.sh"
-    ask = "from frontier_llm.cluster.rank_env import discover; print('shell', discover())"
+    ask = "from frontier_llm.run.rank_env import discover; print('shell', discover())"
     script.write_text(
         f'#!/bin/bash\n{sys.executable} -c "{ask}"\nsrun --ntasks-per-node=2 {sys.executable} {tmp_path}/who.py\nsrun -n4 {sys.executable} {tmp_path}/who.py\n'
     )

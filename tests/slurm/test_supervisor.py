@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.sbatch import JobScript, render
 from frontier_llm.cluster.sites import load_site
+from frontier_llm.run import run_dir
 from tests.harness.scenarios import scenario
 from tests.harness.slurm import ROOT, LocalSlurm
 

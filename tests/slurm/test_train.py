@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster import run_dir
-from frontier_llm.cluster.holder import last_start
-from frontier_llm.cluster.rank_env import environment
 from frontier_llm.data.indexed_writer import IndexedWriter
+from frontier_llm.run import run_dir
+from frontier_llm.run.holder import last_start
+from frontier_llm.run.rank_env import environment
 from tests.harness.scenarios import scenario
 from tests.harness.slurm import ENDED, ROOT, LocalSlurm
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster.run_dir import attempts
 from frontier_llm.config import load_run
+from frontier_llm.run.run_dir import attempts
 from tests.harness.slurm import ROOT, LocalSlurm
 
 WORDS = ["model=gpt-tiny", "precision.dtype=fp32", "batch.global_batch=8"]

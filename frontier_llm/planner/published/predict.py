@@ -11,9 +11,9 @@ from typing import Any
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import RECOMPUTE, ModelConfig
-from frontier_llm.costs.memory import memory_by_rank, total
-from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.planner.costs.memory import memory_by_rank, total
+from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import play
 from frontier_llm.planner.published.datasets import PublishedRun
 

@@ -18,8 +18,8 @@ from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.prebuilt import PrebuiltKernels
 from frontier_llm.ops.providers import functions_of
 from frontier_llm.topology import make_plan
-from frontier_llm.train import build
-from frontier_llm.train.step import train_step
+from frontier_llm.training import build
+from frontier_llm.training.step import train_step
 from tests.cdna2.driver import SimulatedGpu
 from tests.parity.cases import Case
 from tests.parity.compare import Tensors, assemble

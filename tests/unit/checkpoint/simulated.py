@@ -21,7 +21,7 @@ from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops, working_dtype
 from frontier_llm.optim import Zero, build_buckets
 from frontier_llm.optim.buckets import Bucket
-from frontier_llm.tensor_parallel import LayerContext, WeightGradients
+from frontier_llm.parallel.tensor import LayerContext, WeightGradients
 from frontier_llm.topology import Grid, split_layers
 
 

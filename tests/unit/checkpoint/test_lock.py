@@ -14,9 +14,9 @@ import pytest
 from frontier_llm.checkpoint import Superseded
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.lock import RunLock
-from frontier_llm.cluster import holder
-from frontier_llm.cluster.holder import STALE_AFTER_S, this_process
 from frontier_llm.errors import CheckpointError, FrontierError
+from frontier_llm.run import holder
+from frontier_llm.run.holder import STALE_AFTER_S, this_process
 from tests.unit.checkpoint.serial import Run, in_child, progress
 
 

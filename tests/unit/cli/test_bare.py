@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.harness.system import full_disk
-from tests.unit.measure.test_report import make_run
+from tests.unit.experiments.measure.test_report import make_run
 
 BLOCKED = ("torch", "plotly", "tensorboard", "transformers")
 # every command, with what it writes in {d}; {run} is the directory of a run

@@ -16,7 +16,7 @@ from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.loader import open_run
 from frontier_llm.data.position import START
 from frontier_llm.data.tokenize import TokenizeOptions, tokenize
-from frontier_llm.measure.report import write_report
+from frontier_llm.experiments.measure.report import write_report
 
 RUN = (
     "bench",

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster import run_dir
+from frontier_llm.run import run_dir
 from tests.harness.marks import thorough
 from tests.unit.cli.test_help import PARSERS
+from tests.unit.experiments.measure.test_report import make_run
+from tests.unit.experiments.scaling.test_harvest import finish, points
 from tests.unit.inference.test_commands import room
-from tests.unit.measure.test_report import make_run
-from tests.unit.scaling.test_harvest import finish, points
 
 __all__ = ["room"]  # a fixture
 

@@ -10,11 +10,11 @@ import pytest
 from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
 from frontier_llm.cluster.attempt import diagnose as diagnose_record
 from frontier_llm.cluster.job_spec import BatchJob
-from frontier_llm.cluster.rank_env import rank_python
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
-from frontier_llm.failure import Evidence, Failure
+from frontier_llm.run.failure import Evidence, Failure
+from frontier_llm.run.rank_env import rank_python
 from tests.harness.system import FullDisk
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster import run_dir, slurm
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.hand_on import hand_on
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
+from frontier_llm.run import run_dir
 
 
 def test_a_successor_runs_where_its_predecessor_did_on_none_of_the_bad_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

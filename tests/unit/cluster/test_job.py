@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.attempt import Outcome
 from frontier_llm.cluster.job import attempt
 from frontier_llm.cluster.job_spec import BatchJob, spare_nodes, split_flags
@@ -14,7 +13,8 @@ from frontier_llm.cluster.sites import Site, load_site
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
-from frontier_llm.failure import Evidence, Failure, read_failure
+from frontier_llm.run import run_dir
+from frontier_llm.run.failure import Evidence, Failure, read_failure
 
 
 def test_flags_of_train_may_stand_anywhere_after_the_run_file() -> None:

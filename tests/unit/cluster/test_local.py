@@ -14,7 +14,7 @@ import pytest
 
 from frontier_llm.cluster.local import _copy, run_local_ranks
 from frontier_llm.cluster.rank_logs import failure_lines
-from frontier_llm.failure import Evidence, read_failure
+from frontier_llm.run.failure import Evidence, read_failure
 
 PYTHON = (sys.executable, "-u", "-c")
 
@@ -25,7 +25,7 @@ def run(code: str, log_dir: Path, ranks: int = 3, grace_s: float = 1.0) -> int:
 
 def test_ranks_discover_themselves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
-        from frontier_llm.cluster.rank_env import discover
+        from frontier_llm.run.rank_env import discover
         import os
         place = discover()
         print(place.rank, place.world_size, place.local_rank, place.local_world_size, place.launcher, place.master_addr)
@@ -46,7 +46,7 @@ def test_first_failure_is_told_last_and_stops_the_others(
     code = """
         import os, signal, sys, time
         from pathlib import Path
-        from frontier_llm.cluster.rank_env import discover
+        from frontier_llm.run.rank_env import discover
         rank, ready = discover().rank, Path(os.environ["READY"])
         if rank == 1:
             while not ready.exists():
@@ -76,7 +76,7 @@ def test_the_ranks_own_record_names_the_first(tmp_path: Path, capfd: pytest.Capt
     code = f"""
         import os, sys, time
         from pathlib import Path
-        from frontier_llm.failure import Evidence, Failure, write_failure
+        from frontier_llm.run.failure import Evidence, Failure, write_failure
         if os.environ["RANK"] == "0":
             record = Failure("no sign of life", Evidence.NOTICES, rank=1, host="n1", step=3, section="train")
             write_failure(Path({str(tmp_path)!r}), record)
@@ -125,7 +125,7 @@ def test_what_all_ranks_say_alike_is_told_once(
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
         import os, signal, time
-        from frontier_llm.cluster.rank_env import discover
+        from frontier_llm.run.rank_env import discover
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if discover().rank == 2:
             time.sleep(0.7)
@@ -167,7 +167,7 @@ def gone(processes: list[psutil.Process], within_s: float) -> bool:
 def test_signals_are_forwarded(tmp_path: Path, number: signal.Signals) -> None:
     code = """
         import time
-        from frontier_llm.cluster.signals import SignalWatcher
+        from frontier_llm.run.signals import SignalWatcher
         with SignalWatcher() as watcher:
             print("ready")
             while watcher.requested is None:
@@ -189,7 +189,7 @@ STRUCK_WHILE_STARTING = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from frontier_llm.cluster import local
-from frontier_llm.cluster.signals import held
+from frontier_llm.run.signals import held
 
 class Popen(subprocess.Popen):
     def __init__(self, *arguments, **options):
@@ -205,7 +205,7 @@ with held():
 def test_a_signal_while_ranks_are_started_reaches_all_and_none_dies_of_it(tmp_path: Path) -> None:
     code = """
         import time
-        from frontier_llm.cluster.signals import SignalWatcher
+        from frontier_llm.run.signals import SignalWatcher
         with SignalWatcher() as watcher:
             while watcher.requested is None:
                 time.sleep(0.01)
@@ -234,7 +234,7 @@ def test_children_of_a_dead_rank_are_removed(tmp_path: Path, monkeypatch: pytest
     code = """
         import os, subprocess, sys, time
         from pathlib import Path
-        from frontier_llm.cluster.rank_env import discover
+        from frontier_llm.run.rank_env import discover
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(child.pid, flush=True)
         while discover().rank == 1:

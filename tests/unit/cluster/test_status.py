@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster import run_dir, slurm
-from frontier_llm.cluster.holder import take
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.status import read_status
+from frontier_llm.run import run_dir
+from frontier_llm.run.holder import take
 from tests.harness.checkpoints import save_only
 
 

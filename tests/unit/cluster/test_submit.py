@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster import run_dir
 from frontier_llm.cluster.code import code_digest, snapshot
 from frontier_llm.cluster.lead import save_seconds, signal_lead_s
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.config import load_run
+from frontier_llm.run import run_dir
 
 
 @pytest.fixture

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cluster import job as supervisor
-from frontier_llm.cluster import run_dir, slurm
+from frontier_llm.cluster import slurm
 from frontier_llm.cluster.attempt import Outcome
 from frontier_llm.cluster.job import supervise
 from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
-from frontier_llm.failure import Evidence, Failure
+from frontier_llm.run import run_dir
+from frontier_llm.run.failure import Evidence, Failure
 from tests.harness.checkpoints import save_only
 
 Ending = Callable[[int], tuple[str, int]]  # number of the attempt → (cause, steps it did)

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect, store_server
 from frontier_llm.comm.authenticated_store import AuthenticatedStore, connect_here, receive_parts, send_parts, socket_name
 from frontier_llm.comm.board import Board
 from frontier_llm.comm.door import Door, same_user
 from frontier_llm.comm.rendezvous import StoreKind
+from frontier_llm.run.launchers import free_port
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 

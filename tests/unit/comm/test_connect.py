@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from frontier_llm.cluster.job_secret import JobSecret
-from frontier_llm.cluster.launchers import RankEnv, free_port
 from frontier_llm.comm import Meeting, connect, disconnect
 from frontier_llm.errors import BackendError, RankFailure
+from frontier_llm.run.job_secret import JobSecret
+from frontier_llm.run.launchers import RankEnv, free_port
 from tests.harness.pool import RankPool
 
 

@@ -8,7 +8,7 @@ import torch
 from frontier_llm.comm import build_mesh, start_narrow_sum_
 from frontier_llm.config import CommConfig
 from frontier_llm.topology import Grid
-from frontier_llm.train.step import train_step
+from frontier_llm.training.step import train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
 from tests.parity.cases import Case
@@ -57,7 +57,7 @@ def test_each_summand_is_rounded_once(ranks: RankPool, size: int, transport: str
 
 def _losses(rank: int, case: Case, wire: str) -> list[tuple[float, float]]:
     from frontier_llm.topology import make_plan
-    from frontier_llm.train.build import build_state
+    from frontier_llm.training.build import build_state
 
     config = case.config("fp32")
     config = config.model_copy(update={"precision": config.precision.model_copy(update={"gradient_wire": wire})})

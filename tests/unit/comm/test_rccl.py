@@ -19,7 +19,7 @@ from frontier_llm.comm import Axis, Meeting, build_mesh, connect, dump_flight_re
 from frontier_llm.comm.group import TorchGroup
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError
-from frontier_llm.measure.links import _ping_pong
+from frontier_llm.experiments.measure.links import _ping_pong
 from frontier_llm.schedule import round_robin
 from frontier_llm.topology import Grid
 

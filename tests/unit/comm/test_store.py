@@ -16,13 +16,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from frontier_llm.cluster.launchers import free_port
 from frontier_llm.comm import Meeting, rendezvous
 from frontier_llm.comm.board import Board
 from frontier_llm.comm.rendezvous import forget_stores, join_store, limit_answer_time, open_store, store_address
 from frontier_llm.comm.store_launch import SURVIVED
 from frontier_llm.comm.store_process import raise_open_file_limit
 from frontier_llm.errors import BackendError
+from frontier_llm.run.launchers import free_port
 from tests.harness.marks import thorough
 
 SECRET = b"a secret of this job"

@@ -11,7 +11,7 @@ from frontier_llm.checkpoint.drift import check_allowed, config_changes
 from frontier_llm.config import RunConfig, build, dump, load_run, phase_at, phase_note, phases_of, planned_tokens, resolved
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import CheckpointError, ConfigError
-from frontier_llm.scaling.predict import predict
+from frontier_llm.planner.predict import predict
 from frontier_llm.topology import plan_problems
 
 THREE = "[{steps: 3}, {steps: 1K tokens, batch: {global_batch: 8}}, {steps: 2, model: {sequence_length: 128}, batch: {global_batch: 2}}]"

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frontier_llm.cluster import run_dir
-from frontier_llm.cluster.signals import SignalWatcher
 from frontier_llm.config import RunConfig, load_run, phases_of
 from frontier_llm.data.identity import datasets_of, wanted
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.loader import open_run
 from frontier_llm.data.position import START
-from frontier_llm.train import loop
+from frontier_llm.run import run_dir
+from frontier_llm.run.signals import SignalWatcher
+from frontier_llm.training import loop
 
 BEFORE = json.loads((Path(__file__).parent / "sample_order.json").read_text())
 RUN = (

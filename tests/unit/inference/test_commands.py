@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from frontier_llm.checkpoint.huggingface import Companions, export_huggingface, tokenizer_files
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.inference.open import open_model
+from frontier_llm.interop.huggingface import Companions, export_huggingface, tokenizer_files
 from tests.harness.marks import but_first
 from tests.unit.inference.models import RandomWeights
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from frontier_llm.checkpoint.huggingface import HuggingFaceModel, export_huggingface
 from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.config import OpsConfig, load_model
 from frontier_llm.errors import ConfigError
 from frontier_llm.inference.generate import stream
 from frontier_llm.inference.model import build_inference_model, inference_plan
 from frontier_llm.inference.sampling import Sampling
+from frontier_llm.interop.huggingface import HuggingFaceModel, export_huggingface
 from frontier_llm.topology import Grid
 from tests.harness.marks import but_first
 from tests.harness.pool import RankPool

@@ -17,11 +17,11 @@ import pytest
 
 from frontier_llm.checkpoint.directory import read_manifest
 from frontier_llm.checkpoint.manifest import config_digest
-from frontier_llm.cluster.complete import digest_line
 from frontier_llm.config import own_plugins
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer
+from frontier_llm.run.complete import digest_line
 from tests.harness.marks import but_first
 
 # an activation of one's own: nothing in the configuration or in the weights tells of it

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from frontier_llm.checkpoint.huggingface import Companions, HuggingFaceModel, export_huggingface, tokenizer_files
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import OpsConfig, load_model
 from frontier_llm.data.tokenizer import load_tokenizer
@@ -23,6 +22,7 @@ from frontier_llm.inference.evaluate import encode_pair, evaluate_task
 from frontier_llm.inference.generate import stream
 from frontier_llm.inference.model import InferenceModel, build_inference_model, inference_plan
 from frontier_llm.inference.tasks import read_task, requests, solved
+from frontier_llm.interop.huggingface import Companions, HuggingFaceModel, export_huggingface, tokenizer_files
 from tests.harness.marks import thorough
 from tests.unit.inference.models import RandomWeights
 

@@ -10,12 +10,12 @@ import torch
 
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import RunConfig, build, load_model
-from frontier_llm.expert_parallel import Dispatch
+from frontier_llm.parallel.expert import Dispatch
 from frontier_llm.topology import make_plan
-from frontier_llm.train.build import build_state
-from tests.unit.costs.test_activations import Source
+from frontier_llm.training.build import build_state
+from tests.unit.planner.costs.test_activations import Source
 
-dispatch = importlib.import_module("frontier_llm.expert_parallel.dispatch")  # the package has a function of that name
+dispatch = importlib.import_module("frontier_llm.parallel.expert.dispatch")  # the package has a function of that name
 
 
 def test_the_shared_expert_is_between_the_rows_departure_and_their_arrival() -> None:

@@ -10,7 +10,7 @@ from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import OpsConfig, load_model
 from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops
-from frontier_llm.tensor_parallel import LayerContext, ShardedParameter, WeightGradients
+from frontier_llm.parallel.tensor import LayerContext, ShardedParameter, WeightGradients
 from frontier_llm.topology import split_layers
 
 OPS = select_ops(OpsConfig(), "cpu", torch.float32)

@@ -21,8 +21,8 @@ from frontier_llm.ops.providers import functions_of
 from frontier_llm.optim import inputs
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology import make_plan
-from frontier_llm.train import build
-from frontier_llm.train.feed import Feed
+from frontier_llm.training import build
+from frontier_llm.training.feed import Feed
 
 _NO_KERNELS = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_")
 

@@ -9,11 +9,11 @@ import pytest
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import load_model
-from frontier_llm.costs.collectives import flat_s
-from frontier_llm.costs.hierarchical import collective_s, hierarchical_s
-from frontier_llm.costs.time import gradient_reduction_s
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, gradient_words, node_counts, times_by_nodes, uses_hierarchical
+from frontier_llm.planner.costs.collectives import flat_s
+from frontier_llm.planner.costs.hierarchical import collective_s, hierarchical_s
+from frontier_llm.planner.costs.time import gradient_reduction_s
 from frontier_llm.planner.search import Plan, simulate_layout
 
 FRONTIER = rates(load_machine("frontier"))

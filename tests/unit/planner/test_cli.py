@@ -22,7 +22,7 @@ from frontier_llm.data.loader import data_problems
 from frontier_llm.planner import report
 from frontier_llm.planner.figures import played_part
 from frontier_llm.topology import make_plan
-from frontier_llm.train.metrics import layout_of
+from frontier_llm.training.metrics import layout_of
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -12,10 +12,10 @@ from frontier_llm.blueprint.layout import Layout
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_run
 from frontier_llm.config.load import load_model
-from frontier_llm.costs.memory import peak_memory
-from frontier_llm.costs.time import step_s
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.candidates import context_ways
+from frontier_llm.planner.costs.memory import peak_memory
+from frontier_llm.planner.costs.time import step_s
 
 LONG = load_model("llama-3-8b", {"sequence_length": 65536})  # 8 key/value heads
 

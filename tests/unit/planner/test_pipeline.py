@@ -11,9 +11,9 @@ import pytest
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.config.load import load_model
-from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates, load_machine, rates
 from frontier_llm.planner import pipeline
+from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import play
 from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import simulate_layout

@@ -9,10 +9,10 @@ from frontier_llm.blueprint import block_parameters
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.matrices import is_matrix, matrices_of
 from frontier_llm.config.load import load_model
-from frontier_llm.costs.layouts import as_table
-from frontier_llm.costs.memory import peak_memory
-from frontier_llm.costs.update import update_flops, whole_update
 from frontier_llm.machine import load_machine, rates
+from frontier_llm.planner.costs.layouts import as_table
+from frontier_llm.planner.costs.memory import peak_memory
+from frontier_llm.planner.costs.update import update_flops, whole_update
 from frontier_llm.planner.search import search
 
 FRONTIER = rates(load_machine("frontier"))

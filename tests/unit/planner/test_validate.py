@@ -13,10 +13,10 @@ import pytest
 
 from frontier_llm.blueprint.items import HEAD, PRODUCTS
 from frontier_llm.blueprint.work import block_work, head_work
-from frontier_llm.costs.memory import peak_memory
-from frontier_llm.costs.seconds import RECOMPUTED, by_cause
 from frontier_llm.errors import DataError
 from frontier_llm.machine import Rates
+from frontier_llm.planner.costs.memory import peak_memory
+from frontier_llm.planner.costs.seconds import RECOMPUTED, by_cause
 from frontier_llm.planner.published.datasets import FITTED, PUBLISHED, SHIPPED, read_measurements, shipped
 from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, even_stages, predict
 from frontier_llm.planner.published.validate import is_fitted, score, validate_command
@@ -252,7 +252,7 @@ import sys
 from frontier_llm.cli import main
 {chr(10).join(f"import frontier_llm.cli.{name}" for name in commands)}
 assert main.main(["plan", "gpt-22b", "--machine", "frontier", "--nodes", "16", "--json", "--top", "1"]) == 0
-import frontier_llm.scaling.predict
+import frontier_llm.planner.predict
 loaded = sorted(name for name in sys.modules if name.startswith(("frontier_llm.planner.published", "scipy")))
 assert not loaded, loaded
 assert "torch" not in sys.modules

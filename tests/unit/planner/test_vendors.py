@@ -13,10 +13,10 @@ import pytest
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import load_model
-from frontier_llm.costs.flops import model_flops_per_token
-from frontier_llm.costs.kernels import pace
-from frontier_llm.costs.time import step_s
 from frontier_llm.machine import Rates
+from frontier_llm.planner.costs.flops import model_flops_per_token
+from frontier_llm.planner.costs.kernels import pace
+from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.published import predict
 from frontier_llm.planner.published.predict import peak_bytes
 from frontier_llm.units import TERA

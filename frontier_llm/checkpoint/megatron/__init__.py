@@ -1,5 +1,0 @@
-"""Checkpoints of Megatron-LM and Megatron-DeepSpeed, read without running anything they contain; see docs/megatron.md."""
-
-from frontier_llm.checkpoint.megatron.weights import MegatronModel
-
-__all__ = ["MegatronModel"]

@@ -1,0 +1,239 @@
+"""What a start on a site will cost, and what speaks against it: the same checks for `submit`, a bare `sbatch` and a series."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from frontier_llm import log
+from frontier_llm.blueprint.optimizers import state_bytes
+from frontier_llm.cluster import notes, slurm, submit
+from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.readiness import refuse_unready
+from frontier_llm.config import RunConfig, phases_of, saves_between, saves_nothing
+from frontier_llm.config.saves import PRODUCTION
+from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.machine import fp16_note, load_machine
+from frontier_llm.planner.predict import START_S, predict
+from frontier_llm.run import run_dir
+from frontier_llm.run.rank_env import environ
+from frontier_llm.topology import plan_problems
+from frontier_llm.units import format_bytes, plural
+
+BENCHMARK_STEPS = 100  # on synthetic data; more of them, when they cost more than CHEAP_NODE_HOURS, must be meant
+CHEAP_NODE_HOURS = 10.0
+UNSAVED_STEPS = 20  # longest run on synthetic data that may save nothing
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What is left of a run, as predicted."""
+
+    config: RunConfig
+    directory: Path  # of the run
+    done: int  # steps that are saved
+    step_s: float
+    nodes: int  # that Slurm charges, spares included
+    slice_hours: float | None  # walltime of one job; None: the site states none
+    lead_s: float  # of each job's end, for saving
+    chained: bool  # whether a job that is not done is continued
+
+    @property
+    def steps(self) -> int:
+        """Left until train.steps."""
+        return max(0, self.config.train.steps - self.done)
+
+    @property
+    def job_steps(self) -> int:
+        """Left for the next job, which ends at its walltime."""
+        if self.slice_hours is None:
+            return self.steps
+        trained_s = self.slice_hours * 3600 - START_S - self.lead_s
+        return max(0, min(self.steps, int(trained_s / self.step_s)))
+
+    @property
+    def job_minutes(self) -> float:
+        """Of the next job, its start included."""
+        return (START_S + self.job_steps * self.step_s) / 60
+
+    @property
+    def job_node_hours(self) -> float:
+        """Of the next job, its start included."""
+        return self.job_minutes / 60 * self.nodes
+
+    @property
+    def job_saves(self) -> int:
+        """Checkpoints that the next job writes, the one at its walltime included."""
+        saves = saves_between(self.config.train, self.done, self.done + self.job_steps)
+        ends_early = self.job_steps < self.steps
+        return saves + (ends_early and not saves_nothing(self.config.train))
+
+    @property
+    def hours(self) -> float:
+        """Of training alone."""
+        return self.steps * self.step_s / 3600
+
+    @property
+    def node_hours(self) -> float:
+        """Of training alone."""
+        return self.hours * self.nodes
+
+    def chain(self) -> tuple[int, float] | None:
+        """(jobs, node-hours) when every job uses its whole walltime; None where no walltime is known or it leaves no time to train."""
+        if self.slice_hours is None or (trained_h := self.slice_hours - (START_S + self.lead_s) / 3600) <= 0:
+            return None
+        jobs = max(1, math.ceil(self.hours / trained_h)) if self.chained else 1
+        return jobs, jobs * self.slice_hours * self.nodes
+
+    def describe(self, max_node_hours: float | None) -> str:
+        """Some lines for the start of a job: nodes, minutes, node-hours, what it writes and where, and what the run costs."""
+        steps = f"{plural(self.job_steps, 'step')} of about {self.step_s:.3g} s (predicted)"
+        lines = [
+            f"cost: this job takes {plural(self.nodes, 'node')} for about {self.job_minutes:,.0f} minutes, "
+            f"{self.job_node_hours:,.1f} node-hours: {START_S / 60:.0f} minutes to start (assumed), {steps}",
+            f"cost: this job writes {written(self.config, self.job_saves, self.directory)}",
+            f"cost: {plural(self.steps, 'step')} are left of the run: {self.hours:,.1f} hours, {self.node_hours:,.1f} node-hours",
+        ]
+        if (chain := self.chain()) is not None:
+            lines.append(
+                f"cost: at most {plural(chain[0], 'job')} of {self.slice_hours:.3g} h, {chain[1]:,.0f} node-hours, if steps are as predicted"
+            )
+        if max_node_hours is not None:
+            lines.append(f"cost: the run saves and ends when {max_node_hours:,.1f} node-hours are used")
+        elif self.chained:
+            lines.append("cost: no limit is set (--max-node-hours, or FRONTIER_LLM_MAX_NODE_HOURS for sbatch)")
+        return "\n".join(lines)
+
+
+def cost_of(request: submit.JobRequest) -> Cost:
+    """What the rest of a run is predicted to take."""
+    return Cost(
+        config=request.config,
+        directory=request.directory,
+        done=run_dir.latest_step(request.directory),
+        step_s=request.expected_step_s,
+        nodes=request.all_nodes,
+        slice_hours=request.slice_minutes / 60 if request.slice_minutes else None,
+        lead_s=request.lead_s,
+        chained=request.continue_with != "never",
+    )
+
+
+def written(config: RunConfig, saves: int, directory: Path) -> str:
+    """What so many checkpoints weigh, and where they and the logs go."""
+    if not saves:
+        return f"no checkpoint (0 bytes), only logs and metrics, to {directory}"
+    one_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
+    kept = min(saves, config.train.keep_checkpoints)
+    return (
+        f"{format_bytes(saves * one_bytes)}, {plural(saves, 'checkpoint')} of {format_bytes(one_bytes)}, to {directory / 'checkpoints'}, "
+        f"and keeps {kept} (train.keep_checkpoints)"
+    )
+
+
+def admit(request: submit.JobRequest) -> submit.JobRequest:
+    """The request with the planner's step time. Raises ConfigError with everything that would fail, or that nobody can have meant.
+
+    What is installed at the site, data and run directory are `cluster.readiness`'.
+    """
+    devices = request.nodes * request.site.tasks_per_node
+    problems = []
+    if not plan_problems(request.config, devices):
+        predicted = predict(request.config, devices, request.site.machine)
+        request = replace(request, expected_step_s=predicted.step_time_s)
+        cost = cost_of(request)
+        problems = [*predicted.memory_problems(), *synthetic_problems(request.config, cost), *unfinished_problems(request, cost)]
+    if request.saves:
+        problems += unsaved_problems(request.config)
+    if problems := [*submit.problems(request), *problems]:
+        raise ConfigError(problems)
+    return request
+
+
+def unsaved_problems(config: RunConfig) -> Iterator[Problem]:
+    """A run that is more than a short benchmark on synthetic data, and would leave no checkpoint."""
+    steps = config.train.steps
+    is_synthetic = all(phase.config.data.train == "synthetic" for phase in phases_of(config))
+    if not saves_nothing(config.train) or (is_synthetic and steps <= UNSAVED_STEPS):
+        return
+    data = "synthetic data" if is_synthetic else "data of your own"
+    what = f"{plural(steps, 'step')} on {data}, and no checkpoint is written (save_interval={config.train.save_interval}, save_final=false)"
+    fix = f"set train.save_final=true and train.save_interval=N, or run at most {UNSAVED_STEPS} steps on synthetic data"
+    if production := PRODUCTION.get(config.model.name):
+        fix = f"start slurm/{production}.sbatch (configs/runs/{production}.yaml), which saves; or {fix}"
+    yield Problem("train.save_final", what, fix)
+
+
+def unfinished_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Problem]:
+    """A run that saves nothing and does not fit into one job."""
+    if not request.saves or not saves_nothing(request.config.train) or cost.job_steps == cost.steps:
+        return
+    minutes = math.ceil((START_S + cost.steps * cost.step_s + cost.lead_s) / 60)
+    what = (
+        f"{plural(cost.steps, 'step')} and the start take about {minutes} minutes (predicted), "
+        f"longer than the walltime of {60 * (cost.slice_hours or 0):.0f}, and nothing is saved"
+    )
+    yield Problem("--time", what, f"{submit.more_time(request, minutes)}; or fewer train.steps")
+
+
+def synthetic_problems(config: RunConfig, cost: Cost) -> Iterator[Problem]:
+    """A long and costly run that would learn nothing."""
+    if config.data.train != "synthetic" or config.data.allow_synthetic or config.train.steps <= BENCHMARK_STEPS:
+        return
+    if cost.node_hours > CHEAP_NODE_HOURS:
+        what = f"{config.train.steps} steps on synthetic data, about {cost.node_hours:,.0f} node-hours, teach a model nothing"
+        fix = f"data.train=[{{path: PREFIX}}], at most train.steps={BENCHMARK_STEPS} for a benchmark, or data.allow_synthetic=true"
+        yield Problem("data.train", what, fix)
+
+
+def advice(request: submit.JobRequest) -> Iterator[str]:
+    """What the user should know and may want, beside what is refused."""
+    config = request.config
+    checkpoint_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
+    precision = fp16_note(config.precision, load_machine(request.site.machine).device.flushes_fp16)
+    others = notes.scratch_note(request), notes.start_note(request), notes.device_note(request)
+    yield from filter(None, (*others, notes.quota_note(request, checkpoint_bytes), precision))
+
+
+def admit_job(job: BatchJob) -> None:
+    """The checks of `submit` in the first seconds of a job that sbatch has queued; says what it may cost. Raises ConfigError.
+
+    Slurm has accepted account, partition and walltime; a partition that the site file does not know has no limits to check.
+    """
+    partition = environ("SLURM_JOB_PARTITION")
+    known = not job.site.partitions or partition in job.site.partitions
+    left_s = slurm.time_left_s(job.allocation.job_id)
+    request = admit(
+        submit.JobRequest(
+            config=job.config,
+            site=job.site.model_copy(
+                update={
+                    "account": "optional",
+                    "tasks_per_node": job.allocation.tasks_per_node,
+                    "signal_lead_s": round(job.lead_s),
+                    **({} if known else {"partitions": {}}),
+                }
+            ),
+            nodes=job.nodes_needed,
+            spares=job.spares,
+            partition=partition if known else None,
+            qos=environ("SLURM_JOB_QOS"),
+            continue_with=job.continue_with,
+        )
+    )
+    log.info(replace(cost_of(request), slice_hours=left_s and left_s / 3600, lead_s=job.lead_s).describe(job.max_node_hours))
+    if not saves_nothing(job.config.train) and job.lead_s < request.expected_step_s:
+        log.warn(
+            f"ranks are told to save {job.lead_s:.0f} s before the walltime, but a step takes about {request.expected_step_s:.0f} s "
+            "(predicted): the last save may not end in time. Raise sbatch --signal=USR1@N and FRONTIER_LLM_SIGNAL_LEAD_S"
+        )
+    for note in advice(request):
+        log.warn(note)
+
+
+def admit_start(job: BatchJob) -> None:
+    """All checks of `submit` in the batch shell, before the first srun. Raises FrontierError."""
+    admit_job(job)
+    refuse_unready(job)

@@ -1,0 +1,1 @@
+"""Observes runs from outside: measurements, calibration, measured search, scaling series, reports."""

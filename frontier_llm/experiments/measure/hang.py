@@ -1,0 +1,128 @@
+"""Which orders of communication are safe on this machine: the real step on the real communicators, many times, under a watchdog.
+
+Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Whether they do here is found by trying: each mode
+trains steps of one layer per virtual stage in ranks of its own, which are ended where a step takes too long.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.config import RunConfig
+from frontier_llm.files import write_atomically
+from frontier_llm.units import plural
+
+# mode → the settings that make it, from the fastest to the safest
+MODES: dict[str, tuple[str, ...]] = {
+    "many": ("comm.in_flight=many", "comm.overlap_messages=true", "comm.overlap_gradients=true"),
+    "many-waiting": ("comm.in_flight=many", "comm.overlap_messages=false", "comm.overlap_gradients=false"),
+    "one": ("comm.in_flight=one",),
+}
+ABOUT = {
+    "many": "several communications in flight, messages and gradients beside compute",
+    "many-waiting": "several communicators, without overlap",
+    "one": "one communication in flight",
+}
+START_S = 240.0  # until the ranks have met and built their part
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mode."""
+
+    mode: str
+    steps: int  # that ended
+    wanted: int
+    seconds: float
+    fault: str = ""
+
+    @property
+    def safe(self) -> bool:
+        """Every step ended."""
+        return self.steps == self.wanted and not self.fault
+
+    def describe(self) -> str:
+        """'many: safe, 200 steps in 12 s (several communications …)'."""
+        result = f"safe, {plural(self.steps, 'step')} in {self.seconds:.0f} s" if self.safe else f"NOT SAFE: {self.fault}"
+        return f"{self.mode}: {result} ({ABOUT[self.mode]})"
+
+
+def settings_of(config: RunConfig, mode: str) -> list[str]:
+    """What is changed in a run for its hang test: one layer per virtual stage, two microbatches per pipeline rank, no data, no files."""
+    parallel = config.parallel
+    stages, replicas = parallel.pipeline * parallel.chunks, parallel.data or 1
+    return [
+        f"model.layers={stages}",
+        "parallel.stage_layers=null",
+        f"batch.global_batch={2 * parallel.pipeline * replicas * config.batch.micro_batch}",
+        "data.train=synthetic",
+        "data.validation=null",
+        "data.tokenizer=null",
+        "train.eval_samples=0",
+        *MODES[mode],
+    ]
+
+
+def run_steps(config: RunConfig, place: Any, times: int, progress: Path) -> None:
+    """One rank's part: `times` steps; rank 0 says after each how many have ended."""
+    import torch
+
+    from frontier_llm.training.join import joined_state
+    from frontier_llm.training.step import train_step
+
+    with joined_state(config, place) as state:
+        for ended in range(times + 1):
+            if state.mesh.world.rank == 0:
+                write_atomically(progress, str(ended))
+            if ended < times:
+                train_step(state)
+            if state.device.type == "cuda":
+                torch.cuda.synchronize(state.device)
+
+
+def watch(command: Sequence[str], environment: Mapping[str, str], mode: str, times: int, limit_s: float, folder: Path) -> Verdict:
+    """Run `command`, which starts the ranks of a mode, until it ends or no step has ended for `limit_s`; to begin they have START_S."""
+    progress, log = folder / "progress", folder / f"{mode}.log"
+    progress.unlink(missing_ok=True)
+    begin = last = time.monotonic()
+    steps, fault = -1, ""  # -1: the ranks have not met yet
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(  # noqa: S603 our own interpreter, no shell
+            command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        try:
+            while process.poll() is None:
+                time.sleep(0.05)
+                if (ended := _steps(progress)) > steps:
+                    steps, last = ended, time.monotonic()
+                allowed_s = START_S if steps < 0 else limit_s
+                if time.monotonic() - last > allowed_s:
+                    fault = f"{'the start' if steps < 0 else f'step {steps + 1} of {times}'} hung for {allowed_s:.0f} s"
+                    break
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks end with it
+    steps = max(_steps(progress), 0)
+    if process.returncode and not fault:
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        fault = f"ended after {steps} of {times} steps with exit code {process.returncode}: {lines[-1] if lines else 'no message'}"
+    return Verdict(mode, steps, times, time.monotonic() - begin, fault)
+
+
+def _steps(progress: Path) -> int:
+    return int(progress.read_text(encoding="utf-8")) if progress.is_file() else -1
+
+
+def in_flight_of(verdicts: Sequence[Verdict]) -> str | None:
+    """`comm.in_flight` for this machine: many where that passed as runs have it, else one where that did; None: neither."""
+    safe = {verdict.mode for verdict in verdicts if verdict.safe}
+    return next((mode for mode in ("many", "one") if mode in safe), None)

@@ -1,0 +1,105 @@
+"""What follows from measurements of `measure.links`: slow links, contention, and tables for the planner and for comm.algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from frontier_llm.experiments.measure.calibration import tables_of
+from frontier_llm.experiments.measure.links import LinkTime, Pair
+from frontier_llm.experiments.measure.machine_file import collectives
+from frontier_llm.machine.affinity import link_gbps
+from frontier_llm.pages import Chart, figure, write_page
+
+PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # what a machine file has tables of
+SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is named
+
+
+def slow_links(pairs: list[Pair], kind: Callable[[int, int], str]) -> list[Pair]:
+    """Pairs below SLOW_LINK of the median of their kind (the caller knows which pairs have the same links)."""
+    by_kind: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        by_kind.setdefault(kind(pair.a, pair.b), []).append(pair)
+    return [pair for alike in by_kind.values() for pair in alike if pair.gbps < SLOW_LINK * median(other.gbps for other in alike)]
+
+
+def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], str]:
+    """What connects two global ranks, in words: pairs of one kind should be equally fast. `links` is the machine file's `node.links`."""
+
+    def kind(a: int, b: int) -> str:
+        if a // ranks_per_node != b // ranks_per_node:
+            return "between nodes"
+        if links != "mi250x":
+            return "inside a node"
+        direct = link_gbps(a % ranks_per_node, b % ranks_per_node)
+        return f"{direct:g} GB/s of Infinity Fabric" if direct else "routed over other GCDs"
+
+    return kind
+
+
+def node_tables(measurements: list[LinkTime], ranks_per_node: int, source: str) -> dict[str, Any]:
+    """`node.collectives` of a machine file, which the planner reads: flat times of groups inside a node, all of them at once.
+
+    Raises ValueError when no axis lies inside a node.
+    """
+    inside = [
+        (m.operation, m.ranks, m.bytes, m.seconds)
+        for m in measurements
+        if m.algorithm == "flat" and m.mode == "together" and m.ranks <= ranks_per_node and m.operation in PLANNED
+    ]
+    if not inside:
+        raise ValueError("no axis of this layout lies inside a node")
+    return collectives(tables_of(inside), {"tag": "measured", "source": source})
+
+
+def contention(measurements: list[LinkTime]) -> list[tuple[str, str, int, float]]:
+    """(axis, operation, bytes, time together / time alone) wherever both were measured."""
+    alone = {(m.axis, m.operation, m.algorithm, m.bytes): m.seconds for m in measurements if m.mode == "alone"}
+    return [
+        (m.axis, m.operation, m.bytes, m.seconds / alone[key])
+        for m in measurements
+        if m.mode == "together" and (key := (m.axis, m.operation, m.algorithm, m.bytes)) in alone
+    ]
+
+
+def algorithm_rules(measurements: list[LinkTime], nodes: dict[str, int], where: str) -> list[dict[str, Any]]:
+    """Rows of an algorithm table (configs/algorithms) from measured flat and hierarchical times; one row where the better one changes.
+
+    `nodes[axis]` is how many nodes the axis spans; `where` names the machine and date for the source.
+    """
+    times = {(m.axis, m.operation, m.bytes, m.algorithm): m.seconds for m in measurements if m.mode == "together"}
+    rows: list[dict[str, Any]] = []
+    for axis, operation in sorted({(m.axis, m.operation) for m in measurements if m.algorithm == "hierarchical"}):
+        chosen = "flat"
+        for size in sorted({size for a, o, size, _ in times if (a, o) == (axis, operation)}):
+            flat, staged = times[axis, operation, size, "flat"], times[axis, operation, size, "hierarchical"]
+            better = "hierarchical" if staged < flat else "flat"
+            if better != chosen:
+                gain = max(flat, staged) / min(flat, staged)
+                source = f"{where}: axis {axis}, {gain:.1f} times faster at {size} bytes"
+                rule = {"operation": operation, "nodes_from": nodes[axis], "bytes_from": size, "algorithm": better}
+                rows.append({**rule, "tag": "measured", "source": source})
+                chosen = better
+    return sorted(rows, key=lambda row: (row["operation"], row["nodes_from"], row["bytes_from"]))
+
+
+def draw_pairs(path: Path, pairs: list[Pair]) -> None:
+    """A page with the heat map of the bandwidth between all pairs of ranks."""
+    ranks = sorted({rank for pair in pairs for rank in (pair.a, pair.b)})
+    rates = {frozenset((pair.a, pair.b)): pair.gbps for pair in pairs}
+    square = [[rates.get(frozenset((a, b))) for b in ranks] for a in ranks]
+    names = [str(rank) for rank in ranks]
+    colors = {"colorscale": "Viridis", "zmin": 0, "colorbar": {"title": {"text": "GB/s, one way"}}}
+    trace = {
+        "type": "heatmap",
+        "x": names,
+        "y": names,
+        "z": square,
+        **colors,
+        "hovertemplate": "ranks %{x} and %{y}: %{z:.3g} GB/s<extra></extra>",
+    }
+    layout = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "scaleanchor": "x"}}
+    chart = Chart("Messages between pairs of ranks", "global rank", "global rank", [trace], height_px=560, layout=layout)
+    write_page(path, "Links", f"{len(pairs)} pairs of {len(ranks)} ranks, one at a time.", [figure(chart)])

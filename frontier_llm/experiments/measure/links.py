@@ -1,0 +1,174 @@
+"""Measure every collective and message of a mesh: time, algorithm and bus bandwidth as rccl-tests defines them.
+
+Algorithm bandwidth is bytes / time, with the bytes of the whole tensor (the gathered result, the full input of a reduce-scatter).
+Bus bandwidth multiplies it by the share that every rank must send at least: 2(n-1)/n for an all-reduce, (n-1)/n for a
+reduce-scatter, all-gather or all-to-all, 1 for a broadcast or a message; so it can be held against a link's speed whatever n is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import combinations, count, pairwise, product, takewhile
+from typing import Any
+
+import torch
+
+from frontier_llm.comm.algorithms import FLAT, HIERARCHICAL
+from frontier_llm.comm.axis import Axis, Mesh
+from frontier_llm.comm.collectives import (
+    all_reduce_,
+    barrier,
+    broadcast_,
+    start_all_gather_into,
+    start_all_to_all_into,
+    start_reduce_scatter_into,
+)
+from frontier_llm.comm.p2p import Sends, post_receive, start_exchange
+from frontier_llm.experiments.measure.timing import median_s, wall_s
+from frontier_llm.planner.costs.collectives import PASSES
+
+ELEMENT_BYTES = 4  # fp32
+PAIR_BYTES = 4 << 20  # large enough for bandwidth, small enough for all pairs
+MAX_PAIR_RANKS = 64  # 2,016 pairs; beyond, only neighbours in rank order
+OPERATIONS = (*PASSES, "broadcast", "message")
+
+
+@dataclass(frozen=True)
+class LinkTime:
+    """One operation at one size on one kind of group."""
+
+    axis: str
+    operation: str
+    ranks: int  # of the group
+    algorithm: str  # flat | hierarchical
+    mode: str  # alone: only the first such group is busy; together: all of them at once, as in training
+    bytes: int
+    seconds: float  # the slowest rank's median
+
+    @property
+    def algorithm_gbps(self) -> float:
+        """GB/s (10^9)."""
+        return self.bytes / self.seconds / 1e9
+
+    @property
+    def bus_gbps(self) -> float:
+        """GB/s (10^9)."""
+        share = PASSES[self.operation] * (self.ranks - 1) / self.ranks if self.operation in PASSES else 1.0
+        return self.algorithm_gbps * share
+
+    def as_json(self) -> dict[str, Any]:
+        """For the planner."""
+        return {**asdict(self), "algbw_gbps": self.algorithm_gbps, "busbw_gbps": self.bus_gbps}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A message from one rank to another and back; one way."""
+
+    a: int  # global ranks
+    b: int
+    seconds: float
+    gbps: float
+
+
+def sizes_between(smallest: int, largest: int, factor: int = 4) -> list[int]:
+    """smallest, smallest × factor, … up to largest, which is always there."""
+    growing = (smallest * factor**power for power in count())
+    return [*takewhile(lambda size: size < largest, growing), largest]
+
+
+def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_size: float = 0.2) -> list[LinkTime]:
+    """Every operation on every axis that has more than one rank, alone and together. Collective over the world.
+
+    A message goes from every rank of an axis to the next, as between pipeline stages.
+    """
+    axes = [axis for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world) if axis.size > 1]
+    cases = [(axis, algorithm, variant) for axis in axes for algorithm, variant in variants(axis)]
+    measurements = []
+    for (axis, algorithm, variant), operation, size in product(cases, OPERATIONS, sizes):
+        if operation == "message" and algorithm != "flat":
+            continue
+        for mode in ("together",) if axis.size == mesh.world.size else ("alone", "together"):
+            takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
+            run, whole_bytes = operation_on(variant, operation, size, device)
+            seconds = slowest_s(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
+            measurements.append(LinkTime(axis.name, operation, axis.size, algorithm, mode, whole_bytes, seconds))
+    return measurements
+
+
+def variants(axis: Axis) -> Iterator[tuple[str, Axis]]:
+    """('flat', axis), and ('hierarchical', axis) where the axis has both."""
+    yield "flat", replace(axis, algorithms=FLAT)
+    if axis.hierarchical is not None:
+        yield "hierarchical", replace(axis, algorithms=HIERARCHICAL)
+
+
+def operation_on(axis: Axis, operation: str, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
+    """A call of the operation on buffers of its own, and the bytes of the whole tensor after rounding up to equal parts."""
+    part = max(1, -(-size_bytes // (ELEMENT_BYTES * axis.size)))
+    whole = torch.zeros(part * axis.size, device=device)
+    mine, arriving = torch.zeros(part, device=device), torch.empty_like(whole)
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: all_reduce_(whole, axis),
+        "all_gather": lambda: start_all_gather_into(whole, mine, axis).wait(),
+        "reduce_scatter": lambda: start_reduce_scatter_into(mine, whole, axis).wait(),
+        "all_to_all": lambda: start_all_to_all_into(arriving, whole, axis).wait(),
+        "broadcast": lambda: broadcast_(whole, axis, 0),
+        "message": lambda: start_exchange(whole, after, arriving, before, axis).wait(),
+    }
+    return calls[operation], whole.numel() * ELEMENT_BYTES
+
+
+def _nothing() -> None:
+    """What a rank does while another group is measured alone."""
+
+
+def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budget_s: float) -> float:
+    """Median over repetitions, maximum over ranks. All ranks repeat equally often: what the slowest trial allows in `budget_s`."""
+
+    def agreed(value: float) -> float:
+        return float(all_reduce_(torch.tensor([value], dtype=torch.float64, device=device), world, "max"))
+
+    run()  # connections and memory are made at first use
+    barrier(world)
+    repetitions = int(min(50, max(3, budget_s / max(agreed(wall_s(run, device)), 1e-6))))
+    return agreed(median_s(run, repetitions, partial(wall_s, device=device), before=lambda: barrier(world)))
+
+
+def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[Pair]:
+    """Messages between pairs of ranks, one pair at a time: latency-free bandwidth of each link. Collective over the world.
+
+    All pairs up to MAX_PAIR_RANKS ranks; beyond, each rank with the next.
+    """
+    world, pairs = mesh.world, []
+    everyone = range(world.size)
+    wanted = combinations(everyone, 2) if world.size <= MAX_PAIR_RANKS else pairwise(everyone)
+    x = torch.zeros(PAIR_BYTES // ELEMENT_BYTES, device=device)
+    for a, b in wanted:
+        if world.rank not in (a, b):
+            run: Callable[[], object] = _nothing
+        else:
+            peer = b if world.rank == a else a
+            run = _ping_pong(x, world, peer, first=world.rank == a)
+        seconds = slowest_s(run, world, device, repetitions * 1e-3) / 2
+        pairs.append(Pair(world.ranks[a], world.ranks[b], seconds, PAIR_BYTES / seconds / 1e9))
+    return pairs
+
+
+def _ping_pong(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], object]:
+    """There and back. RCCL runs a pair's messages in the order of the calls: if both posted their receives first, neither would ever send."""
+
+    def receive() -> torch.Tensor:
+        return post_receive(tuple(x.shape), x.dtype, x.device, world, peer).wait()
+
+    def run() -> None:
+        sends = Sends(limit=2)
+        sends.start(x if first else receive(), world, peer)
+        if first:
+            receive()
+        sends.wait_all()
+
+    return run

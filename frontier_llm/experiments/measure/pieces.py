@@ -1,0 +1,98 @@
+"""What hides where tensor parallelism's products and collectives go in pieces, measured on the run's own products (comm.tensor_chunks)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frontier_llm.blueprint.items import Collective, Phase, Product, Software
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.work import block_work
+from frontier_llm.comm.axis import Axis, Mesh
+from frontier_llm.comm.collectives import all_gather, all_reduce_, reduce_scatter
+from frontier_llm.config import ModelConfig
+from frontier_llm.experiments.measure.links import slowest_s
+from frontier_llm.ops import working_dtype
+from frontier_llm.parallel.tensor.chunked import gather_and_multiply, multiply_and_reduce, multiply_and_scatter
+
+PIECES = (2, 4)
+BUDGET_S = 0.1  # for the repetitions of one figure
+
+
+@dataclass(frozen=True)
+class PiecesTime:
+    """A product and its collective, each of `pieces` alone, and all together as a step has them."""
+
+    operation: str
+    pieces: int
+    product_s: float  # of one piece
+    collective_s: float  # of one piece
+    copy_s: float  # of all rows to their places
+    together_s: float
+
+    @property
+    def overlap(self) -> float:
+        """Share of a piece's shorter half that hid: 0, nothing did, to 1."""
+        hidden_s = self.pieces * (self.product_s + self.collective_s) + self.copy_s - self.together_s
+        return min(max(hidden_s / ((self.pieces - 1) * min(self.product_s, self.collective_s)), 0.0), 1.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, and the share that hid."""
+        return {**asdict(self), "overlap": self.overlap}
+
+
+def bench_pieces(mesh: Mesh, model: ModelConfig, layout: Layout, device: torch.device) -> list[PiecesTime]:
+    """Every forward product of a block that has a collective beside it, in `PIECES`. Collective over the world; empty without tensor parallelism."""
+    pairs = {
+        (item.work.operation, item.work.beside)
+        for item in block_work(model, layout, Software())
+        if item.phase is Phase.F and isinstance(item.work, Collective) and item.work.beside
+    }
+    return [
+        _measured(mesh, layout, operation, product, pieces, device)
+        for operation, product in sorted(pairs, key=repr)
+        for pieces in PIECES
+        if product.m // layout.micro_batch // layout.sequence_shards % pieces == 0
+    ]
+
+
+def chunk_overlap(measured: Sequence[PiecesTime]) -> float:
+    """The machine file's number: the median over what was measured."""
+    return median(one.overlap for one in measured)
+
+
+def _measured(mesh: Mesh, layout: Layout, operation: str, product: Product, pieces: int, device: torch.device) -> PiecesTime:
+    calls = _calls(operation, product, layout.micro_batch, pieces, mesh.tp, working_dtype(layout.dtype), device)
+    return PiecesTime(operation, pieces, *(slowest_s(call, mesh.world, device, BUDGET_S) for call in calls))
+
+
+def _calls(
+    operation: str, product: Product, B: int, pieces: int, axis: Axis, dtype: torch.dtype, device: torch.device
+) -> Iterator[Callable[[], object]]:
+    """A piece's product, a piece's collective, the copy of all rows, and everything in pieces."""
+    S, rows = product.m // B, product.m // B // pieces
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    w_ok = zeros(product.n, product.k)
+
+    def multiply(x: Tensor) -> Tensor:
+        return x @ w_ok.T
+
+    piece_cBk, piece_cBo = zeros(rows, B, product.k), zeros(rows, B, product.n)
+    yield lambda: multiply(piece_cBk)
+    if operation == "all_gather":
+        part, x_sBk, y_SBo = zeros(rows // axis.size, B, product.k), zeros(S // axis.size, B, product.k), zeros(S, B, product.n)
+        yield from (lambda: all_gather(part, axis), y_SBo.clone, lambda: gather_and_multiply(x_sBk, multiply, axis, pieces))
+    elif operation == "reduce_scatter":
+        x_SBk = zeros(S, B, product.k)
+        yield from (lambda: reduce_scatter(piece_cBo, axis), x_SBk.clone, lambda: multiply_and_scatter(x_SBk, multiply, axis, pieces))
+    else:
+        x_SBk, y_SBo = zeros(S, B, product.k), zeros(S, B, product.n)
+        yield from (lambda: all_reduce_(piece_cBo, axis), y_SBo.clone, lambda: multiply_and_reduce(x_SBk, multiply, axis, pieces))

@@ -1,0 +1,236 @@
+"""report.html: a run's curves, numbers and layout in one self-contained file; reads only what run directories hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from frontier_llm.blueprint import StageSpec, matrix_parameters
+from frontier_llm.cluster.recorded import epochs_read
+from frontier_llm.config import RunConfig, dump
+from frontier_llm.experiments.measure.latency import communication_section
+from frontier_llm.experiments.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
+from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page
+from frontier_llm.schedule import build as build_schedule
+from frontier_llm.schedule import simulate, timeline_chart
+from frontier_llm.topology import Grid
+from frontier_llm.units import format_count
+
+# what each step records: key of metrics.jsonl, title, label of the vertical axis, factor
+CURVES = (
+    ("loss", "Loss", "nats per token", 1),
+    ("gradient_norm", "Gradient norm before clipping", "norm", 1),
+    ("tokens_per_s", "Throughput", "tokens per second", 1),
+    ("mfu", "Share of the device's peak (MFU)", "%", 100),
+    ("memory_gib", "Peak memory of rank 0", "GiB", 1),
+    ("learning_rate", "Learning rate", "per step", 1),
+)
+
+
+def write_report(
+    runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None, plugins: Sequence[str] = ()
+) -> Path:
+    """One page over one or several runs of the same model (their curves share the axes); returns `output`. `plugins` as `read_run`."""
+    records = told_apart([read_run(run, plugins) for run in runs])
+    first = records[0]
+    parts = [
+        _tiles(records),
+        f"<h2>Curves</h2>{figures(_curves(records))}",
+        _experts(records),
+        *(_layout(record, part) for record in records for part in record.parts),
+        *(communication_section(_of_run(record, record.moved_on.name), record.operations) for record in records if record.operations),
+        _runs(records),
+        *(
+            f"<details><summary>Configuration of {text(record.name)}</summary><pre>{text(dump(record.config))}</pre></details>"
+            for record in records
+        ),
+    ]
+    if sample:
+        parts.append(f"<h2>A generated sample</h2><pre>{text(sample)}</pre>")
+    if next_command:
+        parts.append(f"<h2>Next</h2><pre>{text(next_command)}</pre>")
+    return write_page(output, first.config.model.name, _model_line(first.config), parts)
+
+
+def _model_line(config: RunConfig) -> str:
+    model = config.model
+    parts = [f"{model.layers} layers", f"hidden {model.hidden}", f"{model.heads} heads", f"vocabulary {model.vocab_size:,}"]
+    parts += [f"sequence {model.sequence_length}", f"{format_count(matrix_parameters(model))} weights per token", config.precision.dtype]
+    return " · ".join(parts)
+
+
+def _tiles(records: Sequence[RunRecord]) -> str:
+    first = records[0]
+    numbers = []
+    if len(first.evaluations) > 1:
+        before, after = first.evaluations[0], first.evaluations[-1]
+        for key, what in (("loss", "held-out loss"), ("bits_per_byte", "bits per byte")):
+            if key in after:
+                numbers.append((f"{after[key]:.3f}", f"{what} ({before[key]:.3f} at step {before['step']})"))
+    if first.steps:
+        last = first.steps[-1]
+        numbers.append((f"{last['loss']:.3f}", f"training loss after step {last['step']}"))
+        numbers.append((format_count(last["consumed_tokens"]), "tokens seen"))
+        since = first.parts[-1].after_step
+        speeds = [step["tokens_per_s"] for step in first.steps if step["step"] > since]
+        if speeds:
+            numbers.append((f"{median(speeds):,.0f}", f"tokens/s (median{f' since step {since}' if since else ''})"))
+    return tiles(numbers)
+
+
+def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
+    for key, title, unit, factor in CURVES:
+        if any(key in step and step[key] is not None for record in records for step in record.steps):
+            yield _curve(records, key, title, unit, factor)
+    if any(record.tasks for record in records):
+        yield _tasks(records)
+    for record in records:
+        if any(step.get("phases_s") for step in record.steps):
+            yield _phases(record)
+
+
+def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor: float) -> Chart:
+    """One figure over all runs; the points on the loss are held-out values, vertical lines are changes of the layout."""
+    traces = []
+    for index, record in enumerate(records):
+        rows = [step for step in record.steps if step.get(key) is not None]
+        seen = [f"{format_count(row['consumed_tokens'])} tokens" for row in rows]
+        values = [row[key] * factor for row in rows]
+        traces.append(line(record.name, _steps(rows), values, index, dash=DASHES[index % len(DASHES)], hover=seen))
+        if key == "loss":
+            for number, held_out in enumerate(_held_out(record)):
+                rows = [row for row in record.evaluations if held_out in row]
+                name = held_out if held_out != "loss" else "held out"
+                shape = SHAPES[(index + number) % len(SHAPES)]  # of several runs all are seen where they agree
+                traces.append(points(f"{name}, {record.name}", _steps(rows), [row[held_out] for row in rows], index, shape=shape))
+    changes = [part for record in records for part in record.parts if part.after_step]
+    lines = [{"x0": part.after_step, "x1": part.after_step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN} for part in changes]
+    names = [{"x": part.after_step, "y": 1, "yref": "paper", "text": part.name, "textangle": 90, "showarrow": False} for part in changes]
+    return Chart(title, "step", unit, traces, layout={"shapes": lines, "annotations": names})
+
+
+def _held_out(record: RunRecord) -> list[str]:
+    """Keys of the held-out losses: of each set by its name, where sets have names."""
+    named = [key for row in record.evaluations for key in row if key.startswith("validation/")]
+    return list(dict.fromkeys(named)) or ["loss"]
+
+
+def _tasks(records: Sequence[RunRecord]) -> Chart:
+    """Accuracy of each in-context task: a colour for each task, a dash for each run."""
+    names = list(dict.fromkeys(name for record in records for row in record.tasks for name in row["accuracy"]))
+    traces = [
+        line(f"{name}, {record.name}", _steps(rows), [row["accuracy"][name] for row in rows], number, dash=DASHES[index % len(DASHES)])
+        for index, record in enumerate(records)
+        for number, name in enumerate(names)
+        if (rows := [row for row in record.tasks if name in row["accuracy"]])
+    ]
+    return Chart("Accuracy of in-context tasks", "step", "share of questions", traces)
+
+
+SHAPES = ("diamond", "circle-open", "square-open", "triangle-up-open")
+_THIN = {"color": "#888", "width": 1, "dash": "dot"}
+
+
+def _phases(record: RunRecord) -> Chart:
+    """Where rank 0's time goes, stacked to the step."""
+    rows = [step for step in record.steps if step.get("phases_s")]
+    names = list(dict.fromkeys(name for row in rows for name in row["phases_s"]))
+    traces = [
+        {**line(name, _steps(rows), [1e3 * row["phases_s"].get(name, 0.0) for row in rows], index), "stackgroup": "step"}
+        for index, name in enumerate(names)
+    ]
+    return Chart(f"Phases of the step on rank 0: {record.name}", "step", "milliseconds", traces)
+
+
+def _experts(records: Sequence[RunRecord]) -> str:
+    """How evenly routers have shared out tokens; '' where no run has any."""
+    routed = [(index, record, [step for step in record.steps if "routing" in step]) for index, record in enumerate(records)]
+    routed = [(index, record, rows) for index, record, rows in routed if rows]
+    if not routed:
+        return ""
+
+    def over_steps(title: str, unit: str, of: Callable[[Mapping[str, Any]], float]) -> Chart:
+        return Chart(
+            title,
+            "step",
+            unit,
+            [line(record.name, _steps(rows), [of(row["routing"]) for row in rows], index) for index, record, rows in routed],
+        )
+
+    def at_last(record: RunRecord, rows: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+        counts = rows[-1]["routing"]["rows_per_expert"]
+        return points(record.name, list(range(len(counts))), counts, index)
+
+    charts = (
+        over_steps("Busiest expert of the worst layer", "rows over the mean", lambda routing: max(routing["largest_over_mean"])),
+        over_steps("Entropy of the routers' scores, mean of layers", "nats", lambda routing: fmean(routing["entropy"])),
+        Chart("Load in the last step", "expert", "rows, all layers", [at_last(record, rows, index) for index, record, rows in routed]),
+    )
+    return f"<h2>Experts</h2>{figures(charts)}"
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [row["step"] for row in rows]
+
+
+def _contents(piece: StageSpec) -> str:
+    first, last = piece.first_layer, piece.first_layer + piece.num_layers - 1
+    layers = f"layers {first}-{last}" if last > first else f"layer {first}"
+    return " + ".join(["embedding"] * piece.embedding + [layers] + ["head"] * piece.head)
+
+
+def _chip(grid: Grid, place: Mapping[str, int]) -> str:
+    axes = [axis for axis in ("tp", "cp", "dp") if axis != "cp" or grid.cp > 1]
+    where = " ".join(f"{axis} {place[axis]}" for axis in axes)
+    return f'<span class=rank style="background:{COLORS[place["dp"] % len(COLORS)]}">rank {grid.global_rank(place)}: {where}</span>'
+
+
+def _of_run(record: RunRecord, text: str) -> str:
+    """With the run's own name, where it has one besides that of its layout."""
+    own = record.name.rpartition(", ")[0]
+    return f"{text}, {own}" if own else text
+
+
+def _layout(record: RunRecord, part: LayoutSpan) -> str:
+    """Which rank holds what, and the schedule that was played, drawn with forward 1 and backward 2 units long."""
+    plan, grid = part.plan, part.plan.grid
+    stages = []
+    for pp in range(grid.pp):
+        what = "; ".join(map(_contents, plan.stages_of(pp)))
+        rows = [
+            "".join(_chip(grid, {"tp": tp, "cp": cp, "dp": dp, "pp": pp}) for tp in range(grid.tp))
+            for dp in range(grid.dp)
+            for cp in range(grid.cp)
+        ]
+        stages.append(f"<div class=stage><b>stage {pp}</b><br>{text(what)}<br>{'<br>'.join(rows)}</div>")
+    schedule = build_schedule(plan.schedule, grid.pp, plan.microbatches, plan.chunks)
+    timeline = simulate(schedule, lambda stage, action: 1.0 if action.kind.value == "F" else 2.0)
+    picture = figure(timeline_chart(timeline, "units of time")) if grid.pp > 1 else ""
+    note = (
+        "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units; grey is idle.</p>"
+        if picture
+        else ""
+    )
+    when = f" after step {part.after_step}" if len(record.parts) > 1 or part.after_step else ""
+    title = f"Layout{when}: {_of_run(record, plan.describe())}"
+    return f"<h2>{text(title)}</h2><div class=mesh>{''.join(stages)}</div>{note}{picture}"
+
+
+def _runs(records: Sequence[RunRecord]) -> str:
+    head = ("run", "layout", "steps", "last loss", "held out", "skipped")
+    rows = []
+    for record in records:
+        last = record.steps[-1] if record.steps else {}
+        loss, held_out = (f"{row['loss']:.4f}" if row else "-" for row in (last, record.evaluations[-1] if record.evaluations else {}))
+        layouts = ", then ".join(name for name, _ in groupby(record.parts, key=lambda part: part.name))
+        rows.append([record.directory.name, layouts, last.get("step", 0), loss, held_out, last.get("skipped_steps", 0)])
+    return f"<h2>Runs</h2>{table(head, rows)}{_data(records)}"
+
+
+def _data(records: Sequence[RunRecord]) -> str:
+    """How often each run has read its sources."""
+    rows = [[record.directory.name, path, f"{epochs:.3g}"] for record in records for path, epochs in epochs_read(record.directory).items()]
+    return f"<h2>Data</h2>{table(('run', 'source', 'epochs'), rows)}" if rows else ""

@@ -1,0 +1,168 @@
+"""Micro-benchmarks of this machine with the model's own shapes and the run's own ops: what `calibration` fits a machine file to.
+
+Every rank measures at the same time, because ranks of one computer share its cores, caches and memory. A rank of one thread times
+its kernels by its own CPU clock: where ranks outnumber cores, how long one waits for a core is measured once, by loops that are
+long for the scheduler (`contention`), and not by chance in each short sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import torch
+
+from frontier_llm.comm import Mesh, all_reduce_, barrier, serial_mesh
+from frontier_llm.config import RunConfig
+from frontier_llm.config.schema import ParallelConfig
+from frontier_llm.data.loader import open_batches
+from frontier_llm.experiments.measure.calibration import Samples, steps_config
+from frontier_llm.experiments.measure.link_tables import PLANNED
+from frontier_llm.experiments.measure.links import operation_on
+from frontier_llm.experiments.measure.op_cases import CASES, Shapes
+from frontier_llm.experiments.measure.products import gemm_shapes, operands, product_calls
+from frontier_llm.experiments.measure.timing import cpu_s, median_s, wall_s
+from frontier_llm.ops import AdamWUpdate, select_ops, working_dtype
+from frontier_llm.topology import make_plan
+from frontier_llm.training.build import build_state
+from frontier_llm.training.step import train_step
+
+MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
+COPY_ELEMENTS = 8 * 2**20
+STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))  # (share of the run's microbatch, microbatches): apart by tokens, by microbatches and by step
+JOINT_STEPS = ((1.0, 1), (0.25, 2))  # the same, for steps over several ranks: apart by compute between two meetings
+LONG_S = 0.06  # a loop that a scheduler's time slices (3 ms) share fairly
+
+
+def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: float, repeats: int = 5) -> Samples:
+    """All samples of one rank; collective over the world."""
+    bench = _Bench(config, mesh, device, repeats)
+    samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes, tensor=mesh.tp.size)
+    samples.contention, bench.stretch = bench.contention()
+    for tp in sorted({1, mesh.tp.size}):
+        for B in sorted({bench.microbatch(share) for share, _ in STEPS}):
+            samples.gemm += bench.products(B, tp)
+            samples.attention.append(bench.attention(B, tp))
+    samples.elementwise_s = bench.elementwise_s(mesh.tp.size)
+    samples.copy = bench.copy()
+    one = torch.ones(1, device=device)
+    samples.dispatch_s = bench.kernel_s(lambda: [one.add_(0.0) for _ in range(2000)]) / 2000
+    samples.adamw = bench.adamw()
+    samples.collectives = list(bench.collectives())
+    samples.steps = [bench.step(ParallelConfig(), serial_mesh(), share, m) for share, m in STEPS]
+    if mesh.tp.size > 1:
+        together = replace(serial_mesh(), tp=mesh.tp, world=replace(mesh.tp, name="world"))
+        parallel = ParallelConfig(tensor=mesh.tp.size)
+        samples.tensor_steps = [bench.step(parallel, together, share, m) for share, m in JOINT_STEPS]
+    if mesh.world.size > 1:
+        replicas = replace(mesh.world, name="dp")
+        together = replace(serial_mesh(), dp=replicas, replicas=replicas, world=mesh.world)
+        parallel = ParallelConfig(data=mesh.world.size, data_mode="fsdp")
+        samples.sharded_steps = [bench.step(parallel, together, share, m) for share, m in JOINT_STEPS]
+    return samples
+
+
+class _Bench:
+    """One rank's part; `stretch` turns CPU time into what a busy machine needs for it."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, repeats: int) -> None:
+        self.config, self.model, self.mesh, self.device, self.repeats, self.stretch = config, config.model, mesh, device, repeats, 1.0
+        self.dtype = working_dtype(config.precision.dtype)
+        self.ops = select_ops(config.ops, device.type, self.dtype)
+        self.by_cpu_time = device.type == "cpu" and torch.get_num_threads() == 1
+
+    def microbatch(self, share: float) -> int:
+        return max(1, round(self.config.batch.micro_batch * share))
+
+    def wall_s(self, run: Callable[[], object]) -> float:
+        """Median seconds of work that all ranks begin together."""
+        return median_s(run, self.repeats, partial(wall_s, device=self.device), before=lambda: barrier(self.mesh.world))
+
+    def kernel_s(self, run: Callable[[], object]) -> float:
+        """Median seconds of work that needs no other rank."""
+        if not self.by_cpu_time:
+            return self.wall_s(run)
+        barrier(self.mesh.world)
+        return median_s(run, self.repeats, cpu_s) * self.stretch
+
+    def contention(self) -> tuple[list[tuple[int, float]], float]:
+        """(busy ranks → seconds of the same loop of products, wall time over CPU time when all are busy)."""
+        world = self.mesh.world
+        tokens = self.config.batch.micro_batch * self.model.sequence_length
+        x, w, _ = operands(tokens, self.model.ffn_hidden, self.model.hidden, self.dtype, self.device)
+        once_s = max(median_s(lambda: self.ops.linear(x, w, None), 3, partial(wall_s, device=self.device)), 1e-6)
+        repeats = torch.tensor([LONG_S / once_s], dtype=torch.float64, device=self.device)
+        if world.size > 1:
+            all_reduce_(repeats, world)  # the same amount of work everywhere
+        count = max(1, round(float(repeats) / world.size))
+
+        def busy() -> None:
+            for _ in range(count):
+                self.ops.linear(x, w, None)
+
+        counts = [2**power for power in range(world.size.bit_length()) if 2**power < world.size]
+        seconds = [(k, self.wall_s(busy if world.rank < k else lambda: None)) for k in [*counts, world.size]]
+        stretch = seconds[-1][1] / self.kernel_s(busy) if self.by_cpu_time else 1.0
+        return seconds, max(stretch, 1.0)
+
+    def products(self, B: int, tp: int) -> list[tuple[int, int, int, float]]:
+        """Every product of a layer and of the head: forward, input gradient, and weight gradient added to an fp32 buffer."""
+        rows = []
+        for _, M, N, K, _ in gemm_shapes(self.model, B * self.model.sequence_length, tp):
+            calls = product_calls(self.ops, *operands(M, N, K, self.dtype, self.device)).values()
+            shapes = (M, N, K), (M, K, N), (N, K, M)
+            with torch.no_grad():
+                rows += [(*shape, self.kernel_s(ours)) for shape, (ours, _) in zip(shapes, calls, strict=True)]
+        return rows
+
+    def attention(self, B: int, tp: int) -> tuple[int, int, int, int, float, float]:
+        case = CASES["attention"](self.ops, Shapes(self.model, B, self.dtype, self.device, tp))
+        S, _, a, D = case.inputs[0].shape
+        forward_s = self.kernel_s(partial(case.ours, *case.inputs))
+        both_s = self.kernel_s(case.ways()["ours"])
+        return B, a, S, D, forward_s, max(both_s - forward_s, 0.5 * forward_s)
+
+    def elementwise_s(self, tp: int) -> float:
+        """Seconds of one layer's forward norms, activation and residual."""
+        model, shapes = self.model, Shapes(self.model, self.config.batch.micro_batch, self.dtype, self.device, tp)
+        names = "rms_norm" if model.norm == "rmsnorm" else "layer_norm", "add_norm", "swiglu" if model.gated else model.activation
+        cases = [CASES[name](self.ops, shapes) for name in names]
+        x = shapes.random(shapes.rows, model.hidden)
+
+        @torch.no_grad()
+        def layer() -> None:
+            for case in cases:
+                case.ours(*case.inputs)
+            x.add(x)
+
+        return self.kernel_s(layer)
+
+    def copy(self) -> tuple[float, float]:
+        """(bytes read and written, seconds)."""
+        source, target = (torch.zeros(COPY_ELEMENTS, device=self.device) for _ in range(2))
+        return 2.0 * source.numel() * 4, self.kernel_s(lambda: target.copy_(source))
+
+    def adamw(self) -> tuple[float, float]:
+        """(elements, seconds)."""
+        size = COPY_ELEMENTS // 4
+        master, gradient, first, second = (torch.zeros(size, device=self.device) for _ in range(4))
+        weight = torch.zeros(size, dtype=self.dtype, device=self.device)
+        update = AdamWUpdate(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+        return float(size), self.kernel_s(lambda: self.ops.adamw_(master, gradient, first, second, weight, update))
+
+    def collectives(self) -> Iterator[tuple[str, int, int, float]]:
+        """Each operation on all groups of tp at once, and on the whole world."""
+        axes = {axis.size: axis for axis in (self.mesh.tp, self.mesh.world) if axis.size > 1}
+        for size, axis in sorted(axes.items()):
+            for size_bytes, operation in product(MESSAGE_BYTES, PLANNED):
+                call, _ = operation_on(axis, operation, size_bytes, self.device)
+                yield operation, size, size_bytes, self.wall_s(call)
+
+    def step(self, parallel: ParallelConfig, mesh: Mesh, share: float, m: int) -> tuple[int, int, float]:
+        """A training step of `m` microbatches per replica, of the run's sequences times `share`, over the ranks of `mesh`; all ranks work."""
+        config = steps_config(self.config, parallel, self.microbatch(share), m)
+        batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
+        state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
+        return config.batch.micro_batch, m, (self.wall_s if mesh.world.size > 1 else self.kernel_s)(lambda: train_step(state))

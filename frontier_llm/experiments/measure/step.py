@@ -1,0 +1,87 @@
+"""`bench step`: how fast this rank's device multiplies matrices of the model's own shapes, and what share of that the step reaches.
+
+Both are measured in the same run, interleaved, because a busy or throttled machine moves both.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from frontier_llm.comm import all_reduce_, barrier
+from frontier_llm.experiments.measure.products import gemm_shapes, operands
+from frontier_llm.experiments.measure.timing import median_s, wall_s
+from frontier_llm.ops import working_dtype
+from frontier_llm.planner.costs.flops import model_flops_per_token
+from frontier_llm.training.build import TrainState
+from frontier_llm.training.clock import PhaseClock
+from frontier_llm.training.step import train_step
+from frontier_llm.units import TERA
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """One rank's measurement, medians over the measured steps."""
+
+    step_times_s: list[float]  # every measured step
+    cpu_times_s: list[float]  # and the processor's seconds in it, of all ranks: what a shared machine leaves comparable
+    tokens_per_s: float  # of the job, by the median step
+    step_time_s: float
+    model_tflops: float  # per device, full-attention convention (costs.flops)
+    gemm_tflops: float  # the model's products weighted by their FLOPs
+    fraction_of_gemm: float
+    phases_s: dict[str, float]  # of this rank: compute by phase, and the time blocked on each axis
+    gemms: list[dict[str, Any]]
+
+
+def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
+    """TFLOP/s of each forward, input-gradient and weight-gradient product as torch gives them, in the working precision."""
+    config, clock = state.config, partial(wall_s, device=state.device)
+    dtype = working_dtype(config.precision.dtype)
+    tokens = config.batch.micro_batch * config.model.sequence_length
+    rows = []
+    for name, M, N, K, count in gemm_shapes(config.model, tokens, state.mesh.tp.size):
+        x, w, g = operands(M, N, K, dtype, state.device)
+        products = (lambda: x @ w.T, lambda: g @ w, lambda: g.T @ x)  # noqa: B023
+        seconds = sum(median_s(product, repeats, clock) for product in products)
+        rows.append({"name": name, "M": M, "N": N, "K": K, "count": count, "tflops": 6 * M * N * K / seconds / TERA, "seconds": seconds})
+    return rows
+
+
+def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
+    """Time `steps` training steps after `warmup`. Collective over the world."""
+    for _ in range(warmup):
+        train_step(state)
+    clock = PhaseClock(state.mesh.ledger, synchronize=True)
+    clock.attach(state)
+    times, cpu_times, gemm_rounds = [], [], []
+    clock.take()
+    for _ in range(steps):
+        clock.enter("bench")
+        gemm_rounds.append(measure_gemms(state, repeats=2))
+        barrier(state.mesh.world)
+        clock.enter("optimizer")  # the gradients' reset comes before the first action
+        cpu_begin_s = time.process_time()
+        times.append(wall_s(lambda: train_step(state), state.device))
+        cpu = torch.tensor(time.process_time() - cpu_begin_s, dtype=torch.float64, device=state.device)
+        cpu_times.append(float(all_reduce_(cpu, state.mesh.world)))
+    clock.enter("bench")
+    phases = {name: seconds / steps for name, seconds in clock.take().items() if name != "bench"}
+    return _summarise(state, times, cpu_times, gemm_rounds, phases)
+
+
+def _summarise(
+    state: TrainState, times: list[float], cpu_times: list[float], gemm_rounds: list[list[dict[str, Any]]], phases: dict[str, float]
+) -> StepBench:
+    config, devices, step_s = state.config, state.mesh.world.size, median(times)
+    tokens = config.batch.global_batch * config.model.sequence_length
+    achieved = tokens * model_flops_per_token(config.model) / step_s / devices / TERA
+    best = [max(rounds, key=lambda gemm: gemm["tflops"]) for rounds in zip(*gemm_rounds, strict=True)]
+    flops = sum(6.0 * gemm["M"] * gemm["N"] * gemm["K"] * gemm["count"] for gemm in best)
+    rate = flops / sum(gemm["seconds"] * gemm["count"] for gemm in best) / TERA
+    return StepBench(times, cpu_times, tokens / step_s, step_s, achieved, rate, achieved / rate, phases, best)

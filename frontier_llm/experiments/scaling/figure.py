@@ -1,0 +1,109 @@
+"""Throughput and efficiency over devices: measured, simulated, predicted and published points on the same axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.experiments.scaling.harvest import Row, as_csv, as_json
+from frontier_llm.files import write_atomically
+from frontier_llm.pages import Chart, figures, level, line, points, table, text, write_page
+from frontier_llm.planner.figures import PUBLISHED
+from frontier_llm.units import format_seconds
+
+DEVICES = "devices (GCDs on MI250X)"
+
+
+def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
+    """scaling.csv, scaling.json and scaling.html in `directory`; returns their paths."""
+    paths = [directory / f"scaling.{kind}" for kind in ("csv", "json", "html")]
+    write_atomically(paths[0], as_csv(rows))
+    write_atomically(paths[1], as_json(rows))
+    cells = [[show(row) for _, show in _COLUMNS] for row in rows]
+    classes = ["simulated" if row.kind == "simulated" else "" if row.status == "ok" else "bad" for row in rows]
+    sources = "".join(f"<li>{text(f'{point.label}: {point.efficiency:.2%}, {point.source}')}</li>" for point in PUBLISHED)
+    parts = [
+        figures(charts(rows)),
+        table([title for title, _ in _COLUMNS], cells, classes),
+        "<p class=sub>Failed points stay in the table. The two predicted columns are the planner's tokens/s and efficiency. All columns, unrounded, "
+        "are in <code>scaling.csv</code> and <code>scaling.json</code>.</p>",
+        f"<h2>Published points</h2><ul>{sources}</ul>",
+    ]
+    subtitle = (
+        "Solid lines are measured; dashed and dotted lines are simulated by the planner; black marks are published. Efficiency is tokens/s per "
+        "device relative to the smallest measured point of the series; bars are 95 % intervals over repeats."
+    )
+    write_page(paths[2], "Scaling experiments", subtitle, parts)
+    return paths
+
+
+def charts(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Throughput and efficiency, for each mode present."""
+    for mode in ("weak", "strong"):
+        own = [row for row in rows if row.mode == mode]
+        if not own:
+            continue
+        throughput: list[dict[str, Any]] = []
+        efficiency = [level("ideal", 100, [row.devices for row in own])]
+        for index, name in enumerate(dict.fromkeys(map(_series_name, own))):
+            _add_series(throughput, efficiency, name, [row for row in own if _series_name(row) == name], index)
+        published = [point for point in PUBLISHED if point.mode == mode]
+        for point, shape in zip(published, ("star", "diamond"), strict=False):
+            share = points(f"{point.label} (published)", [point.devices], [100 * point.efficiency], shape=shape)
+            efficiency.append({**share, "marker": {"color": "#888", "size": 11, "symbol": shape}})
+        yield Chart(f"{mode.capitalize()} scaling: throughput", DEVICES, "tokens/s", throughput, log_x=True, log_y=True, height_px=380)
+        limits = {"yaxis": {"range": [0, 112]}}
+        title = f"{mode.capitalize()} scaling: efficiency"
+        yield Chart(title, DEVICES, "efficiency per device, %", efficiency, log_x=True, height_px=380, layout=limits)
+
+
+def _series_name(row: Row) -> str:
+    return f"{row.model} on {row.site}, {row.kind}"
+
+
+def _add_series(throughput: list[dict[str, Any]], efficiency: list[dict[str, Any]], name: str, rows: list[Row], index: int) -> None:
+    """Solid: measured. Dashed: the planner. A cross at the bottom: a point that gave no measurement."""
+    simulated = rows[0].kind == "simulated"
+    look: dict[str, str] = {"marks": "square-open" if simulated else "circle", "dash": "dash" if simulated else "solid"}
+    done = sorted((row for row in rows if row.tokens_per_s), key=lambda row: row.devices)
+    if done:
+        devices = [row.devices for row in done]
+        rates, shares = [row.tokens_per_s or 0.0 for row in done], [100 * (row.efficiency or 0.0) for row in done]
+        for traces, values in ((throughput, rates), (efficiency, shares)):
+            half = [value * (row.ci95_percent or 0.0) / 100 for row, value in zip(done, values, strict=True)]
+            traces.append({**line(name, devices, values, index, **look), "error_y": {"type": "data", "array": half}})
+        ideal = [rates[0] / devices[0] * count for count in devices]
+        throughput.append({**line(f"{name}: ideal", devices, ideal, index), "opacity": 0.4})
+    predicted = sorted((row for row in rows if row.predicted_efficiency and not simulated), key=lambda row: row.devices)
+    if predicted:
+        counts, label = [row.devices for row in predicted], f"{rows[0].model}, planner (simulated)"
+        dotted: dict[str, str] = {"marks": "square-open", "dash": "dot"}
+        throughput.append(line(label, counts, [row.predicted_tokens_per_s for row in predicted], index, **dotted))
+        efficiency.append(line(label, counts, [100 * (row.predicted_efficiency or 0.0) for row in predicted], index, **dotted))
+    failed = [row for row in rows if not row.tokens_per_s]
+    if failed:
+        why = [row.status.split(":")[0] for row in failed]
+        efficiency.append(points(f"{name}: not measured", [row.devices for row in failed], [2] * len(failed), index, shape="x", hover=why))
+
+
+def _some(value: float | None, pattern: str) -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+# title, text of the cell
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("series", lambda row: f"{row.mode} {row.model}" + (", simulated" if row.kind == "simulated" else "")),
+    ("nodes", lambda row: str(row.nodes)),
+    ("devices", lambda row: str(row.devices)),
+    ("TP × PP × DP", lambda row: f"{row.tensor} × {row.pipeline} × {row.data}"),
+    ("batch", lambda row: str(row.global_batch)),
+    ("runs", lambda row: str(row.repeats)),
+    ("step", lambda row: "–" if row.step_time_s is None else format_seconds(row.step_time_s)),
+    ("tokens/s", lambda row: _some(row.tokens_per_s, "{:,.0f}")),
+    ("± 95 %", lambda row: _some(row.ci95_percent, "{:.1f} %")),
+    ("efficiency", lambda row: "–" if row.efficiency is None else f"{row.efficiency:.1%}"),
+    ("predicted", lambda row: _some(row.predicted_tokens_per_s, "{:,.0f}")),
+    ("predicted efficiency", lambda row: "–" if row.predicted_efficiency is None else f"{row.predicted_efficiency:.1%}"),
+    ("status", lambda row: row.status),
+)

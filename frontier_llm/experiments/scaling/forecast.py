@@ -1,0 +1,94 @@
+"""What a series will cost and show, before any of it runs: the planner's numbers for each point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from frontier_llm.cluster.sites import format_walltime
+from frontier_llm.errors import ConfigError
+from frontier_llm.experiments.scaling.series import Point
+from frontier_llm.experiments.scaling.walltime import MARGIN
+from frontier_llm.planner.predict import START_S, PointPrediction, predict
+from frontier_llm.tables import aligned
+from frontier_llm.units import GIB, format_seconds
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One point, priced."""
+
+    point: Point
+    minutes: int | None  # of walltime, where it gets a job of its own
+    predicted: PointPrediction
+    efficiency: float  # tokens/s per device over those of the smallest point
+
+    @property
+    def hours(self) -> float:
+        """Of start and steps."""
+        return (START_S + self.point.config.train.steps * self.predicted.step_time_s) / 3600
+
+    @property
+    def node_hours(self) -> float:
+        """As predicted."""
+        return self.hours * self.point.nodes
+
+    @property
+    def limit_s(self) -> float:
+        """After which a point inside an allocation is ended."""
+        return START_S + MARGIN * self.point.config.train.steps * self.predicted.step_time_s
+
+    def describe(self) -> dict[str, Any]:
+        """What --json adds to the point."""
+        return {
+            "minutes": self.minutes,
+            "predicted_step_s": self.predicted.step_time_s,
+            "predicted_tokens_per_s": self.predicted.tokens_per_s,
+            "predicted_efficiency": self.efficiency,
+            "predicted_node_hours": self.node_hours,
+            "peak_gib": self.predicted.peak_bytes / GIB,
+            "limit_gib": self.predicted.limit_bytes / GIB,
+        }
+
+
+def forecasts(timed: Sequence[tuple[Point, int | None]]) -> list[Forecast]:
+    """Every point with its price; the smallest is what efficiencies refer to. Raises ConfigError naming each point that does not fit into memory."""
+    by_nodes = {point.nodes: predict(point.config, point.devices) for point, _ in timed}
+    problems = [
+        replace(problem, where=f"{nodes} nodes: {problem.where}")
+        for nodes, predicted in by_nodes.items()
+        for problem in predicted.memory_problems()
+    ]
+    if problems:
+        raise ConfigError(problems)
+    rates = {point.nodes: by_nodes[point.nodes].tokens_per_s / point.devices for point, _ in timed}
+    base = rates[min(rates)]
+    return [Forecast(point, minutes, by_nodes[point.nodes], rates[point.nodes] / base) for point, minutes in timed]
+
+
+def as_text(rows: Sequence[Forecast], jobs: Sequence[str | None]) -> str:
+    """The points with what is expected of them and the jobs that they are."""
+    head = (
+        ">nodes",
+        ">devices",
+        ">batch",
+        ">steps",
+        ">repeat",
+        ">step",
+        ">tokens/s",
+        ">efficiency",
+        ">GiB",
+        ">node-hours",
+        ">walltime",
+        "job",
+    )
+    return aligned(head, (_cells(row, job) for row, job in zip(rows, jobs, strict=True)))
+
+
+def _cells(row: Forecast, job: str | None) -> tuple[object, ...]:
+    point, predicted = row.point, row.predicted
+    size = (point.nodes, point.devices, point.config.batch.global_batch, point.config.train.steps, point.repeat)
+    speed = (format_seconds(predicted.step_time_s), f"{predicted.tokens_per_s:,.0f}", f"{row.efficiency:.1%}")
+    memory = f"{predicted.peak_bytes / GIB:.1f} of {predicted.limit_bytes / GIB:.0f}"
+    return (*size, *speed, memory, f"{row.node_hours:,.1f}", format_walltime(row.minutes) if row.minutes else "-", job or "-")

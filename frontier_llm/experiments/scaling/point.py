@@ -1,0 +1,46 @@
+"""One point of a series inside a job: slurm/weak_scaling.sbatch and slurm/strong_scaling.sbatch come here through launch/job.sh.
+
+    python -m frontier_llm.experiments.scaling.point weak|strong CONFIG [key=value …]
+
+In a weak point the run file's batch.global_batch is that of one replica. The run directory is
+TRAIN.RUN_DIR/MODE_MODEL_nodesNNNNN_jJOB; `frontier-llm scaling report TRAIN.RUN_DIR` collects all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from frontier_llm.cluster import job, slurm
+from frontier_llm.cluster.admission import admit_start
+from frontier_llm.cluster.job_spec import spare_nodes
+from frontier_llm.cluster.sites import load_site
+from frontier_llm.config import load_run
+from frontier_llm.errors import FrontierError
+from frontier_llm.experiments.scaling.series import MODES, announce, make_point
+
+
+def main(words: Sequence[str]) -> int:
+    """Work out the point from the allocation, record it, and run it once: a point that fails stays failed."""
+    if len(words) < 2 or words[0] not in MODES:
+        print("usage: python -m frontier_llm.experiments.scaling.point weak|strong CONFIG [key=value ...]", file=sys.stderr)
+        return 2
+    mode = MODES[MODES.index(words[0])]
+    try:
+        allocation = slurm.Allocation.from_environment()
+        config = load_run(words[1], words[2:])
+        nodes = len(allocation.nodes) - spare_nodes(allocation)
+        site = load_site().model_copy(update={"tasks_per_node": allocation.tasks_per_node})
+        directory = Path(config.train.run_dir).resolve() / f"{mode}_{config.model.name}_nodes{nodes:05}_j{allocation.job_id}"
+        point = make_point(mode, config, site, nodes, config.batch.global_batch, directory)
+        announce(point)
+    except FrontierError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    own = (f"batch.global_batch={point.config.batch.global_batch}", f"train.run_dir={directory}")
+    return job.main([*words[1:], *own], continue_with="never", admit=admit_start)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

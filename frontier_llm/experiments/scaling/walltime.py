@@ -1,0 +1,79 @@
+"""How many steps a point runs and how long its job may take, from the simulated step and the site's bins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from frontier_llm.cluster.sites import Site, format_walltime, longer_jobs
+from frontier_llm.errors import ConfigError, Problem
+from frontier_llm.experiments.scaling.harvest import WARMUP_STEPS
+from frontier_llm.experiments.scaling.series import Point
+from frontier_llm.planner.predict import START_S, predict
+from frontier_llm.units import format_seconds
+
+MARGIN = 1.5  # measured over simulated step: ORNL's 48 tokens/s per GCD of Frontier (175B) are 1.3 times below the planner's 63
+MOST_STEPS = 20  # a point's own choice
+FEWEST_STEPS = WARMUP_STEPS + 5  # of any point: an efficiency of fewer measured steps is an anecdote
+
+
+def with_walltime(
+    points: Sequence[Point], site: Site, partition: str | None = None, minutes: int | None = None, steps: int | None = None
+) -> list[tuple[Point, int | None]]:
+    """Every point with its steps and its minutes of walltime (None: the site states no limit).
+
+    `minutes` and `steps` are the user's. Without `steps` a point runs as many as fit, at most MOST_STEPS. Raises ConfigError for fewer than
+    FEWEST_STEPS, and naming each point that does not fit, with the number of steps that would.
+    """
+    refuse_few(steps)
+    timed: list[tuple[Point, int | None]] = []
+    problems: dict[int, Problem] = {}
+    for point in points:
+        limit = minutes or site.max_minutes(point.nodes, partition)
+        if limit is None:
+            timed.append((_with_steps(point, steps or MOST_STEPS), None))
+            continue
+        step_s = predict(point.config, point.devices).step_time_s
+        room = int((60 * limit - START_S) / (MARGIN * step_s)) if 60 * limit > START_S else 0
+        wanted = steps or min(room, MOST_STEPS)
+        if wanted > room or wanted < FEWEST_STEPS:
+            problems[point.nodes] = _problem(point, site, partition, step_s, limit, wanted, room)
+        needed = -(-int(START_S + MARGIN * wanted * step_s) // 300) * 5  # in whole five minutes
+        timed.append((_with_steps(point, max(wanted, 1)), minutes or min(limit, needed)))
+    if problems:
+        raise ConfigError(problems.values())
+    return timed
+
+
+def refuse_few(steps: int | None) -> None:
+    """Raise ConfigError for a number of steps that leaves too few to measure."""
+    if steps is not None and steps < FEWEST_STEPS:
+        what = f"{steps} steps leave {max(0, steps - WARMUP_STEPS)} to measure: the first {WARMUP_STEPS} do not count"
+        raise ConfigError(what, f"train.steps={FEWEST_STEPS} or more", "train.steps")
+
+
+def steps_of(point: Point, steps: int | None) -> Point:
+    """The point with the user's steps, else with FEWEST_STEPS: inside one allocation every node waits for the largest point."""
+    refuse_few(steps)
+    return _with_steps(point, steps or FEWEST_STEPS)
+
+
+def _with_steps(point: Point, steps: int) -> Point:
+    config = point.config
+    return replace(point, config=config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})}))
+
+
+def _problem(point: Point, site: Site, partition: str | None, step_s: float, limit: int, wanted: int, room: int) -> Problem:
+    """Too long for its walltime; with what would fit."""
+    if room >= FEWEST_STEPS:
+        fix = f"train.steps={room}"
+    else:
+        enough = math.ceil((START_S + FEWEST_STEPS * MARGIN * step_s) / 60)
+        fix = "; or ".join([f"leave {point.nodes} nodes out, or take a smaller batch", *longer_jobs(site, point.nodes, enough, partition)])
+    return Problem(
+        f"{point.nodes} nodes",
+        f"a step of {point.config.batch.global_batch} samples takes about {format_seconds(step_s)} (simulated); "
+        f"{max(wanted, FEWEST_STEPS)} of them do not fit into {format_walltime(limit)}",
+        fix,
+    )

@@ -1,0 +1,145 @@
+"""The search: which layout next, how long it may take, and when it is enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from frontier_llm.experiments.tuning.space import Space
+from frontier_llm.experiments.tuning.surrogate import Belief, Surrogate
+from frontier_llm.experiments.tuning.trials import RETRIED, Trial
+from frontier_llm.planner.predict import START_S
+
+SPREAD_TRIALS = 3  # far from each other, after the planner's choice: of one point nothing about differences is learnt
+WORTH = 0.003  # of a step: the search ends when no untried layout is expected to gain more, which two runs of one layout differ by
+LEAST_TRIALS = 8
+MOST_NODE_FAILURES = 3  # in a row
+SLOWER = 2.5  # times the best measured step: a layout that is so much slower need not finish
+PATIENCE = 4.0  # times the planner's step, while none has been measured
+AGAIN = "start the same again to go on"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What to try next."""
+
+    number: int  # of the space's plans
+    why: str  # planner | spread | model
+    expected_s: float  # per step
+
+
+class Tuner:
+    """The state of a search, rebuilt from its trials at every start."""
+
+    def __init__(self, space: Space, trials: Sequence[Trial], seed: int = 0) -> None:
+        self.space, self.trials, self.seed = space, list(trials), seed
+        self.surrogate = Surrogate(space)
+
+    @property
+    def tried(self) -> dict[int, Trial]:
+        """The last trial of each layout of the space that says something about it."""
+        numbers = ((self.space.index(trial.layout), trial) for trial in self.trials if trial.status not in RETRIED)
+        return {number: trial for number, trial in numbers if number is not None}
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest so far."""
+        return min((trial for trial in self.tried.values() if trial.ok), key=lambda trial: trial.step_s or math.inf, default=None)
+
+    def belief(self) -> Belief:
+        """What the trials say about every layout."""
+        plans = self.space.plans
+        errors = {number: math.log(trial.step_s / plans[number].step_s) for number, trial in self.tried.items() if trial.step_s}
+        return self.surrogate.learn(errors, tuple(number for number, trial in self.tried.items() if not trial.ok))
+
+    def propose(self) -> Proposal | None:
+        """The next layout; None when none is left that is worth its node-hours."""
+        tried, plans = self.tried, self.space.plans
+        left = [number for number in range(len(plans)) if number not in tried]
+        if not left:
+            return None
+        if 0 in left:
+            return Proposal(0, "planner", plans[0].step_s)
+        belief = self.belief()
+        expected = np.exp(belief.mean)
+        if len(tried) <= SPREAD_TRIALS or self.best is None:
+            shares = self.surrogate.distances(left, list(tried)) ** 2
+            number = int(np.random.default_rng([self.seed, len(tried)]).choice(left, p=shares / shares.sum() if shares.any() else None))
+            return Proposal(number, "spread", float(expected[number]))
+        gain = belief.expected_gain(self.best.step_s or math.inf)
+        number = max(left, key=lambda index: gain[index])
+        if gain[number] < WORTH and len(tried) >= LEAST_TRIALS:
+            return None
+        return Proposal(number, "model", float(expected[number]))
+
+    def start_s(self) -> float:
+        """What a start takes besides its steps: thrice the longest seen; while none has been, what is assumed of every job."""
+        seen = [trial.wall_s - (trial.step_s or 0.0) * trial.steps for trial in self.trials if trial.ok]
+        return 3 * max(seen) if seen else START_S
+
+    def limit_s(self, proposal: Proposal, steps: int) -> float:
+        """The time limit of a trial."""
+        slowest_s = SLOWER * self.best.step_s if self.best and self.best.step_s else PATIENCE * proposal.expected_s
+        return self.start_s() + steps * slowest_s
+
+    def expected_s(self, proposal: Proposal, steps: int) -> float:
+        """What a trial is likely to take."""
+        return self.start_s() / 3 + steps * proposal.expected_s
+
+
+class Everything(Tuner):
+    """Not a search: every layout of the space once, in random order, so that slow hours of the machine fall on no part of the space."""
+
+    def propose(self) -> Proposal | None:
+        """The next of a shuffled list."""
+        left = [number for number in range(len(self.space.plans)) if number not in self.tried]
+        if not left:
+            return None
+        number = int(np.random.default_rng([self.seed, len(left)]).choice(left))
+        return Proposal(number, "exhaustive", self.space.plans[number].step_s)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a search may use."""
+
+    node_hours: float
+    nodes: int
+    trials: int | None = None
+    time_left_s: Callable[[], float] = lambda: math.inf
+
+
+def run_search(
+    search: Tuner, steps: int, limits: Limits, measure: Callable[[Proposal, float], Trial], record: Callable[[list[Trial]], None]
+) -> str:
+    """Trials until one of the limits; why it ended. `measure` runs one within a time limit, `record` gets all trials after each."""
+    while True:
+        used = sum(trial.node_hours for trial in search.trials)
+        if limits.trials is not None and len(search.tried) >= limits.trials:
+            return f"{len(search.tried)} trials are done"
+        if used >= limits.node_hours:
+            return f"{used:.3g} of {limits.node_hours:.3g} node-hours are used"
+        proposal = search.propose()
+        if proposal is None:
+            done = len(search.tried) == len(search.space.plans)
+            return "every layout is tried" if done else f"no other layout is expected to gain more than {100 * WORTH:.1f} %"
+        expected_s, limit_s = search.expected_s(proposal, steps), search.limit_s(proposal, steps)
+        if used + expected_s * limits.nodes / 3600 > limits.node_hours:
+            return f"a further trial of about {expected_s:.0f} s would exceed {limits.node_hours:.3g} node-hours"
+        if (left_s := limits.time_left_s()) < expected_s:
+            return f"{max(left_s, 0):.0f} s of walltime are left, a trial takes about {expected_s:.0f} s; {AGAIN}"
+        affordable_s = (limits.node_hours - used) * 3600 / limits.nodes
+        granted_s = min(limit_s, left_s, affordable_s)
+        trial = measure(proposal, granted_s)
+        if trial.status == "hang" and granted_s < limit_s:  # it had less than a layout is due
+            trial = replace(trial, status="interrupted")
+        search.trials.append(trial)
+        record(search.trials)
+        if trial.status == "interrupted":
+            return f"told to stop; {AGAIN}"
+        last = [one.status for one in search.trials[-MOST_NODE_FAILURES:]]
+        if last == ["node failure"] * MOST_NODE_FAILURES:
+            return f"nodes failed in {MOST_NODE_FAILURES} trials in a row"

@@ -1,0 +1,107 @@
+"""What has been tried: one row of trials.csv per trial, from which a search goes on after a walltime."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.errors import DataError
+from frontier_llm.experiments.tuning.space import CHOICES
+from frontier_llm.files import write_atomically
+
+TRIALS_FILE = "trials.csv"
+RETRIED = ("node failure", "interrupted")  # says nothing of the layout
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One layout on the machine."""
+
+    number: int
+    layout: Layout
+    why: str  # planner | spread | model
+    predicted_s: float  # per step, by the planner
+    status: str  # ok, or as `scaling.launch.judge` tells failures apart
+    step_s: float | None  # median of the measured steps
+    steps: int  # measured
+    wall_s: float
+    node_hours: float
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether a step time was measured."""
+        return self.step_s is not None
+
+
+_TAIL = tuple(field.name for field in fields(Trial) if field.name not in ("number", "layout"))
+COLUMNS = ("number", *CHOICES, "microbatches", *_TAIL)
+
+
+def as_csv(trials: Sequence[Trial]) -> str:
+    """The table, one header line."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for trial in trials:
+        values = [getattr(trial.layout, name) for name in (*CHOICES, "microbatches")]
+        writer.writerow([trial.number, *values, *(_cell(getattr(trial, name)) for name in _TAIL)])
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return (
+        ""
+        if value is None
+        else f"{value:.6g}"
+        if isinstance(value, float)
+        else " ".join(value.split())
+        if isinstance(value, str)
+        else value
+    )
+
+
+def write_trials(path: Path, trials: Sequence[Trial]) -> None:
+    """The whole table, at once or not at all."""
+    write_atomically(path, as_csv(trials))
+
+
+def read_trials(path: Path, like: Layout) -> list[Trial]:
+    """The rows of a table; none where there is no file yet. What the table does not hold of a layout is as in `like`. Raises DataError."""
+    if not path.is_file():
+        return []
+    trials = []
+    for line, row in enumerate(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))), 2):
+        try:
+            trials.append(_trial(row, like))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"line {line} is no trial: {error!r}", "remove the line, or choose another --output", str(path)) from None
+    return trials
+
+
+def _trial(row: dict[str, str], like: Layout) -> Trial:
+    values = {name: _read(row[name], getattr(like, name)) for name in (*CHOICES, "microbatches") if name in row}
+    return Trial(
+        number=int(row["number"]),
+        layout=replace(like, **values),
+        why=row["why"],
+        predicted_s=float(row["predicted_s"]),
+        status=row["status"],
+        step_s=float(row["step_s"]) if row["step_s"] else None,
+        steps=int(row["steps"]),
+        wall_s=float(row["wall_s"]),
+        node_hours=float(row["node_hours"]),
+        detail=row["detail"],
+    )
+
+
+def _read(text: str, like: Any) -> Any:
+    """The text as a value of the same type."""
+    if isinstance(like, bool):
+        return {"True": True, "False": False}[text]
+    return int(text) if isinstance(like, int) else text

@@ -1,0 +1,32 @@
+"""Hugging Face models both ways: streamed tensor by tensor, in bounded memory, without GPUs, from and to any layout.
+
+Reading gives a `WeightSource`, from which every rank of any layout takes its rectangles; writing takes any `WeightSource`, for
+example a training checkpoint. So neither direction knows how the model is or was split.
+"""
+
+from frontier_llm.interop.huggingface.export import Companions, export_huggingface, family_for
+from frontier_llm.interop.huggingface.families import LLAMA_KEYS, Family, register_family
+from frontier_llm.interop.huggingface.hub import HubRepository
+from frontier_llm.interop.huggingface.llama import read_llama_like, read_windowed, write_llama_like
+from frontier_llm.interop.huggingface.names import LLAMA, Names
+from frontier_llm.interop.huggingface.read import CONFIG, HuggingFaceModel, read_model_config
+from frontier_llm.interop.huggingface.tokenizer import tokenizer_files
+
+__all__ = [
+    "CONFIG",
+    "LLAMA",
+    "LLAMA_KEYS",
+    "Companions",
+    "Family",
+    "HubRepository",
+    "HuggingFaceModel",
+    "Names",
+    "export_huggingface",
+    "family_for",
+    "read_llama_like",
+    "read_model_config",
+    "read_windowed",
+    "register_family",
+    "tokenizer_files",
+    "write_llama_like",
+]

@@ -1,0 +1,49 @@
+"""What families with experts have beside their keys in families.py.
+
+Weights of their auxiliary losses are left alone: a coefficient means something else in every program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontier_llm.config import ModelConfig
+from frontier_llm.interop.huggingface.llama import ConfigJson, read_llama_like, read_windowed, write_llama_like
+
+
+def read_mixtral(f: ConfigJson) -> dict[str, Any]:
+    """Our fields of Mixtral."""
+    f.fixed(router_jitter_noise=0.0)
+    return read_windowed(f)
+
+
+def write_mixtral(m: ModelConfig) -> dict[str, Any]:
+    """Mixtral's keys."""
+    return {**write_llama_like(m), "intermediate_size": m.expert_hidden, "sliding_window": None}
+
+
+def read_qwen3_moe(f: ConfigJson) -> dict[str, Any]:
+    """Our fields of Qwen 3 MoE."""
+    dense = f.get("mlp_only_layers", None) or []
+    if dense != list(range(len(dense))):
+        f.refuse("mlp_only_layers", dense, "the first layers, or none")
+    return {**read_llama_like(f), "moe": {"dense_layers": len(dense)}}
+
+
+def write_qwen3_moe(m: ModelConfig) -> dict[str, Any]:
+    """Qwen 3 MoE's keys."""
+    return {**write_llama_like(m), "mlp_only_layers": list(range(m.routed_layers.start))}
+
+
+def read_dots1(f: ConfigJson) -> dict[str, Any]:
+    """Our fields of dots.llm1."""
+    kinds = set(f.get("layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        f.refuse("layer_types", sorted(kinds), "full_attention alone")
+    return {**read_llama_like(f), "moe": {"shared_hidden": f.get("moe_intermediate_size", 1) * f.need("n_shared_experts")}}
+
+
+def write_dots1(m: ModelConfig) -> dict[str, Any]:
+    """dots.llm1's keys."""
+    shared = 0 if m.moe is None else m.moe.shared_hidden // m.expert_hidden
+    return {**write_llama_like(m), "sliding_window": None, "layer_types": ["full_attention"] * m.layers, "n_shared_experts": shared}

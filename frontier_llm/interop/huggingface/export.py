@@ -1,0 +1,91 @@
+"""Any source of weights as a Hugging Face directory, tensor by tensor: weights, configuration, tokenizer, model card."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frontier_llm.checkpoint.source import WeightSource
+from frontier_llm.config import ModelConfig
+from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.files import write_durably
+from frontier_llm.interop.huggingface.card import model_card
+from frontier_llm.interop.huggingface.families import FAMILIES, Family
+from frontier_llm.interop.huggingface.files import write_sharded
+from frontier_llm.interop.huggingface.read import CONFIG
+from frontier_llm.units import GIB, strict_json
+
+
+def family_for(model: ModelConfig) -> Family:
+    """The first family that computes exactly this model. Raises CheckpointError saying what each one would need."""
+    reasons = {family.architecture: family.refusals(model) for family in FAMILIES}
+    for family in FAMILIES:
+        if not reasons[family.architecture]:
+            return family
+    raise CheckpointError(
+        [Problem(f"as {name}", "; ".join(why), "train a model of one of these families") for name, why in reasons.items()]
+    )
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What goes along with the weights."""
+
+    tokenizer_files: Mapping[str, str | Path] = field(default_factory=dict)  # file name → text, or the file to copy
+    eos_token_id: int | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)  # of the run, for the model card
+
+
+def export_huggingface(
+    source: WeightSource, directory: str | Path, dtype: torch.dtype, companions: Companions | None = None, shard_gib: float = 5.0
+) -> Family:
+    """Write config.json, weights, tokenizer files and README.md; the directory appears whole or not at all.
+
+    Raises CheckpointError when no family computes this model, or the directory is not empty.
+    """
+    companions, directory, model = companions or Companions(), Path(directory), source.model
+    family = family_for(model)
+    if directory.exists() and any(directory.iterdir()):
+        raise CheckpointError("is not empty", where=str(directory), fix="give a new directory, or remove this one")
+    working = directory.with_name(f"{directory.name}.tmp.{os.getpid()}")
+    working.mkdir(parents=True)
+    try:
+        rules = family.names.rules(model)
+        shapes = {name: shape for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
+        ours = ((rule, rule.parameter.name, rule.parameter.shape) for rule in rules)
+        tensors = (part for rule, name, shape in ours for part in rule.cut(source.rectangle(name, (0,) * len(shape), shape)))
+        files = write_sharded(working, shapes, dtype, tensors, int(shard_gib * GIB))
+        config = write_config(family, model, dtype, companions.eos_token_id)
+        write_durably(working / CONFIG, (strict_json(config, indent=2, sort_keys=True) + "\n").encode())
+        for name, content in companions.tokenizer_files.items():
+            if isinstance(content, Path):
+                shutil.copyfile(content, working / name)
+            else:
+                write_durably(working / name, content.encode())
+        card = model_card(family.architecture, model, config["dtype"], files, companions.facts)
+        write_durably(working / "README.md", card.encode())
+        if directory.exists():
+            directory.rmdir()
+        working.rename(directory)
+    except BaseException:
+        shutil.rmtree(working, ignore_errors=True)
+        raise
+    return family
+
+
+def write_config(family: Family, model: ModelConfig, dtype: torch.dtype, eos_token_id: int | None) -> dict[str, Any]:
+    """config.json of a model. Keys that transformers 4 and 5 spell differently are written in both spellings: readers before 5 look
+    only at rope_theta and silently take 10000 without it, 5 looks at rope_parameters.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": [family.architecture], "model_type": family.model_type, "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tied_embeddings, "torch_dtype": name, "dtype": name, "use_cache": True,
+        "bos_token_id": eos_token_id, "eos_token_id": eos_token_id, **family.config_json(model),
+    }  # fmt: skip

@@ -1,0 +1,115 @@
+"""A checkpoint of Megatron-LM or Megatron-DeepSpeed as a source of weights: its tensor-parallel parts joined, in our order of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from frontier_llm.blueprint import VOCABULARY, Parameter, ParameterKind, Split, model_parameters
+from frontier_llm.errors import CheckpointError, Problem, first_of
+from frontier_llm.interop.megatron.arguments import read_model
+from frontier_llm.interop.megatron.files import find
+
+
+class MegatronModel:
+    """See WeightSource."""
+
+    def __init__(self, directory: str | Path, vocab_size: int | None = None, vocab_multiple: int | None = None) -> None:
+        """`vocab_size` is the tokenizer's size: the rows that Megatron padded its embedding with are left out (None: kept).
+
+        Raises CheckpointError: no such checkpoint, missing ranks, an argument or a tensor with no counterpart, other shapes than the
+        arguments say, a checkpoint_version that is not known, copies that differ between tensor ranks.
+        """
+        try:
+            self._read(Path(directory), vocab_size, vocab_multiple)
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+            what = f"holds a value of another kind than expected: {type(error).__name__}: {error}"
+            raise CheckpointError(what, "copy the checkpoint again", str(directory)) from error
+
+    def _read(self, directory: Path, vocab_size: int | None, vocab_multiple: int | None) -> None:
+        self._stored = find(directory)
+        model = read_model(self._stored.arguments, f"{self._stored.where}: args", vocab_size)
+        update = {"name": directory.resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
+        self.model = model.model_copy(update=update)
+        if self.model.layers > len(self._stored.tensors):  # before as many are listed
+            what = f"says {self.model.layers} layers, its files hold {len(self._stored.tensors)} tensors"
+            raise CheckpointError(what, "copy the whole checkpoint", self._stored.where)
+        self._parameters = model_parameters(self.model)
+        self._degree = max(len(parts) for parts in self._stored.tensors.values())
+        why = "" if self._stored.version in (0, 1, 2, 3) else "; the order of query_key_value is known for 0 to 3"
+        if self._stored.version < 2 and self.model.num_kv_heads != self.model.heads:
+            why = ", which had no grouped queries"
+        if why:
+            what = f"has checkpoint_version {self._stored.version:g}{why}"
+            raise CheckpointError(what, where=self._stored.where, fix="convert it with the Megatron-LM that wrote it")
+        self._check()
+
+    def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """See WeightSource; maps and joins the parts that `name` is made of."""
+        whole = self._joined(self._parameters[name])
+        return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+
+    def _check(self) -> None:
+        """Every tensor is there, in every part, in the shape that the arguments ask for; and no other."""
+        problems = []
+        for name, parameter in self._parameters.items():
+            parts = self._stored.tensors.get(name, [])
+            expected = self._part_shape(parameter)
+            shapes = [part.shape for part in parts]
+            if len(parts) != self._degree or any(shape != expected for shape in shapes):
+                what = f"is {shapes or 'missing'}, expected {self._degree} parts of shape {list(expected)}"
+                problems.append(Problem(name, what, "copy the whole checkpoint"))
+        tied_copy = {"head.weight"} if self.model.tied_embeddings else set()
+        for name in sorted(self._stored.tensors.keys() - self._parameters.keys() - tied_copy):
+            problems.append(Problem(name, "is in the checkpoint, but not in the model that its arguments describe", "see docs/megatron.md"))
+        if problems:
+            raise CheckpointError(first_of(problems))
+
+    def _part_shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """Of one tensor rank, as Megatron keeps it: matrices of two dimensions."""
+        if parameter.name in VOCABULARY:
+            return (self._stored.arguments["padded_vocab_size"] // self._degree, parameter.shape[1])
+        shape = self._part_of_ours(parameter)
+        return (prod(shape),) if parameter.kind is ParameterKind.VECTOR else (prod(shape[:-1]), shape[-1])
+
+    def _part_of_ours(self, parameter: Parameter) -> tuple[int, ...]:
+        """The same part in our dimensions; what the degree does not divide shows as a wrong shape."""
+        how = parameter.axes.get("tp")
+        return tuple(
+            size // self._degree if isinstance(how, Split) and dim == how.dim else size for dim, size in enumerate(parameter.shape)
+        )
+
+    def _joined(self, parameter: Parameter) -> Tensor:
+        name, parts = parameter.name, [part.read() for part in self._stored.tensors[parameter.name]]
+        how = parameter.axes.get("tp")
+        if not isinstance(how, Split):
+            return self._same(name, parts)
+        if name in VOCABULARY:
+            whole = torch.cat(parts)[: self.model.vocab_size]
+            return torch.nn.functional.pad(whole, (0, 0, 0, parameter.shape[0] - len(whole)))
+        if ".attention.qkv." in name:
+            return torch.cat([self._heads(part) for part in parts])
+        return torch.cat([part.reshape(self._part_of_ours(parameter)) for part in parts], how.dim)
+
+    def _heads(self, part: Tensor) -> Tensor:
+        """(g, Q + 2, D[, H]) of one rank's rows; g are its key/value heads, Q the queries of each."""
+        D, rest = self.model.dim_per_head, part.shape[1:]
+        if self._stored.version >= 2:
+            return part.reshape(-1, self.model.heads // self.model.num_kv_heads + 2, D, *rest)
+        if self._stored.version == 1:  # each of a head's dimensions has its query, key and value side by side
+            return part.reshape(-1, D, 3, *rest).transpose(1, 2)
+        return part.reshape(3, -1, D, *rest).transpose(0, 1)  # all queries, all keys, all values
+
+    def _same(self, name: str, copies: Sequence[Tensor]) -> Tensor:
+        for number, copy in enumerate(copies[1:], start=1):
+            if not torch.equal(copies[0], copy):
+                apart = float((copies[0].double() - copy.double()).abs().max())
+                what = f"differs by up to {apart:.3g} between tensor ranks 0 and {number}, which should hold copies"
+                raise CheckpointError(
+                    what, where=f"{self._stored.where}: {name}", fix="decide which copy is right and write it to all files"
+                )
+        return copies[0]

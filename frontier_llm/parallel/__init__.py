@@ -1,0 +1,1 @@
+"""Layers split over an axis of the mesh, and the pipeline engine."""

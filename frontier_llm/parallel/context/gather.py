@@ -1,0 +1,96 @@
+"""Context parallelism by gathering keys and values (Llama 3, arXiv:2407.21783, section 3.3.2): any mask, and with grouped queries few bytes.
+
+Every rank's first chunks are the sequence's front half in order, their second chunks its back half in reverse. So two gathers bring the keys into
+true order, and the front half is all that a rank's first chunk of queries may see: it is read while the back half travels.
+Backward gathers once more instead of keeping cp times the keys and values of every layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from frontier_llm.comm import Axis, Pending, start_all_gather_into, start_reduce_scatter
+from frontier_llm.ops import Ops, Scores
+from frontier_llm.parallel.context.blocks import Query, queries_of
+
+
+def gathered_attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores, *, ops: Ops, cp: Axis) -> Tensor:
+    """This rank's rows of attention over the sequence that the ranks of `cp` hold together."""
+    return _Gathered.apply(q_SBaD, k_SBgD, v_SBgD, scores, ops, cp)
+
+
+class _Keys:
+    """Keys and values of the whole sequence, arriving in two halves."""
+
+    def __init__(self, k_SBgD: Tensor, v_SBgD: Tensor, cp: Axis) -> None:
+        """Begin both gathers; collective over `cp`."""
+        both_S2BgD = torch.stack((k_SBgD, v_SBgD), dim=1)
+        front, back = both_S2BgD.chunk(2)
+        self._size = len(both_S2BgD) // 2 * cp.size  # positions of one half of the sequence
+        self.whole_K2BgD = both_S2BgD.new_empty(2 * self._size, *both_S2BgD.shape[1:])
+        self._reversed = torch.empty_like(self.whole_K2BgD[: self._size])
+        self._arriving: list[Pending] = [
+            start_all_gather_into(self.whole_K2BgD[: self._size], front, cp),
+            start_all_gather_into(self._reversed, back, cp),
+        ]
+        self._cp = cp
+
+    def seen_by(self, query: Query) -> tuple[Tensor, ...]:
+        """Keys and values up to the last position of a chunk of queries, which are asked for in the order of the sequence."""
+        last = query.positions.stop
+        self._arriving[0].wait()
+        if last > self._size:
+            self._arriving[1].wait()
+            self.whole_K2BgD[self._size :].copy_(_chunks_reversed(self._reversed, self._cp.size))
+        return self.whole_K2BgD[:last].unbind(1)
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, ops: Ops, cp: Axis) -> Tensor:
+        keys = _Keys(k, v, cp)
+        outputs, sums = [], []
+        for query in queries_of(q.shape[0], cp):
+            seen = range(query.positions.stop)
+            o_QBaD, logsumexp_BaQ = ops.attention_block(q[query.rows], keys.seen_by(query), query.scores(scores, seen))
+            outputs.append(o_QBaD)
+            sums.append(logsumexp_BaQ)
+        o_SBaD = torch.cat(outputs)
+        ctx.save_for_backward(q, k, v, o_SBaD, *sums)
+        ctx.scores, ctx.ops, ctx.cp = scores, ops, cp
+        return o_SBaD
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_SBaD,), (q, k, v, o, *sums), ops, cp = grad_outputs, ctx.saved_tensors, ctx.ops, ctx.cp
+        keys, grad_q = _Keys(k, v, cp), torch.zeros_like(q)
+        grad_K2BgD = torch.zeros_like(keys.whole_K2BgD)
+        half = len(grad_K2BgD) // 2
+        parts: list[tuple[Tensor, Pending]] = []
+        for query, logsumexp_BaQ in zip(queries_of(q.shape[0], cp), sums, strict=True):
+            rows, last, seen_KBgD = query.rows, query.positions.stop, keys.seen_by(query)
+            # only the second chunk sees keys of the back half: first, so that their gradients travel while it reads the front half
+            for seen in (range(half, last), range(half)) if last > half else (range(last),):
+                stretch = slice(seen.start, seen.stop)
+                grad_q_QBaD, *grads = ops.attention_block_backward(
+                    grad_SBaD[rows], q[rows], tuple(x[stretch] for x in seen_KBgD), o[rows], logsumexp_BaQ, query.scores(ctx.scores, seen)
+                )
+                grad_q[rows] += grad_q_QBaD
+                for to_KBgD, grad_KBgD in zip(grad_K2BgD[stretch].unbind(1), grads, strict=True):
+                    to_KBgD += grad_KBgD
+                if seen.start:
+                    parts.append(start_reduce_scatter(_chunks_reversed(grad_K2BgD[half:], cp.size), cp))
+        parts.insert(0, start_reduce_scatter(grad_K2BgD[:half], cp))
+        for _, pending in parts:
+            pending.wait()
+        grad_k, grad_v = torch.cat([part for part, _ in parts]).unbind(1)
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+def _chunks_reversed(half: Tensor, cp: int) -> Tensor:
+    """The cp chunks of a half of the sequence in reverse order."""
+    return half.unflatten(0, (cp, -1)).flip(0).flatten(0, 1)

@@ -1,0 +1,21 @@
+"""Experts over ranks: tokens travel to the ranks that hold their experts, and back."""
+
+from frontier_llm.parallel.expert.dispatch import Departure, Dispatch, RouterChoice, beyond_capacity, combine, dispatch, plan_dispatch
+from frontier_llm.parallel.expert.grouped import GroupedLinear, router_product
+from frontier_llm.parallel.expert.nodes import ToNodes
+from frontier_llm.parallel.expert.sequence import gather_sequence, take_part
+
+__all__ = [
+    "Departure",
+    "Dispatch",
+    "GroupedLinear",
+    "RouterChoice",
+    "ToNodes",
+    "beyond_capacity",
+    "combine",
+    "dispatch",
+    "gather_sequence",
+    "plan_dispatch",
+    "router_product",
+    "take_part",
+]

@@ -1,0 +1,141 @@
+"""Column- and row-parallel linear layers (arXiv:1909.08053 section 3), with and without sequence parallelism.
+
+Each is one autograd function with its collective in it, so that (1) gathers, scatters and sums go chunk by chunk beside
+their product, (2) the backward pass runs the collective of the input gradient while the weight gradient is computed, (3) adds the weight
+gradient straight into main_grad in fp32, and (4) hands that product to a later W action.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from frontier_llm.comm import start_all_reduce_, start_reduce_scatter
+from frontier_llm.ops import statistics_dtype
+from frontier_llm.parallel.tensor.chunked import gather_and_multiply, in_sequence, multiply_and_reduce, multiply_and_scatter
+from frontier_llm.parallel.tensor.context import LayerContext
+from frontier_llm.parallel.tensor.gradients import Factor
+from frontier_llm.parallel.tensor.parameter import Declared, ShardedParameter
+
+
+def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, grad_SBo: Factor, x_SBk: Factor) -> Tensor | None:
+    """gradient += gradᵀ x, now or at the W action; rows past the output's width (vocabulary padding) stay untouched."""
+
+    def accumulate(gradient: Tensor) -> None:
+        grad_No, x_Nk = grad_SBo.whole().flatten(0, -2), x_SBk.whole().flatten(0, -2)
+        context.ops.accumulate_weight_gradient_(gradient.view(-1, x_Nk.shape[1])[: grad_No.shape[1]], grad_No, x_Nk)
+
+    return context.gradients.submit(weight, accumulate, (grad_SBo, x_SBk))
+
+
+def _bias_gradient(grad_SBo: Tensor) -> Tensor:
+    return grad_SBo.flatten(0, -2).sum(0, dtype=statistics_dtype(grad_SBo.dtype))
+
+
+def _rows(weight: ShardedParameter, num_rows: int | None) -> Tensor:
+    """As a matrix, its first rows. Taken anew in backward: an engine may have released the weight in between and gathered it again."""
+    return weight.detach().flatten(0, -2)[:num_rows]
+
+
+class _ColumnLinear(Function):
+    """y_SBo = gather(x_sBH) Wᵀ + b. Saves only this rank's part of x and gathers it again in backward, as Korthikanti et al. do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, num_rows: int | None, context: LayerContext
+    ) -> Tensor:
+        weight_oH = _rows(weight, num_rows)
+        ctx.context, ctx.weight, ctx.num_rows, ctx.bias_shape = context, weight, num_rows, None if bias is None else bias.shape
+        ctx.save_for_backward(x)
+        bias_o = None if bias is None else bias.flatten()
+
+        def multiply(x_SBH: Tensor) -> Tensor:
+            return context.ops.linear(x_SBH, weight_oH, bias_o)
+
+        return gather_and_multiply(x, multiply, context.tp, context.tensor_chunks)[0] if context.sequence_parallel else multiply(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_SBo,), context = grads, ctx.context
+        (x,) = ctx.saved_tensors
+        x_SBH = Factor(x, context.tp if context.sequence_parallel else None)
+        if not context.gradients.waits:
+            x_SBH.start()
+        grad_x = context.ops.linear_input_gradient(grad_SBo, _rows(ctx.weight, ctx.num_rows))
+        if context.sequence_parallel:
+            grad_x, reducing = start_reduce_scatter(grad_x, context.tp)
+        else:
+            reducing = start_all_reduce_(grad_x, context.tp)
+        grad_weight = _submit_weight_gradient(context, ctx.weight, Factor(grad_SBo), x_SBH)  # while the input gradient is summed
+        grad_bias = None if ctx.bias_shape is None else _bias_gradient(grad_SBo).view(ctx.bias_shape)
+        reducing.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _RowLinear(Function):
+    """y = the sum over tp of x_SBk Wᵀ, plus b: whole on every rank (S), or each rank's part of the sequence (s)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SBk: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, context: LayerContext) -> Tensor:
+        ctx.context, ctx.weight, ctx.has_bias = context, weight, bias is not None
+        ctx.save_for_backward(x_SBk)
+        summand = bias if context.tp.rank == 0 else None  # one rank's product adds it as it leaves the registers, so the sum has it once
+
+        def multiply(x_SBk: Tensor) -> Tensor:
+            return context.ops.linear(x_SBk, weight.detach(), summand)
+
+        if context.sequence_parallel:
+            return multiply_and_scatter(x_SBk, multiply, context.tp, context.tensor_chunks)
+        return multiply_and_reduce(x_SBk, multiply, context.tp, context.tensor_chunks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_y,), context = grads, ctx.context
+        (x_SBk,) = ctx.saved_tensors
+
+        def multiply(grad_SBH: Tensor) -> Tensor:
+            return context.ops.linear_input_gradient(grad_SBH, ctx.weight.detach())
+
+        if context.sequence_parallel:
+            grad_x, gathered = gather_and_multiply(grad_y, multiply, context.tp, context.tensor_chunks)
+            # a product that waits gathers it once more, instead of keeping it whole
+            grad_SBH = Factor(grad_y, context.tp) if context.gradients.waits else Factor(in_sequence(gathered, context.tp))
+        else:
+            grad_x, grad_SBH = multiply(grad_y), Factor(grad_y)
+        grad_bias = _bias_gradient(grad_y) if ctx.has_bias else None  # of this rank's part of the sequence
+        return grad_x, _submit_weight_gradient(context, ctx.weight, grad_SBH, Factor(x_SBk)), grad_bias, None
+
+
+def column_linear(
+    x: Tensor, weight: ShardedParameter, context: LayerContext, bias: ShardedParameter | None = None, num_rows: int | None = None
+) -> Tensor:
+    """(S or s, B, H) → (S, B, o). `num_rows` uses only the weight's first rows: the head without its vocabulary padding."""
+    return _ColumnLinear.apply(x, weight, bias, num_rows, context)
+
+
+class ColumnLinear(nn.Module):
+    """Output features cut over tp: (S or s, B, H) → (S, B, o). All dims of the weight but the last are output features."""
+
+    def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
+        super().__init__()
+        self.context = context
+        self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
+
+    def forward(self, x: Tensor, add_bias: bool = True, num_rows: int | None = None) -> Tensor:
+        """`add_bias=False` leaves the bias to a fused op of the caller; `num_rows`: see `column_linear`."""
+        return column_linear(x, self.weight, self.context, self.bias if add_bias else None, num_rows)
+
+
+class RowLinear(nn.Module):
+    """Input features cut over tp: (S, B, k) → (S or s, B, H), summed over tp, the bias in it once."""
+
+    def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
+        super().__init__()
+        self.context = context
+        self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
+
+    def forward(self, x_SBk: Tensor) -> Tensor:
+        """(S, B, k) → (S or s, B, H)."""
+        return _RowLinear.apply(x_SBk, self.weight, self.bias, self.context)

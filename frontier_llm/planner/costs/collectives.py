@@ -1,0 +1,93 @@
+"""Seconds of one collective or message, by the ranks that take part, where they sit, and how many share the NICs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from frontier_llm.machine.rates import Rates, Table
+from frontier_llm.planner.costs.layouts import Number
+
+# how often a ring moves the tensor: an all-reduce is a reduce-scatter and an all-gather
+PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # an all-to-all of its own input
+
+
+def table_s(table: Table, row: Number, size_bytes: Number) -> Number:
+    """Measured seconds, interpolated in the logarithms of row (nodes or ranks) and bytes; linear in bytes beyond the largest message.
+
+    A line latency + bytes / bandwidth misses Frontier's medians by 17-46 % (docs/planner.md), so they stay a table.
+    """
+    log_rows, log_bytes = np.log(table.rows), np.log(table.sizes_bytes)
+    log_seconds = np.log(np.asarray(table.seconds))
+    size = np.maximum(np.asarray(size_bytes, dtype=float), table.sizes_bytes[0])
+    beyond = np.maximum(size / table.sizes_bytes[-1], 1.0)
+    i, u = _between(log_rows, np.log(np.maximum(np.asarray(row, dtype=float), 1.0)))
+    j, v = _between(log_bytes, np.log(size))
+    next_row = np.minimum(i + 1, len(log_rows) - 1)
+    low = log_seconds[i, j] * (1 - v) + log_seconds[i, j + 1] * v
+    high = log_seconds[next_row, j] * (1 - v) + log_seconds[next_row, j + 1] * v
+    return np.exp(low * (1 - u) + high * u) * beyond
+
+
+def _between(grid: np.ndarray, at: Number) -> tuple[Number, Number]:
+    """(index of the grid point below, share of the way to the next one), held to the grid's ends."""
+    if len(grid) == 1:
+        return np.zeros(np.shape(at), dtype=int), np.zeros(np.shape(at))
+    at = np.clip(at, grid[0], grid[-1])
+    index = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
+    return index, (at - grid[index]) / (grid[index + 1] - grid[index])
+
+
+def fabric_bandwidth(rates: Rates, ranks: Number) -> Number:
+    """Bus bandwidth, bytes/s, of a group of `ranks` neighbours inside a node."""
+    return np.interp(np.asarray(ranks, dtype=float), rates.fabric_size, rates.fabric_bytes_s) * rates.fabric_share
+
+
+def node_s(rates: Rates, ranks: Number, size_bytes: Number, operation: str) -> Number:
+    """A collective inside one node, over a tensor of `size_bytes` (the gathered result, the full input of a reduce-scatter).
+
+    Measured on this machine where it was; else a ring. With a measured one-node all-reduce table its shape over message size is
+    kept and scaled by the group's bandwidth and ring factor.
+    """
+    ranks, passes = np.asarray(ranks, dtype=float), PASSES[operation]
+    if operation in rates.node_tables:
+        return np.where(ranks > 1, table_s(rates.node_tables[operation], ranks, size_bytes), 0.0)
+    share = (ranks - 1) / np.maximum(ranks, 1)
+    ideal = passes * share * size_bytes / fabric_bandwidth(rates, ranks)
+    if rates.all_reduce_table:
+        full = rates.node_devices
+        measured = table_s(rates.all_reduce_table, 1, np.maximum(size_bytes, 1.0))
+        large = 2 * (full - 1) / full * np.maximum(size_bytes, 1.0) / fabric_bandwidth(rates, full) * rates.fabric_share
+        over = np.maximum(measured - large, 0.0) * np.minimum(share * full / (full - 1), 1.0) * passes / 2
+        return np.where(ranks > 1, ideal + over, 0.0)
+    return np.where(ranks > 1, ideal + rates.fabric_latency_s + passes * (ranks - 1) * rates.fabric_hop_s, 0.0)
+
+
+def flat_s(rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str) -> Number:
+    """A collective over `ranks`, `per_node` of them on each node, in one ring (or RCCL's tree), while `sharing` such groups use the node's NICs.
+
+    One formula for both tiers: inside a node see `node_s`; across nodes each ring enters and leaves every node once, so a group
+    gets 1/sharing of the NICs, and never more than the fabric inside the node carries.
+    """
+    ranks, per_node, passes = np.asarray(ranks, dtype=float), np.asarray(per_node, dtype=float), PASSES[operation]
+    inside = node_s(rates, ranks, size_bytes, operation)
+    nodes = np.maximum(ranks / per_node, 1.0)
+    share = (ranks - 1) / np.maximum(ranks, 1)
+    crowd = np.where(np.asarray(sharing) > 1, rates.network_crowding, 1.0)
+    wire = rates.node_network_bytes_s * rates.network_efficiency * crowd / sharing
+    fabric = np.where(per_node > 1, fabric_bandwidth(rates, per_node), np.inf)
+    ring = passes * share * size_bytes / np.minimum(wire, fabric)
+    if rates.all_reduce_table:
+        total = size_bytes * sharing  # what the NICs of a node carry, as if by one communicator that spans the node
+        across = table_s(rates.all_reduce_table, nodes, total) * passes / 2
+        if passes == 1:  # RCCL has only rings for these: a hop per rank, and no tree to hide it
+            across = np.maximum(across, ring + rates.network_latency_s) + (ranks - 1) * rates.network_hop_s
+    else:
+        across = ring + rates.network_latency_s + passes * (nodes - 1) * rates.network_hop_s
+    return np.where(ranks <= per_node, inside, across) * (ranks > 1)
+
+
+def message_s(rates: Rates, size_bytes: Number, inside: Number, sharing: Number) -> Number:
+    """A point-to-point message; `inside` 1 = within the node, `sharing` = devices of the node that send at the same time."""
+    near = rates.fabric_latency_s + size_bytes / fabric_bandwidth(rates, 2)
+    far = rates.network_latency_s + size_bytes / (rates.node_network_bytes_s * rates.network_efficiency / sharing)
+    return np.where(inside, near, far)

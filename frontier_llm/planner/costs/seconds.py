@@ -1,0 +1,295 @@
+"""Seconds of what a block, the embedding and the head do for one microbatch on one rank: the fold of their work in time.
+
+By cause, so that `plan --explain` prints the very numbers that were added; and as `Times`, for one layout or in columns for thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from frontier_llm.blueprint.expert_work import DISPATCH
+from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, HostWait, Item, Keep, Phase, Product, Under, Work
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, shares
+from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.work import block_work, embedding_work, head_work
+from frontier_llm.config import ModelConfig
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.costs.collectives import fabric_bandwidth, message_s, node_s
+from frontier_llm.planner.costs.experts import experts_inside, experts_s
+from frontier_llm.planner.costs.hierarchical import collective_s
+from frontier_llm.planner.costs.kernels import flash_s, memory_s, pace, product_s
+from frontier_llm.planner.costs.layouts import Number, by_schedule, over_layouts, stage_length
+from frontier_llm.schedule import split_share
+
+# operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives); backward issues two
+# products per weight and an accumulation, and what is recomputed
+FORWARD_OPS, BACKWARD_OPS = 24, 40
+RECOMPUTED_OPS = {"none": 0, "selective": 6, "full": FORWARD_OPS}
+WAITING, RECOMPUTED, LAUNCHES = "waiting for tp ranks", "recompute", "launch-bound"
+
+# by work, devices, tp, cp, ep, how many of its ranks share a node and tp's pieces, for the time of one fold: layouts share most of it
+Prices = dict[tuple[Work, int, int, int, int, int, int], float]
+
+
+def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
+    """Seconds of one item's work, as far as it shows."""
+    key = work, layout.devices, layout.tp, layout.cp, layout.ep, int(experts_inside(layout, rates)), layout.tensor_chunks
+    if key not in prices:
+        if isinstance(work, Product):
+            prices[key] = product_s(work, rates) * pace(layout.devices, rates)
+        elif isinstance(work, FlashCore):
+            prices[key] = flash_s(work, rates) * pace(layout.devices, rates)
+        elif isinstance(work, Collective):
+            by_axis = {"tp": tensor_s, "cp": context_s, "ep": experts_s}
+            prices[key] = by_axis[work.axis.split(".")[0]](work, layout, rates)
+        elif isinstance(work, HostWait):
+            prices[key] = 0.0 if rates.host_executes else work.launches * rates.launch_s
+        else:
+            prices[key] = 0.0 if isinstance(work, Keep) else memory_s(work.moved_bytes, work.kernels, rates)
+    return prices[key]
+
+
+def tensor_s(collective: Collective, layout: Layout, rates: Rates) -> float:
+    """What shows of a collective over tp."""
+    if layout.tensor_chunks > 1 and collective.beside:
+        return in_pieces_s(collective, collective.beside, layout, rates)
+    beside_other = 1.0 if rates.host_executes else 0.5  # where what moves the bytes is what computes, nothing hides
+    shown = {
+        Under.NOTHING: 1.0,
+        Under.PRODUCT: 1 - rates.tp_overlap,
+        Under.GRADIENT: (1 - rates.tp_overlap) * beside_other,
+        Under.HEAD: 0.0,
+        Under.ATTENTION: 1 - rates.dp_overlap,
+    }[collective.under]
+    return shown * alone_s(collective, layout.tp, rates)
+
+
+def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
+    """A collective over tp with nothing beside it. A group beyond the node pays the network, where a gather or a scatter is half a sum."""
+    if tp <= rates.node_devices:
+        return float(node_s(rates, tp, collective.size_bytes, collective.operation))
+    whole_s = collective_s(rates, tp, rates.node_devices, 1, collective.size_bytes, "all_reduce")
+    return float(whole_s) * (1.0 if collective.operation == "all_reduce" else 0.5)
+
+
+def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates: Rates) -> float:
+    """What a collective adds to its product where both go in pieces, each piece of one under the next of the other (parallel/tensor/chunked.py).
+
+    n products of 1/n of the rows and n messages of 1/n of the bytes are slower than one of each; of a piece's shorter half `chunk_overlap`
+    hides, n - 1 times; and rows are put back in their places, those of a scatter before the product.
+    """
+    pieces = layout.tensor_chunks
+    product_part_s = product_s(replace(product, m=product.m // pieces), rates)
+    sent_part_s = alone_s(replace(collective, size_bytes=collective.size_bytes // pieces), layout.tp, rates)
+    hidden_s = rates.chunk_overlap * (pieces - 1) * min(product_part_s, sent_part_s)
+    moved = product.m * (product.k if collective.operation == "reduce_scatter" else product.n)
+    copy_s = memory_s(2 * DTYPE_BYTES[layout.dtype] * moved, pieces, rates)
+    return pieces * (product_part_s + sent_part_s) - hidden_s + copy_s - product_s(product, rates)
+
+
+def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
+    """What shows of a collective over cp, whose ranks stand tp apart: in one node, or by as many rails as a node has groups.
+
+    What travels beside attention hides there as gradients do beside backward.
+    """
+    node, tp, cp = rates.node_devices, layout.tp, layout.cp
+    inside = min(cp, max(node // tp, 1))
+    beside = 0.0 if rates.host_executes or collective.under is Under.NOTHING else rates.dp_overlap
+    sharing = node // inside  # groups of a node, each with a rail of its own
+    if collective.operation == "exchange":
+        near = cp <= inside
+        return (1 - beside) * collective.calls * float(message_s(rates, collective.size_bytes, near, 1 if near else sharing))
+    if cp <= inside:  # a ring through every tp-th device is no faster than one through all of them
+        reach = float(fabric_bandwidth(rates, cp)) / float(fabric_bandwidth(rates, min(tp * cp, node)))
+        return (1 - beside) * float(node_s(rates, cp, collective.size_bytes, collective.operation)) * max(reach, 1.0)
+    return (1 - beside) * float(collective_s(rates, cp, inside, sharing, collective.size_bytes, collective.operation))
+
+
+def by_cause(
+    items: Iterable[Item],
+    layout: Layout,
+    rates: Rates,
+    prices: Prices | None = None,
+    modes: Mapping[str, float] | None = None,
+    split: float = 0.0,
+) -> dict[str, tuple[float, float]]:
+    """Cause → (forward, backward) seconds, the recomputed forward among the latter; weights that are gathered over dp left out.
+
+    `modes`: shares of the layers that are recomputed so; None = the layout's, of many layers. `split`: share of the backwards that are split.
+    """
+    prices, modes = {} if prices is None else prices, modes or shares(layout.recompute.split(","))
+    causes: dict[str, list[float]] = {}
+    items, again, meetings = list(items), 0.0, [0.0, 0.0]
+    for item in items:
+        if item.cause == SHARDS:
+            continue
+        side, often = int(item.phase is not Phase.F), split if item.apart else 1.0
+        seconds = often * work_s(item.work, layout, rates, prices)
+        causes.setdefault(item.cause, [0.0, 0.0])[side] += seconds
+        meetings[side] += often * (item.cause == SENDING)
+        again += seconds * item.repeats(modes)
+    if DISPATCH in causes:
+        hidden_s, _ = rows_s(items, layout, rates, prices)
+        causes[DISPATCH] = [shown - hidden for shown, hidden in zip(causes[DISPATCH], hidden_s, strict=True)]
+        again -= hidden_s[0] * modes.get("full", 0.0)
+    if (rates.meeting_s or rates.spread) and SENDING in causes:
+        computing = [sum(pair[side] for cause, pair in causes.items() if cause != SENDING) for side in (0, 1)]
+        waits = [waiting_s(number, one, rates) for number, one in zip(meetings, computing, strict=True)]
+        causes[WAITING] = waits
+        again += waits[0] * modes.get("full", 0.0)
+    causes[RECOMPUTED] = [0.0, again]
+    return {cause: (forward, backward) for cause, (forward, backward) in causes.items()}
+
+
+def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) -> tuple[list[float], list[float]]:
+    """Of rows, and the host's wait for their numbers: (forward, backward) seconds that hide under the shared expert, and those that show.
+
+    Of the second what another microbatch computes beside them hides, where the schedule plays pairs (costs.time.pair_s).
+    """
+    ways = {under: [0.0, 0.0] for under in (Under.SHARED, Under.OTHER)}
+    shared_s = [0.0, 0.0]
+    for item in items:
+        side = int(item.phase is not Phase.F)
+        if isinstance(item.work, Collective) and item.work.under in ways:
+            ways[item.work.under][side] += work_s(item.work, layout, rates, prices)
+        elif isinstance(item.work, HostWait):
+            ways[Under.OTHER][side] += work_s(item.work, layout, rates, prices)
+        elif isinstance(item.work, Product) and ".moe.shared." in item.work.parameter and item.phase is not Phase.W:
+            shared_s[side] += work_s(item.work, layout, rates, prices)
+    overlap = 0.0 if rates.host_executes else rates.dp_overlap
+    hidden_s = [min(rows * overlap, shared) for rows, shared in zip(ways[Under.SHARED], shared_s, strict=True)]
+    return hidden_s, [sum(all_s) - hidden for *all_s, hidden in zip(*ways.values(), hidden_s, strict=True)]
+
+
+def waiting_s(meetings: Number, compute_s: Number, rates: Rates) -> Number:
+    """What ranks wait for each other at `meetings` that cut `compute_s` into pieces."""
+    return meetings * rates.meeting_s + compute_s * rates.spread
+
+
+class Times(NamedTuple):
+    """Seconds of a block, an embedding or a head for one microbatch; numbers, or columns over many layouts."""
+
+    forward_s: Number
+    backward_s: Number  # both gradients and the recomputed forward; the weight gradients written, not added
+    adding_s: Number  # more where they are added: in every microbatch of a step but the first
+    weight_s: Number  # of which products and passes of the weight gradients: what a split backward may run later
+    sent_s: Number  # of forward_s, communication over tp, under which the host gets ahead
+    sent_backward_s: Number
+    rows_s: Number  # of forward_s, rows on their way to experts and back, which another microbatch's compute may hide
+    rows_backward_s: Number
+    host_forward_s: Number  # what the host takes to dispatch it
+    host_backward_s: Number
+    gather_bytes: Number  # over dp, of sharded weights
+    gather_again_bytes: Number
+    scatter_bytes: Number
+
+    def both(self, microbatches: Number, rates: Rates) -> tuple[Number, Number]:
+        """(forward, backward) seconds of an average microbatch.
+
+        The host dispatches ahead of the device; where it cannot keep up, the host's time counts. A CPU does one after the other.
+        """
+        backward_s = self.backward_s + self.adding_s * added_share(microbatches)
+        device_s = (0.0, 0.0) if rates.host_executes else (self.forward_s - self.sent_s, backward_s - self.sent_backward_s)
+        return (
+            self.forward_s + np.maximum(self.host_forward_s - device_s[0], 0.0),
+            backward_s + np.maximum(self.host_backward_s - device_s[1], 0.0),
+        )
+
+    def weights(self, microbatches: Number) -> Number:
+        """Seconds of an average microbatch's weight gradients."""
+        return self.weight_s + self.adding_s * added_share(microbatches)
+
+
+class Parts(NamedTuple):
+    """What the stages of a layout are made of."""
+
+    block: Times  # of the schedule's average backward
+    split: Times  # where every backward is split
+    embedding: Times
+    head: Times
+
+
+def added_share(microbatches: Number) -> Number:
+    """Microbatches of a step whose weight gradients are added, not just written."""
+    return 1 - 1 / np.maximum(microbatches, 1)
+
+
+def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Parts:
+    """Seconds of the parts of one layout, or of a whole table as columns. `layers`: of the virtual stage, see `mode_shares`."""
+    prices: Prices = {}
+
+    def fold(layout: Layout) -> Parts:
+        modes = mode_shares(model, layout, layers)
+        again = sum(share * RECOMPUTED_OPS[mode] for mode, share in modes.items())
+        host = FORWARD_OPS * rates.launch_s, (BACKWARD_OPS + again) * rates.launch_s
+
+        def block(split: float) -> Times:
+            return mean_of_layers(
+                model, lambda layer: part(block_work(model, layout, rates, layer), layout, rates, prices, host, modes, split)
+            )
+
+        whole, ends = block(0.0), (embedding_work(model, layout), head_work(model, layout, rates))
+        split = block(1.0) if layout.sequence_parallel else whole  # nothing else tells them apart
+        return Parts(whole, split, *(part(items, layout, rates, prices) for items in ends))
+
+    sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))
+    parts: Parts = over_layouts(
+        layouts, fold, layouts.devices, experts_inside(layouts, rates), stage_length(model.layers, layouts), *sharded
+    )
+    share = by_schedule(layouts, split_share, "pp", "microbatches")
+    average = Times(*(whole * (1 - share) + split * share for whole, split in zip(parts.block, parts.split, strict=True)))
+    return parts._replace(block=average)
+
+
+Result = TypeVar("Result", bound="NamedTuple")
+
+
+def mean_of_layers(model: ModelConfig, of_layer: Callable[[int], Result]) -> Result:
+    """A named tuple of numbers of a layer; of several kinds of layers their mean, each as often as the model has it."""
+    kinds = [(of_layer(layer), count / model.layers) for layer, count in layer_kinds(model)]
+    first = kinds[0][0]
+    if len(kinds) == 1:
+        return first
+    return type(first)(*(sum(share * values[place] for values, share in kinds) for place in range(len(first))))
+
+
+def part(
+    items: list[Item],
+    layout: Layout,
+    rates: Rates,
+    prices: Prices,
+    host_s: tuple[float, float] = (0.0, 0.0),
+    modes: Mapping[str, float] = MappingProxyType({"none": 1.0}),
+    split: float = 0.0,
+) -> Times:
+    """The seconds of one list."""
+    causes = by_cause(items, layout, rates, prices, modes, split)
+    adding = causes.pop(ADDING, (0.0, 0.0))[1]
+    sent, rows = causes.get(SENDING, (0.0, 0.0)), rows_s(items, layout, rates, prices)[1] if DISPATCH in causes else (0.0, 0.0)
+    sent_again = sum(item.repeats(modes) * work_s(item.work, layout, rates, prices) for item in items if item.cause == SENDING)
+    moved = {
+        (item.phase, item.work.operation): item.work.size_bytes
+        for item in items
+        if item.cause == SHARDS and isinstance(item.work, Collective)
+    }
+    weights = (item for item in items if item.phase is Phase.W and item.cause != ADDING and not isinstance(item.work, Collective))
+    return Times(
+        forward_s=sum(forward for forward, _ in causes.values()),
+        backward_s=sum(backward for _, backward in causes.values()),
+        adding_s=adding * (1 + (rates.spread if SENDING in causes else 0.0)),
+        weight_s=sum(work_s(item.work, layout, rates, prices) for item in weights),
+        sent_s=sent[0],
+        sent_backward_s=sent[1] + sent_again,
+        rows_s=rows[0],
+        rows_backward_s=rows[1] + rows[0] * modes.get("full", 0.0),
+        host_forward_s=host_s[0],
+        host_backward_s=host_s[1],
+        gather_bytes=moved.get((Phase.F, "all_gather"), 0),
+        gather_again_bytes=moved.get((Phase.I, "all_gather"), 0),
+        scatter_bytes=moved.get((Phase.I, "reduce_scatter"), 0),
+    )

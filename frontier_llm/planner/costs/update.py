@@ -1,0 +1,132 @@
+"""What an optimizer that works on whole matrices adds to a step: products, collectives, padding and buffers, by the very plan of the buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from frontier_llm.blueprint import Parameter, block_parameters
+from frontier_llm.blueprint.items import Product
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
+from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Matrices, Part, matrices_of
+from frontier_llm.blueprint.optimizers import OptimizerRule, optimizer_rule
+from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.config import CommConfig, ModelConfig
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.costs.collectives import node_s
+from frontier_llm.planner.costs.hierarchical import collective_s
+from frontier_llm.planner.costs.kernels import product_s
+from frontier_llm.planner.costs.layouts import Number
+from frontier_llm.planner.costs.seats import cut, seats
+from frontier_llm.topology import plan_buckets
+
+BUCKET_ELEMENTS = CommConfig().bucket_elements  # of a run file that names none
+
+
+class WholeUpdate(NamedTuple):
+    """Of one pipeline rank; numbers, or columns over many layouts."""
+
+    seconds: Number  # of the owner with most to do, its collectives included
+    flops: Number
+    padding: Number  # elements that slices are longer than their tensors
+    gathered: Number  # elements that are gathered over dp because slices cut tensors
+    largest: Number  # elements of the largest bucket of these
+
+
+def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Number) -> WholeUpdate:
+    """Of a rank that holds `layers` layers; all zero for an optimizer that gathers nothing."""
+    rule = optimizer_rule(layouts.optimizer)
+    if not rule.gathers:
+        return WholeUpdate(*[0.0 * np.asarray(layers)] * len(WholeUpdate._fields))
+    owners, expert_owners = (np.where(cut(layouts, 1), replicas, 1) for replicas in (layouts.replicas, layouts.edp))
+    columns = np.broadcast_arrays(layouts.tp, layouts.ep, layouts.etp, owners, expert_owners, np.asarray(layers))
+    cases, each = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
+    bytes_each = DTYPE_BYTES[layouts.dtype]
+    rows = [_one(model, rule, rates, bytes_each, _Ranks(*map(int, case))) for case in cases.T]
+    values = WholeUpdate(*(np.array(column)[each].reshape(columns[0].shape) for column in zip(*rows, strict=True)))
+    place = seats(layouts, rates)
+    gather_s = collective_s(
+        rates,
+        layouts.replicas,
+        place.replicas_per_node,
+        place.replicas_sharing,
+        np.maximum(values.gathered * bytes_each, 1.0),
+        "all_gather",
+    )
+    return values._replace(seconds=values.seconds + np.where(values.gathered > 0, gather_s, 0.0))
+
+
+class _Ranks(NamedTuple):
+    """What decides a pipeline rank's matrices."""
+
+    tp: int
+    ep: int
+    etp: int
+    owners: int
+    expert_owners: int
+    layers: int
+
+    def degrees(self) -> dict[str, int]:
+        return {"tp": self.tp, "ep": self.ep, "etp": self.etp}
+
+
+def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int, ranks: _Ranks) -> WholeUpdate:
+    held: list[Parameter] = []
+    for layer, count in layer_kinds(model):
+        held += [one for one in block_parameters(model, layer) if rule.whole(one)] * round(ranks.layers * count / model.layers)
+    degrees = ranks.degrees()
+    each_once = {one.name: one for one in held}
+    costs = {name: (parameter_s(one, degrees, rates, bytes_each), update_flops(one, degrees)) for name, one in each_once.items()}
+
+    def shard_of(parameter: Parameter) -> tuple[Parameter, int]:
+        return parameter, int(parameter.rank_numel(degrees))
+
+    busiest = np.zeros(2)
+    padding = gathered = largest = 0
+    owners_of = {"dp": ranks.owners, "edp": ranks.expert_owners}
+    for bucket in plan_buckets(held, shard_of, rule, owners_of.__getitem__, True, BUCKET_ELEMENTS):
+        owners = owners_of[bucket.members[0].replicas]
+        size = bucket.numel // owners
+        work = np.zeros((2, owners))
+        for parameter, offset in zip(bucket.members, bucket.offsets, strict=True):
+            last = (offset + shard_of(parameter)[1] - 1) // size
+            work[:, offset // size : last + 1] += np.array(costs[parameter.name])[:, None]
+        busiest += work.max(axis=1)
+        padding += bucket.numel - sum(shard_of(parameter)[1] for parameter in bucket.members)
+        gathered += 0 if bucket.apart or owners == 1 else bucket.numel
+        largest = max(largest, bucket.numel)
+    return WholeUpdate(float(busiest[0]), float(busiest[1]), padding, gathered, largest)
+
+
+def products(matrices: Matrices, tp: int, ep: int = 1) -> list[Product]:
+    """Of one Newton-Schulz step on one of `tp` ranks."""
+    part, (count, short, long) = matrices.part(tp), matrices.on_rank(tp, ep)
+    if part is Part.SHORT:
+        short = matrices.short
+    return [Product(short, short, long, count), Product(short, short, short, count), Product(short, long, short, count)]
+
+
+def update_flops(parameter: Parameter, degrees: Mapping[str, int]) -> float:
+    """Of one parameter's orthogonal update on one rank."""
+    tp, ep = _degrees_of(parameter, degrees)
+    return NEWTON_SCHULZ_STEPS * sum(product.flops for one in matrices_of(parameter) for product in products(one, tp, ep))
+
+
+def parameter_s(parameter: Parameter, degrees: Mapping[str, int], rates: Rates, bytes_each: int) -> float:
+    """Seconds of the same, with what it sends over tp, or of experts over etp."""
+    total, (tp, ep) = 0.0, _degrees_of(parameter, degrees)
+    for one in matrices_of(parameter):
+        count = one.on_rank(tp, ep)[0]
+        total += NEWTON_SCHULZ_STEPS * sum(product_s(product, rates) for product in products(one, tp, ep))
+        if one.part(tp) is Part.LONG:
+            total += NEWTON_SCHULZ_STEPS * float(node_s(rates, tp, count * one.short**2 * bytes_each, "all_reduce"))
+        elif one.part(tp) is Part.SHORT:
+            total += float(node_s(rates, tp, count * one.short * one.long * bytes_each, "all_gather"))
+    return total
+
+
+def _degrees_of(parameter: Parameter, degrees: Mapping[str, int]) -> tuple[int, int]:
+    """(ranks that cut its matrices, ranks that share them out)."""
+    return degrees.get(parameter.tensor_axis, 1), degrees.get("ep", 1) if parameter.tensor_axis == "etp" else 1

@@ -1,0 +1,201 @@
+"""Who holds a run directory: which start of the run is the newest, and whether its rank 0 lives.
+
+incarnation.json                               a supervisor numbers each start of its ranks, and names the job
+checkpoints/incarnations/NNNNNNNN.json         rank 0 takes the lock of its start (checkpoint.lock), which only a dead holder loses
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from frontier_llm import log
+from frontier_llm.errors import FrontierError
+from frontier_llm.files import write_atomically
+from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_json
+from frontier_llm.run.run_dir import queued_job
+from frontier_llm.units import strict_json
+
+# A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre failover pause
+STALE_AFTER_S = 60.0
+LOCKS = Path("checkpoints") / "incarnations"
+LAST_START = 99_999_999  # file names have eight digits
+WATCH_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a run directory."""
+
+    host: str
+    pid: int
+    process_start: str  # from /proc, so that a reused pid is not taken for the holder
+    job: str  # of the scheduler; the same after a requeue; '' outside of any
+    restart: int  # how often that job was requeued
+    since: str
+    released: bool = False
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (strict_json(asdict(self), indent=None) + "\n").encode()
+
+    def describe(self) -> str:
+        """'job 4711 on n0 (pid 12, since 2026-11-20 22:31:00)'."""
+        who = f"job {self.job} on {self.host}" if self.job else f"a process on {self.host}"
+        return f"{who} (pid {self.pid}, since {self.since})"
+
+
+def this_process(job: str = "", restart: int = 0) -> Holder:
+    """The holder that this process would be."""
+    pid = os.getpid()
+    return Holder(socket.gethostname(), pid, process_start(pid) or "", job, restart, time.strftime("%Y-%m-%d %H:%M:%S"))
+
+
+def process_start(pid: int) -> str | None:
+    """Start time of a live process in clock ticks since boot ('' where there is no /proc); None when it is dead or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else ""
+    except OSError:
+        return None  # the process went away between open and read
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def incarnations(folder: Path) -> list[int]:
+    """The numbers of the starts that have left a file there; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return [int(entry.name[:8]) for entry in entries if re.fullmatch(r"[0-9]{8}\.json", entry.name)]
+
+
+def start_after(folder: Path, newest: int, counted: int = 0) -> int:
+    """The number of the next start: above `newest`, the highest in `folder`, and at least `counted`.
+
+    Raises FrontierError if a file claims the last number: no run starts so often, and the count could never go on.
+    """
+    if newest >= LAST_START:
+        what = f"claims to be start {newest} of the run, and no run starts so often"
+        raise FrontierError(what, "if no job of this run is alive, delete the file", str(folder / f"{newest:08}.json"))
+    if counted > LAST_START:
+        what = f"counts {counted} starts of the run, and no run starts so often"
+        raise FrontierError(what, "if no job of this run is alive, delete the file", str(folder.parent.parent / "incarnation.json"))
+    return max(newest + 1, counted)
+
+
+def read_holder(path: Path) -> Holder | None:
+    """The holder in a file; None when it is gone or not one (nobody writes it in place, so then a disk lost it)."""
+    try:
+        content = read_json(path, dict)
+        holder = Holder(**(content or {}))
+    except (DamagedRecord, TypeError):
+        return None
+    texts = (holder.host, holder.process_start, holder.job, holder.since)
+    is_sound = all(isinstance(text, str) for text in texts) and is_count(holder.pid) and is_count(holder.restart)
+    return holder if is_sound and isinstance(holder.released, bool) else None
+
+
+def take(run_dir: Path, job_id: str, host: str) -> int:
+    """Record a new start and return its number, under which its ranks take the checkpoints' lock: that keeps an old rank from writing."""
+    folder = run_dir / LOCKS  # has also the starts without a supervisor
+    newest = max(incarnations(folder), default=0)
+    number = start_after(folder, newest, last_start(run_dir).get("incarnation", 0) + 1)
+    text = {"incarnation": number, "job_id": job_id, "host": host, "pid": os.getpid(), "since_unix_s": time.time()}
+    write_atomically(run_dir / "incarnation.json", strict_json(text, indent=None) + "\n")
+    return number
+
+
+def last_start(run_dir: Path) -> dict[str, Any]:
+    """The newest start that a supervisor has recorded: incarnation, job_id, host, pid, since_unix_s; empty for a new run.
+
+    Raises DamagedRecord for a file that holds anything else.
+    """
+    path = run_dir / "incarnation.json"
+    fix = f"if no job of this run is alive, delete it: starts are also counted in {LOCKS}"
+    content: dict[str, Any] | None = read_json(path, dict, fix)
+    if content is None:
+        return {}
+    is_sound = {
+        "incarnation": is_count(content.get("incarnation")),
+        "job_id": isinstance(content.get("job_id"), str),
+        "host": isinstance(content.get("host"), str),
+        "since_unix_s": is_number(content.get("since_unix_s")),
+    }
+    wrong = [key for key, sound in is_sound.items() if not sound]
+    if wrong:
+        raise DamagedRecord(f"{wrong[0]} is {content.get(wrong[0])!r}", fix, str(path))
+    return content
+
+
+def jobs(run_dir: Path) -> list[str]:
+    """Ids of the job that started last and of the one that was queued last, as far as there are any."""
+    ids = (str(last_start(run_dir).get("job_id", "")), queued_job(run_dir))
+    return list(dict.fromkeys(filter(None, ids)))
+
+
+def living_holder(run_dir: Path) -> Holder | None:
+    """Who is training in a run directory now; None when nobody is. A holder on another host lives as long as its heartbeats are recent."""
+    path = newest_lock(run_dir)
+    holder = read_holder(path)
+    if holder is None or holder.released:
+        return None
+    is_here = holder.host == socket.gethostname()
+    alive = process_start(holder.pid) == holder.process_start if is_here else silence_s(path) <= STALE_AFTER_S
+    return holder if alive else None
+
+
+def newest_lock(run_dir: Path) -> Path:
+    """The file of the newest start that has taken the lock; it need not be there."""
+    folder = run_dir / LOCKS
+    return folder / f"{max(incarnations(folder), default=0):08}.json"
+
+
+def silence_s(path: Path) -> float:
+    """Seconds since the last heartbeat. Negative if the clock that stamped it is ahead of this host's. Raises OSError."""
+    return time.time() - path.stat().st_mtime
+
+
+def is_ahead(silent_s: float) -> bool:
+    """True for a heartbeat so far in the future that its age says nothing: the holder's clock was wrong, or this one is."""
+    return silent_s < -STALE_AFTER_S
+
+
+def watched_dead(path: Path) -> bool:
+    """Watch a heartbeat whose time cannot be trusted; True if none comes for as long as a dead holder is silent. Takes up to a minute."""
+    before = path.stat().st_mtime_ns
+    deadline_s = time.monotonic() + STALE_AFTER_S
+    while time.monotonic() < deadline_s:
+        time.sleep(WATCH_PERIOD_S)
+        if path.stat().st_mtime_ns != before:
+            return False
+    return True
+
+
+def how_to_free(path: Path) -> str:
+    """What a user can do about a holder that is dead without a sign of it."""
+    return f"if you know that it is dead, delete {path}"
+
+
+def refuse_second_start(run_dir: Path) -> None:
+    """Raises FrontierError when somebody trains there: looked at first, because a start replaces logs and the last failure's record."""
+    holder = living_holder(run_dir)
+    if holder is None:
+        return
+    path = newest_lock(run_dir)
+    fix = f"wait until it ends, or give this run another train.run_dir; {how_to_free(path)}"
+    if holder.host == socket.gethostname():
+        raise FrontierError(f"is in use by {holder.describe()}", fix, str(run_dir))
+    silent_s = silence_s(path)
+    if not is_ahead(silent_s):
+        raise FrontierError(f"is in use by {holder.describe()}", fix, str(run_dir))
+    log.warn(
+        f"{path}: the last heartbeat of {holder.describe()} is {-silent_s:,.0f} s in the future; watching it for {STALE_AFTER_S:.0f} s"
+    )
+    if not watched_dead(path):
+        raise FrontierError(f"is in use by {holder.describe()}, whose clock is {-silent_s:,.0f} s ahead", fix, str(run_dir))

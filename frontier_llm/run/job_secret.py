@@ -1,0 +1,123 @@
+"""What the ranks of one job know each other by, and a folder on each node that is theirs alone.
+
+Our launchers hand the secret on in FRONTIER_LLM_SECRET: of a process's environment only its own user can read. Under others (torchrun, mpirun, a bare srun)
+rank 0 writes it into the run directory, readable by this user only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from frontier_llm.errors import FrontierError
+from frontier_llm.run.launchers import RankEnv
+from frontier_llm.run.node_folders import PREFIX, hold, remove_stale
+from frontier_llm.run.rank_env import environ
+
+VARIABLE = "FRONTIER_LLM_SECRET"
+SHORTEST = 32  # characters: 128 bits where they are hexadecimal
+POLL_S = 0.02
+
+
+def new_secret() -> str:
+    """For a launcher to hand on."""
+    return secrets.token_hex(32)
+
+
+class JobSecret:
+    """The secret of this process's job; a call reads it."""
+
+    def __init__(self, place: RankEnv, run_dir: Path) -> None:
+        """Rank 0 of a launcher that has handed none on makes it. Raises FrontierError for one that is too short."""
+        given = environ(VARIABLE) or (new_secret() if place.world_size == 1 else "")
+        if given and len(given) < SHORTEST:
+            raise FrontierError(
+                f"has {len(given)} characters, at least {SHORTEST} are needed", "unset it, or: openssl rand -hex 32", VARIABLE
+            )
+        self._given, self._place = given.encode(), place
+        self._path = run_dir / f".rendezvous-{place.master_port}"
+        self._made_folder = not run_dir.exists()
+        if place.rank == 0 and not given:
+            self._write()
+
+    def __call__(self) -> bytes:
+        """Raises OSError while rank 0 has not written it, and for a file that others may have written or read."""
+        if self._given:
+            return self._given
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise PermissionError(f"{self._path} is not this user's alone: delete it")
+            return file.read(1024)  # what an earlier start has left is read anew when nobody is there who knows it
+
+    def wait(self, timeout_s: float) -> bytes:
+        """Raises FrontierError when rank 0 has not written it within that time."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self()
+            except OSError as error:
+                if time.monotonic() > deadline_s:
+                    fix = f"check that rank 0 started and that the run directory is shared, or export the same {VARIABLE} for all ranks"
+                    raise FrontierError(
+                        f"rank 0 has not told the job's secret within {timeout_s:g} s: {error}", fix, str(self._path)
+                    ) from error
+                time.sleep(POLL_S)
+
+    def forget(self) -> None:
+        """Rank 0, when the job ends."""
+        if self._place.rank == 0 and not self._given:
+            self._path.unlink(missing_ok=True)
+            if self._made_folder:
+                with suppress(OSError):  # the run has put something there
+                    self._path.parent.rmdir()
+
+    def _write(self) -> None:
+        building = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(building, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(new_secret().encode())
+                file.flush()
+                os.fsync(descriptor)
+            building.replace(self._path)
+        except OSError as error:
+            with suppress(OSError):
+                building.unlink()
+            fix = f"make the run directory writable, or export the same {VARIABLE} for all ranks"
+            raise FrontierError(f"cannot write the job's secret: {error.strerror}", fix, str(self._path)) from error
+
+
+def folder_of(secret: bytes) -> Path:
+    """Where on this node's local disk the job has its folder: nobody else can know its name before it is there."""
+    local = Path(environ("FRONTIER_LLM_NODE_LOCAL") or "/tmp")  # noqa: S108 a folder of the job's own is made in it
+    if not local.is_dir():
+        local = Path("/tmp")  # noqa: S108 the same
+    return local / f"{PREFIX}{hmac.digest(secret, b'folder', 'sha256').hex()[:32]}"
+
+
+def private_folder(secret: bytes) -> Path:
+    """The job's folder on this node, which its first rank here makes. Raises FrontierError when it is not this user's alone."""
+    folder = folder_of(secret)
+    try:
+        folder.mkdir(mode=0o700)
+        remove_stale(folder.parent)
+    except FileExistsError:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise FrontierError(
+                "is there already and not this user's alone", "start again: the name is another one then", str(folder)
+            ) from None
+    except OSError as error:
+        raise FrontierError(
+            f"cannot make the job's folder: {error.strerror}", "set FRONTIER_LLM_NODE_LOCAL to a folder on a local disk", str(folder)
+        ) from error
+    hold(folder)
+    return folder

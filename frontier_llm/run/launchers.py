@@ -1,0 +1,225 @@
+"""What each launcher leaves behind for its processes, read into one `RankEnv`; nothing here looks at this process's own environment.
+
+One function per launcher: torchrun, Slurm's srun, Open MPI's mpirun, a PMI launcher (Cray PALS, MPICH), or MPI itself through mpi4py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from zlib import crc32
+
+from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.run import hostlist
+
+# Ports 20000-31999: above the registered services in use on clusters, below Linux's ephemeral range (32768-60999), so that no
+# outgoing connection of another process can be sitting on the one that every rank has derived.
+FIRST_PORT, PORT_COUNT = 20_000, 12_000
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """This process's place in the job, and where its ranks meet."""
+
+    rank: int  # 0 … world_size - 1
+    world_size: int
+    local_rank: int  # among the ranks of this node
+    local_world_size: int
+    hostname: str
+    master_addr: str  # name or address where rank 0 listens
+    master_port: int | None  # None: the launcher gave no job identity to derive one from (one rank only)
+    launcher: str  # a key of LAUNCHERS, or 'local'
+
+    def describe(self) -> str:
+        """'rank 12 of 32 (local 4 of 8 on n1), rendezvous n0:23456, started by slurm' for messages."""
+        return (
+            f"rank {self.rank} of {self.world_size} (local {self.local_rank} of {self.local_world_size} on {self.hostname}), "
+            f"rendezvous {self.master_addr}:{self.master_port}, started by {self.launcher}"
+        )
+
+
+class _Reader:
+    """Collects integers from variables and every complaint about them."""
+
+    def __init__(self, env: Mapping[str, str], launcher: str) -> None:
+        self.env, self.launcher, self.problems = env, launcher, list[Problem]()
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """The first of `names` that is set, as a non-negative integer."""
+        name = next((candidate for candidate in names if candidate in self.env), None)
+        if name is None:
+            if default is None:
+                fix = f"unset what is left of {self.launcher}, or start with srun"
+                self.problems.append(Problem(names[0], f"is not set although {self.launcher} started this process", fix))
+            return default or 0
+        if not re.fullmatch(r"\d+", self.env[name]):
+            self.problems.append(Problem(name, f"{self.env[name]!r} is not a number"))
+            return 0
+        return int(self.env[name])
+
+    def finish(self) -> None:
+        """Raise all complaints at once."""
+        if self.problems:
+            raise FrontierError(self.problems)
+
+
+def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
+    read = _Reader(env, "torchrun")
+    rank, world = read.integer("RANK"), read.integer("WORLD_SIZE")
+    local, local_world = read.integer("LOCAL_RANK"), read.integer("LOCAL_WORLD_SIZE", default=world)
+    port = read.integer("MASTER_PORT")
+    # torchrun's own store listens on that port: ours needs another, and a new one after each restart
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port = FIRST_PORT + (port + read.integer("TORCHELASTIC_RESTART_COUNT", default=0)) % PORT_COUNT
+    if "MASTER_ADDR" not in env:
+        read.problems.append(Problem("MASTER_ADDR", "is not set although RANK and WORLD_SIZE are", "start with torchrun, or set it"))
+    read.finish()
+    launcher = "local" if env.get("FRONTIER_LLM_LAUNCHER") == "local" else "torchrun"
+    return RankEnv(rank, world, local, local_world, socket.gethostname(), env["MASTER_ADDR"], port, launcher)
+
+
+def _from_slurm(env: Mapping[str, str]) -> RankEnv:
+    read = _Reader(env, "slurm")
+    rank = read.integer("SLURM_PROCID")
+    world = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    local, node = read.integer("SLURM_LOCALID"), read.integer("SLURM_NODEID")
+    read.finish()
+    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(world))))
+    if node >= len(counts):
+        raise FrontierError(f"{node} is past the {len(counts)} nodes of SLURM_STEP_TASKS_PER_NODE", where="SLURM_NODEID")
+    return _with_rendezvous(env, "slurm", rank, world, local, counts[node])
+
+
+# what a launcher calls rank, world size, local rank and local world size
+_MPI_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "openmpi": (
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    "pmi": (
+        ("PALS_RANKID", "PMI_RANK"),
+        ("PMI_SIZE",),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"),
+        ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"),
+    ),
+}
+
+
+def _from_mpi(launcher: str, env: Mapping[str, str]) -> RankEnv:
+    read = _Reader(env, launcher)
+    rank, world, local, local_world = (read.integer(*names) for names in _MPI_NAMES[launcher])
+    read.finish()
+    return _with_rendezvous(env, launcher, rank, world, local, local_world)
+
+
+def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
+    """Ask MPI itself; rank 0 tells its address and a port that it has found free."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and finds no MPI library
+        raise FrontierError(
+            f"mpi4py cannot be used: {error}",
+            "install it against the site's MPI and load that, or unset the variable",
+            "FRONTIER_LLM_LAUNCHER=mpi4py",
+        ) from error
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if node.size == world.size else socket.gethostbyname(socket.gethostname()))
+    port = int(env["MASTER_PORT"]) if env.get("MASTER_PORT", "").isdigit() else free_port()
+    address, port = world.bcast((address, port), root=0)
+    return RankEnv(world.rank, world.size, node.rank, node.size, socket.gethostname(), address, port, "mpi4py")
+
+
+def _with_rendezvous(env: Mapping[str, str], launcher: str, rank: int, world: int, local: int, local_world: int) -> RankEnv:
+    """The place, and where the ranks meet: MASTER_*, else the first node of the step and a port derived from the job's identity."""
+    hostname = env.get("SLURMD_NODENAME") if launcher == "slurm" else None
+    address = _address(env, launcher, one_node=world == local_world)
+    port = _port(env, launcher)
+    if port is None and world > 1:
+        raise FrontierError(
+            f"{launcher} gives no job identity to derive a port from", "export the same MASTER_PORT for all ranks", "MASTER_PORT"
+        )
+    return RankEnv(rank, world, local, local_world, hostname or socket.gethostname(), address, port, launcher)
+
+
+def _address(env: Mapping[str, str], launcher: str, one_node: bool) -> str:
+    """Where rank 0 listens."""
+    if env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"]
+    if one_node:
+        return "127.0.0.1"
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise FrontierError(
+            f"{launcher} spans several nodes but does not say where rank 0 is",
+            "export MASTER_ADDR=$(hostname -i) on rank 0's node",
+            "MASTER_ADDR",
+        )
+    return hostlist.first(nodes)
+
+
+# what tells one job, step or restart from another
+_IDENTITY = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PALS_APID",
+    "PMI_JOBID",
+)
+
+
+def _port(env: Mapping[str, str], launcher: str) -> int | None:
+    """MASTER_PORT, else one that all ranks of the job derive alike; None where nothing tells jobs apart."""
+    if "MASTER_PORT" in env:
+        read = _Reader(env, launcher)
+        port = read.integer("MASTER_PORT")
+        read.finish()
+        return port
+    identity = [f"{name}={env[name]}" for name in _IDENTITY if name in env]
+    return job_port(*identity) if identity else None
+
+
+def tasks_per_node(text: str) -> tuple[int, ...]:
+    """Slurm's run-length list: '8(x2),4' -> (8, 8, 4). Raises FrontierError when it is something else."""
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if match is None:
+            raise FrontierError(f"{text!r} is not of the form 8(x2),4", where="SLURM_STEP_TASKS_PER_NODE")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def job_port(*identity: str | int) -> int:
+    """A rendezvous port that every rank of a job derives alike and that differs between jobs, steps and restarts."""
+    return FIRST_PORT + crc32("/".join(map(str, identity)).encode()) % PORT_COUNT
+
+
+def free_port() -> int:
+    """A port of the rendezvous range that nobody listens on now; for ranks of one machine."""
+    start = job_port(os.getpid(), os.urandom(4).hex()) - FIRST_PORT
+    for offset in range(PORT_COUNT):
+        port = FIRST_PORT + (start + offset) % PORT_COUNT
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise FrontierError(f"no free port in {FIRST_PORT}-{FIRST_PORT + PORT_COUNT - 1}", "end processes that listen there")
+
+
+LAUNCHERS: dict[str, Callable[[Mapping[str, str]], RankEnv]] = {
+    "torchrun": _from_torchrun,
+    "slurm": _from_slurm,
+    "openmpi": partial(_from_mpi, "openmpi"),
+    "pmi": partial(_from_mpi, "pmi"),
+    "mpi4py": _from_mpi4py,
+    "local": _from_torchrun,  # cluster.local sets torchrun's variables
+}

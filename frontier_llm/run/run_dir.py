@@ -1,0 +1,297 @@
+"""What a run directory tells about its run, read without torch: last checkpoint, metrics, attempts, and who may write.
+
+checkpoints/step_NNNNNNNN/     complete.py decides which one is the newest complete one
+metrics.jsonl                  one line per step, evaluation, tasks, save, start and rewind; the last two name the layout
+attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
+incarnation.json               the newest start, and its job (holder.py)
+bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
+successor                      id of the job that was queued last
+untrusted_nodes.json           hosts that computed wrongly or differed from the others at a start: never used again; delete the file to forgive them
+STOP                           made by a person: save, end, and do not continue until it is deleted
+SAVE                           made by a person: save within a step and go on; the run deletes it
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.errors import FrontierError
+from frontier_llm.files import folder_below, open_below, write_atomically
+from frontier_llm.run.complete import newest_complete
+from frontier_llm.run.records import DamagedRecord, is_count, is_number, json_lines, read_json, read_text
+from frontier_llm.units import strict_json
+
+STOP_FILE, SAVE_FILE = "STOP", "SAVE"
+MOVED = "was moved away or deleted while the run goes on; nothing is written in its old place"
+MOVE_BACK = "move it back, or start again where it is now"
+TORN_BYTES = 1 << 16  # no line is nearly as long
+NUMBERS = ("loss", "gradient_norm", "tokens_per_s", "step_time_s", "consumed_tokens")  # of a row of metrics.jsonl, where it has them
+NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")  # so null in the file; a null `mfu` is not known
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks and how it ended."""
+
+    incarnation: int
+    job_id: str
+    nodes: tuple[str, ...]
+    start_step: int
+    end_step: int
+    exit_code: int
+    cause: str  # finished | interrupted | node failure | wrong results | crash | refused | walltime
+    detail: str = ""
+    failed_host: str = ""  # where its hardware may be the cause
+    started_unix_s: float = 0.0
+    ended_unix_s: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Attempt:
+        """The attempt that a row of attempts.jsonl records; `is_attempt` is true of it."""
+        known = cls.__dataclass_fields__.keys() & row.keys()
+        return cls(**{**{key: row[key] for key in known}, "nodes": tuple(row["nodes"])})
+
+    @property
+    def failed(self) -> bool:
+        """Neither done nor told to stop."""
+        return self.cause not in ("finished", "interrupted")
+
+
+class Moved(FrontierError):
+    """The run directory is no longer where it was when the launcher started."""
+
+
+def place(run_dir: Path) -> tuple[int, int]:
+    """(device, inode) of the run directory, by which `refuse_moved` finds it again. Raises Moved if it is not there."""
+    try:
+        status = run_dir.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise Moved(MOVED, MOVE_BACK, str(run_dir)) from None
+    return status.st_dev, status.st_ino
+
+
+def refuse_moved(run_dir: Path, before: tuple[int, int]) -> None:
+    """Raise Moved if the run directory was renamed, deleted or replaced: a record in its old place would begin another run."""
+    if place(run_dir) != before:
+        raise Moved(MOVED, MOVE_BACK, str(run_dir))
+
+
+def open_lines(path: Path) -> FileIO:
+    """For appending whole lines. Half a line that a crash or a full disk has left at the end is cut off. Raises FrontierError for a link."""
+    lines = FileIO(open_below(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
+    size = os.fstat(lines.fileno()).st_size
+    lines.seek(max(0, size - TORN_BYTES))
+    lines.truncate(lines.tell() + lines.read().rfind(b"\n") + 1)
+    return lines
+
+
+def make_log_dir(log_dir: Path, run_dir: Path | None) -> None:
+    """Make the folder of the ranks' logs. Raises FrontierError if it lies below the run directory and a link is on the way."""
+    if run_dir is not None and log_dir.is_relative_to(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        folder_below(run_dir, str(log_dir.relative_to(run_dir)))
+    else:
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """One more line, on the device when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_lines(path) as lines:
+        lines.write((strict_json(row, indent=None) + "\n").encode())
+        os.fsync(lines.fileno())
+
+
+def latest_step(run_dir: Path) -> int:
+    """Step of the newest complete checkpoint, 0 without one. Raises DamagedRecord if the folder cannot be read."""
+    folder = run_dir / "checkpoints"
+    try:
+        return newest_complete(folder) or 0
+    except OSError as error:
+        raise DamagedRecord(f"cannot be read: {error.strerror}", "check its permissions and its disk", str(folder)) from None
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file. Lines that are no object are left out. Raises DamagedRecord if it is not a file."""
+    return (row for _, row in json_lines(path) if row is not None)
+
+
+def is_row(row: Mapping[str, Any]) -> bool:
+    """True if a row of metrics.jsonl has the types that this program writes."""
+    if not is_count(row.get("step")) or not isinstance(row.get("kind", "step"), str):
+        return False
+    return all(row.get(key) is None or is_number(row[key]) for key in NUMBERS) and (
+        row.get("kind") != "straggler" or (isinstance(row.get("host"), str) and is_number(row.get("slowdown")))
+    )
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what the run has taken back: a start or a rewind at step N is followed by steps N + 1, N + 2 … again."""
+    valid: list[dict[str, Any]] = []
+    for row in read_jsonl(run_dir / "metrics.jsonl"):
+        if not is_row(row):
+            continue
+        if row.get("kind") in ("start", "rewind"):
+            valid = [earlier for earlier in valid if earlier["step"] <= row["step"]]
+        valid.append(row)
+    return valid
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Training rows, one per step, in their order."""
+    by_step = {row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind", "step") == "step" and "loss" in row}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """What was not finite is null in the file."""
+
+    def is_number(key: str) -> bool:
+        return key in NOT_ALWAYS_FINITE or key.startswith("validation/")
+
+    return {key: math.nan if value is None and is_number(key) else value for key, value in row.items()}
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Held-out losses, one per step at which they were taken, in their order."""
+    by_step = {row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind") == "evaluation"}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def tasks(run_dir: Path) -> list[dict[str, Any]]:
+    """Accuracies of in-context tasks by kind and name, one row per step at which they were asked, in their order."""
+    by_step = {row["step"]: row for row in rows(run_dir) if row.get("kind") == "tasks" and isinstance(row.get("accuracy"), dict)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def layouts(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of starts and rewinds from which on the run had another `layout` than before; none in files from before it was written down."""
+    changes: list[dict[str, Any]] = []
+    for row in rows(run_dir):
+        if isinstance(row.get("layout"), dict):
+            changes = [change for change in changes if change["step"] < row["step"]]  # no step came of the others
+            if not changes or changes[-1]["layout"] != row["layout"]:
+                changes.append(row)
+    return changes
+
+
+def attempts(run_dir: Path) -> list[Attempt]:
+    """Every recorded start, oldest first. Raises DamagedRecord if attempts.jsonl is not a file."""
+    return [Attempt.of(row) for row in read_jsonl(run_dir / "attempts.jsonl") if is_attempt(row)]
+
+
+def is_attempt(row: Mapping[str, Any]) -> bool:
+    """True if a row of attempts.jsonl has the types that this program writes."""
+    counts = ("incarnation", "start_step", "end_step")
+    texts = ("job_id", "cause", "detail", "failed_host")
+    times = ("started_unix_s", "ended_unix_s")
+    nodes = row.get("nodes")
+    return (
+        all(is_count(row.get(key)) for key in counts)
+        and type(row.get("exit_code")) is int
+        and all(isinstance(row.get(key), str) for key in texts)
+        and all(is_number(row.get(key)) for key in times)
+        and isinstance(nodes, list)
+        and all(isinstance(node, str) for node in nodes)
+    )
+
+
+def last_attempt(run_dir: Path) -> Attempt | None:
+    """The newest, or None before the first has ended."""
+    return next(reversed(attempts(run_dir)), None)
+
+
+def end(run_dir: Path, steps: float, save_final: bool = True) -> str:
+    """'finished' when a run of so many steps is done, 'stopped' while a person has stopped it, '' when there is work."""
+    last = last_attempt(run_dir)
+    if latest_step(run_dir) >= steps or (not save_final and last and last.cause == "finished"):
+        return "finished"
+    return "stopped" if (run_dir / STOP_FILE).exists() else ""
+
+
+def node_hours(run_dir: Path) -> float:
+    """What the run's attempts have used so far."""
+    return sum(len(attempt.nodes) * max(0.0, attempt.ended_unix_s - attempt.started_unix_s) / 3600 for attempt in attempts(run_dir))
+
+
+def record(run_dir: Path, attempt: Attempt) -> None:
+    """Append one attempt."""
+    append_line(run_dir / "attempts.jsonl", asdict(attempt))
+
+
+def queued_job(run_dir: Path) -> str:
+    """The id of the job that was queued last for this run; '' when none was. Raises DamagedRecord for a file without a job id."""
+    path = run_dir / "successor"
+    text = (read_text(path) or "").strip()
+    if text and not re.fullmatch(r"[0-9][0-9_+.\[\]-]{0,63}", text):
+        raise DamagedRecord(f"holds {text[:40]!r}, expected the id of a job", "delete it", str(path))
+    return text
+
+
+def bad_hosts(run_dir: Path) -> list[str]:
+    """Hosts that failed: that went down, that computed wrongly, or on which ranks were twice killed or found their hardware broken."""
+    first = [attempt.failed_host for attempt in attempts(run_dir) if attempt.cause == "crash" and attempt.failed_host]
+    twice = {host for host in first if first.count(host) >= 2}
+    return sorted({*_listed(run_dir / "bad_nodes.json"), *untrusted_hosts(run_dir), *twice})
+
+
+def untrusted_hosts(run_dir: Path) -> list[str]:
+    """Hosts that computed wrongly, or that differed from the others at a start (training/agreement.py)."""
+    return _listed(run_dir / "untrusted_nodes.json")
+
+
+def _listed(path: Path) -> list[str]:
+    hosts = read_json(path, list, 'restore it, write ["HOST", …], or delete it to forgive all hosts') or []
+    if not all(isinstance(host, str) for host in hosts):
+        raise DamagedRecord("holds something else than names of hosts", "delete it to forgive all hosts", str(path))
+    return list(hosts)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A host on which ranks were named stragglers."""
+
+    host: str
+    times: int  # steps at which it was named
+    last_step: int
+    slowdown: float  # then
+
+
+def slow_hosts(run_dir: Path) -> list[Slow]:
+    """Those most often named first. Steps that the run has taken back count: the host was slow in them all the same."""
+    named: dict[str, dict[tuple[int, int], float]] = {}
+    for row in read_jsonl(run_dir / "metrics.jsonl"):
+        if row.get("kind") == "straggler" and is_row(row) and row["host"]:
+            start = row.get("incarnation", 0)
+            named.setdefault(row["host"], {})[start if is_count(start) else 0, row["step"]] = row["slowdown"]
+    late = [Slow(host, len(steps), max(steps)[1], steps[max(steps)]) for host, steps in named.items()]
+    return sorted(late, key=lambda slow: (-slow.times, slow.host))
+
+
+def add_bad_hosts(run_dir: Path, hosts: Sequence[str]) -> None:
+    """Remember hosts for `--exclude` of the next submission; delete bad_nodes.json to forgive them."""
+    _add(run_dir / "bad_nodes.json", bad_hosts(run_dir), hosts)
+
+
+def distrust(run_dir: Path, hosts: list[str]) -> None:
+    """Never use hosts again."""
+    _add(run_dir / "untrusted_nodes.json", untrusted_hosts(run_dir), hosts)
+
+
+def _add(path: Path, known: list[str], hosts: Sequence[str]) -> None:
+    if hosts:
+        write_atomically(path, strict_json(sorted({*known, *hosts}), indent=None) + "\n")
+
+
+def crash_loop(run_dir: Path, limit: int = 3) -> bool:
+    """True when the last `limit` attempts made no progress at all, node failures aside."""
+    tail = [attempt for attempt in attempts(run_dir) if attempt.cause != "node failure"][-limit:]
+    return len(tail) == limit and all(attempt.end_step <= tail[0].start_step for attempt in tail)

@@ -1,0 +1,158 @@
+"""Agreement of all ranks, before the first collective, on device, torch build, kernels and C++ libraries.
+
+Every rank puts one report of some hundred bytes into the rendezvous store. Rank 0 reads all reports by one request, and puts one verdict there.
+A rank that cannot use its device reports that too, so all ranks end with the same cause within seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from frontier_llm import log
+from frontier_llm.errors import FrontierError, Problem, RankFailure
+from frontier_llm.run import hostlist
+from frontier_llm.run.failure import Evidence, Failure
+from frontier_llm.units import plural, strict_json
+
+AGREED = "agreed"
+LINGER_S = 3.0  # of rank 0, whose process may hold the store, until the other ranks have read the verdict
+POLL_S = 0.02
+_VERDICT, _READ = "start/verdict", "start/read"
+_FIX = "\n    fix: "  # as Problem writes it
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank has found on its host."""
+
+    host: str
+    facts: dict[str, str]  # name → value, which must be the same on all ranks
+    error: str = ""  # why the rank cannot use its device; '' if it can
+
+    def to_json(self) -> str:
+        """For the store."""
+        return strict_json(asdict(self), indent=None)
+
+
+def agree(store: dist.Store, rank: int, world_size: int, report: RankReport, record: Callable[[Failure], None], timeout_s: float) -> None:
+    """Return if all ranks have reported the same facts and no error.
+
+    Otherwise every rank raises: RankFailure for a fault of some nodes or missing ranks, FrontierError for a refusal. Rank 0 calls `record` first.
+    Raises RuntimeError if the store or the verdict cannot be reached within `timeout_s`.
+    """
+    store.set(_report_key(rank), report.to_json())
+    if rank == 0:
+        failure = _collect(store, world_size, timeout_s)
+        if failure is not None:
+            record(failure)
+        store.set(_VERDICT, AGREED if failure is None else failure.to_json())
+    store.wait([_VERDICT], timedelta(seconds=timeout_s + LINGER_S))  # longer than rank 0 waits for reports
+    verdict = store.get(_VERDICT).decode()
+    if verdict == AGREED:
+        facts = ", ".join(f"{name} {value}" for name, value in report.facts.items())
+        log.info(f"all {plural(world_size, 'rank')} agree: {facts}")
+        return
+    if rank == 0:
+        _await_readers(store, world_size - 1)
+    else:
+        store.add(_READ, 1)
+    raise_failure(Failure.from_json(verdict))
+
+
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raise what the user reads: FrontierError (exit code 2, no retry) for a refusal, otherwise RankFailure."""
+    what, _, fix = "\n".join(failure.message).partition(_FIX)
+    if failure.cause == "refused":
+        raise FrontierError(what, fix)
+    raise RankFailure(what, fix)
+
+
+def judge(reports: Sequence[RankReport]) -> Failure | None:
+    """None if the reports of all ranks, in their order, are alike and without errors.
+
+    The expected facts are those of most hosts whose ranks are alike; with equally many hosts, those of the lower rank. If fewer than half of
+    the hosts differ from them, it is a fault of those nodes, which `excluded_hosts` names. Otherwise it is a refusal.
+    """
+    by_host: dict[str, list[RankReport]] = {}
+    for report in reports:
+        by_host.setdefault(report.host, []).append(report)
+    uniform = [own[0] for own in by_host.values() if all(_identity(report) == _identity(own[0]) for report in own)]
+    counts = Counter(_identity(report) for report in uniform)
+    expected = max(counts, key=counts.__getitem__) if counts else _identity(reports[0])
+    normal = next(report for report in reports if _identity(report) == expected)
+    differing = [host for host, own in by_host.items() if any(_identity(report) != expected for report in own)]
+    if not differing and not normal.error:
+        return None
+    is_node_fault = 2 * len(differing) < len(by_host) and not normal.error
+    failed = [rank for rank, report in enumerate(reports) if report.error]
+    other = [rank for rank, report in enumerate(reports) if _identity(report) != expected]
+    first = (failed or other)[0]
+    told = reports[first]
+    affected = {report.host for report in reports if report.error} if normal.error else differing
+    problem = _explain(first, told, normal)
+    if len(affected) > 1:
+        problem = replace(problem, what=f"{problem.what} (so {len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)})")
+    return Failure(
+        problem.what,
+        Evidence.EXCEPTION if told.error else Evidence.COMPARISON,
+        cause="node failure" if is_node_fault else "refused",
+        rank=first,
+        host=told.host,
+        section="start",
+        host_suspect=is_node_fault,
+        message=tuple(str(problem).splitlines()),
+        excluded_hosts=tuple(differing) if is_node_fault else (),
+    )
+
+
+def _identity(report: RankReport) -> tuple[tuple[tuple[str, str], ...], bool]:
+    return tuple(sorted(report.facts.items())), bool(report.error)
+
+
+def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
+    """What is wrong with a rank that has an error, or other facts than `normal`."""
+    if told.error:
+        what, _, fix = told.error.partition(_FIX)
+        return Problem("", what, fix)
+    differences = [
+        f"{name} is {value}, elsewhere {normal.facts.get(name)}" for name, value in told.facts.items() if normal.facts.get(name) != value
+    ]
+    return Problem(
+        "",
+        f"rank {rank} on {told.host} differs from most ranks: {'; '.join(differences)}",
+        "give every node the same Python environment, prebuilt kernels and GPUs, or exclude the node",
+    )
+
+
+def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | None:
+    """Rank 0: read all reports, and judge them. Ranks that have not reported within `timeout_s` are a failure that names them."""
+    keys = [_report_key(rank) for rank in range(world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        what = f"{len(missing)} of {world_size} ranks did not start within {timeout_s:g} s: {hostlist.compress(map(str, missing))}"
+        problem = Problem("", what, "read the logs of these ranks; raise train.timeout_s if they are merely slow")
+        return Failure(what, Evidence.NOTICES, rank=missing[0], section="start", message=tuple(str(problem).splitlines()))
+    return judge([RankReport(**json.loads(text)) for text in store.multi_get(keys)])
+
+
+def _await_readers(store: dist.Store, count: int) -> None:
+    """Wait until the other ranks have read the verdict, at most LINGER_S."""
+    deadline_s = time.monotonic() + LINGER_S
+    while store.add(_READ, 0) < count and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+
+
+def _report_key(rank: int) -> str:
+    return f"start/report/{rank}"

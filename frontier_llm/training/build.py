@@ -1,0 +1,162 @@
+"""Build order of a rank: layout → layers on the meta device → memory and initial weights → what updates them → pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from frontier_llm.blueprint.context import context_way
+from frontier_llm.comm import Mesh
+from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
+from frontier_llm.data.position import START, Position
+from frontier_llm.model import Microbatch, Stage, build_stages, losses
+from frontier_llm.ops import AttentionNeeds, AttentionShape, select_ops, working_dtype
+from frontier_llm.optim import EngineInputs, GradientSums, GradientSync, LossScaler, Optimizer, build_update, gradient_destination
+from frontier_llm.parallel.pipeline import ActivationSpec, Engine
+from frontier_llm.parallel.tensor import LayerContext
+from frontier_llm.schedule import FORWARD_ONLY, Schedule, forward_only
+from frontier_llm.schedule import build as build_schedule
+from frontier_llm.topology import ParallelPlan
+from frontier_llm.training.feed import BatchSource, Feed
+from frontier_llm.training.guard import SpikePolicy
+
+
+@dataclass(frozen=True)
+class BestLoss:
+    """The lowest held-out loss so far of the set that train.keep_best names."""
+
+    step: int
+    loss: float
+
+
+@dataclass
+class TrainState:
+    """Everything that one rank trains with. `train.step.train_step` is its only user that moves it forward."""
+
+    phases: tuple[RunPhase, ...]  # of the run
+    plan: ParallelPlan
+    mesh: Mesh
+    device: torch.device
+    stages: list[Stage]
+    sync: GradientSums
+    optimizer: Optimizer
+    scaler: LossScaler
+    spikes: SpikePolicy
+    current_step: int = 0
+    skipped_steps: int = 0
+    position: Position = START  # in the data of the run
+    best: BestLoss | None = None
+    # with optimizer.validated=after
+    calm: bool = False  # the last step's update was neither skipped nor clipped
+    ahead: Callable[[int], Microbatch] | None = None  # batches of the next step, whose first forwards have been played
+    # of the phase that it is in
+    config: RunConfig = field(init=False)
+    pipeline: Engine = field(init=False)
+    evaluator: Engine = field(init=False)  # the same stages, forward only
+    feed: Feed = field(init=False)
+
+    def enter(self, phase: RunPhase, source: BatchSource, position: Position = START) -> None:
+        """Train as `phase` says from here on: lengths, positions and microbatches change, weights and optimizer go on.
+
+        `position`: in the data of the run, where `source` begins; START: `source` is not the run's data.
+        """
+        self.position = position
+        config, context = phase.config, self.stages[0].context
+        self.config, batch = config, config.batch
+        self.plan = replace(self.plan, microbatches=batch.global_batch // (batch.micro_batch * self.plan.grid.dp))
+        for stage in self.stages:
+            stage.follow(config.model)
+        if isinstance(self.sync, GradientSync):
+            self.sync.microbatches = self.plan.microbatches
+        tokens = config.model.sequence_length // self.mesh.cp.size // (self.mesh.tp.size if self.plan.sequence_parallel else 1)
+        activation = ActivationSpec((tokens, batch.micro_batch, config.model.hidden), context.dtype, self.device)
+
+        def engine(schedule: Schedule) -> Engine:
+            moe = config.model.moe
+            # routers that are told the whole step's load: no forward may run ahead of it
+            told = moe is not None and (moe.selection_bias or moe.balance == "global")
+            runs_ahead = config.optimizer.validated == "after" and not told and schedule.name != FORWARD_ONLY
+            return Engine(
+                schedule,
+                self.stages,
+                self.mesh,
+                context.gradients,
+                activation,
+                overlap=config.comm.overlap_messages,
+                runs_ahead=runs_ahead,
+                loss_weights=losses.weights(config),
+                shapes=losses.shapes(config.model),
+            )
+
+        pairs = config.comm.overlap_experts and self.mesh.ep.size > 1
+        schedule = build_schedule(self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks, pairs=pairs)
+        self.pipeline, self.evaluator = engine(schedule), engine(forward_only(schedule))
+        self.feed, self.ahead = self.new_feed(source), None
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether this rank may update before all have ended the step: there is something to gain, the phase goes on, and the update will probably stand."""
+        return self.calm and self.pipeline.runs_ahead and self.current_step + 1 < phase_at(self.phases, self.current_step).end
+
+    def new_feed(self, source: BatchSource) -> Feed:
+        """Another stream of batches for this rank, e.g. the held-out one."""
+        is_end = any(stage.spec.embedding or stage.spec.head for stage in self.stages)
+        sequences = self.config.batch.global_batch
+        targets = sequences * self.config.model.sequence_length
+        drops = self.config.model.dropout > 0
+        return Feed(source, targets, self.mesh, self.device, is_end, sequences_per_step=sequences, drops=drops)
+
+
+def build_state(
+    config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource, draws: bool = True
+) -> TrainState:
+    """One rank's part of the run in its first phase, with initial weights, unless a checkpoint will be loaded (`draws`).
+
+    Raises BackendError when a chosen op is not there.
+    """
+    phases = phases_of(config)
+    config = phases[0].config
+    dtype = working_dtype(config.precision.dtype)
+    model, documents = config.model, config.data.reset_at_documents
+    shape = AttentionShape(model.dim_per_head, extras=documents or model.position == "alibi")
+    way = context_way(model, mesh.tp.size, mesh.cp.size, config.parallel.context_attention)
+    needs = AttentionNeeds(
+        documents,
+        parts=mesh.cp.size > 1 and way != "heads",
+        window=model.sliding_window is not None,
+        alibi=model.position == "alibi",
+        softcap=model.score_softcap is not None,
+    )
+    ops = select_ops(config.ops, device.type, dtype, needs, attention=shape)
+    gradients = gradient_destination(config)
+    context = LayerContext(
+        mesh.tp,
+        plan.sequence_parallel,
+        ops,
+        gradients,
+        dtype,
+        config.comm.tensor_chunks,
+        mesh.cp,
+        mesh.ep,
+        plan.grid.etp,
+        way,
+        config.train.seed,
+    )
+    specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
+    stages = build_stages(model, specs, context, device, config.train.recompute, terms)
+    sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
+    state = TrainState(
+        phases=phases,
+        plan=plan,
+        mesh=mesh,
+        device=device,
+        stages=stages,
+        sync=sync,
+        optimizer=optimizer,
+        scaler=LossScaler.create(config),
+        spikes=SpikePolicy(config.guard.spike_sigmas, config.guard.spike_window),
+    )
+    state.enter(phases[0], source)
+    return state

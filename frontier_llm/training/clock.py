@@ -1,0 +1,82 @@
+"""Where a rank's time goes: forward, backward, data, optimizer, and what it stands still for on each axis."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from frontier_llm.comm import Ledger
+from frontier_llm.schedule import Action, Kind
+from frontier_llm.training.build import TrainState
+
+T = TypeVar("T")
+
+
+class PhaseClock:
+    """Seconds by phase; what is blocked in communication is left out of them and booked to its axis instead.
+
+    With `synchronize` the device is waited for at each boundary, which is exact on a GPU and slow: benches do so. Without it a
+    GPU's figures are the host's, good for finding a host that lags, not for finding slow kernels.
+    """
+
+    def __init__(self, ledger: Ledger, synchronize: bool = False) -> None:
+        self._ledger, self._synchronize = ledger, synchronize and torch.cuda.is_available()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._phase, self._since, self._blocked_since = "optimizer", time.perf_counter(), self._blocked()
+        self._blocked_taken: dict[str, float] = defaultdict(float)
+
+    def attach(self, state: TrainState) -> None:
+        """Follow a rank's engine and feed from here on."""
+        state.pipeline.on_action = self.on_action
+        state.feed.microbatch = self._timed("data", state.feed.microbatch)  # type: ignore[method-assign]
+
+    def enter(self, phase: str) -> None:
+        """The previous phase ends here."""
+        if self._synchronize:
+            torch.cuda.synchronize()
+        now, blocked = time.perf_counter(), self._blocked()
+        self._seconds[self._phase] += now - self._since - (blocked - self._blocked_since)
+        self._phase, self._since, self._blocked_since = phase, now, blocked
+
+    def on_action(self, action: Action | None) -> None:
+        """For `Engine`: forward and backward by the kind of action; what follows the last one is the optimizer's."""
+        if action is None:
+            self.enter("optimizer")
+        elif action.kind.computes:
+            self.enter("forward" if action.kind is Kind.FORWARD else "backward")
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call: by phase, and "tp (blocked)" and so on by axis."""
+        self.enter(self._phase)
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        by_axis: dict[str, float] = defaultdict(float)
+        for (axis, _), seconds in self._ledger.blocked_s.items():
+            by_axis[f"{axis.split('.')[0]} (blocked)"] += seconds
+        for name, seconds in by_axis.items():
+            taken[name] = seconds - self._blocked_taken[name]
+        self._blocked_taken = by_axis
+        return taken
+
+    def communication(self) -> dict[str, Any]:
+        """What this rank has moved and waited for since it joined: `operations` (Ledger.summary) `axes` (Ledger.latency_by_axis), `most_in_flight`."""
+        return {"operations": self._ledger.summary(), "axes": self._ledger.latency_by_axis(), "most_in_flight": self._ledger.most_in_flight}
+
+    def _timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
+        """`function`, its time booked to `phase` instead of the phase that calls it."""
+
+        def run(*arguments: Any) -> T:
+            caller = self._phase
+            self.enter(phase)
+            result = function(*arguments)
+            self.enter(caller)
+            return result
+
+        return run
+
+    def _blocked(self) -> float:
+        return sum(self._ledger.blocked_s.values())

@@ -1,0 +1,162 @@
+"""The device of a rank: chosen from the run and its machine file, checked against both, and described for the comparison of all ranks."""
+
+from __future__ import annotations
+
+import fcntl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from frontier_llm import log
+from frontier_llm.config import RunConfig
+from frontier_llm.errors import FrontierError
+from frontier_llm.failpoints import hit
+from frontier_llm.libraries import libraries_digest
+from frontier_llm.machine import fp16_note, load_machine
+from frontier_llm.machine.env import Vendor
+from frontier_llm.machine.precision import FLUSHING
+from frontier_llm.machine.schema import Device
+from frontier_llm.ops.driver import architecture_of_device
+from frontier_llm.ops.manifest import manifest_digest
+from frontier_llm.run.launchers import RankEnv
+from frontier_llm.run.rank_env import node_name
+from frontier_llm.training.installed import torch_facts
+
+VENDOR_NAMES: dict[Vendor, str] = {"amd": "AMD", "nvidia": "NVIDIA"}
+_BUILDS: dict[Vendor, str] = {"amd": "ROCm", "nvidia": "CUDA"}  # of torch, for the GPUs of each vendor
+_LOCKS: dict[str, TextIO] = {}  # of GPUs, held by this process
+
+
+class DeviceError(FrontierError):
+    """The device that the run expects cannot be used by this rank."""
+
+    def __init__(self, fact: str, what: str, fix: str) -> None:
+        """`fact`: what this rank found, in words that are the same on every rank and host with the same fault."""
+        super().__init__(what, fix)
+        self.fact = fact
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank has found out about its device and its software."""
+
+    device: torch.device | None  # None: it cannot be used
+    facts: dict[str, str]  # what must be the same on all ranks: name → value
+    error: FrontierError | None = None  # why the device cannot be used
+
+
+def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -> Found:
+    """This rank's device, or why it cannot be used. `folder`: the job's own on this node, for locks."""
+    device: torch.device | None = None
+    error: FrontierError | None = None
+    try:
+        hit("start.device")
+        device = choose_device(config, place, folder)
+        fact = "cpu" if device.type == "cpu" else architecture_of_device(device.index)
+    except DeviceError as refused:
+        error, fact = refused, refused.fact
+    except RuntimeError as failed:  # torch's, of a GPU that is broken or in use
+        fact = str(failed).partition("\n")[0]
+        fix = "exclude the node and report it to the site (rocm-smi or nvidia-smi there), or set train.device=cpu"
+        rank = place.rank if place else 0
+        error = FrontierError(f"the GPU of rank {rank} on {node_name()} cannot be used: {fact}", fix, "train.device")
+    expected = load_machine(config.machine).device.architecture or ""
+    architecture = expected if device is None else fact
+    facts = {
+        "device": fact,
+        "torch": torch_facts().describe(),
+        "kernels": manifest_digest(architecture)[:16] or "none",
+        "libraries": libraries_digest()[:16],
+    }
+    return Found(device, facts, error)
+
+
+def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -> torch.device:
+    """The CPU or this rank's GPU: the only visible one (srun --gpus-per-task=1), otherwise the one of its local rank.
+
+    `train.device: cpu` is obeyed without any check. Raises DeviceError if the GPU is not the one that the machine file states.
+    """
+    wanted = config.train.device
+    if wanted == "cpu":
+        return torch.device("cpu")
+    expected = load_machine(config.machine).device
+    _check_build(config, expected)
+    if not torch.cuda.is_available():
+        if wanted == "auto" and expected.vendor == "none":
+            return torch.device("cpu")
+        raise DeviceError(
+            "no GPU",
+            f"{torch_facts().describe()} on {node_name()} sees no GPU; {_expectation(config, expected)}",
+            "check the modules, the container and ROCR_VISIBLE_DEVICES, or set train.device=cpu, which computes on CPUs without any check",
+        )
+    visible = torch.cuda.device_count()
+    if place is not None and 1 < visible < place.local_world_size:  # one is what a launcher shows that gives each rank its own
+        raise DeviceError(
+            f"{visible} GPUs",
+            f"{place.local_world_size} ranks on {place.hostname}, where torch sees {visible} GPUs",
+            f"start {visible} ranks per node, or ask the scheduler for a GPU per rank",
+        )
+    index = (place.local_rank if place else 0) % visible
+    torch.cuda.set_device(index)
+    architecture = architecture_of_device(index)
+    if expected.vendor != "none" and expected.architecture not in (None, architecture):
+        raise DeviceError(
+            architecture,
+            f"{torch.cuda.get_device_name(index)} on {node_name()} has the architecture {architecture}; {_expectation(config, expected)}",
+            "set machine= to the one of these nodes, or correct device.architecture in the machine file",
+        )
+    if place is not None and folder is not None and visible < place.local_world_size:
+        _take_gpu(place, folder, torch.cuda.get_device_properties(index))
+    _use(index)
+    if (place is None or place.rank == 0) and (note := fp16_note(config.precision, architecture == FLUSHING)):
+        log.warn(note)
+    return torch.device("cuda", index)
+
+
+def _check_build(config: RunConfig, expected: Device) -> None:
+    """Raise DeviceError if this torch cannot use GPUs of the expected vendor."""
+    build = torch_facts()
+    if expected.vendor in ("none", build.vendor):
+        return
+    raise DeviceError(
+        "torch of another vendor",
+        f"{build.describe()} on {node_name()} cannot use {VENDOR_NAMES[expected.vendor]} GPUs; {_expectation(config, expected)}",
+        f"install the {_BUILDS[expected.vendor]} build of torch (docs/frontier.md), or point FRONTIER_LLM_PYTHON at the Python that has it; "
+        "on a computer that is not this machine: machine=local; train.device=cpu computes on CPUs without any check",
+    )
+
+
+def _expectation(config: RunConfig, expected: Device) -> str:
+    """'train.device=auto means an AMD GPU (gfx90a) on machine=frontier'."""
+    if expected.vendor == "none":
+        return f"train.device={config.train.device} needs one"
+    architecture = f" ({expected.architecture})" if expected.architecture else ""
+    return f"train.device={config.train.device} means an {VENDOR_NAMES[expected.vendor]} GPU{architecture} on machine={config.machine}"
+
+
+def _use(index: int) -> None:
+    """Compute once on a GPU, so that one that is broken fails here. Raises RuntimeError with torch's message."""
+    torch.ones(1, device=f"cuda:{index}").add_(1.0).item()
+
+
+def _take_gpu(place: RankEnv, folder: Path, properties: Any) -> None:
+    """Lock this rank's only GPU for this process, by its place on the bus. Raises DeviceError if another rank of the job has it."""
+    where = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in where:  # a torch older than 2.8; the communicator will refuse duplicates, later and in other words
+        return
+    path = str(folder / f"gpu-{'-'.join(map(str, where))}.lock")
+    if path in _LOCKS:
+        return
+    lock = open(path, "w", encoding="utf-8")  # noqa: SIM115 held until the process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise DeviceError(
+            "one GPU for several ranks",
+            f"local rank {place.local_rank} on {place.hostname} sees one GPU (bus {where[1]:#04x}), which another rank of this job has",
+            "let each rank see its own (srun --gpus-per-task=1), or all of a node's (unset ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)",
+        ) from error
+    _LOCKS[path] = lock

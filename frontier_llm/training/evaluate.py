@@ -1,0 +1,74 @@
+"""Held-out loss with the training layout: the same stages, played forward only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from frontier_llm import log
+from frontier_llm.config import DataSource
+from frontier_llm.data.indexed import IndexedDataset
+from frontier_llm.data.meta import read_meta
+from frontier_llm.failpoints import hit
+from frontier_llm.training.build import TrainState
+from frontier_llm.training.feed import BatchSource
+from frontier_llm.training.guard import Wish
+from frontier_llm.training.step import global_sums
+
+
+def evaluate(state: TrainState, sources: Mapping[str, BatchSource], samples: int, interrupted: Callable[[], bool]) -> dict[str, float]:
+    """The loss of each held-out set under its name (nats per token); of the first also as `loss`, with its perplexity and, where the text's
+    size is known, bits per byte. Logged. Collective over the world.
+
+    Empty when `interrupted()`, asked after each global batch, said so.
+    """
+    values: dict[str, float] = {}
+    for split, source in sources.items():
+        loss = held_out_loss(state, source, samples, interrupted)
+        if loss is None:
+            return {}
+        bytes_per_token = _bytes_per_token(state.config.data.splits[split])
+        bits_per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else None
+        if not values:
+            values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+            values |= {"bits_per_byte": bits_per_byte} if bits_per_byte is not None else {}
+        if split != "validation":
+            values[split] = loss
+        name = f" {split.removeprefix('validation/')}" if split != "validation" else ""
+        bits = f"  {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else ""
+        log.info(f"held-out{name} after step {state.current_step}: loss {loss:.4f}{bits}")
+    return values
+
+
+@torch.no_grad()
+def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]) -> float | None:
+    """Mean loss in nats per token over the first samples of a held-out stream; every target that counts weighs the same.
+
+    The number of samples is rounded up to whole global batches, so that every layout evaluates the same ones. None when
+    `interrupted()` after one of them. Collective over the world.
+    """
+    rounds = max(1, math.ceil(samples / state.config.batch.global_batch))
+    feed, loss_sum, targets = state.new_feed(source), 0.0, 0
+    for step in range(rounds):
+        hit("train.evaluate")
+        counted = int(feed.count_targets(step))
+        losses = state.evaluator.run(partial(feed.microbatch, step, global_targets=counted))
+        mean = global_sums(state, losses, torch.zeros_like(losses["loss"]), Wish())[0]
+        loss_sum, targets = loss_sum + float(mean) * counted, targets + counted
+        if interrupted():
+            return None
+    return loss_sum / max(1, targets)  # not a number where none counts
+
+
+def _bytes_per_token(blend: tuple[DataSource, ...] | str) -> float | None:
+    """Over a whole held-out blend; None where the text's size is not recorded, or a part of it is not learnt."""
+    if isinstance(blend, str) or any(IndexedDataset(source.path, scan=False).modes is not None for source in blend):
+        return None
+    metas = [read_meta(source.path) for source in blend]
+    known = [meta for meta in metas if meta is not None and meta.text_bytes]
+    if len(known) < len(metas):
+        return None
+    return sum(meta.text_bytes for meta in known) / sum(meta.tokens for meta in known)

@@ -1,0 +1,223 @@
+"""Who failed first? Answered from the notices that all ranks keep posting, and recorded once (frontier_llm/run/failure.py).
+
+A peer that died or froze shows on the others only as a collective that fails or never ends. The rank that posts no longer is the dead or
+stopped one; when all still post, the one whose progress is furthest behind is the one that the others wait for.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from frontier_llm import log
+from frontier_llm.comm.board import Board
+from frontier_llm.errors import RankFailure
+from frontier_llm.machine.env import STORE_CHECKS_PER_S
+from frontier_llm.run import run_dir
+from frontier_llm.run.failure import Evidence, Failure, lost_a_peer, read_failure, speaks_of_hardware, write_failure
+from frontier_llm.run.threads import in_daemon
+from frontier_llm.training.guard.suspects import WrongResults
+
+PERIOD_S = 0.25  # between two notices of a rank, if the store can take so many
+SILENT_PERIODS = 3  # without a notice, and a rank is taken for dead if it is the only one
+PATIENCE_S = 2.5  # until several are: on a busy machine living ones are late too
+ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
+STORE_S = 3.0  # how long it waits for the store itself: then its process, or its node, is stopped
+POLL_S = 0.25  # between two looks for the answer
+T = TypeVar("T")
+_FIRST, _ALARM, _STAND_IN = "first failure", "alarm", "stand-in for rank 0"
+
+
+def period_s(world_size: int) -> float:
+    """Seconds between two notices of a rank that stands still."""
+    return max(PERIOD_S, world_size / STORE_CHECKS_PER_S)
+
+
+class Inquiry:
+    """One rank's access to the notices of all, and to the answer that they have agreed on."""
+
+    def __init__(self, board: Board | None, rank: int, world_size: int, run_dir: Path, own: Callable[[str], Failure]) -> None:
+        """`board` is None in a run of one process. `own(what)`: what this rank has met, and where it stands now."""
+        self._board, self._rank, self._world_size, self._run_dir, self._own = board, rank, world_size, run_dir, own
+
+    @property
+    def alone(self) -> bool:
+        """Nobody to ask: one process, or the store is gone."""
+        return self._board is None
+
+    @property
+    def needs_rank_0(self) -> bool:
+        """Whether the store ends with rank 0's process."""
+        return self._board is not None and not self._board.outlives_rank_0
+
+    def close(self) -> None:
+        """Post no more."""
+        if self._board is not None:
+            self._board.close()
+
+    def post(self, notice: dict[str, Any]) -> None:
+        """Tell the others where this rank is."""
+        if self._board is not None:
+            try:
+                self._board.post(self._rank, notice)
+            except RuntimeError as error:
+                if self._board.outlives_rank_0:
+                    log.warn(f"from now on no failed rank can be named: {error}")
+                self._board = None  # if its node is gone, the collectives tell the main thread
+
+    def answer_alarm(self) -> None:
+        """Rank 0: find the cause for a rank whose collective failed, perhaps long before ours do."""
+        if self._rank == 0 and self._board is not None:
+            try:
+                alarm = self._board.claimed(_ALARM)
+                if alarm is not None and self._board.claimed(_FIRST) is None:
+                    self._investigate(self._board, alarm)
+            except RuntimeError:
+                self._board = None
+
+    def explain(self, error: BaseException) -> Failure:
+        """Who failed first, given what the main thread of this rank ran into, and recorded; at most a few seconds."""
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, RankFailure) or (isinstance(error, RuntimeError) and lost_a_peer(what)):
+            return self.find(what)
+        message = tuple("".join(traceback.format_exception(error)).splitlines())
+        suspect = speaks_of_hardware(what)
+        failure = self._claim(replace(self._own(what), evidence=Evidence.EXCEPTION, message=message, host_suspect=suspect))
+        write_failure(self._run_dir, failure)
+        return failure
+
+    def find(self, symptom: str) -> Failure:
+        """Who is to blame for a collective that failed or hangs. Rank 0 looks at everybody's notices, the others ask it to.
+
+        If rank 0 gives no sign of life, or no answer, one of the others takes its place (only TCPStore outlives rank 0).
+
+        Recorded unless all that is known is this rank's own symptom.
+        """
+        try:
+            if self._board is None:
+                failure = self._own(symptom)
+                if self._world_size == 1:
+                    failure = replace(failure, evidence=Evidence.NOTICES)
+            else:
+                failure = self._investigate(self._board, symptom) if self._rank == 0 else self._ask(self._board, symptom)
+        except RuntimeError:
+            failure = read_failure(self._run_dir) or self._store_is_gone(symptom)
+        if failure.evidence is not Evidence.SYMPTOM:
+            write_failure(self._run_dir, failure)
+        return failure
+
+    def _store_is_gone(self, symptom: str) -> Failure:
+        """The store was served on rank 0's node."""
+        if self._rank == 0:
+            return self._own(f"{symptom}; the store's process on this node is gone or stopped")
+        here = self._own("its node, or the process there that serves the store, is gone or stopped")
+        return replace(here, evidence=Evidence.NOTICES, rank=0, host="")
+
+    def accuse(self, error: WrongResults) -> None:
+        """All ranks know alike who computes wrongly: rank 0 writes it down, and which hosts are used no more.
+
+        The others stay until it has: with the first to leave, launchers end the rest.
+        """
+        if self._rank == 0:
+            first, hosts = error.suspects[0], error.hosts_to_exclude
+            failure = replace(
+                self._own(error.problems[0].what),
+                cause="wrong results",
+                evidence=Evidence.COMPARISON,
+                rank=first.rank,
+                host=first.host,
+                host_suspect=True,
+                suspects=error.suspects,
+                excluded_hosts=tuple(hosts),
+            )
+            write_failure(self._run_dir, failure)
+            try:
+                run_dir.distrust(self._run_dir, hosts)
+                log.warn(f"no longer used: {', '.join(hosts)}" if hosts else "no host is excluded: the suspects are more than half of all")
+            except OSError as failed:
+                log.warn(f"cannot write down that {', '.join(hosts)} should no longer be used: {failed.strerror}")
+            self._claim(failure)
+        elif self._board is not None:
+            with suppress(RuntimeError):  # the store is gone, and rank 0 with it
+                self._answer(self._board)
+
+    def _claim(self, failure: Failure) -> Failure:
+        """The first that any rank has claimed."""
+        if self._board is None:
+            return failure
+        board = self._board
+        try:
+            return Failure.from_json(_within(STORE_S, lambda: board.claim(_FIRST, failure.to_json())))
+        except RuntimeError:
+            return failure
+
+    def _ask(self, board: Board, symptom: str) -> Failure:
+        _within(STORE_S, lambda: board.claim(_ALARM, f"rank {self._rank}: {symptom}"))
+        found = self._answer(board, give_up_if_silent=True)
+        if found is None and board.outlives_rank_0:
+            found = self._stand_in(board, symptom)
+        return found or self._own(symptom)
+
+    def _stand_in(self, board: Board, symptom: str) -> Failure | None:
+        """Rank 0 does not answer: the first rank that claims so investigates instead, and the others wait for it."""
+        chosen = _within(STORE_S, lambda: board.claim(_STAND_IN, str(self._rank)))
+        if chosen == str(self._rank):
+            return self._investigate(board, symptom)
+        return self._answer(board)
+
+    def _answer(self, board: Board, give_up_if_silent: bool = False) -> Failure | None:
+        """The first failure, as soon as a rank has claimed it. None if it takes too long, or if rank 0 gives no sign of life."""
+        pause_s = max(POLL_S, period_s(self._world_size))
+        last: dict[str, Any] | None = None
+        now_s = last_changed_s = time.monotonic()
+        deadline_s = now_s + ANSWER_S
+        while now_s < deadline_s:
+            claimed = _within(STORE_S, lambda: board.claimed(_FIRST))
+            if claimed is not None:
+                return Failure.from_json(claimed)
+            if give_up_if_silent and board.outlives_rank_0:
+                notice = _within(STORE_S, lambda: board.read(0))
+                if notice != last:
+                    last, last_changed_s = notice, now_s
+                elif now_s - last_changed_s > SILENT_PERIODS * pause_s:
+                    return None
+            time.sleep(pause_s)
+            now_s = time.monotonic()
+        return None
+
+    def _investigate(self, board: Board, symptom: str) -> Failure:
+        notices = {rank: board.read(rank) for rank in range(self._world_size)}
+        silent = [rank for rank in range(self._world_size) if rank != self._rank]
+        pause_s = period_s(self._world_size)
+        began_s = time.monotonic()
+        patience_s = max(PATIENCE_S, 2.5 * pause_s)
+        while (waited_s := time.monotonic() - began_s) < patience_s and (len(silent) > 1 or waited_s < SILENT_PERIODS * pause_s):
+            time.sleep(pause_s)
+            claimed = board.claimed(_FIRST)
+            if claimed is not None:
+                return Failure.from_json(claimed)
+            heard = {rank: board.read(rank) for rank in silent}
+            silent = [rank for rank in silent if heard[rank] == notices[rank]]  # each notice has its number
+            notices |= heard
+        known = {rank: notice for rank, notice in notices.items() if notice is not None}
+        if silent:
+            rank, how = silent[0], "it died or was stopped: it gives no sign of life"
+        else:
+            rank = min(known, key=lambda number: (known[number]["progress"], number))
+            how = f"all live, and it is furthest behind ({known[rank]['collectives']} collectives, the last: {known[rank]['call']})"
+        notice = known.get(rank, {"host": "", "step": None, "section": ""})
+        place = {name: notice[name] for name in ("host", "step", "section")}
+        return self._claim(Failure(f"{how}; seen as: {symptom}", Evidence.NOTICES, rank=rank, host_suspect=True, **place))
+
+
+def _within(limit_s: float, work: Callable[[], T]) -> T:
+    """work(), or RuntimeError after `limit_s`: a store whose process is stopped does not answer."""
+    try:
+        return in_daemon(work, "store").result(limit_s)
+    except TimeoutError:
+        raise RuntimeError("the store does not answer") from None

@@ -1,0 +1,174 @@
+"""A thread in each rank that posts its progress, sees when nothing moves any more, and then has the culprit named.
+
+Each rank posts (step, section, collectives done) to the rendezvous' store at every step and at least every quarter of a second; `cause` reads that.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from frontier_llm import log
+from frontier_llm.comm import Mesh, dump_flight_record
+from frontier_llm.comm.board import Board
+from frontier_llm.comm.rendezvous import has_joined
+from frontier_llm.config import TrainConfig
+from frontier_llm.errors import FrontierError, RankFailure
+from frontier_llm.files import open_below
+from frontier_llm.run.failure import REFUSED, STUCK, Evidence, Failure, forget_failure, write_failure
+from frontier_llm.run.rank_env import node_name
+from frontier_llm.training.guard.cause import Inquiry, period_s
+from frontier_llm.training.guard.suspects import WrongResults
+
+FIRES_AT = 0.9  # share of the collectives' own timeout: while the others' progress can still be read
+DUMP_AT = 0.75  # share of the watchdog's timeout after which stacks are written: before any collective gives up and unwinds them
+LATE_AT = 0.9  # and from C, where the watching thread cannot run: before the others leave, and this rank is ended too
+LINGER_S = 1.0  # of rank 0 if its process serves the store (comm.store=authenticated), until the others have read the answer
+SHORTEST_S = 0.05  # between two posts, however short the steps are
+
+
+class Watchdog:
+    """Watches this rank's progress while `guarding`."""
+
+    def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
+        """Nothing moving for most of train.timeout_s means stuck."""
+        self._period_s = min(period_s(mesh.world.size), FIRES_AT * train.timeout_s / 10)
+        board = Board(period_s=self._period_s) if has_joined() else None
+        self._mesh, self._run_dir, self._logs = mesh, Path(train.run_dir), Path(train.run_dir) / "logs"
+        self._rank, self._ledger, self._timeout_s = mesh.world.rank, mesh.ledger, FIRES_AT * train.timeout_s
+        self._inquiry = Inquiry(board, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
+        self._step, self._section = 0, "start"
+        self._step_began_at = self._per_step = 0  # collectives
+        self._moved_s = time.monotonic()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._stacks_path = self._logs / f"stacks_rank_{self._rank:05}.txt"
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        stacks = open_below(self._run_dir, f"logs/{self._stacks_path.name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._stacks = os.fdopen(stacks, "w", encoding="utf-8")  # faulthandler writes to it even without the interpreter lock
+
+    def at(self, step: int, section: str) -> None:
+        """Note where the main thread is; cheap."""
+        if step != self._step:
+            done = self._collectives()
+            self._step_began_at, self._per_step = done, done - self._step_began_at
+            self._wake.set()
+        self._step, self._section = step, section
+        self._moved_s = time.monotonic()
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Note a part of the run (evaluate, save) and return to the one before."""
+        before = self._section
+        self.at(self._step, name)
+        try:
+            yield
+        finally:
+            self.at(self._step, before)
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Watch the body; when it fails, say who failed first before the error goes on."""
+        if self._rank == 0:
+            forget_failure(self._run_dir)
+        self._inquiry.post(self._notice())
+        self._thread.start()
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, WrongResults):
+                self._inquiry.accuse(error)
+            if isinstance(error, FrontierError) and not isinstance(error, RankFailure):
+                if error.exit_code == REFUSED:
+                    write_failure(self._run_dir, replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION))
+                raise  # all ranks know it alike
+            if self._inquiry.alone:
+                self._inquiry.explain(error)
+                raise
+            if time.monotonic() - self._moved_s > DUMP_AT * self._timeout_s:
+                self._write_stacks()  # the watching thread is late: on a busy or paused machine the collective may give up first
+            dump_flight_record(self._mesh, self._logs, str(error))
+            self._leave(self._inquiry.explain(error))
+        self._stop.set()
+        self._wake.set()
+        self._thread.join()
+        self._inquiry.close()
+        faulthandler.cancel_dump_traceback_later()
+        self._close_stacks()
+
+    def _leave(self, failure: Failure) -> None:
+        """The last words of a rank after an exception, and its end."""
+        with suppress(OSError):  # the log's disk is full
+            traceback.print_exc()
+        log.warn(failure.describe() if failure.rank == self._rank else f"secondary failure. {failure.describe()}")
+        if self._rank == 0 and self._inquiry.needs_rank_0:
+            time.sleep(LINGER_S)
+        self._close_stacks()  # last: the watching thread still writes, and its complaint would hide the cause
+        os._exit(RankFailure.exit_code)  # nothing here may wait for the dead one, not even the groups' destructors
+
+    def _write_stacks(self) -> None:
+        """Where an exception came from, and where all threads are now."""
+        with suppress(OSError):
+            traceback.print_exc(file=self._stacks)
+            self._stacks.flush()
+            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+
+    def _close_stacks(self) -> None:
+        with suppress(OSError):
+            self._stacks.close()
+            if self._stacks_path.stat().st_size == 0:
+                self._stacks_path.unlink()
+
+    def _collectives(self) -> int:
+        return sum(list(self._ledger.calls.values()))
+
+    def _here(self, what: str) -> Failure:
+        return Failure(what, Evidence.SYMPTOM, rank=self._rank, host=node_name(), step=self._step, section=self._section)
+
+    def _notice(self) -> dict[str, Any]:
+        collectives = self._collectives()
+        # stages of a pipeline make different numbers of calls, so progress is counted in shares of the own step
+        progress = self._step + (collectives - self._step_began_at) / max(self._per_step, 1)
+        return {
+            "host": node_name(), "pid": os.getpid(), "step": self._step, "section": self._section,
+            "collectives": collectives, "progress": round(progress, 3), "call": self._ledger.last(),
+        }  # fmt: skip
+
+    def _watch(self) -> None:
+        seen: tuple[Any, ...] = ()
+        while not self._stop.wait(SHORTEST_S):
+            self._wake.wait(self._period_s)  # a new step is posted at once, so that a rank's last notice says how far it got
+            self._wake.clear()
+            notice = self._notice()
+            place = (self._moved_s, notice["collectives"])
+            if place != seen:
+                seen, changed_s, dumped = place, time.monotonic(), False
+                # fires in C, so also when this rank's main thread holds the interpreter lock for ever
+                faulthandler.dump_traceback_later(LATE_AT * self._timeout_s, file=self._stacks)
+            self._inquiry.post(notice)
+            self._inquiry.answer_alarm()
+            idle_s = time.monotonic() - changed_s
+            if idle_s > DUMP_AT * self._timeout_s and not dumped:
+                dumped = True
+                faulthandler.cancel_dump_traceback_later()
+                faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+            if idle_s > self._timeout_s:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Nothing has moved for too long: the suspect named, this process ended; the stacks are on disk already."""
+        waited = f"nothing has moved for {self._timeout_s:.0f} s"
+        try:
+            path = dump_flight_record(self._mesh, self._logs, waited)
+            failure = self._inquiry.find(waited)
+            log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{failure.describe()}")
+        finally:  # whatever goes wrong here: nobody else would end this process
+            os._exit(STUCK)

@@ -1,0 +1,50 @@
+"""What people and the scheduler ask of a running job: a signal to any rank, or a file in the run directory. The step's one sum tells all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from frontier_llm import log
+from frontier_llm.comm import Axis, all_reduce_
+from frontier_llm.run.run_dir import SAVE_FILE, STOP_FILE
+from frontier_llm.run.signals import SignalWatcher
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Of one rank, or of all together."""
+
+    stop: bool = False
+    save: bool = False
+
+
+class Wishes:
+    """What this rank has been asked for."""
+
+    def __init__(self, signals: SignalWatcher, run_dir: Path, world: Axis, device: torch.device) -> None:
+        self._signals, self._run_dir, self._world, self._device = signals, run_dir, world, device
+
+    def own(self) -> Wish:
+        """Of this rank, now. Rank 0 looks for the files too, and takes SAVE away, so that it is asked for once."""
+        save_file = self._run_dir / SAVE_FILE
+        save = self._world.rank == 0 and save_file.exists()
+        if save:
+            save_file.unlink(missing_ok=True)
+        return Wish(self._stop(), save)
+
+    def stop(self) -> bool:
+        """Whether any rank has been asked to stop, outside of a step. Collective over the world."""
+        asked = torch.full((), float(self._stop()), device=self._device)
+        return self.heard(Wish(stop=all_reduce_(asked, self._world).item() > 0))
+
+    def heard(self, wish: Wish) -> bool:
+        """Whether all ranks' wish is to stop; then it is logged."""
+        if wish.stop:
+            log.info(f"stopping on {self._signals.requested or 'a wish of another rank or the file STOP'}")
+        return wish.stop
+
+    def _stop(self) -> bool:
+        return self._signals.requested is not None or (self._world.rank == 0 and (self._run_dir / STOP_FILE).exists())

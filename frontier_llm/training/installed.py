@@ -1,0 +1,163 @@
+"""The facts of this interpreter: torch, the requirements, our C++ libraries, the GPU kernels and the op back-ends.
+
+    python -P -m frontier_llm.training.installed [ARCHITECTURE|none [-]]      prints the facts as one JSON line; -: a run file follows on stdin
+
+`submit`, the batch script and `doctor` run it in the interpreter of the ranks; a rank calls `installation`. Every part works without
+those before it: an interpreter without torch still gives the facts of the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from frontier_llm.cluster.installation import InputFacts, Installation, KernelFacts, TorchFacts
+from frontier_llm.errors import BackendError, Problem
+from frontier_llm.files import package_digest
+from frontier_llm.libraries import LIBRARIES, TORCH_OPS, load_library
+from frontier_llm.run.rank_env import node_name
+
+# Modules of the packages in setup.py's install_requires.
+REQUIREMENTS = ("numpy", "yaml", "pydantic", "rich", "safetensors", "sentencepiece", "tokenizers")
+
+
+def installation(architecture: str | None = None, run_text: str | None = None) -> Installation:
+    """Collect all facts. `architecture`, such as gfx90a, names the GPU kernels that are examined; `run_text` is a run file's content."""
+    started_s = time.monotonic()
+    torch = torch_facts()
+    ops_error = torch.error or _import_error("frontier_llm.ops")
+    libraries = {name: _library_error(name) for name in LIBRARIES}
+    built_for, providers, kernels = "", {}, None
+    if not ops_error:
+        libraries[TORCH_OPS], built_for = _torch_ops()
+        providers = provider_facts()
+        kernels = kernel_facts(architecture) if architecture else None
+    inputs_error = _import_error("frontier_llm.data.loader")
+    return Installation(
+        host=node_name(),
+        executable=sys.executable,
+        python=platform.python_version(),
+        missing_modules=tuple(name for name in REQUIREMENTS if importlib.util.find_spec(name) is None),
+        package=str(Path(__file__).resolve().parents[1]),
+        package_digest=package_digest(),
+        torch=torch,
+        libraries=libraries,
+        built_for=built_for,
+        kernels=kernels,
+        providers=providers,
+        ops_error="" if torch.error else ops_error,
+        inputs=None if run_text is None or inputs_error else input_facts(run_text),
+        seconds=time.monotonic() - started_s,
+    )
+
+
+def torch_facts() -> TorchFacts:
+    """Version and build of torch, or why it cannot be imported."""
+    error = _import_error("torch")
+    if error:
+        return TorchFacts(version="", hip="", cuda="", path="", error=error)
+    torch = importlib.import_module("torch")
+    version = getattr(torch, "version", None)
+    return TorchFacts(
+        version=str(getattr(torch, "__version__", "unknown")),
+        hip=str(getattr(version, "hip", None) or ""),
+        cuda=str(getattr(version, "cuda", None) or ""),
+        path=os.path.dirname(str(getattr(torch, "__file__", "") or "")),
+        error="",
+    )
+
+
+def kernel_facts(architecture: str) -> KernelFacts:
+    """State of the code objects of one architecture. Needs `frontier_llm.ops`, hence torch."""
+    from frontier_llm.ops.kernel_table import ARCHITECTURES
+    from frontier_llm.ops.manifest import GPU_DIR, manifest_digest, read_manifest
+
+    problems: tuple[Problem, ...] = ()
+    try:
+        read_manifest(architecture)
+    except BackendError as error:
+        problems = error.problems
+    built = tuple(name for name in ARCHITECTURES if (GPU_DIR / name / "manifest.json").is_file())
+    return KernelFacts(architecture=architecture, digest=manifest_digest(architecture), problems=problems, built=built)
+
+
+def provider_facts() -> dict[str, str]:
+    """By op back-end: why it cannot be used here, or ''. Needs torch.
+
+    Triton's back-end needs a GPU to be asked. A login node has none, so `kernel_facts` examines its code objects instead.
+    """
+    from frontier_llm.ops.providers import PROVIDERS
+
+    return {name: str(provider.missing()) for name, provider in PROVIDERS.items() if name != "triton"}
+
+
+def input_facts(run_text: str) -> InputFacts | None:
+    """Examine data, tokenizer and run directory of a run file; None if the interpreter lacks what reading the file takes.
+
+    Nothing stays behind: the probe of the run directory is written beside it if it does not exist yet.
+    """
+    from frontier_llm.cluster.probe import storage
+    from frontier_llm.config import load_run
+    from frontier_llm.data.loader import data_problems
+
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(run_text)
+        file.flush()
+        config = load_run(file.name)
+    directory = Path(config.train.run_dir).resolve()
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    error, free_bytes, _ = storage(existing, node_name())
+    return InputFacts(problems=tuple(data_problems(config)), run_dir_error=error, run_dir_free_bytes=free_bytes)
+
+
+def _import_error(name: str) -> str:
+    """Why a module cannot be imported, in one line; ''. A broken torch raises any kind of exception."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"
+    return ""
+
+
+def _library_error(name: str) -> str:
+    """Why a library of LIBRARIES cannot be used, or ''."""
+    try:
+        load_library(name, {})
+    except BackendError as error:
+        return error.problems[0].what
+    return ""
+
+
+def _torch_ops() -> tuple[str, str]:
+    """(why the C++ ops cannot be used, the torch version that they were built for)."""
+    import torch
+
+    from frontier_llm.ops.native import load_cpu_library
+
+    error = load_cpu_library()
+    built_for = ""
+    if not error:
+        with contextlib.suppress(AttributeError):  # a library of an older version of the package
+            built_for = str(torch.ops.frontier_llm.built_for())
+    return error, built_for
+
+
+def main(words: list[str]) -> int:
+    """Print the facts. What a module prints while it is imported goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr):
+        architecture = words[0] if words and words[0] != "none" else None
+        facts = installation(architecture, sys.stdin.read() if words[1:] == ["-"] else None)
+    print(facts.as_json(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,210 @@
+"""From "I am rank r of n" to a built rank: device, rendezvous, mesh, data, model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed import Store
+
+from frontier_llm import log
+from frontier_llm.cluster.rank_variables import environment_name, needs_network_plugin, node_count, set_rank_variables, shards_weights
+from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
+from frontier_llm.comm.rendezvous import start_store
+from frontier_llm.comm.transport import check_transport, read_transport
+from frontier_llm.config import RunConfig, phases_of
+from frontier_llm.data.loader import open_batches
+from frontier_llm.errors import FrontierError
+from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
+from frontier_llm.planner.costs.experts import run_layout
+from frontier_llm.run import hostlist
+from frontier_llm.run.failure import Failure, write_failure
+from frontier_llm.run.job_secret import JobSecret, folder_of, private_folder
+from frontier_llm.run.launchers import RankEnv
+from frontier_llm.run.rank_env import environ, node_name
+from frontier_llm.run.run_dir import distrust
+from frontier_llm.topology import ParallelPlan, in_flight, make_plan
+from frontier_llm.training.agreement import RankReport, agree, judge
+from frontier_llm.training.build import TrainState, build_state
+from frontier_llm.training.device import Found, find_device
+from frontier_llm.training.host_memory import keep_freed_memory
+from frontier_llm.units import plural
+
+
+@contextmanager
+def joined(config: RunConfig, place: RankEnv | None, recorded: bool = True) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
+    """Join the job's ranks; leave the groups at the end, whatever happens.
+
+    `recorded`: a failed start is written to the run directory. Raises FrontierError if a device cannot be used or the ranks differ.
+    """
+    world_size = place.world_size if place else 1
+    log.set_rank(place.rank if place else 0, world_size)
+    with _known(config, place) as job:
+        sockets_forbidden = _set_environment(config, job)
+        _start_store(config, job)
+        found = find_device(config, place, job.folder if job else None)
+        device = found.device
+        if device is not None and device.type == "cpu":
+            keep_freed_memory()
+        plan = make_plan(config, world_size)
+        mesh = _join(config, plan, job, found, recorded)
+        assert device is not None  # otherwise the ranks have not agreed
+        try:
+            if sockets_forbidden and device.type == "cuda" and job is not None:
+                _check_network(mesh, job)
+            yield plan, mesh, device
+        except (FrontierError, RuntimeError) as error:
+            if mesh.world.size > 1:
+                path = dump_flight_record(mesh, Path(config.train.run_dir) / "logs", str(error))
+                log.warn(f"this rank's last collectives and messages are in {path}")
+            raise
+
+
+@contextmanager
+def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
+    """Join the job's ranks and build this rank's part of the run; `draws`: with initial weights, which no checkpoint will replace."""
+    with joined(config, place) as (plan, mesh, device):
+        batches = open_batches(phases_of(config)[0].config, mesh.dp.rank, mesh.dp.size)
+        state = build_state(config, plan, mesh, device, batches, draws)
+        yield state
+        state.optimizer.settle()  # a rank that left with a gather under way would fail its peers
+
+
+class _Job:
+    """What this rank knows of the job that started it, and the job's folder on this node."""
+
+    def __init__(self, config: RunConfig, place: RankEnv) -> None:
+        self.place, self.secret = place, JobSecret(place, Path(config.train.run_dir))
+        self.folder = private_folder(self.secret.wait(config.train.timeout_s))
+
+
+@contextmanager
+def _known(config: RunConfig, place: RankEnv | None) -> Iterator[_Job | None]:
+    """The job of a process that a launcher has started; leaves its groups and removes what it has made outside of the run at the end."""
+    job = _Job(config, place) if place else None
+    try:
+        yield job
+    finally:
+        disconnect()
+        if job is not None:
+            job.secret.forget()
+            if job.place.local_rank == 0:
+                shutil.rmtree(job.folder, ignore_errors=True)
+
+
+def _set_environment(config: RunConfig, job: _Job | None) -> bool:
+    """Set what RCCL, libfabric and MIOpen need on this machine if the command has not yet, and log each variable with its origin.
+
+    Raises ConfigError for a machine whose environment is unknown. Returns True if collectives must not use sockets.
+    """
+    if job is None:
+        return False
+    had_threads = environ("OMP_NUM_THREADS") is not None
+    settings = set_rank_variables(config, job.place, job.folder)
+    if not had_threads:  # torch, which reads it, has been imported
+        torch.set_num_threads(int(environ("OMP_NUM_THREADS") or 1))
+    nodes = node_count(job.place)
+    log.info(f"variables of the ranks for {environment_name(config.machine)} on {plural(nodes, 'node')}:")
+    for setting in settings:
+        log.info(f"  {setting.describe()}")
+    if shards_weights(config) and environ(ONE_QUEUE) == "1":
+        log.warn(f"{ONE_QUEUE}=1, which you exported, keeps FSDP's gathers behind the compute that they are to overlap: unset it")
+    return needs_network_plugin(config, nodes)
+
+
+def _check_network(mesh: Mesh, job: _Job) -> None:
+    """Raise BackendError when this node's collectives have fallen to sockets: RCCL's own log says what it uses."""
+    barrier(mesh.world)  # makes the communicator whose choice is logged
+    if job.place.local_rank != 0:
+        return
+    path = Path(environ(RCCL_LOG) or "")
+    if path.parent != job.folder:
+        log.info(f"the network is not checked: RCCL's log goes to {path}, as you exported")
+        return
+    in_use = read_transport(path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "")
+    check_transport(in_use, job.place.hostname)
+    log.info(f"collectives between nodes: {in_use}")
+    path.unlink()
+
+
+def _by_node(config: RunConfig, place: RankEnv) -> bool:
+    """Whether rows go to experts in two stages, on nodes of this job's size."""
+    if config.model.moe is None:
+        return False
+    numbers = replace(rates(load_machine(config.machine)), node_devices=place.local_world_size)
+    return run_layout(config, place.world_size, numbers).expert_nodes > 1
+
+
+def _meeting(config: RunConfig, job: _Job) -> Meeting:
+    place = job.place
+    assert place.master_port is not None
+    return Meeting(
+        place.master_addr,
+        place.master_port,
+        first=place.rank - place.local_rank,
+        per_node=place.local_world_size,
+        secret=job.secret,
+        store="authenticated" if config.comm.store == "authenticated" else "torch",
+        folder=lambda: folder_of(job.secret()),
+    )
+
+
+def _start_store(config: RunConfig, job: _Job | None) -> None:
+    """On rank 0, let the store's process start while this rank prepares its device."""
+    if config.comm.store in ("direct", "node"):
+        log.info(f"comm.store={config.comm.store} is read as auto: torch's TCPStore. comm.store=authenticated is the store of before")
+    if job is not None and job.place.world_size > 1 and config.comm.backend != "mpi":
+        start_store(job.place.rank, job.place.world_size, _meeting(config, job), config.train.timeout_s)
+
+
+def _record_failed_start(run_dir: Path, failure: Failure) -> None:
+    """Write the failure of a start to the run directory. Nodes that are at fault are not used again."""
+    write_failure(run_dir, failure, complete=True)
+    if failure.excluded_hosts:
+        try:
+            distrust(run_dir, list(failure.excluded_hosts))
+        except OSError as error:
+            log.warn(f"cannot write down that {hostlist.compress(failure.excluded_hosts)} should no longer be used: {error.strerror}")
+
+
+def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found, recorded: bool) -> Mesh:
+    """The mesh of all ranks, after they have agreed. Raises FrontierError if they have not."""
+    alone = job is None or job.place.world_size == 1
+    report = RankReport(node_name(), found.facts, "" if found.error is None else str(found.error))
+    run_dir = Path(config.train.run_dir)
+
+    def record(failure: Failure) -> None:
+        if recorded:
+            _record_failed_start(run_dir, failure)
+
+    if found.error is not None and (alone or config.comm.backend == "mpi"):  # no store to agree through
+        if job is not None and (failure := judge([report])):
+            record(failure)
+        raise found.error
+    if job is None or alone:
+        return serial_mesh()
+    place = job.place
+    default = "nccl" if found.device is not None and found.device.type == "cuda" else "gloo"
+    backend = default if config.comm.backend == "auto" else config.comm.backend
+
+    def agree_before_collectives(store: Store) -> None:
+        agree(store, place.rank, place.world_size, report, record, timeout_s)
+
+    timeout_s = config.train.timeout_s
+    connect(place.rank, place.world_size, _meeting(config, job), backend, timeout_s, agree_before_collectives)
+    return build_mesh(
+        plan.grid,
+        place.rank,
+        plan.placement,
+        tied_embeddings=config.model.tied_embeddings,
+        timeout_s=timeout_s,
+        comm=config.comm.model_copy(update={"in_flight": in_flight(config)}),
+        ranks_per_node=place.local_world_size,
+        experts=config.model.moe is not None,
+        by_node=_by_node(config, place),
+    )

@@ -1,0 +1,347 @@
+"""A rank's life: join, build, resume, train until the last step or a signal, evaluate, save, leave."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+# the first backward imports it, and sympy with it: not while the other ranks wait
+from frontier_llm import failpoints, log
+from frontier_llm.checkpoint import CheckpointManager, is_there, point_best
+from frontier_llm.comm import StragglerWatch, broadcast_json, maximum
+from frontier_llm.config import RunConfig, RunPhase, TrainConfig, dump, phase_at, phases_of, plugins, resolved
+from frontier_llm.data.identity import Dataset, datasets_of, wanted
+from frontier_llm.data.loader import Batches, open_batches, open_run_batches
+from frontier_llm.data.summary import news
+from frontier_llm.errors import ConfigError, suggest
+from frontier_llm.failpoints import hit
+from frontier_llm.files import write_atomically
+from frontier_llm.ops import working_dtype
+from frontier_llm.optim import draw_masters
+from frontier_llm.run.launchers import RankEnv
+from frontier_llm.run.rank_env import environ, node_name
+from frontier_llm.run.run_dir import STOP_FILE
+from frontier_llm.run.signals import EXIT_INTERRUPTED, SignalWatcher
+from frontier_llm.training import observers
+from frontier_llm.training.build import BestLoss, TrainState
+from frontier_llm.training.evaluate import evaluate
+from frontier_llm.training.guard import Decisions, Recompute, ReplicaCheck, RouterWatch, Saves, Skips, Watchdog, Wish, Wishes, provenance
+from frontier_llm.training.join import joined_state
+from frontier_llm.training.metrics import Metrics, metrics_of
+from frontier_llm.training.progress import AS_BEFORE, Resume, progress_of, restore
+from frontier_llm.training.step import StepResult, local_gradients, train_step
+from frontier_llm.training.tasks import evaluate_tasks, open_tasks
+from frontier_llm.units import strict_json
+
+START_TIMEOUTS = 3  # times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
+
+
+def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = AS_BEFORE) -> int:
+    """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal.
+
+    `signals` has been entered by the caller, as early as it could, so that one during start-up is heard too.
+    """
+    failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0)
+    hit("train.start")
+    # torch's store waits for ever for a rank 0 that is stopped, and the watchdog begins when all have met
+    faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
+    # 175B on 64 devices is 2.7 billion numbers for each: not drawn where a checkpoint replaces them
+    draws = not is_there(_checkpoints(config.train))
+    try:
+        with joined_state(config, place, draws) as state:
+            watchdog = Watchdog(config.train, state.mesh)
+            with watchdog.guarding():  # sets the timer anew
+                return _Session(config, state, resume, watchdog, signals, draws).run()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+class _Session:
+    """What one process of the run holds from start to end."""
+
+    def __init__(
+        self, config: RunConfig, state: TrainState, resume: Resume, watchdog: Watchdog, signals: SignalWatcher, drawn: bool = True
+    ) -> None:
+        """`config` is the whole run's, `state` in one of its phases. `drawn`: the weights are initial ones; otherwise they are nothing yet."""
+        self.state, self.config, self.resume, self.watchdog = state, config, resume, watchdog
+        self.drawn = drawn
+        self.run_dir, world = Path(self.config.train.run_dir), state.mesh.world
+        self.is_first = world.rank == 0
+        self.validation, self.tasks = _validation(state), open_tasks(config)
+        self.metrics: Metrics | None = None  # of rank 0
+        self.datasets = _datasets(config, state)
+        self.observers = observers.make(self.config, world.rank)
+        self.replicas = ReplicaCheck(state.optimizer, state.mesh)
+        self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
+        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval)
+        self.routers = RouterWatch(self.config.model)
+        self.wishes = Wishes(signals, self.run_dir, world, state.device)
+        self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
+        self.manager = _manager(config, state, resume, self.datasets)
+        self.saves = Saves(self.manager, _lag_steps(self.config.train), self._check_before_save, self._saved)
+        self.skips = Skips(self.config.guard, self.decisions, self.saves)
+
+    def run(self) -> int:
+        """The whole of it, whatever happens told to the observers."""
+        try:
+            return self._run()
+        finally:
+            for observer in self.observers:
+                observer.close()
+
+    def _run(self) -> int:
+        """Resume where the newest intact checkpoint stopped, and go on."""
+        self._resume()
+        if self.is_first:
+            self._write_run_files()
+            self.metrics = metrics_of(self.config, self.state, self.manager.incarnation, self.observers)
+            self.metrics.data(self.state)
+            if self.state.current_step >= self.config.train.steps:
+                log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
+        finished = self._train_until_end()
+        with self.watchdog.section("save"):
+            if self.config.train.save_final or (not finished and self.config.train.save_interval):
+                self.saves.finish(progress_of(self.state, self.decisions.rewinds))
+            self.saves.close(audit=finished)
+        if self.metrics is not None:
+            self.metrics.close()
+        if not finished and not environ("SLURM_JOB_ID"):  # a job's supervisor goes on by itself
+            stop = self.run_dir / STOP_FILE
+            first = f"delete {stop}, then " if stop.exists() else ""
+            log.info(f"step {self.state.current_step} of {self.config.train.steps} is saved; to go on: {first}the same command again")
+        return 0 if finished else EXIT_INTERRUPTED
+
+    def _resume(self) -> None:
+        with self.watchdog.section("load"):
+            progress = self.saves.resume(self.resume.strict)
+        if progress is not None:
+            restore(self.state, progress)
+        elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:  # some rank had seen a checkpoint that is gone
+            draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
+        self._count_durations()
+        self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
+        for path in self.resume.restart_sources:
+            self._restart_source(path)
+        phase = self._next_phase()
+        self._announce(phase)
+        self._enter(phase, self.resume.leave_out)
+        if self.resume.leave_out:
+            self.decisions.add(self.state.current_step, "leave out", samples=self.resume.leave_out)
+            log.info(f"after step {self.state.current_step}: {self.resume.leave_out} samples are left out")
+
+    def _restart_source(self, path: str) -> None:
+        """Raises ConfigError for a dataset that the run does not train on."""
+        if path not in self.datasets:
+            raise ConfigError(f"{path!r} is no dataset of this run", suggest(path, list(self.datasets)), "--restart-source")
+        identity = self.datasets[path].identity
+        samples = sum(stream.taken for stream in self.state.position.streams if stream.dataset == identity and not stream.retired)
+        self.state.position = self.state.position.restart(identity)
+        self.decisions.add(self.state.current_step, "restart source", path=path, samples_taken=samples)
+        log.info(f"after step {self.state.current_step}: {path} is read from its beginning, after {samples} samples of it")
+
+    def _train_until_end(self) -> bool:
+        """False when a signal or STOP ended it; all ranks agree on the step."""
+        state, train = self.state, self.config.train
+        if self.wishes.stop() or (state.current_step == 0 and not self._evaluate()):
+            return False
+        while state.current_step < train.steps:
+            self._follow_phase()
+            wish = self._step()
+            if self.wishes.heard(wish):
+                return False
+            if _due(state.current_step, self.config.guard.replica_check_interval, train.steps):
+                self.replicas.check(state.current_step, state.mesh.world)
+            if self.recompute is not None and _due(state.current_step, self.config.guard.recompute_interval, train.steps):
+                self._look_for_wrong_arithmetic(self.recompute)
+            if _due(state.current_step, train.eval_interval, train.steps) and not self._evaluate():
+                return False
+            if wish.save or _due(state.current_step, train.save_interval, train.steps):
+                self.saves.begin(progress_of(state, self.decisions.rewinds))
+        return self._evaluate()
+
+    def _count_durations(self) -> None:
+        """Durations in tokens become steps, counted from what the run has done: its batch may have changed since."""
+        self.config = resolved(self.config, self.state.position.steps_done)
+        self.state.phases = phases_of(self.config)
+
+    def _next_phase(self) -> RunPhase:
+        return phase_at(self.state.phases, self.state.current_step)
+
+    def _follow_phase(self) -> None:
+        """Enter the phase of the next step if the run is in another one."""
+        phase = self._next_phase()
+        if self.state.config is not phase.config:
+            self._announce(phase)
+            self._enter(phase)
+            if self.metrics is not None:
+                self.metrics.phase(self.state)
+
+    def _announce(self, phase: RunPhase) -> None:
+        if self.config.train.phases and self.state.config != phase.config:
+            log.info(f"after step {self.state.current_step}: {phase.describe()}")
+
+    def _enter(self, phase: RunPhase, left_out_samples: int = 0) -> None:
+        """Train in `phase` from here on: at the start, at a border, and after a rewind, which leaves samples out."""
+        state, dp = self.state, self.state.mesh.dp
+        position = state.position.enter(wanted(phase.config, self.datasets))
+        for line in news(state.position, position):
+            log.info(line)
+        position = position.leave_out(left_out_samples)
+        state.enter(phase, open_run_batches(phase.config, position, state.current_step, dp.rank, dp.size), position)
+        self.validation = _validation(state)
+        self.recompute = _recompute(state) if self.recompute is not None else None
+        if self.metrics is not None:
+            self.metrics.enter(state)
+            self.metrics.data(state)
+
+    def _step(self) -> Wish:
+        """Returns what any rank has been asked for."""
+        step = self.state.current_step
+        hit("train.step")
+        for observer in self.observers:
+            observer.before_step(self.state)
+        with self.stragglers.step() as stragglers:
+            result = train_step(self.state, self.wishes.own)
+        for observer in self.observers:
+            observer.after_step(self.state, result)
+        if self.metrics is not None:
+            self.metrics.step(
+                step, result, self.state.skipped_steps, self.state.position
+            )  # before any event: an event restarts the step's clock
+        for straggler in stragglers:
+            log.info(f"straggler at step {step}: {straggler}")
+            if self.metrics is not None:
+                self.metrics.event("straggler", step, {**asdict(straggler), "slowdown": straggler.slowdown})
+        for collapsed in self.routers.step(result.routing):
+            log.warn(str(collapsed))
+            if self.metrics is not None:
+                self.metrics.event("collapsed router", step, asdict(collapsed))
+        self.watchdog.at(step + 1, "train")
+        self.saves.follow(step + 1)
+        self._judge(step, result)
+        return result.wish
+
+    def _judge(self, step: int, result: StepResult) -> None:
+        """Nothing for a step that was taken; a skipped one may send the run back to a checkpoint."""
+        if not result.skipped:
+            self.skips.accepted()
+            return
+        back = self.skips.skipped(step, result.loss, result.gradient_norm, result.spike)
+        if back is not None:
+            earlier = self.state.position.samples_left_out
+            restore(self.state, back)
+            self._count_durations()
+            phase = self._next_phase()
+            # what earlier rewinds have left out since that checkpoint stays left out
+            samples = earlier - self.state.position.samples_left_out
+            samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
+            if self.metrics is not None:
+                self.metrics.go_back(back.step)
+            self._enter(phase, samples)
+            self.skips.rewound(step, self.state.current_step, self.state.position.samples_left_out, samples)
+            # at once, so that a crash from here on does not run into the spike again
+            self.saves.finish(progress_of(self.state, self.decisions.rewinds))
+
+    def _look_for_wrong_arithmetic(self, recompute: Recompute) -> None:
+        with self.watchdog.section("recompute"):
+            for finding in recompute.check(self.state.current_step):
+                log.info(f"step {self.state.current_step}: {finding}")
+                self.decisions.add(self.state.current_step, "wrong arithmetic", **asdict(finding))
+
+    def _evaluate(self) -> bool:
+        """False when a signal or STOP cut it short."""
+        if self.validation:
+            with self.watchdog.section("evaluate"):
+                values = evaluate(self.state, self.validation, self.config.train.eval_samples, self.wishes.stop)
+            if values and self.metrics is not None:
+                self.metrics.event("evaluation", self.state.current_step, values)
+            self._keep_if_best(values)
+            if not values:
+                return False
+        if self.tasks:
+            with self.watchdog.section("evaluate"):
+                accuracies = evaluate_tasks(self.state, self.tasks, self.wishes.stop)
+            if accuracies and self.metrics is not None:
+                self.metrics.event("tasks", self.state.current_step, accuracies)
+            return bool(accuracies)
+        return True
+
+    def _keep_if_best(self, losses: Mapping[str, float]) -> None:
+        """Save a step at once whose held-out loss is the lowest so far; BEST names it when it is on disk."""
+        state, name = self.state, self.config.train.keep_best
+        loss = losses.get("loss" if name == "validation" else name or "")
+        if loss is None or state.current_step == 0 or (state.best is not None and not loss < state.best.loss):
+            return
+        state.best = BestLoss(state.current_step, loss)
+        self.saves.begin(progress_of(state, self.decisions.rewinds))
+
+    def _check_before_save(self, step: int) -> None:
+        if self.config.guard.replica_check_interval:
+            self.replicas.check(step, self.state.mesh.world)
+
+    def _saved(self, step: int, path: Path) -> None:
+        if self.is_first and self.state.best is not None and self.state.best.step == step:
+            point_best(path.parent, path.name)
+        if self.metrics is not None:
+            self.metrics.event("save", step, {"path": str(path)})
+            self.metrics.communication()  # for `status` of a run that goes on
+
+    def _write_run_files(self) -> None:
+        names = plugins.below(self.config.plugins, self.run_dir)
+        write_atomically(self.run_dir / "config.yaml", dump(self.config.model_copy(update={"plugins": names})))
+        write_atomically(self.run_dir / "plan.json", strict_json(asdict(self.state.plan)))
+
+
+def _recompute(state: TrainState) -> Recompute:
+    """Over the batches of data-parallel rank 0, on every replica."""
+    batches = open_run_batches(state.config, state.position, state.current_step, 0, state.mesh.dp.size)
+    feed = state.new_feed(batches)
+    return Recompute(lambda: local_gradients(state, feed), state.mesh)
+
+
+def _checkpoints(train: TrainConfig) -> Path:
+    return Path(train.run_dir) / "checkpoints"
+
+
+def _validation(state: TrainState) -> dict[str, Batches]:
+    """Of each held-out set by name."""
+    dp = state.mesh.dp
+    return {split: open_batches(state.config, dp.rank, dp.size, split) for split in state.config.data.held_out}
+
+
+def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
+    """What the run trains on by path, read by rank 0. Collective over the world."""
+    found = datasets_of([config]) if state.mesh.world.rank == 0 else {}
+    found = broadcast_json(found, state.mesh.world, state.device)
+    return {path: Dataset(*dataset) for path, dataset in found.items()}
+
+
+def _manager(config: RunConfig, state: TrainState, resume: Resume, datasets: Mapping[str, Dataset]) -> CheckpointManager:
+    train = config.train
+    return CheckpointManager(
+        _checkpoints(train),
+        state.mesh,
+        state.optimizer,
+        config=config,
+        keep=train.keep_checkpoints,
+        keep_every=train.keep_every,
+        environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
+        plugins=plugins.records_of(config.plugins) if state.mesh.world.rank == 0 else (),
+        datasets=datasets,
+        job=environ("SLURM_JOB_ID", "") or "",
+        restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
+        incarnation=int(environ("FRONTIER_LLM_INCARNATION", "0") or 0),
+        allow_changes=resume.allow_changes,
+    )
+
+
+def _lag_steps(train: TrainConfig) -> int:
+    """Steps that may run before a save must be on disk."""
+    return max(1, train.save_interval // 10) if train.save_lag_steps is None else train.save_lag_steps
+
+
+def _due(step: int, interval: int, last: int) -> bool:
+    """After every `interval` steps; the end has its own."""
+    return bool(interval) and step % interval == 0 and step < last

@@ -1,0 +1,191 @@
+"""What a run writes down: one JSON line and one grep-able log line per logged step; observers are told the same."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frontier_llm import log
+from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
+from frontier_llm.data.position import Position
+from frontier_llm.machine import load_machine
+from frontier_llm.planner.costs.flops import model_flops_per_token
+from frontier_llm.run.run_dir import open_lines
+from frontier_llm.training.build import TrainState
+from frontier_llm.training.clock import PhaseClock
+from frontier_llm.training.observers import Observer
+from frontier_llm.training.step import StepResult
+from frontier_llm.units import GIB, TERA, format_seconds, strict_json
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Speed of the steps since the last record."""
+
+    step_time_s: float
+    tokens_per_s: float  # of the whole job
+    model_tflops: float  # per device; model FLOPs: recomputation is not counted
+    mfu: float | None  # share of the device's peak; None when the peak is not known
+
+
+class Metrics:
+    """Written by global rank 0, only ever appended to; each line carries the incarnation that wrote it.
+
+    A line of kind `start` or `rewind` takes back what earlier lines say of later steps: `cluster.run_dir.rows` reads it so, and
+    observers are told the same. It also says on which layout the steps after it run, as an attempt may have another than the one before.
+    """
+
+    def __init__(
+        self, config: RunConfig, world_size: int, clock: PhaseClock, incarnation: int, done_steps: int, observers: Sequence[Observer] = ()
+    ) -> None:
+        """Go on after `done_steps` steps in the run's directory; `config` is the whole run's."""
+        self._train, self._phases = config.train, phases_of(config)
+        self._world_size, self._clock, self._incarnation = world_size, clock, incarnation
+        self._layout, self._peak_tflops = layout_of(config, world_size), peak_tflops(config)
+        self._follow(phase_at(self._phases, done_steps))
+        run_dir = Path(config.train.run_dir)
+        self._observers = observers
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._lines = open_lines(run_dir / "metrics.jsonl")
+        self._write("start", done_steps, {"layout": self._layout})
+        self._since = self._started = time.perf_counter()  # when the steps since the last record began; when `_first_step` did
+        self._steps_since, self._first_step, self._last_step = 0, done_steps, done_steps
+
+    def _follow(self, phase: RunPhase) -> None:
+        """From here on steps are as long as those of this phase; a record is of one phase's alone."""
+        self._phase, self._flops_per_token = phase, model_flops_per_token(phase.config.model)
+
+    def _throughput(self, steps: int, elapsed_s: float) -> Throughput:
+        tokens = steps * self._phase.tokens_per_step
+        tflops = tokens / elapsed_s * self._flops_per_token / self._world_size / TERA
+        return Throughput(elapsed_s / steps, tokens / elapsed_s, tflops, tflops / self._peak_tflops if self._peak_tflops else None)
+
+    def enter(self, state: TrainState) -> None:
+        """`state` has another engine and feed."""
+        self._follow(phase_at(self._phases, state.current_step))
+        self._clock.attach(state)
+
+    def data(self, state: TrainState) -> None:
+        """What is read from here on, for `data show`."""
+        position = state.position.model_dump(mode="json")
+        self._write("data", state.current_step, {"position": position, "global_batch": state.config.batch.global_batch})
+
+    def phase(self, state: TrainState) -> None:
+        """Another phase has begun."""
+        model, batch = state.config.model, state.config.batch
+        values = {"number": self._phase.number, "sequence_length": model.sequence_length, "global_batch": batch.global_batch}
+        self.event("phase", state.current_step, values)
+
+    def step(self, step: int, result: StepResult, skipped_steps: int, position: Position) -> None:
+        """Account for finished step `step` (0-based) and, every log_interval, write it down. `position`: in the data, after it."""
+        self._steps_since += 1
+        self._last_step = step + 1
+        train = self._train
+        if (step + 1) % train.log_interval and step + 1 not in (train.steps, self._phase.end):
+            return
+        now = time.perf_counter()
+        speed = self._throughput(self._steps_since, now - self._since)
+        phases_s = {name: seconds / self._steps_since for name, seconds in self._clock.take().items()}
+        self._since, self._steps_since = now, 0
+        self._write(
+            "step",
+            step + 1,
+            {
+                **{
+                    name: value for name, value in asdict(result).items() if name != "wish" and value != {}
+                },  # no further losses, no experts: no entry
+                **asdict(speed),
+                "consumed_samples": position.samples,
+                "consumed_tokens": position.tokens,
+                "skipped_steps": skipped_steps,
+                "memory_gib": memory_gib(),
+                "phases_s": phases_s,  # per step, of this rank
+            },
+        )
+        per_step_s = (now - self._started) / (step + 1 - self._first_step)
+        self._print(step + 1, result, speed, eta_s=(train.steps - step - 1) * per_step_s)
+
+    def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Anything that is not a training step: an evaluation, a save, a resume."""
+        self._write(kind, step, values)
+        if self._steps_since == 0:  # what an event costs is not the next step's time
+            self._since = time.perf_counter()
+            self._clock.take()
+
+    def go_back(self, step: int) -> None:
+        """The run has returned to where `step` steps were done."""
+        self._write("rewind", step, {"layout": self._layout})
+        self._since = self._started = time.perf_counter()
+        self._steps_since, self._first_step = 0, step
+        self._clock.take()
+
+    def communication(self) -> None:
+        """Write down what has been communicated so far."""
+        moved = self._clock.communication()
+        if moved["operations"]:
+            self._write("communication", self._last_step, {"rank": 0, **moved})
+
+    def close(self) -> None:
+        """Write down what was communicated, flush and close."""
+        self.communication()
+        self._lines.close()
+
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        row = {"kind": kind, "step": step, "incarnation": self._incarnation, "time": round(time.time(), 3), **values}
+        try:
+            # unbuffered: one write, so that a kill leaves a whole line or none
+            self._lines.write((strict_json(row, indent=None) + "\n").encode())
+        except OSError as error:  # as a failed save, a full disk does not end the run
+            log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
+        for observer in self._observers:
+            try:
+                observer.record(kind, step, values)
+            except OSError as error:
+                log.warn(f"{type(observer).__name__} did not take the {kind} of step {step}: {error.strerror or error}")
+
+    def _print(self, step: int, result: StepResult, speed: Throughput, eta_s: float) -> None:
+        share = f" ({speed.mfu:.1%} of peak)" if speed.mfu is not None else ""
+        why = "a spike" if result.spike else "loss or gradient not finite"
+        skipped = f"  SKIPPED: {why}" if result.skipped else ""
+        eta = f"  ETA {format_seconds(math.ceil(eta_s))}" if eta_s else ""
+        log.info(
+            f"step {step}/{self._train.steps}  loss {result.loss:.4f}  grad norm {result.gradient_norm:.3f}  "
+            f"lr {result.learning_rate:.2e}  {speed.tokens_per_s:,.0f} tokens/s  "
+            f"{speed.model_tflops:.3f} TFLOP/s per device{share}{eta}{skipped}"
+        )
+
+
+def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """How the run is split over `world_size` ranks, in the words of its configuration."""
+    parallel = config.parallel
+    data = world_size // parallel.model_ranks
+    return {**parallel.model_dump(mode="json"), "data": data, "micro_batch": config.batch.micro_batch}
+
+
+def metrics_of(config: RunConfig, state: TrainState, incarnation: int, observers: Sequence[Observer]) -> Metrics:
+    """From where the state is; its phases are timed from here on."""
+    clock = PhaseClock(state.mesh.ledger)
+    clock.attach(state)
+    return Metrics(config, state.mesh.world.size, clock, incarnation, state.current_step, observers)
+
+
+def peak_tflops(config: RunConfig) -> float | None:
+    """One device's peak, for MFU: the run's own value, else the machine file's unless that is only an estimate (a laptop's)."""
+    if config.train.peak_tflops is not None:
+        return config.train.peak_tflops
+    peak = load_machine(config.machine).device.peak_tflops
+    return None if peak.tag == "estimated" else peak.value
+
+
+def memory_gib() -> float:
+    """Peak memory of this rank: the device's on a GPU, else the process'."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -1,0 +1,77 @@
+"""A torch.profiler trace of some steps, with this program's phases by name, and the device's memory history: `train.profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from frontier_llm import log
+from frontier_llm.config import RunConfig
+from frontier_llm.files import folder_below
+from frontier_llm.schedule import Action
+from frontier_llm.training.observers import Observer
+
+if TYPE_CHECKING:
+    from frontier_llm.training.build import TrainState
+    from frontier_llm.training.step import StepResult
+
+
+class Profiler(Observer):
+    """Writes `profile/steps_10-12_rank_00000.json.gz`, which Perfetto and chrome://tracing open, on each chosen rank."""
+
+    def __init__(self, config: RunConfig) -> None:
+        assert config.train.profile is not None
+        self._chosen = config.train.profile
+        self._directory = Path(config.train.run_dir) / "profile"
+        self._profile: torch.profiler.profile | None = None
+        self._phase: Any = None
+        self._watched: Any = None  # who listened to the engine's actions before
+
+    def before_step(self, state: TrainState) -> None:
+        """Begin with the first chosen step, or with the first after a resume that is among them."""
+        if self._profile is not None or state.current_step + 1 not in self._chosen.range or state.mesh.world.rank not in self._chosen.ranks:
+            return
+        folder_below(self._directory.parent, self._directory.name)
+        if self._chosen.memory_snapshot and state.device.type == "cuda":
+            torch.cuda.memory._record_memory_history()  # torch documents the underscore
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if state.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._watched, state.pipeline.on_action = state.pipeline.on_action, self._on_action
+        threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)  # of a pair the forward has one of its own (comm/baton.py)
+        self._profile = torch.profiler.profile(activities=activities, profile_memory=True, experimental_config=threads)
+        self._profile.start()
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        """Write after the last chosen step."""
+        if self._profile is None or state.current_step < self._chosen.range[-1]:
+            return
+        self._enter(None)
+        state.pipeline.on_action = self._watched
+        self._profile.stop()
+        name = f"steps_{self._chosen.steps}_rank_{state.mesh.world.rank:05}"
+        self._profile.export_chrome_trace(str(self._directory / f"{name}.json.gz"))
+        if self._chosen.memory_snapshot and state.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(self._directory / f"{name}_memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        log.info(f"profiled steps {self._chosen.steps}: {self._directory / name}.json.gz (open it in ui.perfetto.dev)")
+        self._profile = None
+
+    def _on_action(self, action: Action | None) -> None:
+        if self._watched is not None:
+            self._watched(action)
+        if action is None:
+            self._enter("optimizer")
+        elif action.kind.computes:
+            self._enter(f"{action.kind.name.lower()} of microbatch {action.microbatch}, virtual stage {action.position}")
+
+    def _enter(self, phase: str | None) -> None:
+        """The phase before ends here."""
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+        self._phase = None
+        if phase is not None:
+            self._phase = torch.profiler.record_function(phase)
+            self._phase.__enter__()

@@ -1,0 +1,173 @@
+"""report.html: self-contained and complete; tests/docs/test_browser.py looks at it in a real browser."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from frontier_llm.config import dump, load_run
+from frontier_llm.errors import DataError
+from frontier_llm.experiments.measure.report import _experts, write_report
+from frontier_llm.topology import make_plan
+from frontier_llm.training.metrics import layout_of
+
+SAMPLE = "def f(x):\n    return x < 3 and x > 1  # <script>alert(1)</script>"
+
+
+def make_run(directory: Path, *overrides: str) -> Path:
+    config = load_run("quickstart", overrides)
+    world = config.parallel.tensor * config.parallel.pipeline * (config.parallel.data or 1)
+    directory.mkdir()
+    (directory / "config.yaml").write_text(dump(config))
+    grid = vars(make_plan(config, world).grid)
+    (directory / "plan.json").write_text(json.dumps({"grid": grid}))
+    lines = [{"kind": "evaluation", "step": 0, "loss": 8.37, "bits_per_byte": 3.95}]
+    for step in range(1, 41):
+        values = {"loss": 8.0 - step / 10, "gradient_norm": 1.0, "learning_rate": 1e-3, "tokens_per_s": 9000.0 + step}
+        lines.append({"kind": "step", "step": step, "consumed_tokens": 4096 * step, "skipped_steps": 0, **values})
+    lines.append({"kind": "evaluation", "step": 40, "loss": 4.1, "bits_per_byte": 1.94})
+    histogram = [0] * 6 + [5, 0, 3] + [0] * 31
+    moved = {"calls": 8, "bytes": 3 << 20, "blocked_s": 0.001, "p50_us": 64, "p99_us": 256, "bins": histogram}
+    lines.append(
+        {
+            "kind": "communication",
+            "step": 40,
+            "incarnation": 1,
+            "rank": 0,
+            "operations": {"dp reduce_scatter": moved, "dp all_gather": moved},
+        }
+    )
+    torn = '{"kind": "step", "st'
+    (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n" + torn)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    runs = [
+        make_run(root / "first"),
+        make_run(root / "second", "parallel.tensor=1", "parallel.data=2", "parallel.sequence_parallel=false"),
+    ]
+    return write_report(runs, root / "report.html", SAMPLE, "frontier-llm train quickstart train.steps=1000")
+
+
+def test_the_page_needs_nothing_from_elsewhere(page):
+    text = page.read_text().split("<script>")[0]  # where Plotly begins
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]+"', text)
+    assert "alert(1)</script>" not in text, "the sample is text, not markup"
+    assert text.count("class=figure>") == text.count("<div class=chart>") == 4 + 2 + 2  # curves, timelines, latencies
+
+
+def test_a_curve_with_gaps_is_strict_json(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        row = {"step": 41, "loss": float("nan"), "gradient_norm": float("inf"), "learning_rate": 0.0, "tokens_per_s": 1.0}
+        file.write("\n" + json.dumps({"kind": "step", "consumed_tokens": 1, "skipped_steps": 1, **row}) + "\n")
+    text = write_report([run], tmp_path / "report.html").read_text()
+    drawings = re.findall(r'<script type="application/json" class=figure>(.*?)</script>', text)
+    charts = [json.loads(drawing, parse_constant=lambda constant: pytest.fail(constant)) for drawing in drawings]
+    assert charts[0]["data"][0]["y"][-1] is None and charts[0]["data"][0]["y"][0] == 7.9
+
+
+def test_the_page_says_what_the_runs_did(page):
+    text = page.read_text()
+    for expected in (
+        "4.100",
+        "8.370 at step 0",
+        "1.940",
+        "TP2 x PP2 x DP1",
+        "TP1 x PP2 x DP2",
+        "layers 0-2",
+        "train.steps=1000",
+        "return x &lt; 3",
+    ):
+        assert expected in text, expected
+
+
+def test_the_page_shows_the_latencies_of_each_axis(page):
+    text = page.read_text()
+    assert "<td>dp</td><td>reduce_scatter</td><td>8</td><td>3.0 MiB</td>" in text
+    assert text.count("10 calls below 64 us") == 2 and text.count("6 calls below 256 us") == 2  # both operations, in both runs
+
+
+def test_runs_of_one_layout_are_told_apart_by_their_names(tmp_path):
+    (tmp_path / "deeper").mkdir()
+    runs = [make_run(tmp_path / "warm"), make_run(tmp_path / "cold")]
+    text = write_report(runs, tmp_path / "report.html").read_text()
+    assert all(text.count(f'"name": "{name}, TP2 x PP2 x DP1"') == 4 for name in ("warm", "cold"))  # in the legend of each figure
+    runs.append(make_run(tmp_path / "deeper" / "cold"))
+    assert f'"name": "{runs[2]}, TP2 x PP2 x DP1"' in write_report(runs, tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
+    before = ["parallel.tensor=1", "parallel.data=2", "parallel.sequence_parallel=false", "batch.micro_batch=2"]
+    # a rule of the last attempt's configuration (nothing to cut without tensor parallelism) does not concern the one before
+    run = make_run(tmp_path / "run", "comm.tensor_chunks=2")
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    starts = [
+        json.dumps({"kind": "start", "step": step, "incarnation": number, "layout": layout_of(load_run("quickstart", overrides), 4)})
+        for number, step, overrides in ((1, 0, before), (2, 30, []))
+    ]
+    place = next(index for index, line in enumerate(lines) if '"step": 31' in line)
+    path.write_text("\n".join([starts[0], *lines[:place], starts[1], *lines[place:]]) + "\n")
+    text = write_report([run], tmp_path / "report.html").read_text()
+    assert "Layout after step 0: TP1 x PP2 x DP2, 1f1b, 4 microbatches" in text
+    assert "Layout after step 30: TP2 x PP2 x DP1, 1f1b, 4 microbatches, sequence parallel" in text
+    # each figure: at the change, in the legend
+    assert text.count('"text": "TP2 x PP2 x DP1"') == text.count('"name": "2 layouts"') == 4
+    assert "<b>9,036</b><span>tokens/s (median since step 30)" in text
+    assert "<td>TP1 x PP2 x DP2, then TP2 x PP2 x DP1</td>" in text
+    assert "Communication TP1 x PP2 x DP2" in text  # which the first attempt has written
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"not a run directory: it lacks config\.yaml, plan\.json, metrics\.jsonl"):
+        write_report([tmp_path], tmp_path / "report.html")
+
+
+def test_the_load_of_experts_is_drawn_where_there_are_any() -> None:
+    routing = {"rows_per_expert": [5, 3], "largest_over_mean": [1.25, 1.5], "smallest_over_mean": [0.75, 0.5], "entropy": [0.6, 0.4]}
+    record = SimpleNamespace(name="moe", steps=[{"step": 1, "routing": routing}, {"step": 2}])
+    page = _experts([record])  # type: ignore[list-item]
+    dense = SimpleNamespace(name="dense", steps=[{"step": 1}])
+    assert "Busiest expert" in page and "1.5" in page and _experts([dense]) == ""  # type: ignore[list-item]
+
+
+PLUGIN = """
+from frontier_llm import schedule
+
+schedule.register("of-a-plugin", schedule.rule("1f1b"))
+"""
+
+
+@pytest.mark.parametrize("words", [["report"], ["plan", "--machine=local", "--measured"]], ids=["report", "plan --measured"])
+def test_a_run_with_a_plugins_schedule_is_read(tmp_path, words):
+    """In processes of their own, because what is registered stays."""
+    run = make_run(tmp_path / "run", "parallel.tensor=1")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            "\n"
+            + json.dumps({"kind": "step", "step": 41, "step_time_s": 1.0, "loss": 1.0, "consumed_tokens": 1, "tokens_per_s": 1.0})
+            + "\n"
+        )
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["parallel"]["schedule"], config["plugins"] = "of-a-plugin", ["../mine.py"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "frontier_llm.cli.main", *words, str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "mine.py").rename(tmp_path / "elsewhere.py")
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "needs the plugin mine.py" in refused.stderr and "--plugin" in refused.stderr
+    (tmp_path / "given").mkdir()
+    (tmp_path / "elsewhere.py").rename(tmp_path / "given" / "mine.py")
+    given = subprocess.run([*command, "--plugin", str(tmp_path / "given" / "mine.py")], capture_output=True, text=True, check=False)
+    assert given.returncode == 0, given.stderr

@@ -1,0 +1,137 @@
+"""A series inside one allocation: which points run when, what becomes of dead nodes and of a walltime that ends; and what a dry run promises."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from frontier_llm.cli.main import main
+from frontier_llm.cluster import submit
+from frontier_llm.cluster.sites import load_site
+from frontier_llm.config import load_run
+from frontier_llm.errors import ConfigError, FrontierError
+from frontier_llm.experiments.scaling.forecast import Forecast, forecasts
+from frontier_llm.experiments.scaling.in_job import run_series, waves
+from frontier_llm.experiments.scaling.launch import RunEnd, ShortRun
+from frontier_llm.experiments.scaling.series import make_series
+from frontier_llm.experiments.scaling.walltime import FEWEST_STEPS, steps_of
+from frontier_llm.run.failure import Evidence, Failure
+
+
+def priced(root: Path, nodes: list[int], repeats: int = 1) -> list[Forecast]:
+    points = make_series("weak", load_run("train_small"), load_site("local"), nodes, 16, root, repeats)
+    return forecasts([(steps_of(point, None), None) for point in points])
+
+
+def sizes(rows: list[list[Forecast]]) -> list[list[int]]:
+    return [[row.point.nodes for row in wave] for wave in rows]
+
+
+def test_the_baseline_is_alone_and_the_others_may_share_the_allocation(tmp_path: Path) -> None:
+    rows = priced(tmp_path, [1, 2, 4], repeats=2)
+    assert sizes(waves(rows, 4, side_by_side=False)) == [[1], [1], [2], [2], [4], [4]]
+    assert sizes(waves(rows, 4, side_by_side=True)) == [[1], [1, 2], [2], [4], [4]]
+    assert rows[0].point.config.train.steps == FEWEST_STEPS
+
+
+class FourNodes:
+    """An allocation whose n1 dies in the first run that has it."""
+
+    def __init__(self, left_s: float = 1e9) -> None:
+        self.nodes, self.left_s, self.bad, self.starts = 4, left_s, set[str](), list[tuple[str, tuple[str, ...]]]()
+
+    def time_left_s(self) -> float:
+        return self.left_s
+
+    @contextmanager
+    def borrow(self, count: int) -> Iterator[tuple[str, ...]]:
+        usable = tuple(node for node in ("n0", "n1", "n2", "n3", "n4") if node not in self.bad)
+        if len(usable) < count:
+            raise FrontierError("too few nodes")
+        yield usable[:count]
+
+    def start_on(self, nodes: tuple[str, ...], run: ShortRun, limit_s: float) -> RunEnd:
+        self.starts.append((run.directory.name, nodes))
+        if "n1" in nodes:
+            self.bad.add("n1")
+            return RunEnd(1.0, 1, Failure("n1 failed", Evidence.ENDS, "node failure", host="n1", host_suspect=True), True)
+        finish_steps(run)
+        return RunEnd(1.0, 0, None, True)
+
+
+def finish_steps(run: ShortRun) -> None:
+    rows = [{"kind": "step", "step": step, "loss": 1.0, "step_time_s": 1.0} for step in range(1, run.config.train.steps + 1)]
+    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def words_of(row: Forecast) -> tuple[str, ...]:
+    own = (f"batch.global_batch={row.point.config.batch.global_batch}", f"train.steps={row.point.config.train.steps}")
+    return ("train_small", *own, f"train.run_dir={row.point.directory}")
+
+
+def test_a_point_whose_node_dies_runs_again_on_a_spare(tmp_path: Path) -> None:
+    allocation = FourNodes()
+    run_series(priced(tmp_path, [1, 2, 4]), allocation, words_of)  # type: ignore[arg-type]
+    assert [(name[-5:-3], nodes) for name, nodes in allocation.starts] == [
+        ("01", ("n0",)),
+        ("02", ("n0", "n1")),
+        ("02", ("n0", "n2")),
+        ("04", ("n0", "n2", "n3", "n4")),
+    ]
+
+
+def test_what_the_walltime_leaves_no_room_for_stays_in_the_table(tmp_path: Path) -> None:
+    allocation = FourNodes(left_s=60.0)
+    run_series(priced(tmp_path, [1, 2]), allocation, words_of)  # type: ignore[arg-type]
+    assert allocation.starts == [] and len(list(tmp_path.glob("*/point.json"))) == 2
+
+
+def test_a_dry_run_prices_every_point(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["scaling", "strong", "--model", "gpt-175b", "--nodes", "64,128", "--site", "frontier", "-A", "ABC1", "--dry-run"]
+    assert main([*words, "--json"]) == 0
+    text = capsys.readouterr()
+    rows = json.loads(text.out)
+    assert [row["nodes"] for row in rows] == [64, 128] and rows[0]["predicted_efficiency"] == 1.0
+    assert 0.95 < rows[1]["predicted_efficiency"] < 1.0 and rows[1]["predicted_step_s"] == pytest.approx(
+        rows[0]["predicted_step_s"] / 2, rel=0.1
+    )
+    for row in rows:
+        assert row["predicted_node_hours"] == pytest.approx(row["nodes"] * (600 + row["steps"] * row["predicted_step_s"]) / 3600)
+        assert row["predicted_node_hours"] < row["nodes"] * row["minutes"] / 60 and row["peak_gib"] < row["limit_gib"] == 64
+    assert "node-hours with their starts (predicted)" in text.err
+    assert main(words) == 0 and "of 64" in capsys.readouterr().out
+
+
+def test_a_point_saves_and_evaluates_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a trial of `tune`: a node counts the steps that are measured, not what comes between them."""
+    requests: list[submit.JobRequest] = []
+
+    def queue(request: submit.JobRequest) -> submit.Submission:
+        requests.append(request)
+        return submit.Submission("", (), tmp_path)
+
+    monkeypatch.setattr(submit, "submit", queue)
+    run = tmp_path / "run.yaml"
+    run.write_text("base: train_small\ndata: {validation: synthetic}\ntrain: {eval_interval: 4}\n")
+    words = ["scaling", "weak", "--run", str(run), "--nodes", "1,2", "--site", "local", "--batch-per-replica", "16"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
+    configs = [request.config for request in requests]
+    assert len(configs) == 2 and not any(
+        config.train.save_interval or config.train.save_final or config.train.eval_interval for config in configs
+    )
+    assert [config.data.validation for config in configs] == [None, None]
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_anything_is_queued(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = load_run("train_175b", ["parallel.pipeline=4", "train.recompute=none", "machine=frontier"])
+    points = make_series("strong", config, load_site("frontier"), [64, 128], 8000, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        forecasts([(point, None) for point in points])
+    assert [problem.where for problem in caught.value.problems] == ["64 nodes: memory", "128 nodes: memory"]
+    words = ["scaling", "strong", "--model", "gpt-175b", "--nodes", "64", "--site", "frontier", "-A", "ABC1", "--dry-run"]
+    assert main([*words, "parallel.pipeline=4", "train.recompute=none"]) == 2 and "64 nodes: memory" in capsys.readouterr().err
+    assert main(["scaling", "strong", "--model", "gpt-175b", "--nodes", "64"]) == 2 and "--site frontier" in capsys.readouterr().err

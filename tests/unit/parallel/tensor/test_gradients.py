@@ -1,0 +1,64 @@
+"""What waits between the I and the W of a split backward, and for how long."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frontier_llm.blueprint import Parameter, ParameterKind
+from frontier_llm.parallel.tensor import ShardedParameter, WeightGradients
+from frontier_llm.parallel.tensor.gradients import Factor
+from frontier_llm.topology import shard
+
+
+def test_each_product_lets_go_of_its_factors_before_the_next_but_one() -> None:
+    parameter = ShardedParameter.create(torch.zeros(2), shard(Parameter("weight", (2,), ParameterKind.VECTOR)), layer_accumulates=True)
+    parameter.main_grad = torch.zeros(2)
+    gradients, factors = WeightGradients(), []
+
+    def submit(value: float) -> None:
+        saved = torch.full((2,), value, requires_grad=True) * 2  # part of a graph, as what was saved for backward is
+        factor = Factor(saved)
+        factors.append(weakref.ref(factor))
+
+        def accumulate(gradient: Tensor) -> None:
+            gradient += factor.whole()
+
+        gradients.submit(parameter, accumulate, (factor,))
+
+    gradients.defer()
+    for value in (1.0, 2.0, 3.0):
+        submit(value)
+    work = gradients.take_deferred()
+    assert not parameter.main_grad.any()
+    assert not any(factor.tensor.requires_grad for _, _, (factor,) in work)
+    alive: list[int] = []
+    gradients.on_accumulated = lambda _: alive.append(sum(factor() is not None for factor in factors))
+    gradients.run(work)
+    assert alive == [3, 2, 1]
+    assert parameter.main_grad.tolist() == [12.0, 12.0]
+
+
+class _Doubled(torch.autograd.Function):
+    """As the backwards of norms and biases: the gradient of a bf16 parameter was summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].float() + 2**-12
+
+
+def test_what_autograd_brings_reaches_the_fp32_buffer_unrounded() -> None:
+    shape = shard(Parameter("weight", (2,), ParameterKind.VECTOR))
+    parameter, gradients = ShardedParameter.create(torch.zeros(2, dtype=torch.bfloat16), shape), WeightGradients()
+    parameter.main_grad = torch.zeros(2)
+    gradients.collect_from_autograd(parameter, Tensor.add_)
+    for _ in range(3):
+        _Doubled.apply(parameter).sum().backward()
+    assert parameter.main_grad.tolist() == [3 * (1 + 2**-12)] * 2 and parameter.grad is None

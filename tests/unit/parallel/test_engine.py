@@ -1,0 +1,150 @@
+"""What the engine keeps alive: an output until its message is taken, an input until its backward, and in an evaluation nothing."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
+from frontier_llm.comm.group import Sending
+from frontier_llm.parallel.pipeline import SENDS_AHEAD, ActivationSpec, Engine, StageOutput
+from frontier_llm.parallel.tensor import WeightGradients
+from frontier_llm.schedule import Schedule, ScheduleError, build, forward_only
+
+STAGES, MICROBATCHES = 4, 24
+
+
+class Waited:
+    """A message that is taken when its sender waits for it, and not before."""
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        pass
+
+
+class Neighbour:
+    """Sends ones; takes every message at once, or only when waited for."""
+
+    def __init__(self, prompt: bool) -> None:
+        self._prompt = prompt
+
+    def send(self, x: Tensor, to: int) -> Sending:
+        return DONE if self._prompt else Waited()
+
+    def receive(self, buffer: Tensor, source: int) -> Pending:
+        buffer.fill_(1.0)
+        return DONE
+
+
+class Living:
+    """Counts the memory of activations, whoever holds it."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def new(self) -> Tensor:
+        """A zero, in memory that tells when it is freed."""
+        array = np.zeros(1)
+        weakref.finalize(array, self._freed)
+        self.now += 1
+        self.peak = max(self.peak, self.now)
+        return torch.from_numpy(array)
+
+    def _freed(self) -> None:
+        self.now -= 1
+
+
+class Add(Function):
+    """As a block's last residual addition: its backward needs neither input nor output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, outputs: Living) -> Tensor:
+        return outputs.new().add_(x).add_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], grads[0], None
+
+
+def mesh_of(rank: int, group: Neighbour) -> Mesh:
+    ones = {name: single(name) for name in ("tp", "cp", "dp", "replicas", "world", "tied")}
+    pp = Axis("pp", rank, STAGES, tuple(range(STAGES)))
+    channels = {name: replace(pp, name=name, group=group) for name in ("forward", "backward")}  # type: ignore[arg-type]
+    return Mesh(**ones, pp=pp, channels=channels)
+
+
+def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tensor, float]:
+    """(most outputs alive at once, the weight's gradient, the loss) of one rank among neighbours that always send at once."""
+    outputs, weight, group = Living(), torch.ones(1, dtype=torch.float64, requires_grad=True), Neighbour(prompt)
+
+    def stage(x: Tensor | None, microbatch: Any) -> Tensor:
+        y = Add.apply(torch.ones(1, dtype=torch.float64) if x is None else x, weight, outputs)
+        return y.sum() if rank == STAGES - 1 else y
+
+    mesh = mesh_of(rank, group)
+    engine = Engine(schedule, [stage], mesh, WeightGradients(), ActivationSpec((1,), torch.float64, torch.device("cpu")))
+    loss = engine.run(lambda microbatch: microbatch, loss_scale=2.0)["loss"]
+    assert outputs.now == 0
+    return outputs.peak, torch.zeros(1) if weight.grad is None else weight.grad, float(loss)
+
+
+@pytest.mark.parametrize("rank", range(STAGES - 1))
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_outputs_are_freed_when_their_messages_are_taken(prompt: bool, name: str, rank: int) -> None:
+    peak, gradient, _ = play(build(name, STAGES, MICROBATCHES), rank, prompt)
+    assert peak == (1 if prompt else SENDS_AHEAD) + 1
+    assert gradient.item() == MICROBATCHES  # of ones that came back
+
+
+@pytest.mark.parametrize("rank", range(STAGES))
+def test_an_evaluation_keeps_nothing_of_earlier_microbatches(rank: int) -> None:
+    with torch.no_grad():
+        peak, _, loss = play(forward_only(build("1f1b", STAGES, MICROBATCHES)), rank)
+    assert peak <= SENDS_AHEAD + 1
+    assert loss == (2.0 * MICROBATCHES if rank == STAGES - 1 else 0.0)
+
+
+def test_the_last_stage_scales_its_loss_gradient() -> None:
+    _, gradient, loss = play(build("1f1b", STAGES, MICROBATCHES), STAGES - 1)
+    assert gradient.item() == 2.0 * MICROBATCHES and loss == 2.0 * MICROBATCHES
+
+
+@pytest.mark.parametrize("rank", range(STAGES))
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_further_loss_of_any_stage_joins_its_backward(name: str, rank: int) -> None:
+    """With its weight in the gradient, without it in the sum; the input's gradient has both parts."""
+    weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    group = Neighbour(prompt=True)
+
+    def stage(x: Tensor | None, microbatch: Any) -> StageOutput:
+        y = (torch.ones(1, dtype=torch.float64) if x is None else x) + weight
+        return StageOutput(y.sum() if rank == STAGES - 1 else y, {"further": 3 * y.sum()})
+
+    engine = Engine(build(name, STAGES, MICROBATCHES), [stage], mesh_of(rank, group), WeightGradients(),
+                    ActivationSpec((1,), torch.float64, torch.device("cpu")), loss_weights={"further": 0.25, "absent": 1.0})  # fmt: skip
+    sums = {key: float(value) for key, value in engine.run(lambda microbatch: microbatch, loss_scale=2.0).items()}
+    y = 2.0
+    assert sums == {"loss": y * MICROBATCHES if rank == STAGES - 1 else 0.0, "further": 3 * y * MICROBATCHES, "absent": 0.0}
+    assert weight.grad is not None
+    own = 2.0 if rank == STAGES - 1 else 1.0  # the scale, or what the neighbour sends
+    assert weight.grad.item() == MICROBATCHES * (own + 2.0 * 0.25 * 3)
+
+
+def test_a_schedule_that_forgets_something_is_refused_before_it_plays() -> None:
+    """As a plugin's may: without this, a microbatch would be missing from the gradients."""
+    legal = build("gpipe", STAGES, 2)
+    forgetful = replace(legal, actions=tuple(tuple(a for a in actions if str(a) != "B1@3") for actions in legal.actions))
+    for rank in range(STAGES - 1):
+        play(forgetful, rank)  # ranks see their own list alone
+    with pytest.raises(ScheduleError, match="stage 3: B1@3 is missing"):
+        play(forgetful, STAGES - 1)

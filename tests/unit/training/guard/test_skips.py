@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from frontier_llm.training.guard.skips import Decisions
+
+
+def test_decisions_follow_the_course_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    decisions = Decisions(path)
+    decisions.add(3, "not finite", loss="nan")
+    decisions.add(7, "spike", loss="9.0")
+    decisions.add(9, "spike", loss="9.5")
+    decisions.add(5, "rewind", spike_at=9, left_out_samples=2)  # what came after step 5 belongs to an abandoned course
+    assert [(entry["step"], entry["action"]) for entry in decisions.entries()] == [(3, "not finite"), (5, "rewind")]
+    decisions.add(8, "spike", loss="8.0")
+    with path.open("a") as file:
+        file.write('{"step": 9, "act')  # torn by a crash
+    again = Decisions(path)
+    again.resume_at(6, decisions.rewinds)
+    assert [(entry["step"], entry["action"]) for entry in again.entries()] == [(3, "not finite"), (5, "rewind")]
+    assert again.rewinds == [{"step": 5, "action": "rewind", "spike_at": 9, "left_out_samples": 2}]
+    Decisions(None).add(1, "spike")

@@ -1,0 +1,163 @@
+"""The device of a rank: that of the machine file, or an error that names the torch build, the host and what was expected."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from frontier_llm import libraries
+from frontier_llm.config import RunConfig, load_run
+from frontier_llm.config.load import find_file
+from frontier_llm.errors import FrontierError
+from frontier_llm.ops import manifest
+from frontier_llm.run.job_secret import VARIABLE
+from frontier_llm.run.launchers import RankEnv
+from frontier_llm.run.rank_env import node_name
+from frontier_llm.training import device, join
+from frontier_llm.training.device import DeviceError, choose_device, find_device
+from tests.harness.gpus import pretend_gpus, pretend_torch
+
+
+def place(local_rank: int = 0, ranks: int = 8) -> RankEnv:
+    return RankEnv(local_rank, ranks, local_rank, ranks, "n0", "n0", 23456, "slurm")
+
+
+def run(*words: str) -> RunConfig:
+    return load_run("quickstart", ["train.device=auto", *words])
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+@pytest.mark.parametrize(
+    ("machine", "torch_for", "build", "expected"),
+    [
+        ("frontier", "none", "torch 2.10.0 for CPUs", "an AMD GPU (gfx90a) on machine=frontier"),
+        ("frontier", "nvidia", "torch 2.10.0 for CUDA 12.8", "an AMD GPU (gfx90a) on machine=frontier"),
+        ("mi300x", "none", "torch 2.10.0 for CPUs", "an AMD GPU (gfx942) on machine=mi300x"),
+        ("h200", "amd", "torch 2.10.0 for ROCm 7.0", "an NVIDIA GPU (sm_90) on machine=h200"),
+        ("selene", "none", "torch 2.10.0 for CPUs", "an NVIDIA GPU (sm_80) on machine=selene"),
+    ],
+)
+def test_a_torch_of_another_vendor_is_refused(
+    monkeypatch: pytest.MonkeyPatch, machine: str, torch_for: str, build: str, expected: str, wanted: str
+) -> None:
+    pretend_torch(monkeypatch, torch_for)
+    with pytest.raises(DeviceError) as caught:
+        choose_device(run(f"machine={machine}", f"train.device={wanted}"), place(), None)
+    said = str(caught.value)
+    assert build in said and node_name() in said and expected in said and "build of torch" in said
+    assert choose_device(run(f"machine={machine}", "train.device=cpu"), place(), None).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture"), [("frontier", "gfx90a:sramecc+:xnack-"), ("mi300x", "gfx942"), ("eos", "sm_90"), ("selene", "sm_86")]
+)
+def test_the_gpu_of_the_machine_file_is_taken(monkeypatch: pytest.MonkeyPatch, machine: str, architecture: str) -> None:
+    pretend_gpus(monkeypatch, architecture=architecture)
+    found = find_device(run(f"machine={machine}"), place(3), None)
+    assert found.device == torch.device("cuda", 3) and found.error is None
+    assert found.facts["device"] == {"sm_86": "sm_80"}.get(architecture, architecture.split(":")[0])
+
+
+@pytest.mark.parametrize(("machine", "architecture"), [("frontier", "gfx942"), ("mi300x", "gfx90a"), ("selene", "sm_90"), ("eos", "sm_80")])
+def test_a_gpu_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch, machine: str, architecture: str) -> None:
+    pretend_gpus(monkeypatch, architecture=architecture)
+    with pytest.raises(
+        DeviceError, match=rf"pretended {architecture} on {node_name()} has the architecture {architecture}; .*machine={machine}"
+    ):
+        choose_device(run(f"machine={machine}"), place(), None)
+
+
+def test_no_gpu_is_refused_where_one_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, count=0)
+    expected = re.escape(f"torch 2.10.0 for ROCm 7.0 on {node_name()} sees no GPU; train.device=auto means an AMD GPU (gfx90a)")
+    with pytest.raises(DeviceError, match=expected):
+        choose_device(run("machine=frontier"), place(), None)
+    with pytest.raises(DeviceError, match=r"sees no GPU; train\.device=cuda needs one"):
+        choose_device(run("train.device=cuda"), place(), None)
+    assert choose_device(run(), place(), None).type == "cpu"
+
+
+def test_a_machine_that_expects_no_gpu_takes_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rehearsal = tmp_path / "rehearsal.yaml"
+    rehearsal.write_text("base: frontier\ndevice: {vendor: none}\n")
+    for machine in ("local", str(rehearsal)):
+        assert choose_device(run(f"machine={machine}"), place(), None).type == "cpu"
+        with monkeypatch.context() as other:
+            pretend_gpus(other, architecture="sm_90")
+            assert choose_device(run(f"machine={machine}"), place(2), None) == torch.device("cuda", 2)
+
+
+def test_a_machine_file_without_an_architecture_takes_any_of_the_vendor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = find_file("mi250", "machines").read_text().replace("  architecture: gfx90a\n", "")
+    (tmp_path / "mine.yaml").write_text(f"environment: mi250\n{text}")
+    config = run(f"machine={tmp_path}/mine.yaml")
+    with monkeypatch.context() as amd:
+        pretend_gpus(amd, architecture="gfx1100")
+        assert choose_device(config, place(), None).type == "cuda"
+    pretend_gpus(monkeypatch, architecture="sm_90")
+    with pytest.raises(DeviceError, match=r"cannot use AMD GPUs; train\.device=auto means an AMD GPU on machine="):
+        choose_device(config, place(), None)
+
+
+def test_a_gpu_that_does_not_compute_is_an_error_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(index: int) -> None:
+        raise RuntimeError("HIP error: unspecified launch failure\nCompile with ...")
+
+    pretend_gpus(monkeypatch)
+    monkeypatch.setattr(device, "_use", broken)
+    found = find_device(run("machine=frontier"), place(), None)
+    assert found.device is None and found.facts["device"] == "HIP error: unspecified launch failure"
+    assert f"the GPU of rank 0 on {node_name()} cannot be used: HIP error: unspecified launch failure\n    fix:" in str(found.error)
+
+
+def test_facts_tell_torches_kernels_and_libraries_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend_gpus(monkeypatch)
+    monkeypatch.setattr(manifest, "GPU_DIR", tmp_path)
+    monkeypatch.setattr(libraries, "DIRECTORY", tmp_path)
+    seen = [find_device(run("machine=frontier"), place(rank), None).facts for rank in range(2)]
+    assert seen[0] == seen[1] and seen[0]["kernels"] == "none"
+    (tmp_path / "gfx90a").mkdir()
+    for change in (
+        lambda: (tmp_path / "gfx90a" / "manifest.json").write_text("{}"),
+        lambda: (tmp_path / "gfx90a" / "manifest.json").write_text("[]"),
+        lambda: (tmp_path / libraries.TORCH_OPS).write_bytes(b"1"),
+        lambda: (tmp_path / libraries.TORCH_OPS).write_bytes(b"2"),
+        lambda: pretend_torch(monkeypatch, "amd", "2.10.1"),
+    ):
+        change()
+        seen.append(find_device(run("machine=frontier"), place(), None).facts)
+    assert len({tuple(sorted(facts.items())) for facts in seen}) == 6
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, count=4)
+    for local_rank in (0, 7):  # each rank, not only those without a GPU: all end with the reason
+        with pytest.raises(FrontierError, match="8 ranks on n0, where torch sees 4 GPUs"):
+            choose_device(run("train.device=cuda"), place(local_rank), None)
+
+
+def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, os.urandom(32).hex())
+    config = run("train.device=cuda")
+    folder = join._Job(config, place(0, 2)).folder
+    pretend_gpus(monkeypatch, count=1)
+    try:
+        assert choose_device(config, place(0, 2), folder).index == 0
+        assert choose_device(config, place(0, 2), folder).index == 0  # a rank that joins again
+        with monkeypatch.context() as another_process:
+            another_process.setattr(device, "_LOCKS", {})
+            with pytest.raises(FrontierError, match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job has"):
+                choose_device(config, place(1, 2), folder)
+            pretend_gpus(monkeypatch, count=1, bus=0xC6)
+            assert choose_device(config, place(1, 2), folder).index == 0  # its own
+            for lock in device._LOCKS.values():
+                lock.close()
+    finally:
+        for path in [path for path in device._LOCKS if Path(path).parent == folder]:
+            device._LOCKS.pop(path).close()
+        shutil.rmtree(folder)

@@ -1,0 +1,116 @@
+"""Who watches a run: a plugin's observer on every rank, the profiler's trace, Weights & Biases and MLflow without a network."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontier_llm.cli.main import main
+from frontier_llm.config import load_run
+from frontier_llm.training import observers
+
+PLUGIN = """
+import json
+from pathlib import Path
+from frontier_llm.training import observers
+
+class Diary(observers.Observer):
+    def __init__(self, config):
+        self.path = Path(config.train.run_dir)
+        self.lines = []
+
+    def record(self, kind, step, values):
+        self.lines.append([kind, step])
+
+    def before_step(self, state):
+        self.lines.append(["before", state.current_step])
+
+    def after_step(self, state, result):
+        self.rank = state.mesh.world.rank
+        self.lines.append(["after", state.current_step, result.loss])
+
+    def close(self):
+        (self.path / f"diary_{self.rank}.json").write_text(json.dumps(self.lines))
+
+observers.register("diary", Diary, every_rank=True)
+"""
+
+
+def run_file(tmp_path: Path, **train: Any) -> str:
+    path = tmp_path / "run.yaml"
+    settings = {"run_dir": str(tmp_path / "run"), "steps": 3, "device": "cpu", "tensorboard": False, "eval_samples": 2, **train}
+    content = {"model": "llama-tiny", "batch": {"global_batch": 4}, "data": {"validation": "synthetic"}, "train": settings}
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.thorough
+def test_a_plugin_s_observer_and_a_profile_on_two_ranks(tmp_path: Path) -> None:
+    plugin = tmp_path / "diary.py"
+    plugin.write_text(PLUGIN)
+    file = run_file(tmp_path, observers=["diary"], profile={"steps": "2-3", "ranks": [1]})
+    assert main(["train", file, "parallel.pipeline=2", f"plugins=[{plugin}]"]) == 0
+    first, second = (json.loads((tmp_path / "run" / f"diary_{rank}.json").read_text()) for rank in (0, 1))
+    assert [line for line in second if line[0] == "before"] == [["before", step] for step in range(3)]
+    assert {line[0] for line in second} == {"before", "after"}, "only rank 0 writes records"
+    assert [line for line in first if line[0] == "after"] == [line for line in second if line[0] == "after"], "all ranks see one loss"
+    assert [line for line in first if line[0] not in ("before", "after")] == [
+        ["start", 0], ["evaluation", 0], ["step", 1], ["step", 2], ["step", 3], ["evaluation", 3], ["save", 3], ["communication", 3], ["communication", 3],
+    ]  # fmt: skip
+    (trace,) = (tmp_path / "run" / "profile").iterdir()
+    assert trace.name == "steps_2-3_rank_00001.json.gz"
+    names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    for phase in ("forward of microbatch 3, virtual stage 1", "backward of microbatch 0, virtual stage 1", "optimizer"):
+        assert names.count(phase) == 2, phase  # once in each step
+
+
+def told(config_file: str, name: str) -> observers.Observer:
+    """One attempt's worth of records, the second time after a resume."""
+    (observer,) = observers.make(load_run(config_file, [f"train.observers=[{name}]"]), 0)
+    observer.record("start", 0, {"layout": {}})
+    observer.record("step", 1, {"loss": 3.5, "phases_s": {"forward": 0.25}, "skipped": False})
+    observer.close()
+    return observer
+
+
+@pytest.mark.thorough  # its database takes many seconds to set up
+def test_mlflow_goes_on_with_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    run_id = (told(run_file(tmp_path), "mlflow"), told(run_file(tmp_path), "mlflow"))[0]._run_id  # type: ignore[attr-defined]
+    client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
+    assert [point.value for point in client.get_metric_history(run_id, "step/loss")] == [3.5, 3.5]
+    run = client.get_run(run_id)
+    assert run.data.metrics["step/phases_s/forward"] == 0.25 and run.data.params["batch.global_batch"] == "4"
+
+
+@pytest.mark.thorough
+def test_weights_and_biases_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (tmp_path / "run").mkdir()
+    told(run_file(tmp_path), "wandb")
+    (kept,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    # a process of W&B's own writes it, on a busy machine after `close`; pytest's time limit ends the wait
+    while kept.stat().st_size <= 500:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.observers=[wand]"], "did you mean 'wandb'"),
+        (["train.profile={steps: 2-9}"], "not over when the run ends after 3"),
+        (["train.profile={steps: 1, ranks: [4]}"], "the run has no rank 4"),
+        (["train.profile={steps: 3-2}"], "write 2-3"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(tmp_path: Path, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", run_file(tmp_path), "--check", *overrides]) == 2
+    assert words in capsys.readouterr().err
