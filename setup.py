@@ -1,4 +1,6 @@
-"""Installs the package and builds its C++ parts ahead of time, with a plain C++ compiler and the torch that is already there."""
+"""Installs the package and builds its C++ parts ahead of time, with a plain C++ compiler and the torch that is
+already there.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,24 @@ OLDEST_TORCH = (2, 10)
 OLDEST_COMPILERS = {"GCC": 12, "clang": 16}
 COMPILER_MODULE = "PrgEnv-gnu/8.7.0"  # as in slurm/sites/frontier.yaml
 # -ffp-contract=fast lets a * b + c become one instruction; the other two let sqrt and comparisons vectorise.
-FLAGS = ["-std=c++20", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wall"]
-FLAGS += ["-Wno-maybe-uninitialized"]  # GCC 12 says it of its own AVX-512 header; clang does not know the warning and says nothing
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-g0",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wall",
+]
+# GCC 12 says it of its own AVX-512 header; clang does not know the warning and says nothing
+FLAGS += ["-Wno-maybe-uninitialized"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 INSTRUCTION_SETS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 
-# What reads the GPU kernels' code objects. They are compiled by the Triton that a torch for ROCm or CUDA brings: another Triton would
+# What reads the GPU kernels' code objects. They are compiled by the Triton that a torch for ROCm or CUDA brings:
+# another Triton would
 # overwrite its files. Nothing of this is needed to launch kernels.
 KERNEL_TOOLS = ["msgpack", "pyelftools"]
 TRITON = "triton>=3.5,<4"  # for a torch for CPUs, which brings none
@@ -53,7 +67,9 @@ def compiler_version(compiler: list[str]) -> tuple[str, int]:
 
 
 def find_compiler() -> list[str]:
-    """CXX, or the first of c++ and g++ that knows C++20: on SLES 15 `c++` is GCC 7, also if a module has put a newer `g++` on PATH."""
+    """CXX, or the first of c++ and g++ that knows C++20: on SLES 15 `c++` is GCC 7, also if a module has put a newer
+    `g++` on PATH.
+    """
     wanted = " or ".join(f"{name} {version}" for name, version in OLDEST_COMPILERS.items())
     candidates = [os.environ["CXX"].split()] if os.environ.get("CXX") else [["c++"], ["g++"]]
     found = [compiler for compiler in candidates if shutil.which(compiler[0])]
@@ -64,14 +80,21 @@ def find_compiler() -> list[str]:
         name, version = compiler_version(compiler)
         if version >= OLDEST_COMPILERS.get(name, 1):
             return compiler
-        refused.append(f"{' '.join(compiler)} is {name} {version}" if name else f"{' '.join(compiler)} is neither GCC nor clang")
-    fix = f"on Frontier: module load {COMPILER_MODULE}; elsewhere load or install {wanted} or newer; then set CXX=g++ if c++ is the old one"
+        refused.append(
+            f"{' '.join(compiler)} is {name} {version}" if name else f"{' '.join(compiler)} is neither GCC nor clang"
+        )
+    fix = (
+        f"on Frontier: module load {COMPILER_MODULE}; elsewhere load or install {wanted} or newer; then set "
+        f"CXX=g++ if c++ is the old one"
+    )
     fail(f"C++20 needs {wanted}: {', '.join(refused)}", fix)
     raise AssertionError
 
 
 def torch_flags() -> tuple[list[str], list[str], list[str]]:
-    """Include folders, library folders and flags of the torch in this environment; a clear error where there is none."""
+    """Include folders, library folders and flags of the torch in this environment; a clear error where there is
+    none.
+    """
     try:
         import torch
         from torch.utils import cpp_extension
@@ -102,7 +125,13 @@ class BuildOps(Command):
 
     def run(self) -> None:
         self.spawn(
-            [sys.executable, "-m", "frontier_llm.ops.aot.build", str(ROOT / "frontier_llm" / "_native" / "gpu"), *self.architectures]
+            [
+                sys.executable,
+                "-m",
+                "frontier_llm.ops.aot.build",
+                str(ROOT / "frontier_llm" / "_native" / "gpu"),
+                *self.architectures,
+            ]
         )
 
 
@@ -124,7 +153,9 @@ class NativeBuild(build_ext):
         compiler = self.compiler_command
         target = Path(self.get_ext_fullpath(ext.name))
         sources = [ROOT / source for source in ext.sources]
-        newest = max(path.stat().st_mtime for path in [*sources, *(ROOT / name for name in ext.depends), Path(__file__)])
+        newest = max(
+            path.stat().st_mtime for path in [*sources, *(ROOT / name for name in ext.depends), Path(__file__)]
+        )
         if not self.force and target.exists() and target.stat().st_mtime > newest:
             return
         includes, libraries, defines = torch_flags() if "torch" in ext.libraries else ([], [], [])
@@ -134,7 +165,10 @@ class NativeBuild(build_ext):
         system = [flag for folder in includes for flag in ("-isystem", folder)]
 
         def compiled(source: Path) -> str:
-            isa, result = INSTRUCTION_SETS.get(source.stem.removeprefix("kernels_"), []), str(build / f"{source.stem}.o")
+            isa, result = (
+                INSTRUCTION_SETS.get(source.stem.removeprefix("kernels_"), []),
+                str(build / f"{source.stem}.o"),
+            )
             self.spawn([*compiler, *FLAGS, *defines, *isa, *system, "-c", str(source), "-o", result])
             return result
 
@@ -145,10 +179,14 @@ class NativeBuild(build_ext):
 
 
 def native_libraries() -> list[Extension]:
-    """The shared libraries: CPU ops, sample index, checkpoint digests, shared memory, the authenticated store, heartbeats, GPU launcher."""
+    """The shared libraries: CPU ops, sample index, checkpoint digests, shared memory, the authenticated store,
+    heartbeats, GPU launcher.
+    """
     x86 = os.uname().machine in ("x86_64", "AMD64")
     kernels = [f"csrc/cpu/kernels_{isa}.cpp" for isa in ("generic", *(INSTRUCTION_SETS if x86 else ()))]
-    headers = [str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inc") for path in sorted((ROOT / "csrc").rglob(pattern))]
+    headers = [
+        str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inc") for path in sorted((ROOT / "csrc").rglob(pattern))
+    ]
     libraries = [
         Extension(
             "frontier_llm._native.libfrontier_ops",
@@ -165,16 +203,22 @@ def native_libraries() -> list[Extension]:
         ("libheartbeat", "csrc/heartbeat.cpp", ["-pthread"]),
         ("libgpu_launcher", "csrc/gpu_launcher.cpp", ["-ldl"]),
     ):
-        libraries.append(Extension(f"frontier_llm._native.{name}", sources=[source], depends=headers, extra_link_args=links))
+        libraries.append(
+            Extension(f"frontier_llm._native.{name}", sources=[source], depends=headers, extra_link_args=links)
+        )
     return libraries
 
 
 def shared_files() -> list[tuple[str, list[str]]]:
-    """configs/, slurm/ and launch/ as data files, so that an installed wheel finds them (config.load.configs_dir, cluster.sites.root_dir)."""
+    """configs/, slurm/ and launch/ as data files, so that an installed wheel finds them (config.load.configs_dir,
+    cluster.sites.root_dir).
+    """
     folders: dict[str, list[str]] = {}
     for path in sorted(path for name in ("configs", "slurm", "launch") for path in (ROOT / name).rglob("*")):
         if path.is_file():
-            folders.setdefault(str(Path("share/frontier_llm") / path.parent.relative_to(ROOT)), []).append(str(path.relative_to(ROOT)))
+            folders.setdefault(str(Path("share/frontier_llm") / path.parent.relative_to(ROOT)), []).append(
+                str(path.relative_to(ROOT))
+            )
     return sorted(folders.items())
 
 
@@ -190,7 +234,8 @@ if sys.platform != "linux" and any(command in sys.argv for command in ("build_ex
 setup(
     name="frontier-llm",
     version=version(),
-    description="Pretraining with tensor x pipeline x ZeRO-1 data parallelism on MI250X supercomputers, and on a laptop",
+    description="Pretraining with tensor x pipeline x ZeRO-1 data parallelism on MI250X supercomputers, and on a "
+    "laptop",
     python_requires=">=3.11",
     license="Apache-2.0",
     packages=find_packages(include=["frontier_llm", "frontier_llm.*"]),
@@ -199,7 +244,10 @@ setup(
     ext_modules=native_libraries(),
     cmdclass={"build_ext": NativeBuild, "build_ops": BuildOps},
     entry_points={
-        "console_scripts": ["frontier-llm = frontier_llm.cli.main:entry", "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main"],
+        "console_scripts": [
+            "frontier-llm = frontier_llm.cli.main:entry",
+            "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main",
+        ],
         "lm_eval.models": ["frontier-llm = frontier_llm.inference.lm_eval_model:FrontierLM"],
     },
     # torch is not listed: pip must never replace the build that a site has for its GPUs. The build above checks it.
@@ -223,7 +271,8 @@ setup(
             *KERNEL_TOOLS,
         ],
         "kernels": KERNEL_TOOLS,
-        "data": ["pyarrow", "datasets"],  # which brings fsspec, aiohttp and huggingface_hub; s3:// and gs:// also need s3fs or gcsfs
+        # which brings fsspec, aiohttp and huggingface_hub; s3:// and gs:// also need s3fs or gcsfs
+        "data": ["pyarrow", "datasets"],
         "deepspeed": ["deepspeed==0.19.8"],  # a source package that needs the torch that is there: --no-build-isolation
         "hf": ["transformers"],
         "eval": ["lm_eval", "transformers", "accelerate"],  # lm_eval's own model, to compare with, needs the last two

@@ -28,7 +28,9 @@ class Problem:
 
 
 def not_installed(package: str, where: str = "") -> Problem:
-    """A package that is needed and not there; torch and what only some commands need (plots, models of others) are not requirements of ours."""
+    """A package that is needed and not there; torch and what only some commands need (plots, models of others) are
+    not requirements of ours.
+    """
     which = "  (docs/frontier.md has the index of the build for ROCm)" if package == "torch" else ""
     return Problem(where, f"{package} is not installed", f"pip install {package}{which}")
 
@@ -61,7 +63,9 @@ class FrontierError(Exception):
                 text = text.replace(name, other)
             return text
 
-        self.problems = tuple(Problem(*map(said, (problem.where, problem.what, problem.fix))) for problem in self.problems)
+        self.problems = tuple(
+            Problem(*map(said, (problem.where, problem.what, problem.fix))) for problem in self.problems
+        )
 
 
 class ConfigError(FrontierError):
@@ -91,7 +95,15 @@ class RankFailure(FrontierError):
 
 
 # what others call our precisions, and torch's device of either vendor
-_SYNONYMS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
+_SYNONYMS = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+}
 _SYNONYMS |= {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
 
 

@@ -1,9 +1,12 @@
 """Named places in the code where a test may make a fault happen at an exact instant; a dictionary look-up when off.
 
-`arm("checkpoint.shard_written@1#2=kill")` kills rank 1 at the second time that it comes to `hit("checkpoint.shard_written")`.
-A specification is a comma-separated list of `name[@rank][#nth][%]=action[:argument]`; `%` repeats from the nth time on.
+`arm("checkpoint.shard_written@1#2=kill")` kills rank 1 at the second time that it comes to
+`hit("checkpoint.shard_written")`. A specification is a comma-separated list of
+`name[@rank][#nth][%]=action[:argument]`; `%` repeats from the nth time on.
 
-Actions: kill (SIGKILL), stop (SIGSTOP), exit:CODE, sleep:SECONDS, errno:NAME (OSError, e.g. errno:ENOSPC), error:TEXT (RuntimeError), hold:SECONDS (sleeps with the interpreter lock held), perturb (adds 1 to the first of the values at hand).
+Actions: kill (SIGKILL), stop (SIGSTOP), exit:CODE, sleep:SECONDS, errno:NAME (OSError, e.g. errno:ENOSPC), error:TEXT
+(RuntimeError), hold:SECONDS (sleeps with the interpreter lock held), perturb (adds 1 to the first of the values at
+hand).
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from frontier_llm import log
 from frontier_llm.errors import ConfigError
 
 ACTIONS = ("kill", "stop", "exit", "sleep", "errno", "error", "hold", "perturb")
-_RULE = re.compile(r"(?P<name>[\w.]+)(@(?P<rank>\d+))?(#(?P<nth>\d+))?(?P<repeat>%)?=(?P<action>\w+)(:(?P<argument>.*))?")
+_RULE = re.compile(
+    r"(?P<name>[\w.]+)(@(?P<rank>\d+))?(#(?P<nth>\d+))?(?P<repeat>%)?=(?P<action>\w+)(:(?P<argument>.*))?"
+)
 
 
 @dataclass
@@ -37,13 +42,17 @@ _armed: dict[str, list[_Rule]] = {}
 
 
 def arm(specification: str, rank: int = 0) -> None:
-    """Replace what is armed by those rules of the specification that are for this rank; '' disarms. Raises ConfigError."""
+    """Replace what is armed by those rules of the specification that are for this rank; '' disarms. Raises
+    ConfigError.
+    """
     _armed.clear()
     for text in filter(None, specification.split(",")):
         match = _RULE.fullmatch(text.strip())
         if match is None or match["action"] not in ACTIONS:
             raise ConfigError(
-                f"{text!r} is not a failpoint", f"write name[@rank][#nth][%]=action with an action of {ACTIONS}", "failpoints"
+                f"{text!r} is not a failpoint",
+                f"write name[@rank][#nth][%]=action with an action of {ACTIONS}",
+                "failpoints",
             )
         if match["rank"] is None or int(match["rank"]) == rank:
             rule = _Rule(int(match["nth"] or 1), bool(match["repeat"]), match["action"], match["argument"] or "")

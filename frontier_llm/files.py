@@ -32,11 +32,14 @@ def write_all(descriptor: int, data: memoryview, start: int) -> None:
     """os.pwrite from byte `start` of the file on, until everything is taken."""
     while data:
         count = os.pwrite(descriptor, data, start)
-        data, start = data[count:], start + count
+        data = data[count:]
+        start = start + count
 
 
 def open_plain(path: Path) -> int:
-    """A descriptor for reading a file that is only itself: no link, device or folder, and no other name for the same bytes. Raises OSError."""
+    """A descriptor for reading a file that is only itself: no link, device or folder, and no other name for the same
+    bytes. Raises OSError.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     what = "is a hard link: copy the file" if status.st_nlink > 1 else "is no plain file"
@@ -49,7 +52,8 @@ def open_plain(path: Path) -> int:
 def open_below(folder: Path, name: str, flags: int, mode: int = 0o644) -> int:
     """Open the file `name` below `folder`, and follow no link on the way. Missing folders are made.
 
-    `folder` itself may be a link, which is the user's own. Raises FrontierError for a link or a device below it, OSError for the rest.
+    `folder` itself may be a link, which is the user's own. Raises FrontierError for a link or a device below it,
+    OSError for the rest.
     """
     *parents, last = PurePath(name).parts
     inner = _enter(folder, parents)
@@ -68,7 +72,9 @@ def open_below(folder: Path, name: str, flags: int, mode: int = 0o644) -> int:
 
 
 def write_replaced(path: Path, content: bytes) -> None:
-    """Write a file anew in place of whatever has its name. A link is removed and not followed; nothing waits for the device."""
+    """Write a file anew in place of whatever has its name. A link is removed and not followed; nothing waits for the
+    device.
+    """
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -105,7 +111,9 @@ def _not_below(error: OSError, path: Path) -> Exception:
     """The error for a user: a link is named as such, and any other fault of the system has the whole path."""
     if path.is_symlink():
         what = f"is a link to {os.readlink(path)}; nothing is written through links below a run directory"
-        return FrontierError(what, "remove the link; the run directory itself and its checkpoints/ may be links", str(path))
+        return FrontierError(
+            what, "remove the link; the run directory itself and its checkpoints/ may be links", str(path)
+        )
     if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
         return FrontierError(f"is in the way: {error.strerror}", "move it away", str(path))
     error.filename = str(path)
@@ -145,8 +153,8 @@ def sync_directory(path: Path) -> None:
 def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], None] = lambda: None) -> None:
     """Replace a file so that a reader sees the old or the new content, never half of it. Text is written as UTF-8.
 
-    Its folder is made where it is missing; `on_written` is called between the flush and the rename. Raises OSError, naming the file.
-    What is no file of a folder, /dev/stdout or a pipe, is written as it is.
+    Its folder is made where it is missing; `on_written` is called between the flush and the rename. Raises OSError,
+    naming the file. What is no file of a folder, /dev/stdout or a pipe, is written as it is.
     """
     if path.parent in (Path("/dev"), Path("/dev/fd")) or path.is_fifo():
         path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -167,7 +175,8 @@ def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], 
 
 def package_digest() -> str:
     """Of the package's own sources as this node sees them: names and contents, right also where there is no git."""
-    package, digest = Path(__file__).resolve().parent, hashlib.sha256()
+    package = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]

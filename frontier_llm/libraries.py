@@ -1,4 +1,6 @@
-"""The shared libraries that setup.py builds ahead of time from csrc/: found, loaded and checked; nothing is compiled here."""
+"""The shared libraries that setup.py builds ahead of time from csrc/: found, loaded and checked; nothing is compiled
+here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from frontier_llm.errors import BackendError
 
 DIRECTORY = Path(__file__).resolve().parent / "_native"
 TORCH_OPS = "libfrontier_ops.so"  # loaded by torch, whose version it is built for (ops/native.py)
-# Libraries that are loaded with ctypes. Each lists its functions without arguments and the value that this version of the package expects.
+# Libraries that are loaded with ctypes. Each lists its functions without arguments and the value that this version of
+# the package expects.
 LIBRARIES: dict[str, dict[str, int]] = {
     "libgpu_launcher.so": {},
     "libheartbeat.so": {"fl_heartbeat_abi": 1},
@@ -44,7 +47,9 @@ def libraries_digest() -> str:
     return digest.hexdigest()
 
 
-def load_library(name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]], answers: Mapping[str, int] | None = None) -> ctypes.CDLL:
+def load_library(
+    name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]], answers: Mapping[str, int] | None = None
+) -> ctypes.CDLL:
     """Load a library by its file name. `functions` maps a name to its result type and argument types.
 
     The values of LIBRARIES and of `answers` are compared with what the library's functions return.
@@ -58,7 +63,9 @@ def load_library(name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]], 
         library = ctypes.CDLL(str(path))
         given = {question: getattr(library, question)() for question in expected}
         if given != expected:
-            raise BackendError(f"{name} answers {given}, expected {expected}", f"build it again: {BUILD_COMMAND}", str(DIRECTORY))
+            raise BackendError(
+                f"{name} answers {given}, expected {expected}", f"build it again: {BUILD_COMMAND}", str(DIRECTORY)
+            )
         for function, (result, arguments) in functions.items():
             getattr(library, function).restype, getattr(library, function).argtypes = result, arguments
     except (OSError, AttributeError) as error:

@@ -1,8 +1,9 @@
-"""The look of every page that this program writes: one style sheet, light and dark, and figures to hover, zoom and toggle.
+"""The look of every page that this program writes: one style sheet, light and dark, and figures to hover, zoom and
+toggle.
 
-A page is one file that needs nothing from elsewhere. Its figures are drawn by Plotly, whose script (4.8 MB) the page carries; without the
-`plotly` package a page has its texts and tables, and says what is missing. Plotly's Python classes are not used: a figure is its JSON, which
-starts in no time.
+A page is one file that needs nothing from elsewhere. Its figures are drawn by Plotly, whose script (4.8 MB) the page
+carries; without the `plotly` package a page has its texts and tables, and says what is missing. Plotly's Python classes
+are not used: a figure is its JSON, which starts in no time.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ pre { padding: .8rem 1rem; overflow-x: auto; font-size: 12.5px } details { paddi
 .chart .legend .bg, .chart .modebar-group { fill: transparent !important; background: transparent !important }
 .chart .modebar-btn path { fill: var(--soft) !important }
 .chart .hoverlayer text { fill: #fff !important }
-"""
+"""  # noqa: E501
 DRAW = """
 for (const source of document.querySelectorAll("script.figure")) {
   const { data, layout } = JSON.parse(source.textContent);
   const buttons = [["zoom2d", "pan2d", "resetScale2d", "toImage"]];
   Plotly.newPlot(source.previousElementSibling, data, layout, { responsive: true, displaylogo: false, modeBarButtons: buttons });
 }
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,20 @@ class Chart:
 
 
 def line(
-    name: str, x: Iterable[Any], y: Iterable[Any], index: int = 0, *, marks: str = "", dash: str = "", hover: Sequence[str] = ()
+    name: str,
+    x: Iterable[Any],
+    y: Iterable[Any],
+    index: int = 0,
+    *,
+    marks: str = "",
+    dash: str = "",
+    hover: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One curve in the colour of series `index`; `marks` draws points of that shape too, `hover` adds a text to each point."""
-    look, places = {"color": COLORS[index % len(COLORS)]}, _plain(x)
+    """One curve in the colour of series `index`; `marks` draws points of that shape too, `hover` adds a text to each
+    point.
+    """
+    look = {"color": COLORS[index % len(COLORS)]}
+    places = _plain(x)
     return {
         "type": "scatter",
         "mode": "lines+markers" if marks or len(places) == 1 else "lines",  # a line of one point would not be seen
@@ -112,7 +123,9 @@ def level(name: str, y: float, x: Sequence[float]) -> dict[str, Any]:
 
 
 def figures(charts: Iterable[Chart]) -> str:
-    """HTML of several charts side by side where there is room; '' without Plotly, of which the page's head then speaks."""
+    """HTML of several charts side by side where there is room; '' without Plotly, of which the page's head then
+    speaks.
+    """
     drawn = "".join(map(figure, charts))
     return f"<div class=figures>{drawn}</div>" if drawn else ""
 
@@ -138,7 +151,10 @@ def figure(chart: Chart) -> str:
         old = layout.get(name)
         layout[name] = {**old, **value} if isinstance(old, dict) else value
     content = strict_json({"data": chart.traces, "layout": layout}, indent=None).replace("</", "<\\/")
-    return f'<figure><figcaption>{text(chart.title)}</figcaption><div class=chart></div><script type="application/json" class=figure>{content}</script></figure>'
+    return (
+        f"<figure><figcaption>{text(chart.title)}</figcaption><div class=chart></div><script "
+        f'type="application/json" class=figure>{content}</script></figure>'
+    )
 
 
 def _powers(chart: Chart) -> dict[str, Any]:
@@ -157,7 +173,11 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Ite
     """An HTML table of texts, with a scroll bar of its own where the window is narrow; `classes` styles the rows."""
 
     def row(tag: str, cells: Iterable[object], name: str = "") -> str:
-        return f"<tr{f' class={name}' if name else ''}>" + "".join(f"<{tag}>{text(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return (
+            f"<tr{f' class={name}' if name else ''}>"
+            + "".join(f"<{tag}>{text(cell)}</{tag}>" for cell in cells)
+            + "</tr>"
+        )
 
     names = [*classes]
     body = "".join(row("td", cells, names[index] if names else "") for index, cells in enumerate(rows))
@@ -191,8 +211,14 @@ def write_page(path: Path, title: str, subtitle: str, parts: Iterable[str]) -> P
     elif "class=chart" in body:
         plotly = (resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
         script = f"<script>{plotly}</script><script>{DRAW}</script>"
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{text(title)}</title>'
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, '
+        f'initial-scale=1"><title>{text(title)}</title>'
+    )
     top = f"<h1>{text(title)}</h1><p class=sub>{text(subtitle)}</p>"
-    page = f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>{top}\n{body}{script}</body></html>\n'
+    page = (
+        f"<!doctype html>\n<html "
+        f'lang="en"><head>{head}<style>{CSS}</style></head>\n<body>{top}\n{body}{script}</body></html>\n'
+    )
     write_atomically(path, page)
     return path

@@ -1,4 +1,6 @@
-"""How a table looks in a terminal and in Markdown. A heading that begins with '>' puts its column's cells to the right, as numbers stand."""
+"""How a table looks in a terminal and in Markdown. A heading that begins with '>' puts its column's cells to the
+right, as numbers stand.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,4 +18,6 @@ def aligned(head: Sequence[str], rows: Iterable[Iterable[object]], indent: str =
 def markdown(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table as Markdown has it."""
     rule = ["--:" if title.startswith(">") else "---" for title in head]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in ([title.removeprefix(">") for title in head], rule, *rows))
+    return "\n".join(
+        f"| {' | '.join(map(str, line))} |" for line in ([title.removeprefix(">") for title in head], rule, *rows)
+    )

@@ -5,7 +5,9 @@ import os
 import re
 from typing import Any
 
-KIB, MIB, GIB = 1024, 1024**2, 1024**3
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
 TERA = 1e12
 
 
@@ -41,7 +43,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """(1, 'microbatch') -> '1 microbatch', (4, 'microbatch') -> '4 microbatches'; `-es` after a hissing sound, otherwise `-s`."""
+    """(1, 'microbatch') -> '1 microbatch', (4, 'microbatch') -> '4 microbatches'; `-es` after a hissing sound,
+    otherwise `-s`.
+    """
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
@@ -55,7 +59,8 @@ def format_age(seconds: float) -> str:
     return "just now"
 
 
-# all but tab and newline; half surrogate pairs cannot be printed, and marks of direction show text in another order than it has
+# all but tab and newline; half surrogate pairs cannot be printed, and marks of direction show text in another order
+# than it has
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -65,7 +70,9 @@ def printable(text: str) -> str:
 
 
 def strict_json(content: Any, indent: int | None = 1, ensure_ascii: bool = True, sort_keys: bool = False) -> str:
-    """JSON that every reader takes: NaN and infinities, for which JSON has no word, become null; paths become text. `indent=None`: one line."""
+    """JSON that every reader takes: NaN and infinities, for which JSON has no word, become null; paths become text.
+    `indent=None`: one line.
+    """
     import json  # `--help` is answered without it
 
     options: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "sort_keys": sort_keys}

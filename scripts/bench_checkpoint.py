@@ -1,9 +1,11 @@
-"""Save and load speed against the machine's own: `dd conv=fsync` for writing, a plain read with sha256 for reading, in the same run.
+"""Save and load speed against the machine's own: `dd conv=fsync` for writing, a plain read with sha256 for reading, in
+the same run.
 
     python scripts/bench_checkpoint.py [--gib 1.0] [--repeats 3] [--directory .]
 
-One rank, a model of eight matrices; median and best of the repeats, which take turns; CPU seconds tell how much work it is on a machine that is
-not idle. The page cache is dropped before each read (needs root; without it both sides read from the cache).
+One rank, a model of eight matrices; median and best of the repeats, which take turns; CPU seconds tell how much work it
+is on a machine that is not idle. The page cache is dropped before each read (needs root; without it both sides read
+from the cache).
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def progress_at(step: int) -> Progress:
 
 
 def summary(size: int, times: dict[str, list[float]], cpu_s: dict[str, float]) -> dict[str, object]:
-    """GiB/s and CPU seconds per GiB of each piece of work, and what share of the machine's own speed saving and loading reach."""
+    """GiB/s and CPU seconds per GiB of each piece of work, and what share of the machine's own speed saving and
+    loading reach.
+    """
     gib = size / GIB
     result: dict[str, object] = {}
     for name, seconds in times.items():
@@ -100,7 +104,10 @@ def summary(size: int, times: dict[str, list[float]], cpu_s: dict[str, float]) -
             "cpu_s_per_gib": round(cpu_s[name] / gib, 3),
             "all_s": [round(s, 2) for s in seconds],
         }
-    for name, machine, ours in (("save_share_of_dd", "dd_fsync", "save"), ("load_share_of_read_sha256", "read_sha256", "load")):
+    for name, machine, ours in (
+        ("save_share_of_dd", "dd_fsync", "save"),
+        ("load_share_of_read_sha256", "read_sha256", "load"),
+    ):
         result[name] = {
             "median": round(median(times[machine]) / median(times[ours]), 3),
             "best": round(min(times[machine]) / min(times[ours]), 3),
@@ -114,14 +121,17 @@ def main() -> None:
     try:
         manager, _ = manager_of(folder / "checkpoints", options.gib)
         size = manager._writer.total_bytes
-        source, copies = folder / "source", [folder / f"dd-{number}" / "file" for number in range(options.repeats)]
+        source = folder / "source"
+        copies = [folder / f"dd-{number}" / "file" for number in range(options.repeats)]
         with source.open("wb") as file:
             for _ in range(size >> 20):
                 file.write(os.urandom(1 << 20))
 
         def dd() -> None:
-            # as a run does it: into a new folder, while the last two files are still there; so both sides get blocks of the disk that
-            # were not just written (rewriting the blocks of a file just deleted was five times as fast on a virtual disk)
+            # as a run does it: into a new folder, while the last two files are still there; so both sides get blocks of
+            # the disk that
+            # were not just written (rewriting the blocks of a file just deleted was five times as fast on a virtual
+            # disk)
             number = len(times["dd_fsync"])
             copies[number].parent.mkdir()
             command = ["dd", f"if={source}", f"of={copies[number]}", "bs=8M", "conv=fsync", "status=none"]
@@ -130,7 +140,8 @@ def main() -> None:
                 shutil.rmtree(copies[number - 2].parent)
 
         def read_and_hash() -> None:
-            digest, buffer = hashlib.sha256(), bytearray(8 << 20)
+            digest = hashlib.sha256()
+            buffer = bytearray(8 << 20)
             with copies[len(times["read_sha256"])].open("rb", buffering=0) as file:
                 while count := file.readinto(buffer):
                     digest.update(memoryview(buffer)[:count])
@@ -146,7 +157,13 @@ def main() -> None:
 
         steps = iter(range(1, 1000))
         save()  # allocates the copy
-        work = {"dd_fsync": dd, "save": save, "read_sha256": read_and_hash, "load": load, "training_waits_for_copy": copy}
+        work = {
+            "dd_fsync": dd,
+            "save": save,
+            "read_sha256": read_and_hash,
+            "load": load,
+            "training_waits_for_copy": copy,
+        }
         times: dict[str, list[float]] = {name: [] for name in work}
         cpu_s = dict.fromkeys(work, 0.0)
         for _ in range(options.repeats):  # in turns, so that both sides of a ratio meet the same neighbours
@@ -158,7 +175,8 @@ def main() -> None:
                     os.sync()
                 if name in ("read_sha256", "load"):
                     drop_caches()
-                started, used_s = time.perf_counter(), cpu_seconds()
+                started = time.perf_counter()
+                used_s = cpu_seconds()
                 measured()
                 times[name].append(time.perf_counter() - started)
                 cpu_s[name] += (cpu_seconds() - used_s) / options.repeats

@@ -1,8 +1,9 @@
 """Shared memory against gloo's sockets on this machine, interleaved in one run, for the sizes that CPU training sends.
 
 python scripts/bench_comm_cpu.py --ranks 2 [--rounds 30] [--json out.json]
-Each (operation, size) is timed in rounds that alternate between the transports, so that a busy machine hurts both alike; the
-median and the minimum of the slowest rank's times are printed. Ranks start together from a barrier before every call.
+Each (operation, size) is timed in rounds that alternate between the transports, so that a busy machine hurts both
+alike; the median and the minimum of the slowest rank's times are printed. Ranks start together from a barrier before
+every call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from frontier_llm.comm import Meeting, all_gather, all_reduce_, barrier, build_mesh, connect, disconnect, post_receive, reduce_scatter
+from frontier_llm.comm import (
+    Meeting,
+    all_gather,
+    all_reduce_,
+    barrier,
+    build_mesh,
+    connect,
+    disconnect,
+    post_receive,
+    reduce_scatter,
+)
 from frontier_llm.comm.axis import Axis
 from frontier_llm.config import CommConfig
 from frontier_llm.run.launchers import free_port
@@ -89,9 +100,11 @@ def main() -> None:
     parser.add_argument("--json", help="also write the rows here")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
+    results = context.Queue()
+    port = free_port()
     processes = [
-        context.Process(target=serve, args=(rank, arguments.ranks, port, arguments.rounds, results)) for rank in range(arguments.ranks)
+        context.Process(target=serve, args=(rank, arguments.ranks, port, arguments.rounds, results))
+        for rank in range(arguments.ranks)
     ]
     for process in processes:
         process.start()
@@ -102,7 +115,9 @@ def main() -> None:
     print(f"{'operation':16}{'tensor':22}{'gloo':>22}{'shared memory':>22}{'gain':>8}")
     for row in rows:
         gloo, shm = (f"{row[f'{name}_median_us']:10.0f} ({row[f'{name}_min_us']:.0f})" for name in ("torch", "shm"))
-        print(f"{row['operation']:16}{row['tensor']:22}{gloo:>22}{shm:>22}{row['torch_median_us'] / row['shm_median_us']:8.1f}")
+        print(
+            f"{row['operation']:16}{row['tensor']:22}{gloo:>22}{shm:>22}{row['torch_median_us'] / row['shm_median_us']:8.1f}"  # noqa: E501
+        )
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump({"ranks": arguments.ranks, "rows": rows}, file, indent=1)

@@ -1,10 +1,13 @@
-"""What does splitting a sequence cost, and what does it save? CPU seconds and memory of a training step on 1, 2 and 4 local ranks.
+"""What does splitting a sequence cost, and what does it save? CPU seconds and memory of a training step on 1, 2 and 4
+local ranks.
 
-python scripts/bench_context.py [--core] [--tokens 16384 32768] [--ranks 1 2 4] [--ways gather ring heads] [--json f] [--figure f] [--page] [key=value …]
-Each case runs in fresh processes of one thread each, once to warm up and once measured. The efficiency is the CPU time of one rank over that of all
-ranks together: with as many cores as ranks it would be the speed-up over the ranks. Memory is each process's peak. --core measures attention alone,
-forward and backward, and knows one more way: `torch`, the ring of torch's context parallelism around torch's own CPU kernel. (Its public face,
-`context_parallel`, knows GPU kernels only.) Other users of the machine only add time, so with --json the cheapest of all calls counts for a case.
+python scripts/bench_context.py [--core] [--tokens 16384 32768] [--ranks 1 2 4] [--ways gather ring heads] [--json f]
+[--figure f] [--page] [key=value …] Each case runs in fresh processes of one thread each, once to warm up and once
+measured. The efficiency is the CPU time of one rank over that of all ranks together: with as many cores as ranks it
+would be the speed-up over the ranks. Memory is each process's peak. --core measures attention alone, forward and
+backward, and knows one more way: `torch`, the ring of torch's context parallelism around torch's own CPU kernel. (Its
+public face, `context_parallel`, knows GPU kernels only.) Other users of the machine only add time, so with --json the
+cheapest of all calls counts for a case.
 """
 
 from __future__ import annotations
@@ -39,7 +42,15 @@ MIB = 2**20
 
 def config_of(tokens: int, ranks: int, way: str, overrides: list[str]) -> RunConfig:
     """One block of a small model: attention is most of the work, as it is of long sequences."""
-    shape = {"layers": 1, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn_hidden": 1024, "vocab_size": 1024, "sequence_length": tokens}
+    shape = {
+        "layers": 1,
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn_hidden": 1024,
+        "vocab_size": 1024,
+        "sequence_length": tokens,
+    }
     content = {
         "model": load_model("llama-tiny", shape).model_dump(),
         "parallel": {"context": ranks, "context_attention": "ring" if way == "torch" else way},
@@ -59,10 +70,13 @@ def step_of(config: RunConfig, mesh: Mesh) -> Callable[[], object]:
 
 def core_of(config: RunConfig, mesh: Mesh, way: str) -> Callable[[], object]:
     """Attention of this rank's tokens, forward and backward."""
-    model, dtype = config.model, working_dtype(config.precision.dtype)
-    rows, scale = model.sequence_length // mesh.cp.size, model.dim_per_head**-0.5
+    model = config.model
+    dtype = working_dtype(config.precision.dtype)
+    rows = model.sequence_length // mesh.cp.size
+    scale = model.dim_per_head**-0.5
     q, k, v, grad = (
-        torch.randn(rows, 1, heads, model.dim_per_head, dtype=dtype) for heads in (model.heads, *2 * [model.num_kv_heads], model.heads)
+        torch.randn(rows, 1, heads, model.dim_per_head, dtype=dtype)
+        for heads in (model.heads, *2 * [model.num_kv_heads], model.heads)
     )
     if way == "torch":
         return lambda: torch_ring([x.permute(1, 2, 0, 3) for x in (q, k, v, grad)], scale)
@@ -72,23 +86,39 @@ def core_of(config: RunConfig, mesh: Mesh, way: str) -> Callable[[], object]:
 
 
 def torch_ring(tensors_BaSD: Sequence[Tensor], scale: float) -> None:
-    """The ring inside torch's context parallelism (q, k, v and the gradient), balanced as ours; its table of kernels has none for a CPU: one is handed in."""
+    """The ring inside torch's context parallelism (q, k, v and the gradient), balanced as ours; its table of kernels
+    has none for a CPU: one is handed in.
+    """
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
     (q_BaSD, k_BaSD, v_BaSD, grad_BaSD), group, op = tensors_BaSD, distributed.group.WORLD, torch.ops.aten
     assert group is not None
-    forward, backward = op._scaled_dot_product_flash_attention_for_cpu, op._scaled_dot_product_flash_attention_for_cpu_backward
+    forward = op._scaled_dot_product_flash_attention_for_cpu
+    backward = op._scaled_dot_product_flash_attention_for_cpu_backward
     options: dict[str, Any] = {"is_causal": True, "dropout_p": 0.0, "scale": scale}
     out, logsumexp = theirs._templated_ring_attention(group, 2, forward, q_BaSD, k_BaSD, v_BaSD, **options)
     theirs._templated_ring_attention_backward(
-        group, 2, backward, grad_out=grad_BaSD, grad_out_name="grad_out", query=q_BaSD, key=k_BaSD, value=v_BaSD, out=out, logsumexp=logsumexp, **options
-    )  # fmt: skip
+        group,
+        2,
+        backward,
+        grad_out=grad_BaSD,
+        grad_out_name="grad_out",
+        query=q_BaSD,
+        key=k_BaSD,
+        value=v_BaSD,
+        out=out,
+        logsumexp=logsumexp,
+        **options,
+    )
 
 
-def serve(rank: int, ranks: int, port: int, case: dict[str, Any], config: RunConfig, results: multiprocessing.Queue) -> None:
+def serve(
+    rank: int, ranks: int, port: int, case: dict[str, Any], config: RunConfig, results: multiprocessing.Queue
+) -> None:
     """One rank's process."""
     torch.set_num_threads(1)
-    plan, mesh = make_plan(config, ranks), serial_mesh()
+    plan = make_plan(config, ranks)
+    mesh = serial_mesh()
     if ranks > 1:
         connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 600.0)
         mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 600.0, config.comm)
@@ -96,7 +126,8 @@ def serve(rank: int, ranks: int, port: int, case: dict[str, Any], config: RunCon
     work()
     barrier(mesh.world)
     mesh.ledger.bytes.clear()
-    cpu_s, begin_s = time.process_time(), time.perf_counter()
+    cpu_s = time.process_time()
+    begin_s = time.perf_counter()
     work()
     row: dict[str, float] = {"cpu_s": time.process_time() - cpu_s, "wall_s": time.perf_counter() - begin_s}
     row["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -109,8 +140,11 @@ def serve(rank: int, ranks: int, port: int, case: dict[str, Any], config: RunCon
 
 def measure(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """One case."""
-    ranks, context = case["ranks"], multiprocessing.get_context("spawn")
-    results, port, config = context.Queue(), free_port(), config_of(case["tokens"], ranks, case["way"], overrides)
+    ranks = case["ranks"]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    config = config_of(case["tokens"], ranks, case["way"], overrides)
     workers = [context.Process(target=serve, args=(rank, ranks, port, case, config, results)) for rank in range(ranks)]
     for worker in workers:
         worker.start()
@@ -118,20 +152,29 @@ def measure(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     for worker in workers:
         worker.join()
     greatest = {name: max(row[name] for row in rows) for name in ("wall_s", "peak_bytes", "moved_bytes")}
-    return {**case, "cpu_s": sum(row["cpu_s"] for row in rows), "slowest_cpu_s": max(row["cpu_s"] for row in rows), **greatest}
+    return {
+        **case,
+        "cpu_s": sum(row["cpu_s"] for row in rows),
+        "slowest_cpu_s": max(row["cpu_s"] for row in rows),
+        **greatest,
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     alone = {(row["core"], row["tokens"]): row for row in rows if row["ranks"] == 1}
-    lines = ["| | tokens | ranks | way | CPU s, all ranks | slowest rank | efficiency | peak MiB per rank | MiB moved per rank |"]
+    lines = [
+        "| | tokens | ranks | way | CPU s, all ranks | slowest rank | efficiency | peak MiB per rank | MiB moved per "
+        "rank |"
+    ]
     lines.append("|---|--:|--:|---|--:|--:|--:|--:|--:|")
     for row in rows:
         base = alone.get((row["core"], row["tokens"]))
         efficiency = f"{base['cpu_s'] / row['cpu_s']:.2f}" if base else ""
         way, moved = (row["way"], f"{row['moved_bytes'] / MIB:.0f}") if row["ranks"] > 1 else ("", "0")
         lines.append(
-            f"| {'attention' if row['core'] else 'step'} | {row['tokens']} | {row['ranks']} | {way} | {row['cpu_s']:.2f} | {row['slowest_cpu_s']:.2f} "
+            f"| {'attention' if row['core'] else 'step'} | {row['tokens']} | {row['ranks']} | {way} | "
+            f"{row['cpu_s']:.2f} | {row['slowest_cpu_s']:.2f} "
             f"| {efficiency} | {row['peak_bytes'] / MIB:.0f} | {'' if way == 'torch' else moved} |"
         )
     return "\n".join(lines)
@@ -148,9 +191,17 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     rows = [row for row in rows if not row["core"]]
     alone = {row["tokens"]: row for row in rows if row["ranks"] == 1}
     for tokens, way in product(sorted(alone), dict.fromkeys(row["way"] for row in rows if row["ranks"] > 1)):
-        line = [alone[tokens], *(row for row in rows if row["tokens"] == tokens and row["way"] == way and row["ranks"] > 1)]
+        line = [
+            alone[tokens],
+            *(row for row in rows if row["tokens"] == tokens and row["way"] == way and row["ranks"] > 1),
+        ]
         ranks = [row["ranks"] for row in line]
-        left.plot(ranks, [alone[tokens]["cpu_s"] / row["cpu_s"] for row in line], marker="o", label=f"{tokens // 1024}K, {way}")
+        left.plot(
+            ranks,
+            [alone[tokens]["cpu_s"] / row["cpu_s"] for row in line],
+            marker="o",
+            label=f"{tokens // 1024}K, {way}",
+        )
         right.plot(ranks, [row["peak_bytes"] / MIB for row in line], marker="o")
     left.axhline(0.85, color="grey", linestyle=":")
     left.set(xlabel="ranks that hold the sequence", ylabel="CPU s of one rank / CPU s of all", ylim=(0, 1.1))
@@ -170,13 +221,17 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the table into docs/long_context.md")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else []
+    rows: list[dict[str, Any]] = (
+        json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else []
+    )
     for tokens, ranks in product(arguments.tokens, arguments.ranks):
         for way in arguments.ways if ranks > 1 else ["gather"]:
             case = {"core": arguments.core, "tokens": tokens, "ranks": ranks, "way": way}
             earlier = [row for row in rows if {key: row[key] for key in case} == case]
             best = min([measure(case, arguments.overrides), *earlier], key=lambda row: row["cpu_s"])
-            rows = sorted([best, *(row for row in rows if row not in earlier)], key=lambda row: [row[key] for key in case])
+            rows = sorted(
+                [best, *(row for row in rows if row not in earlier)], key=lambda row: [row[key] for key in case]
+            )
             if arguments.json:
                 arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     if arguments.figure:

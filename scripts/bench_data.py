@@ -1,11 +1,13 @@
-"""How fast the data room is on this machine: text to .bin/.idx, documents per second of the sample index, samples of the loader.
+"""How fast the data room is on this machine: text to .bin/.idx, documents per second of the sample index, samples of
+the loader.
 
     python scripts/bench_data.py [--documents 100000000] [--sequence-length 2048] [--text-mb 4] [--repeats 5]
 
-Tokenizing: JSONL of this Python's standard library, in one process, with a tokenizer of each kind; beside it, in turn, what its library
-alone does with the same texts in memory (`encode` of tokenizers and of sentencepiece), reading and writing nothing.
-Index: document lengths 1 … 1999 in memory (4 bytes per document), one epoch's index built with all cores of this process, then
-random lookups. Loader: a real .bin/.idx in a temporary directory, random samples read as the training loop reads them.
+Tokenizing: JSONL of this Python's standard library, in one process, with a tokenizer of each kind; beside it, in turn,
+what its library alone does with the same texts in memory (`encode` of tokenizers and of sentencepiece), reading and
+writing nothing. Index: document lengths 1 … 1999 in memory (4 bytes per document), one epoch's index built with all
+cores of this process, then random lookups. Loader: a real .bin/.idx in a temporary directory, random samples read as
+the training loop reads them.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def bench_tokenize(text_mb: int, repeats: int) -> dict[str, dict[str, float]]:
             job = ShardWork(pieces, f"{directory}/part", codec.name, codec.digest, TokenizeOptions())
             make_part(job)
             alone = codec._model.encode
-            ours_s, theirs_s = [], []
+            ours_s = []
+            theirs_s = []
             for _ in range(repeats):
                 started_s = time.perf_counter()
                 make_part(job)
@@ -89,7 +92,9 @@ def bench_tokenize(text_mb: int, repeats: int) -> dict[str, dict[str, float]]:
             results[kind] = {
                 "ours_mb_per_s": size_mb / statistics.median(ours_s),
                 "library_alone_mb_per_s": size_mb / statistics.median(theirs_s),
-                "ours_to_library": statistics.median(theirs / ours for ours, theirs in zip(ours_s, theirs_s, strict=True)),
+                "ours_to_library": statistics.median(
+                    theirs / ours for ours, theirs in zip(ours_s, theirs_s, strict=True)
+                ),
             }
     return results
 

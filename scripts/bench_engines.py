@@ -1,10 +1,12 @@
-"""Native ZeRO, DeepSpeed and FSDP side by side: the same run on the same ranks, step by step in turn, one thread per rank.
+"""Native ZeRO, DeepSpeed and FSDP side by side: the same run on the same ranks, step by step in turn, one thread per
+rank.
 
     python scripts/bench_engines.py [RUN] [key=value …] [--engines native,zero-1,fsdp] [--rounds 6] [--json FILE]
 
-Each engine has rank processes of its own, which wait while the others step; so all meet the same machine, and each one's memory can
-be told. Reported: median step time, tokens per second of the job, and of the largest rank the memory above that of a process that
-has imported everything but built nothing: what it holds between steps, and at its peak (host memory on a CPU; on GPUs torch's own).
+Each engine has rank processes of its own, which wait while the others step; so all meet the same machine, and each
+one's memory can be told. Reported: median step time, tokens per second of the job, and of the largest rank the memory
+above that of a process that has imported everything but built nothing: what it holds between steps, and at its peak
+(host memory on a CPU; on GPUs torch's own).
 """
 
 from __future__ import annotations
@@ -90,11 +92,16 @@ class Ranks:
     """The processes of one engine."""
 
     def __init__(self, name: str, run: str, overrides: list[str], ranks: int) -> None:
-        self.name, port, context = name, free_port(), multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
+        self.name = name
+        port = free_port()
+        context = multiprocessing.get_context("spawn")
+        self._pipes = []
+        self._processes = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, ranks, port, run, [*overrides, *ENGINES[name]], theirs), daemon=True)
+            process = context.Process(
+                target=serve, args=(rank, ranks, port, run, [*overrides, *ENGINES[name]], theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -160,14 +167,24 @@ def main() -> None:
                 "losses": losses[group.name],
             }
         )
-    print("| engine | step, s | tokens/s | held per rank, MiB | peak per rank, MiB | loss of the last step |\n|---|--:|--:|--:|--:|--:|")
+    print(
+        "| engine | step, s | tokens/s | held per rank, MiB | peak per rank, MiB | loss of the last step "
+        "|\n|---|--:|--:|--:|--:|--:|"
+    )
     for row in rows:
         print(
-            f"| {row['engine']} | {row['step_s']:.3f} | {row['tokens_per_s']:.0f} | {row['held_mib']:.0f} | {row['peak_mib']:.0f} "
+            f"| {row['engine']} | {row['step_s']:.3f} | {row['tokens_per_s']:.0f} | {row['held_mib']:.0f} | "
+            f"{row['peak_mib']:.0f} "
             f"| {row['losses'][-1]:.5f} |"
         )
     if args.json:
-        about = {"run": args.run, "overrides": args.overrides, "ranks": ranks, "torch": torch.__version__, "machine": platform.platform()}
+        about = {
+            "run": args.run,
+            "overrides": args.overrides,
+            "ranks": ranks,
+            "torch": torch.__version__,
+            "machine": platform.platform(),
+        }
         args.json.write_text(json.dumps({**about, "engines": rows}, indent=1) + "\n")
 
 

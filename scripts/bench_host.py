@@ -1,12 +1,14 @@
 """What the host needs per kernel launch, layer, microbatch and step: below this a GPU would wait for its host.
 
     OMP_NUM_THREADS=1 python scripts/bench_host.py [--rounds 40] [--dtype fp32]
-    python scripts/bench_host.py --limit MS    # given its time of a layer and microbatch, for which models is the host the limit? The cost model's answer
-    python scripts/bench_host.py --launches MODEL [MODEL…]    # what a layer launches, by operation
+    python scripts/bench_host.py --limit MS    # given its time of a layer and microbatch, for which models is the host
+    the limit? The cost model's answer python scripts/bench_host.py --launches MODEL [MODEL…]    # what a layer
+    launches, by operation
 
-Launches go the whole way to a driver that only takes notes (tests/unit/ops/fake_driver.c; its harness adds 0.1 us per argument, a real driver its own
-time). Steps are those of a model so small (H32, S16) that computing is a minor part, on the CPU: the costs of layers, microbatches and steps are
-what models of 2 and 10 layers with 2 and 10 microbatches differ by. CPU microseconds of the process, median and best of the rounds.
+Launches go the whole way to a driver that only takes notes (tests/unit/ops/fake_driver.c; its harness adds 0.1 us per
+argument, a real driver its own time). Steps are those of a model so small (H32, S16) that computing is a minor part, on
+the CPU: the costs of layers, microbatches and steps are what models of 2 and 10 layers with 2 and 10 microbatches
+differ by. CPU microseconds of the process, median and best of the rounds.
 """
 
 from __future__ import annotations
@@ -42,11 +44,21 @@ from tests.unit.ops.fake_gpu import fake_gpu
 from tests.unit.ops.launches import of_a_layer, without_numbers
 
 LAUNCHES = 500  # timed together
-FEW, MANY = 2, 10  # layers, microbatches
+# layers, microbatches
+FEW = 2
+MANY = 10
 MODELS = (
-    ("mpt-125m", 1), ("mpt-350m", 1), ("mpt-1b", 1), ("mpt-3b", 1), ("llama-2-7b", 1), ("llama-2-7b", 8), ("gpt-22b", 8), ("llama-2-70b", 8),
-    ("gpt-175b", 8), ("gpt-1t", 8),
-)  # fmt: skip
+    ("mpt-125m", 1),
+    ("mpt-350m", 1),
+    ("mpt-1b", 1),
+    ("mpt-3b", 1),
+    ("llama-2-7b", 1),
+    ("llama-2-7b", 8),
+    ("gpt-22b", 8),
+    ("llama-2-70b", 8),
+    ("gpt-175b", 8),
+    ("gpt-1t", 8),
+)
 TINY = ("hidden=32", "heads=2", "ffn_hidden=64", "vocab_size=64", "sequence_length=16")
 
 
@@ -69,7 +81,9 @@ def recorded_launches(kernels: Any) -> tuple[dict[str, Callable[[], None]], dict
         calls[kernel]()
 
     kernels.launch, ops = record, GpuOps(kernels)
-    x_SBF, q_SBaD = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16, 2, 64), (64, 1, 2, 64)))
+    x_SBF, q_SBaD = (
+        torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((16, 2, 64), (64, 1, 2, 64))
+    )
     weight = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
     outputs = (
         ops.layer_norm(x_SBF, weight, weight, 1e-5),
@@ -90,7 +104,10 @@ def bench_launches(rounds: int) -> None:
         for _, (kernel, call) in product(range(rounds), calls.items()):
             times[kernel].append(microseconds(call, calls=LAUNCHES))
     for kernel, measured in times.items():
-        print(f"{kernel:20} {counts[kernel]:2} arguments: {median(measured):5.1f} us per launch, best {min(measured):5.1f}")
+        print(
+            f"{kernel:20} {counts[kernel]:2} arguments: {median(measured):5.1f} us per launch, best "
+            f"{min(measured):5.1f}"
+        )
 
 
 def bench_steps(dtype: str, rounds: int) -> None:
@@ -108,19 +125,25 @@ def bench_steps(dtype: str, rounds: int) -> None:
             if turn >= 3:
                 times[key].append(measured)
     for name, statistic in (("median", median), ("best", min)):
-        us, more = {key: statistic(measured) for key, measured in times.items()}, MANY - FEW
+        us = {key: statistic(measured) for key, measured in times.items()}
+        more = MANY - FEW
         layer = (us[MANY, MANY] - us[FEW, MANY] - us[MANY, FEW] + us[FEW, FEW]) / more**2
         microbatch = (us[FEW, MANY] - us[FEW, FEW]) / more - FEW * layer
         step = us[FEW, FEW] - FEW * microbatch - FEW**2 * layer
         print(
-            f"{name} of {dtype}: {layer:.0f} us per layer and microbatch, {microbatch:.0f} per microbatch besides, {step:.0f} per step besides"
+            f"{name} of {dtype}: {layer:.0f} us per layer and microbatch, {microbatch:.0f} per microbatch besides, "
+            f"{step:.0f} per step besides"
         )
 
 
 def print_launches(models: Sequence[str]) -> None:
     """A row for each model and direction."""
     print("| model | | launches | by operation |\n|---|---|--:|---|")
-    with tempfile.TemporaryDirectory() as folder, fake_gpu("gfx90a", Path(folder)) as (kernels, _, _), without_numbers(kernels):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fake_gpu("gfx90a", Path(folder)) as (kernels, _, _),
+        without_numbers(kernels),
+    ):
         for model in models:
             counts = of_a_layer(kernels, load_model(model))
             for phase in ("forward", "backward"):
@@ -130,13 +153,23 @@ def print_launches(models: Sequence[str]) -> None:
 
 
 def print_limit(host_ms: float) -> None:
-    """A layer's forward and backward of one sequence of 2,048 tokens on the device, whose host costs nothing, beside what the host needs for it."""
+    """A layer's forward and backward of one sequence of 2,048 tokens on the device, whose host costs nothing, beside
+    what the host needs for it.
+    """
     machines = {name: replace(rates(load_machine(name)), launch_s=0.0) for name in ("frontier", "h200")}
-    print(f"| model | TP | {' | '.join(f'{name}, ms of the device | host {host_ms} ms' for name in machines)} |\n|---|--:|--:|--:|--:|--:|")
+    print(
+        f"| model | TP | {' | '.join(f'{name}, ms of the device | host {host_ms} ms' for name in machines)} "
+        f"|\n|---|--:|--:|--:|--:|--:|"
+    )
     for model, tp in MODELS:
-        settings = {"parallel": {"tensor": tp, "sequence_parallel": tp > 1}, "batch": {"global_batch": 1, "micro_batch": 1}}
+        settings = {
+            "parallel": {"tensor": tp, "sequence_parallel": tp > 1},
+            "batch": {"global_batch": 1, "micro_batch": 1},
+        }
         shape = load_model(model, {"sequence_length": 2048})
-        layout = layout_of(build(RunConfig, {"model": shape.model_dump(), "precision": {"dtype": "bf16"}, **settings}), tp)
+        layout = layout_of(
+            build(RunConfig, {"model": shape.model_dump(), "precision": {"dtype": "bf16"}, **settings}), tp
+        )
         cells = []
         for machine in machines.values():
             device_ms = 1e3 * float(sum(layer_s(times(shape, layout, machine).block, layout, machine)))
@@ -148,7 +181,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--dtype", default="fp32", help="of the tiny model's steps; the host's work is the same in all")
-    parser.add_argument("--limit", type=float, metavar="MS", help="print the table of models for this time of the host, and end")
+    parser.add_argument(
+        "--limit", type=float, metavar="MS", help="print the table of models for this time of the host, and end"
+    )
     parser.add_argument("--launches", nargs="+", metavar="MODEL", help="print what a layer of these launches, and end")
     args = parser.parse_args()
     torch.set_num_threads(1)

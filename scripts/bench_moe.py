@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""A small mixture of experts (L8 H384, 16 experts of 384, top 4) against megatron-core's dropless all-to-all dispatcher and our dense model.
+"""A small mixture of experts (L8 H384, 16 experts of 384, top 4) against megatron-core's dropless all-to-all dispatcher
+and our dense model.
 
     python scripts/bench_moe.py --peers-python PEERS_VENV/bin/python [--rounds 2] [--layouts serial,ep2,ep4,ep2tp2]
 
-The dense model is bench-l8-h384, whose MLP of 1,536 is the four experts of a token: equal active work. All three take turns, one thread per
-rank, bf16. Processor seconds are of all ranks together; on a machine that others use, or that has fewer cores than a layout ranks, they are what can be
-compared, and wall seconds are given beside.
-Layouts are added to docs/results/moe_step.json as they are measured, and the measured part of docs/moe.md is written from it.
+The dense model is bench-l8-h384, whose MLP of 1,536 is the four experts of a token: equal active work. All three take
+turns, one thread per rank, bf16. Processor seconds are of all ranks together; on a machine that others use, or that has
+fewer cores than a layout ranks, they are what can be compared, and wall seconds are given beside.
+Layouts are added to docs/results/moe_step.json as they are measured, and the measured part of docs/moe.md is written
+from it.
 """
 
 from __future__ import annotations
@@ -56,16 +58,40 @@ def ours(layout: Degrees, experts: bool, steps: int) -> dict[str, list[float]]:
     ]
     overrides += [MOE, f"parallel.expert={layout.ep}"] if experts else []
     with tempfile.TemporaryDirectory() as run_dir:
-        command = [sys.executable, "-m", "frontier_llm.cli.main", "bench", "step", "bench", *overrides, f"train.run_dir={run_dir}"]
+        command = [
+            sys.executable,
+            "-m",
+            "frontier_llm.cli.main",
+            "bench",
+            "step",
+            "bench",
+            *overrides,
+            f"train.run_dir={run_dir}",
+        ]
         output = run([*command, "--steps", str(steps), "--json"])
     result = json.loads(output[output.index("{") : output.rindex("}") + 1])
     return {"wall": result["step_times_s"], "cpu": result["cpu_times_s"]}
 
 
 def megatron(python: str, layout: Degrees, steps: int) -> dict[str, list[float]]:
-    arguments = {**SHAPE, **EXPERTS, "tp": layout.tp, "pp": 1, "ep": layout.ep, "steps": steps, "warmup": 2, "dtype": "bf16"}
+    arguments = {
+        **SHAPE,
+        **EXPERTS,
+        "tp": layout.tp,
+        "pp": 1,
+        "ep": layout.ep,
+        "steps": steps,
+        "warmup": 2,
+        "dtype": "bf16",
+    }
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.tp * layout.dp}"]
-    output = run([*command, str(SCRIPTS / "peers" / "megatron_core_step.py"), *(f"--{key}={value}" for key, value in arguments.items())])
+    output = run(
+        [
+            *command,
+            str(SCRIPTS / "peers" / "megatron_core_step.py"),
+            *(f"--{key}={value}" for key, value in arguments.items()),
+        ]
+    )
     match = re.search(r"^RESULT (.*)$", output, re.M)
     assert match, output
     result = json.loads(match[1])
@@ -77,18 +103,30 @@ def page(result: dict) -> str:
     rows = []
     for name, row in result["layouts"].items():
         ratios = [f"{row['megatron-core'][kind] / row['experts'][kind]:.2f}" for kind in ("cpu", "wall")]
-        share = [f"{row['flops_experts_over_dense'] * row['dense'][kind] / row['experts'][kind]:.2f}" for kind in ("cpu", "wall")]
+        share = [
+            f"{row['flops_experts_over_dense'] * row['dense'][kind] / row['experts'][kind]:.2f}"
+            for kind in ("cpu", "wall")
+        ]
         seconds = [f"{row[who]['cpu']:.2f} / {row[who]['wall']:.2f}" for who in ("experts", "megatron-core", "dense")]
         rows.append(f"| {name} | {' | '.join(seconds)} | {' / '.join(ratios)} | {' / '.join(share)} |")
     lines = [
-        "### Measured: the step", "",
-        f"`scripts/bench_moe.py`: L8 H384 A6 S256 V8192, {EXPERTS['experts']} experts of {EXPERTS['expert_hidden']}, top {EXPERTS['top_k']}, {TOKENS:,} tokens a "
-        "step, bf16, one thread per rank; megatron-core 0.16.1 with its all-to-all dispatcher (dropless, experts one after the other: its grouped product needs a "
-        "GPU). Two cores **shared with other jobs**, so processor seconds of all ranks are the measure and wall seconds stand beside; medians of the "
-        "steps, in turns. Four ranks share the two cores, so that their wall seconds say little. The dense model's MLP is as wide as the four experts of a token; "
-        "the last column is the experts' rate of model FLOPs over its rate.", "",
-        "| layout | ours, cpu / wall s | megatron-core | our dense model | megatron-core over ours | rate over dense |", "|---|--:|--:|--:|--:|--:|", *rows, "",
-    ]  # fmt: skip
+        "### Measured: the step",
+        "",
+        f"`scripts/bench_moe.py`: L8 H384 A6 S256 V8192, {EXPERTS['experts']} experts of {EXPERTS['expert_hidden']}, "
+        f"top {EXPERTS['top_k']}, {TOKENS:,} tokens a "
+        "step, bf16, one thread per rank; megatron-core 0.16.1 with its all-to-all dispatcher (dropless, experts one "
+        "after the other: its grouped product needs a "
+        "GPU). Two cores **shared with other jobs**, so processor seconds of all ranks are the measure and wall "
+        "seconds stand beside; medians of the "
+        "steps, in turns. Four ranks share the two cores, so that their wall seconds say little. The dense model's "
+        "MLP is as wide as the four experts of a token; "
+        "the last column is the experts' rate of model FLOPs over its rate.",
+        "",
+        "| layout | ours, cpu / wall s | megatron-core | our dense model | megatron-core over ours | rate over dense |",
+        "|---|--:|--:|--:|--:|--:|",
+        *rows,
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -101,7 +139,10 @@ def main() -> None:
     options = parser.parse_args()
     target = DOCS / "results" / "moe_step.json"
     result = json.loads(target.read_text()) if target.exists() else {"shape": {**SHAPE, **EXPERTS}, "layouts": {}}
-    flops = {name: model_flops_per_token(load_run("bench", more).model) for name, more in (("experts", [BARE, MOE]), ("dense", [BARE]))}
+    flops = {
+        name: model_flops_per_token(load_run("bench", more).model)
+        for name, more in (("experts", [BARE, MOE]), ("dense", [BARE]))
+    }
     for name in options.layouts.split(","):
         layout = LAYOUTS[name]
         seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -116,7 +157,11 @@ def main() -> None:
                     seconds[who][kind] += values
         medians = {who: {kind: median(values) for kind, values in kinds.items()} for who, kinds in seconds.items()}
         samples = {who: dict(kinds) for who, kinds in seconds.items()}
-        result["layouts"][name] = {**medians, "flops_experts_over_dense": flops["experts"] / flops["dense"], "samples_s": samples}
+        result["layouts"][name] = {
+            **medians,
+            "flops_experts_over_dense": flops["experts"] / flops["dense"],
+            "samples_s": samples,
+        }
         target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         write_measured(DOCS / "moe.md", __file__, page(result))
         print(f"{name}: {medians}", file=sys.stderr, flush=True)

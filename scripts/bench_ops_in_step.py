@@ -1,10 +1,11 @@
-"""What each op is worth in the whole training step: the step with all fused ops, with one group off, and with all off, taking turns.
+"""What each op is worth in the whole training step: the step with all fused ops, with one group off, and with all off,
+taking turns.
 
     OMP_NUM_THREADS=1 python scripts/bench_ops_in_step.py [--dtype bf16,fp32] [--rounds 4] [--update]
 
-One rank on the CPU, model bench-l8-h384, 4 microbatches of 4; about 2 minutes for bf16 and 3 for fp32 on an idle machine. Times are CPU seconds
-of the process (one thread), best of the rounds, so that other work on the machine moves them little. "Off" is SDPA for attention and plain
-torch for the rest. --update puts the tables into docs/ops.md.
+One rank on the CPU, model bench-l8-h384, 4 microbatches of 4; about 2 minutes for bf16 and 3 for fp32 on an idle
+machine. Times are CPU seconds of the process (one thread), best of the rounds, so that other work on the machine moves
+them little. "Off" is SDPA for attention and plain torch for the rest. --update puts the tables into docs/ops.md.
 """
 
 from __future__ import annotations
@@ -29,12 +30,21 @@ TOKENS = 16 * 256
 def measure(dtype: str, rounds: int) -> dict[str, float]:
     """CPU seconds of a step by what is off."""
     off = {group: "sdpa" if group == "attention" else "reference" for group in GROUPS}
-    choices: dict[str, dict[str, str]] = {"all on": {}, **{f"{group} off": {group: how} for group, how in off.items()}, "all off": off}
+    choices: dict[str, dict[str, str]] = {
+        "all on": {},
+        **{f"{group} off": {group: how} for group, how in off.items()},
+        "all off": off,
+    }
     best = dict.fromkeys(choices, float("inf"))
     with ExitStack() as stack:
         states = {}
         for name, ops in choices.items():
-            overrides = [f"precision.dtype={dtype}", "batch.global_batch=16", "batch.micro_batch=4", "model=bench-l8-h384"]
+            overrides = [
+                f"precision.dtype={dtype}",
+                "batch.global_batch=16",
+                "batch.micro_batch=4",
+                "model=bench-l8-h384",
+            ]
             config = load_run("bench", [*overrides, *(f"ops.{group}={how}" for group, how in ops.items())])
             states[name] = stack.enter_context(joined_state(config, None))
         for turn in range(rounds + 1):

@@ -1,9 +1,11 @@
 """Does an overlap pay on this machine, or over a link of a given speed? Steps with and without it alternate in one run.
 
-python scripts/bench_overlap.py all|gradients|weights|messages|chunks|sums|experts [key=value …] [--link-gbps 0.5] [--rounds 6] [--json f] [--trace t.json] [--figure t.png]
-Two ranks, for `experts` four. A round plays two steps each way and times the second, which pays for what the first left under way. Prints a Markdown table: median and
-fastest step of the slowest rank, and by axis what rank 0's last step exposed and hid. Without --link-gbps the ranks' own transport is measured; with it
-every transfer takes the time of a *simulated* link (simulated_link.py), while the ranks compute. --json keeps the rows of earlier calls.
+python scripts/bench_overlap.py all|gradients|weights|messages|chunks|sums|experts [key=value …] [--link-gbps 0.5]
+[--rounds 6] [--json f] [--trace t.json] [--figure t.png] Two ranks, for `experts` four. A round plays two steps each
+way and times the second, which pays for what the first left under way. Prints a Markdown table: median and fastest step
+of the slowest rank, and by axis what rank 0's last step exposed and hid. Without --link-gbps the ranks' own transport
+is measured; with it every transfer takes the time of a *simulated* link (simulated_link.py), while the ranks compute.
+--json keeps the rows of earlier calls.
 """
 
 from __future__ import annotations
@@ -38,8 +40,16 @@ DP = ("parallel.data=2", "comm.bucket_elements=1000000")  # some twenty buckets 
 SWITCHES = {  # what to measure: (layout, on, off)
     "gradients": (DP, "comm.overlap_gradients=true", "comm.overlap_gradients=false"),
     "weights": (DP, "comm.overlap_weights=true", "comm.overlap_weights=false"),
-    "messages": (("parallel.pipeline=2", "batch.micro_batch=2"), "comm.overlap_messages=true", "comm.overlap_messages=false"),
-    "chunks": (("parallel.tensor=2", "parallel.sequence_parallel=true"), "comm.tensor_chunks=4", "comm.tensor_chunks=1"),
+    "messages": (
+        ("parallel.pipeline=2", "batch.micro_batch=2"),
+        "comm.overlap_messages=true",
+        "comm.overlap_messages=false",
+    ),
+    "chunks": (
+        ("parallel.tensor=2", "parallel.sequence_parallel=true"),
+        "comm.tensor_chunks=4",
+        "comm.tensor_chunks=1",
+    ),
     "sums": (("parallel.tensor=2",), "comm.tensor_chunks=4", "comm.tensor_chunks=1"),
     "experts": (EXPERTS, "comm.overlap_experts=true", "comm.overlap_experts=false"),
 }
@@ -53,7 +63,9 @@ def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, 
         config = load_run(arguments.run, [*layout, on if overlap else off, *arguments.overrides])
         plan = make_plan(config, RANKS[switch])
         experts = config.model.moe is not None
-        mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm, experts=experts)
+        mesh = build_mesh(
+            plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm, experts=experts
+        )
         if arguments.link_gbps:
             mesh = linked(mesh, Link(arguments.link_gbps * 1e9, arguments.link_us * 1e-6))
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
@@ -93,11 +105,16 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
 def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any], list[Timeline]]:
     """What one switch does, and the timelines of the last step with it."""
     context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
-    processes = [context.Process(target=serve, args=(rank, port, arguments, switch, results)) for rank in range(RANKS[switch])]
+    results = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=serve, args=(rank, port, arguments, switch, results)) for rank in range(RANKS[switch])
+    ]
     for process in processes:
         process.start()
-    _, times, timelines = zip(*sorted((results.get(timeout=900) for _ in processes), key=lambda row: row[0]), strict=True)
+    _, times, timelines = zip(
+        *sorted((results.get(timeout=900) for _ in processes), key=lambda row: row[0]), strict=True
+    )
     for process in processes:
         process.join()
     row: dict[str, Any] = {"switch": switch, "simulated_link_gbps": arguments.link_gbps, "rounds": arguments.rounds}
@@ -118,11 +135,18 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     """A line for each switch and link: off → on."""
     lines = ["| switch | link | step, median | step, fastest | exposed | load |", "|---|---|---|---|---|---|"]
     for row in rows:
-        off, on = row["off"], row["on"]
-        largest = sorted(off["exposed_ms"], key=lambda name: -max(off["exposed_ms"][name], on["exposed_ms"].get(name, 0.0)))[:2]
-        exposed = "; ".join(f"{name} {off['exposed_ms'][name]:.1f} → {on['exposed_ms'].get(name, 0.0):.1f} ms" for name in largest)
+        off = row["off"]
+        on = row["on"]
+        largest = sorted(
+            off["exposed_ms"], key=lambda name: -max(off["exposed_ms"][name], on["exposed_ms"].get(name, 0.0))
+        )[:2]
+        exposed = "; ".join(
+            f"{name} {off['exposed_ms'][name]:.1f} → {on['exposed_ms'].get(name, 0.0):.1f} ms" for name in largest
+        )
         link = f"simulated, {row['simulated_link_gbps']} GB/s" if row["simulated_link_gbps"] else "own transport"
-        step = f"{off['median_ms']:.0f} → {on['median_ms']:.0f} ms | {off['fastest_ms']:.0f} → {on['fastest_ms']:.0f} ms"
+        step = (
+            f"{off['median_ms']:.0f} → {on['median_ms']:.0f} ms | {off['fastest_ms']:.0f} → {on['fastest_ms']:.0f} ms"
+        )
         lines.append(f"| `{row['switch']}` | {link} | {step} | {exposed} | {row['load']:.1f} |")
     return "\n".join(lines)
 
@@ -135,7 +159,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--link-gbps", type=float, help="GB/s (10^9 bytes) of a simulated link")
     parser.add_argument("--link-us", type=float, default=20.0, help="its latency in microseconds (default 20)")
-    parser.add_argument("--json", type=Path, help="keep the rows here, with those of earlier calls for other switches and links")
+    parser.add_argument(
+        "--json", type=Path, help="keep the rows here, with those of earlier calls for other switches and links"
+    )
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last step with the (last) overlap")
     parser.add_argument("--figure", type=Path, help="draw it")
     arguments = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Predicted beside measured step time on this computer, over a spread of layouts. On an otherwise idle computer (4 minutes):
+"""Predicted beside measured step time on this computer, over a spread of layouts. On an otherwise idle computer (4
+minutes):
 
     python scripts/bench_plan.py [--rounds 3] [--machine calibrated.yaml] [--json FILE]
 
-Calibrates first unless a machine file is given. Predictions simulate the schedule under that file; measurements are the medians of
-`frontier-llm bench step`, one process per rank, layouts taking turns so that a disturbance does not fall on one of them.
-Exit code 1 when a prediction is off by more than 15 %.
+Calibrates first unless a machine file is given. Predictions simulate the schedule under that file; measurements are the
+medians of `frontier-llm bench step`, one process per rank, layouts taking turns so that a disturbance does not fall on
+one of them. Exit code 1 when a prediction is off by more than 15 %.
 """
 
 from __future__ import annotations
@@ -87,13 +88,24 @@ def main() -> int:
             print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr)
             samples[name].append(measured_s(args.run, overrides, args.steps))
     rows: list[dict[str, Any]] = []
-    print(f"| {'layout':28} | {'measured':>8} | {'rounds':>17} | {'predicted':>9} | {'error':>8} |\n|---|--:|--:|--:|--:|")
+    print(
+        f"| {'layout':28} | {'measured':>8} | {'rounds':>17} | {'predicted':>9} | {'error':>8} |\n|---|--:|--:|--:|--:|"
+    )
     for name, overrides in LAYOUTS.items():
-        measured, predicted = median(samples[name]), predicted_s(load_run(args.run, overrides), numbers)
+        measured = median(samples[name])
+        predicted = predicted_s(load_run(args.run, overrides), numbers)
         error = predicted / measured - 1
         spread = f"{min(samples[name]):.3f} … {max(samples[name]):.3f} s"
         print(f"| {name:28} | {measured:>6.3f} s | {spread:>17} | {predicted:>7.3f} s | {100 * error:>+6.1f} % |")
-        rows.append({"layout": name, "measured_s": measured, "rounds_s": samples[name], "predicted_s": predicted, "error": error})
+        rows.append(
+            {
+                "layout": name,
+                "measured_s": measured,
+                "rounds_s": samples[name],
+                "predicted_s": predicted,
+                "error": error,
+            }
+        )
     worst = max(abs(row["error"]) for row in rows)
     print(f"worst {100 * worst:.1f} %, bar {100 * BAR:.0f} %")
     if args.json:

@@ -1,14 +1,16 @@
-"""Can the job's store take a large job's heartbeats, and do torch's C++ threads wait for the interpreter lock when they ask it?
+"""Can the job's store take a large job's heartbeats, and do torch's C++ threads wait for the interpreter lock when they
+ask it?
 
     python scripts/bench_store.py heartbeats [--ranks 3072] [--period-s 0.25] [--seconds 20] [--processes 4] [--ids 24]
     python scripts/bench_store.py lock [--store torch authenticated] [--hold-s 4]
 
-`heartbeats` starts the store's process as rank 0 does. A few processes then play all ranks: each rank has its own connection and its own C++
-thread of frontier_llm/comm/heartbeat.py, which posts a notice of a run's size at the usual period. Beside them each process asks
-`check` through torch's client, at one question per rank and second (RCCL's monitors), and reads the ids of one communicator for each of
-its ranks. Everything runs on this one machine over loopback, so the clients compete with the server for the cores, and no network is in it.
-`lock` compiles a poller in C++ against torch's headers (about 20 s). It asks `check` every 5 ms while the main thread holds the lock.
-Text goes to stderr, JSON to stdout.
+`heartbeats` starts the store's process as rank 0 does. A few processes then play all ranks: each rank has its own
+connection and its own C++ thread of frontier_llm/comm/heartbeat.py, which posts a notice of a run's size at the usual
+period. Beside them each process asks `check` through torch's client, at one question per rank and second (RCCL's
+monitors), and reads the ids of one communicator for each of its ranks. Everything runs on this one machine over
+loopback, so the clients compete with the server for the cores, and no network is in it. `lock` compiles a poller in C++
+against torch's headers (about 20 s). It asks `check` every 5 ms while the main thread holds the lock. Text goes to
+stderr, JSON to stdout.
 """
 
 from __future__ import annotations
@@ -37,10 +39,17 @@ from frontier_llm.run.launchers import free_port
 
 SECRET = b"a secret of this benchmark"
 NOTICE = {
-    "host": "frontier00001", "pid": 123456, "step": 1234, "section": "train", "collectives": 123456, "progress": 1234.567,
+    "host": "frontier00001",
+    "pid": 123456,
+    "step": 1234,
+    "section": "train",
+    "collectives": 123456,
+    "progress": 1234.567,
     "call": "all_reduce of 40000000 x float32 over dp",
-}  # fmt: skip
-RANKS_PER_ID, ID_BYTES = 128, 128  # TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId)
+}
+# TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId)
+RANKS_PER_ID = 128
+ID_BYTES = 128
 START_S = 120.0
 
 POLLER = r"""
@@ -107,7 +116,9 @@ def resident_mib(pid: int) -> float:
 def own_store(ranks: int, kind: str = "torch") -> Iterator[tuple[dist.Store, int, float]]:
     """The store of a job of so many ranks, the id of its server's process, and the seconds of its start."""
     before = children()
-    meeting = Meeting("127.0.0.1", free_port(), 0, ranks, lambda: SECRET, "torch" if kind == "torch" else "authenticated")
+    meeting = Meeting(
+        "127.0.0.1", free_port(), 0, ranks, lambda: SECRET, "torch" if kind == "torch" else "authenticated"
+    )
     began_s = time.monotonic()
     start_store(0, ranks, meeting, START_S)
     store = join_store(0, ranks, meeting, START_S)
@@ -125,7 +136,9 @@ def children() -> set[int]:
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
-def play_ranks(first: int, ranks: list[int], address: tuple[str, int], begin: Any, results: Any, arguments: argparse.Namespace) -> None:
+def play_ranks(
+    first: int, ranks: list[int], address: tuple[str, int], begin: Any, results: Any, arguments: argparse.Namespace
+) -> None:
     """Be some of the ranks, for `arguments.seconds`."""
     problem = raise_open_file_limit(2 * len(ranks))
     assert problem is None, problem
@@ -169,7 +182,8 @@ def measure_heartbeats(arguments: argparse.Namespace) -> dict[str, object]:
         assert address is not None
         for number in range(arguments.ids):
             store.set(f"id/{number}", "i" * ID_BYTES)
-        begin, results = context.Barrier(arguments.processes + 1), context.Queue()
+        begin = context.Barrier(arguments.processes + 1)
+        results = context.Queue()
         shares = [list(range(first, arguments.ranks, arguments.processes)) for first in range(arguments.processes)]
         players = [
             context.Process(target=play_ranks, args=(first, share, address, begin, results, arguments))
@@ -178,10 +192,12 @@ def measure_heartbeats(arguments: argparse.Namespace) -> dict[str, object]:
         for player in players:
             player.start()
         begin.wait()
-        idle_cpu_s, began_s = cpu_s(server), time.monotonic()
+        idle_cpu_s = cpu_s(server)
+        began_s = time.monotonic()
         rows = [results.get(timeout=arguments.seconds + 300) for _ in players]
         lasted_s = time.monotonic() - began_s
-        server_cpu_s, memory_mib = cpu_s(server) - idle_cpu_s, resident_mib(server)
+        server_cpu_s = cpu_s(server) - idle_cpu_s
+        memory_mib = resident_mib(server)
         for player in players:
             player.join()
         wrong = lost_heartbeats(store, {rank: count for row in rows for rank, count in row["final"].items()})
@@ -196,7 +212,11 @@ def measure_heartbeats(arguments: argparse.Namespace) -> dict[str, object]:
         "fewest_of_a_rank": min(row["fewest"] for row in rows),
         "lost_heartbeats": wrong,
         "checks_per_s": round(len(checks) / lasted_s, 1),
-        "check_ms": {"median": ms(checks[len(checks) // 2]), "p99": ms(checks[int(0.99 * len(checks))]), "worst": ms(checks[-1])},
+        "check_ms": {
+            "median": ms(checks[len(checks) // 2]),
+            "p99": ms(checks[int(0.99 * len(checks))]),
+            "worst": ms(checks[-1]),
+        },
         "id_bytes_read": arguments.ranks * arguments.ids * ID_BYTES,
         "slowest_ids_ms": ms(max(row["slowest_ids_s"] for row in rows)),
         "server_cores": round(server_cpu_s / lasted_s, 3),
@@ -235,7 +255,9 @@ def measure_lock(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 poller.start(store)
                 time.sleep(0.2)
                 ctypes.PyDLL(None).usleep(int(1e6 * arguments.hold_s))  # PyDLL keeps the lock
-                rows.append({"store": kind, "lock_held_s": arguments.hold_s, "worst_check_s": round(poller.finish(), 4)})
+                rows.append(
+                    {"store": kind, "lock_held_s": arguments.hold_s, "worst_check_s": round(poller.finish(), 4)}
+                )
                 del store
     return rows
 
@@ -248,7 +270,9 @@ def main() -> None:
     beats.add_argument("--period-s", type=float, default=0.25)
     beats.add_argument("--seconds", type=float, default=20.0)
     beats.add_argument("--processes", type=int, default=4)
-    beats.add_argument("--ids", type=int, default=3072 // RANKS_PER_ID, help="of one communicator, read once for each rank")
+    beats.add_argument(
+        "--ids", type=int, default=3072 // RANKS_PER_ID, help="of one communicator, read once for each rank"
+    )
     lock = kinds.add_parser("lock", help="a C++ poller beside a main thread that holds the interpreter lock")
     lock.add_argument("--store", nargs="+", choices=("torch", "authenticated"), default=["torch", "authenticated"])
     lock.add_argument("--hold-s", type=float, default=4.0)

@@ -1,8 +1,10 @@
-"""Executes the prebuilt code objects of gfx90a on a simulated MI250X (tests/cdna2), against the reference in float64. Needs llvm-objdump, no GPU.
+"""Executes the prebuilt code objects of gfx90a on a simulated MI250X (tests/cdna2), against the reference in float64.
+Needs llvm-objdump, no GPU.
 
     python scripts/check_gfx90a.py [--all] [--json] [--folder FOLDER]
 
-Exit code 1 when a result is wrong, or a kernel did what it must not. On a machine with a GPU, `frontier-llm ops check` does the same on that.
+Exit code 1 when a result is wrong, or a kernel did what it must not. On a machine with a GPU, `frontier-llm ops check`
+does the same on that.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="fp16 and fp32 too, not only bf16")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--folder", type=Path, default=GPU_DIR / "gfx90a", help="code objects, if not the installed ones")
+    parser.add_argument(
+        "--folder", type=Path, default=GPU_DIR / "gfx90a", help="code objects, if not the installed ones"
+    )
     args = parser.parse_args(arguments)
     try:
         results = list(simulate(args.folder, list(DTYPES) if args.all else ["bf16"]))
@@ -62,13 +66,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| op | type | shape | error | of at most | code objects | instructions | waits | barriers | |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for result in results:
-        cells = [result["op"], result["dtype"], result["shape"], f"{result['error']:.2f}", f"{result['limit']:g}", len(result["files"])]
+        cells = [
+            result["op"],
+            result["dtype"],
+            result["shape"],
+            f"{result['error']:.2f}",
+            f"{result['limit']:g}",
+            len(result["files"]),
+        ]
         cells += [result["instructions"], result["waits"], result["barriers"], "ok" if result["ok"] else "wrong"]
         print(f"| {' | '.join(map(str, cells))} |")
     for result in wrong:
-        print(f"wrong: {result['op']} {result['dtype']} {result['shape']}: {result['fault'] or 'the error is above the limit'}")
+        print(
+            f"wrong: {result['op']} {result['dtype']} {result['shape']}: "
+            f"{result['fault'] or 'the error is above the limit'}"
+        )
     files = {file for result in results for file in result["files"]}
-    print(f"{len(files)} code objects executed on a simulated gfx90a, forward and backward; errors in units in the last place")
+    print(
+        f"{len(files)} code objects executed on a simulated gfx90a, forward and backward; errors in units in the "
+        f"last place"
+    )
     return int(bool(wrong))
 
 

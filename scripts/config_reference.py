@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Writes docs/configuration.md from config/model.py and config/schema.py: every key with its type, default, meaning and the version that brought it.
+"""Writes docs/configuration.md from config/model.py and config/schema.py: every key with its type, default, meaning and
+the version that brought it.
 
-A field's meaning is the comment behind it; `(since 0.2)` at its end is the version, without it the key is as old as the project.
+A field's meaning is the comment behind it; `(since 0.2)` at its end is the version, without it the key is as old as the
+project.
     python scripts/config_reference.py [--check]
 """
 
@@ -58,7 +60,9 @@ def source_notes() -> dict[tuple[str, str], tuple[str, str]]:
     return notes
 
 
-def sections(model: type[BaseModel], prefix: str = "") -> typing.Iterator[tuple[str, type[BaseModel], dict[str, FieldInfo]]]:
+def sections(
+    model: type[BaseModel], prefix: str = ""
+) -> typing.Iterator[tuple[str, type[BaseModel], dict[str, FieldInfo]]]:
     """(dotted key, class, its plain fields) of the run file, depth first."""
     plain = {name: field for name, field in model.model_fields.items() if section_of(field) is None}
     yield prefix, model, plain
@@ -90,7 +94,11 @@ def type_text(annotation: str) -> str:
         return f"{NAMES[bounded.group(1)]} {limits}"
     several = re.fullmatch(r"(?:tuple|Mapping)\[(.*)\]", annotation)
     if several and " | " not in annotation:
-        return "list of " + type_text(several.group(1).split(",")[0].strip()) if annotation.startswith("tuple") else "mapping of names"
+        return (
+            "list of " + type_text(several.group(1).split(",")[0].strip())
+            if annotation.startswith("tuple")
+            else "mapping of names"
+        )
     parts = re.split(r" \| (?![^\[]*\])", annotation)
     if len(parts) > 1:
         return " or ".join(type_text(part) for part in parts)
@@ -98,8 +106,14 @@ def type_text(annotation: str) -> str:
 
 
 def size_text(name: str) -> str:
-    """A bounded kind of whole number of `config.fields` in words: 'LayerCount' → 'whole number from 1 to 65,536'. Others give ''."""
-    limits = {key: limit for item in getattr(getattr(fields, name, None), "__metadata__", ()) for key, limit in limits_of(item)}
+    """A bounded kind of whole number of `config.fields` in words: 'LayerCount' → 'whole number from 1 to 65,536'.
+    Others give ''.
+    """
+    limits = {
+        key: limit
+        for item in getattr(getattr(fields, name, None), "__metadata__", ())
+        for key, limit in limits_of(item)
+    }
     return f"whole number from {limits['ge']} to {limits['le']:,}" if {"ge", "le"} <= limits.keys() else ""
 
 
@@ -123,7 +137,8 @@ def default_text(field: FieldInfo) -> str:
 
 def page() -> str:
     """The whole page. Raises ValueError naming a field without a meaning."""
-    notes, text = source_notes(), []
+    notes = source_notes()
+    text = []
     for prefix, model, keys in sections(RunConfig):
         if not keys:
             continue
@@ -143,7 +158,9 @@ def page() -> str:
             meaning = comment[: since.start()].strip() if since else comment
             cells = (f"`{prefix + '.' if prefix else ''}{name}`", type_text(annotation), default_text(field), meaning)
             text.append(
-                "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + f" | {since.group(1) if since else FIRST_VERSION} |"
+                "| "
+                + " | ".join(cell.replace("|", "\\|") for cell in cells)
+                + f" | {since.group(1) if since else FIRST_VERSION} |"
             )
         text.append("")
     return HEAD + "\n".join(text)
@@ -154,7 +171,7 @@ HEAD = """# Configuration
 Every key of a run file, made from `frontier_llm/config/model.py` and `schema.py` by `scripts/config_reference.py`. A run file is YAML; `base: NAME` takes another one's
 keys first, `key=value` on the command line comes last, and an unknown key is an error that names the nearest valid one. "nothing" is YAML's `null`.
 
-"""
+"""  # noqa: E501
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""Which way of attention over split sequences is cheapest where: milliseconds of a layer, forward and backward, beside its arithmetic. Simulated.
+"""Which way of attention over split sequences is cheapest where: milliseconds of a layer, forward and backward, beside
+its arithmetic. Simulated.
 
 python scripts/context_ways.py [--models llama-3-8b llama-2-7b] [--tokens 131072] [--machine frontier] [--page]
 """
@@ -29,7 +30,10 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the table into docs/long_context.md")
     arguments = parser.parse_args()
     numbers = rates(load_machine(arguments.machine))
-    lines = ["| model | tp | cp | gather | ring | heads | all else of the layer | by bytes |", "|---|--:|--:|--:|--:|--:|--:|---|"]
+    lines = [
+        "| model | tp | cp | gather | ring | heads | all else of the layer | by bytes |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
     for name, tp, cp in product(arguments.models, (1, 2, 4, 8), (2, 4, 8, 16)):
         model = load_model(name, {"sequence_length": arguments.tokens})
         ways = context_ways(model, tp, cp) if cp in context_degrees(model, cp) else []
@@ -37,7 +41,10 @@ def main() -> None:
         else_s = 0.0
         for way in ways:
             layout = Layout(tp=tp, cp=cp, sequence_parallel=tp > 1, context_attention=way)
-            seconds = {cause: sum(pair) for cause, pair in by_cause(block_work(model, layout, numbers), layout, numbers).items()}
+            seconds = {
+                cause: sum(pair)
+                for cause, pair in by_cause(block_work(model, layout, numbers), layout, numbers).items()
+            }
             shown[way] = seconds.pop(EXCHANGE)
             else_s = sum(seconds.values())
         cells = [
@@ -45,9 +52,13 @@ def main() -> None:
             for way in ("gather", "ring", "heads")
         ]
         cells = [f"{cell}**" if cell.startswith("**") else cell for cell in cells]
-        lines.append(f"| {name} | {tp} | {cp} | {' | '.join(cells)} | {1e3 * else_s:.0f} | {context_way(model, tp, cp)} |")
+        lines.append(
+            f"| {name} | {tp} | {cp} | {' | '.join(cells)} | {1e3 * else_s:.0f} | {context_way(model, tp, cp)} |"
+        )
     if arguments.page:
-        write_measured(Path(__file__).resolve().parents[1] / "docs" / "long_context.md", __file__, "\n".join(lines) + "\n")
+        write_measured(
+            Path(__file__).resolve().parents[1] / "docs" / "long_context.md", __file__, "\n".join(lines) + "\n"
+        )
     print("\n".join(lines))
 
 

@@ -1,8 +1,10 @@
-"""Mixtures of experts against dense rungs of the ladder, at equal active FLOPs per token, tokens, batch and learning rate; several seeds, two optimizers.
+"""Mixtures of experts against dense rungs of the ladder, at equal active FLOPs per token, tokens, batch and learning
+rate; several seeds, two optimizers.
 
-The mixture has 8 experts of which each token takes 2, of the greatest width with which a token costs no more FLOPs than in the dense model, the
-router included. Its two halves of an MLP are summed, not averaged (`scale: 2`): with weights that sum to 1 it starts with half the output and learns
-at half the rate, and was 0.35 nats behind after 100 steps. Resumable like scripts/convergence.py, whose rules, data and runs these are. Writes docs/results/convergence_moe.json,
+The mixture has 8 experts of which each token takes 2, of the greatest width with which a token costs no more FLOPs than
+in the dense model, the router included. Its two halves of an MLP are summed, not averaged (`scale: 2`): with weights
+that sum to 1 it starts with half the output and learns at half the rate, and was 0.35 nats behind after 100 steps.
+Resumable like scripts/convergence.py, whose rules, data and runs these are. Writes docs/results/convergence_moe.json,
 docs/figures/convergence_moe.png and its measured part of docs/moe.md.
 """
 
@@ -27,9 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from convergence import TOKENS_PER_PARAMETER, Run, recipe, thin, train
 from measured_page import write_measured
 
-EXPERTS, TOP_K = 8, 2
+EXPERTS = 8
+TOP_K = 2
 KINDS = ("dense", "experts")
-RATES = {"adamw": 1.0, "muon": 2.0}  # of the ladder's learning rate: where the dense 170k model ends best (docs/optimizers.md)
+# of the ladder's learning rate: where the dense 170k model ends best (docs/optimizers.md)
+RATES = {"adamw": 1.0, "muon": 2.0}
 
 
 @dataclass
@@ -54,7 +58,8 @@ def mixture_of(dense: ModelConfig) -> ModelConfig:
 
 
 def rung(name: str, optimizer: str, options: argparse.Namespace) -> Rung:
-    chosen, dense = recipe(name, options.tokens_per_parameter), load_model(name)
+    chosen = recipe(name, options.tokens_per_parameter)
+    dense = load_model(name)
     chosen = replace(chosen, lr=RATES[optimizer] * chosen.lr)
     mixture = mixture_of(dense)
     assert mixture.moe is not None
@@ -95,10 +100,15 @@ def study(rungs: list[Rung], options: argparse.Namespace) -> dict[str, Any]:
                 "tokens": one.runs["dense"][0].recipe.tokens,
                 "steps": one.runs["dense"][0].recipe.steps,
                 "parameters": {"dense": total_parameters(one.dense), "experts": total_parameters(one.mixture)},
-                "flops_per_token": {"dense": model_flops_per_token(one.dense), "experts": model_flops_per_token(one.mixture)},
+                "flops_per_token": {
+                    "dense": model_flops_per_token(one.dense),
+                    "experts": model_flops_per_token(one.mixture),
+                },
                 "held_out": {kind: [run.loss for run in one.runs[kind]] for kind in KINDS},
                 "busiest_expert_over_mean": [busiest_of_mean(run, options.directory) for run in one.runs["experts"]],
-                "train_loss": {kind: thin(list(np.mean([run.curve for run in one.runs[kind]], axis=0))) for kind in KINDS},
+                "train_loss": {
+                    kind: thin(list(np.mean([run.curve for run in one.runs[kind]], axis=0))) for kind in KINDS
+                },
             }
             for one in rungs
         ],
@@ -113,28 +123,48 @@ def page(result: dict[str, Any]) -> str:
         for kind in KINDS:
             losses = rung["held_out"][kind]
             cells = (
-                f"{rung['parameters'][kind]:,} | {rung['flops_per_token'][kind] / 1e6:.3f} | {', '.join(f'{loss:.4f}' for loss in losses)}"
+                f"{rung['parameters'][kind]:,} | {rung['flops_per_token'][kind] / 1e6:.3f} | "
+                f"{', '.join(f'{loss:.4f}' for loss in losses)}"
             )
             spread = f" ± {difference.std(ddof=1):.4f}" if len(losses) > 1 else ", one seed"
             apart = "" if kind == "dense" else f"{difference.mean():+.4f}{spread}"
-            shape = "" if kind == "dense" else f", {EXPERTS} experts of {rung['experts']['expert_hidden']}, top {TOP_K}, scale {TOP_K}"
+            shape = (
+                ""
+                if kind == "dense"
+                else f", {EXPERTS} experts of {rung['experts']['expert_hidden']}, top {TOP_K}, scale {TOP_K}"
+            )
             rows.append(f"| {rung['model']}{shape} | {rung['optimizer']} | {cells} | {np.mean(losses):.4f} | {apart} |")
     budgets = "; ".join(
-        dict.fromkeys(f"{rung['model']} {rung['tokens'] / 1e6:.2f} M bytes in {rung['steps']} steps" for rung in result["rungs"])
+        dict.fromkeys(
+            f"{rung['model']} {rung['tokens'] / 1e6:.2f} M bytes in {rung['steps']} steps" for rung in result["rungs"]
+        )
     )
     uneven = ", ".join(
-        f"{np.mean(rung['busiest_expert_over_mean']):.2f} ({rung['model']}, {rung['optimizer']})" for rung in result["rungs"]
+        f"{np.mean(rung['busiest_expert_over_mean']):.2f} ({rung['model']}, {rung['optimizer']})"
+        for rung in result["rungs"]
     )
     lines = [
-        "### Measured: loss at equal active FLOPs", "",
-        f"`scripts/convergence_moe.py --tokens-per-parameter {result['tokens_per_parameter_of_the_dense']:g}`: rungs of [the ladder](convergence.md) and the same with experts, of the greatest width with which a token costs no more "
-        f"FLOPs, router included. Bytes, batch and schedule are the dense model's by the ladder's rules ({budgets}), and so is the learning rate: "
+        "### Measured: loss at equal active FLOPs",
+        "",
+        f"`scripts/convergence_moe.py --tokens-per-parameter {result['tokens_per_parameter_of_the_dense']:g}`: rungs "
+        f"of [the ladder](convergence.md) and the same with experts, of the greatest width with which a token costs "
+        f"no more "
+        f"FLOPs, router included. Bytes, batch and schedule are the dense model's by the ladder's rules ({budgets}), "
+        f"and so is the learning rate: "
         + " and ".join(f"{factor:g} times the rule's under {name}" for name, factor in RATES.items())
-        + ". Nothing was tuned for the mixture. Held-out loss in nats per byte, by seed of weights and sample order; two cores.", "",
-        "| model | optimizer | parameters | MFLOP per token | held out, by seed | mean | minus dense, by seed ± s.d. |", "|---|---|--:|--:|---|--:|--:|", *rows, "",
-        f"The busiest expert of the worst layer had, over the last tenth of the steps, this many times the mean of rows: {uneven}.", "",
-        "![Loss against training FLOPs, dense and with experts](figures/convergence_moe.png)", "",
-    ]  # fmt: skip
+        + ". Nothing was tuned for the mixture. Held-out loss in nats per byte, by seed of weights and sample order; "
+        "two cores.",
+        "",
+        "| model | optimizer | parameters | MFLOP per token | held out, by seed | mean | minus dense, by seed ± s.d. |",
+        "|---|---|--:|--:|---|--:|--:|",
+        *rows,
+        "",
+        f"The busiest expert of the worst layer had, over the last tenth of the steps, this many times the mean of "
+        f"rows: {uneven}.",
+        "",
+        "![Loss against training FLOPs, dense and with experts](figures/convergence_moe.png)",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -150,10 +180,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
             flops = rung["flops_per_token"][kind] * rung["tokens"]
             points = np.array(rung["train_loss"][kind])
             axis.plot(
-                points[:, 0] / rung["steps"] * flops, points[:, 1], color=color, linewidth=1, label=f"{kind}: training, mean of seeds"
+                points[:, 0] / rung["steps"] * flops,
+                points[:, 1],
+                color=color,
+                linewidth=1,
+                label=f"{kind}: training, mean of seeds",
             )
             losses = rung["held_out"][kind]
-            axis.plot([flops] * len(losses), losses, "o", color=color, markersize=4, label=f"{kind}: held out, each seed")
+            axis.plot(
+                [flops] * len(losses), losses, "o", color=color, markersize=4, label=f"{kind}: held out, each seed"
+            )
         axis.set(
             xscale="log",
             yscale="log",
@@ -176,10 +212,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=Path("runs/convergence-moe"), help="of the runs")
     parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="results/, figures/ and moe.md are written below it")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs"), help="results/, figures/ and moe.md are written below it"
+    )
     options = parser.parse_args()
     if not (options.data / "validation.idx").exists():
-        command = [sys.executable, "-m", "frontier_llm.cli.main", "data", "stdlib", str(options.data), "--tokenizer", "bytes"]
+        command = [
+            sys.executable,
+            "-m",
+            "frontier_llm.cli.main",
+            "data",
+            "stdlib",
+            str(options.data),
+            "--tokenizer",
+            "bytes",
+        ]
         subprocess.run(command, check=True)
     rungs = [rung(name, optimizer, options) for name in options.ladder for optimizer in RATES]
     for one in rungs:

@@ -2,10 +2,11 @@
 
     python scripts/fit_machines.py [--dry-run | --leave-models-out] [MACHINE ...]
 
-Robust least squares on log(predicted / measured): a residual beyond `KNEE` counts linearly, because published tables hold stalled runs
-that no constant should bend towards. A weak prior keeps constants that the data do not determine where engineering puts them. Every
-fitted number keeps its tag `estimated` and says in its source on how many rows of which data set it was fitted. `--leave-models-out`
-fits nothing for good: every model of a fitted stack is predicted by constants fitted on that cluster's other models. Needs scipy.
+Robust least squares on log(predicted / measured): a residual beyond `KNEE` counts linearly, because published tables
+hold stalled runs that no constant should bend towards. A weak prior keeps constants that the data do not determine
+where engineering puts them. Every fitted number keeps its tag `estimated` and says in its source on how many rows of
+which data set it was fitted. `--leave-models-out` fits nothing for good: every model of a fitted stack is predicted by
+constants fitted on that cluster's other models. Needs scipy.
 """
 
 from __future__ import annotations
@@ -34,17 +35,32 @@ CEILING = 1.0  # efficiencies are shares
 
 # where each constant starts, and what the weak prior holds it to; the file's own value would drift from fit to fit
 START = {
-    "gemm_efficiency": 0.8, "gemm_k_half": 100.0, "unaligned_penalty": 4.0, "flash_efficiency": 0.6, "flash_backward": 0.75,
-    "hbm_efficiency": 0.75, "kernel_s": 8e-6, "launch_s": 30e-6, "microbatch_s": 5e-4, "step_s": 2e-2, "fabric_latency_s": 20e-6,
-    "fabric_hop_s": 2e-6, "network_efficiency": 0.8, "network_crowding": 0.8, "network_latency_s": 25e-6, "fabric_share": 0.4,
+    "gemm_efficiency": 0.8,
+    "gemm_k_half": 100.0,
+    "unaligned_penalty": 4.0,
+    "flash_efficiency": 0.6,
+    "flash_backward": 0.75,
+    "hbm_efficiency": 0.75,
+    "kernel_s": 8e-6,
+    "launch_s": 30e-6,
+    "microbatch_s": 5e-4,
+    "step_s": 2e-2,
+    "fabric_latency_s": 20e-6,
+    "fabric_hop_s": 2e-6,
+    "network_efficiency": 0.8,
+    "network_crowding": 0.8,
+    "network_latency_s": 25e-6,
+    "fabric_share": 0.4,
     "linear_speedup": 1.6,
-}  # fmt: skip
+}
 START_OF: dict[str, dict[str, float]] = {
     "llm-foundry-h100": {"gemm_efficiency": 0.65, "flash_efficiency": 0.4, "flash_backward": 0.6},
     "eos": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
     "frontier": {"unaligned_penalty": 2.0},
 }
-FABRIC_START, FABRIC_CEILING = 240e9, 300e9  # NVLink 3 on A100: what large messages reach, and the link rate, bytes/s
+# NVLink 3 on A100: what large messages reach, and the link rate, bytes/s
+FABRIC_START = 240e9
+FABRIC_CEILING = 300e9
 
 
 def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
@@ -63,10 +79,15 @@ def fit(rows: Sequence[PublishedRun], start: Rates, keys: Sequence[str], evaluat
 
     def residual(x: np.ndarray) -> np.ndarray:
         constants = apply(start, keys, x)
-        seconds = [float(step_s(row.model, layout, rates_of(row, constants))) for row, layout in zip(rows, layouts, strict=True)]
+        seconds = [
+            float(step_s(row.model, layout, rates_of(row, constants)))
+            for row, layout in zip(rows, layouts, strict=True)
+        ]
         return np.concatenate([soften(np.log(np.array(seconds) / measured_s)), np.sqrt(PRIOR) * x])
 
-    return apply(start, keys, least_squares(residual, np.zeros(len(keys)), diff_step=1e-3, x_scale=0.5, max_nfev=evaluations).x)
+    return apply(
+        start, keys, least_squares(residual, np.zeros(len(keys)), diff_step=1e-3, x_scale=0.5, max_nfev=evaluations).x
+    )
 
 
 def soften(error: np.ndarray) -> np.ndarray:
@@ -116,7 +137,9 @@ def rewrite(path: Path, stack: str, key: str, value: float, source: str) -> None
     """Replace one number's value and source in place; comments and order of the file stay."""
     key, _, ranks = key.partition("/")
     section, name, unit = PLACES[key]
-    lines, inside, out = path.read_text().splitlines(), "", []
+    lines = path.read_text().splitlines()
+    inside = ""
+    out = []
     within_fabric = False
     for line in lines:
         top = re.match(r"^(\w+):", line)
@@ -127,9 +150,9 @@ def rewrite(path: Path, stack: str, key: str, value: float, source: str) -> None
             inside_stack = sub.group(1)
         if inside == "node" and line.startswith("  ") and not line.startswith("    "):
             within_fabric = line.strip() == "fabric_gbps:"
-        here = (section == "stack" and inside == "stacks" and line.startswith(f"    {name}:") and inside_stack == stack) or (
-            section == inside and line.startswith(f"  {name}:") and "{" in line
-        )
+        here = (
+            section == "stack" and inside == "stacks" and line.startswith(f"    {name}:") and inside_stack == stack
+        ) or (section == inside and line.startswith(f"  {name}:") and "{" in line)
         if key == "fabric_bytes_s":
             here = within_fabric and bool(re.match(rf"^    {ranks or '[0-9]+'}:", line))
         if here:
@@ -151,7 +174,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machines", nargs="*")
     parser.add_argument("--dry-run", action="store_true", help="print, do not write")
-    parser.add_argument("--leave-models-out", action="store_true", help="score constants on models that they were not fitted on")
+    parser.add_argument(
+        "--leave-models-out", action="store_true", help="score constants on models that they were not fitted on"
+    )
     args = parser.parse_args()
     if args.leave_models_out:
         print(as_text(leave_models_out(shipped())))
@@ -160,13 +185,15 @@ def main() -> None:
         if args.machines and name not in args.machines:
             continue
         rows = [row for row in shipped() if (row.machine, row.stack) == (name, stack)]
-        train, unseen = [row for row in rows if row.fitted], [row for row in rows if not row.fitted]
+        train = [row for row in rows if row.fitted]
+        unseen = [row for row in rows if not row.fitted]
         best = fit(train, starting_point(name, rates(load_machine(name), stack), keys), keys)
         for title, part in (("fitted", train), ("unseen", unseen)):
             if part:
                 error = np.array([one.error for one in predict(part, best)])
                 print(
-                    f"{name:20s} {stack:18s} {title} n={len(part):3d} MAPE {100 * np.mean(np.abs(error)):5.2f} % median {100 * np.median(np.abs(error)):5.2f} % bias {100 * np.mean(error):+5.2f} %"
+                    f"{name:20s} {stack:18s} {title} n={len(part):3d} MAPE {100 * np.mean(np.abs(error)):5.2f} % "
+                    f"median {100 * np.median(np.abs(error)):5.2f} % bias {100 * np.mean(error):+5.2f} %"
                 )
         for key in keys:
             value = value_of(best, key)

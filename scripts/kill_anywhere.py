@@ -1,15 +1,17 @@
 """kill -9 of a random rank at random instants, again and again; every run must end bit-equal to the undisturbed one.
 
-    python scripts/kill_anywhere.py [--kills 200] [--in-save 50] [--ranks 2] [--seed 1] [--lag 1] [--minutes M] [--faults kill,flip,…]
+    python scripts/kill_anywhere.py [--kills 200] [--in-save 50] [--ranks 2] [--seed 1] [--lag 1] [--minutes M]
+    [--faults kill,flip,…]
 
-Ranks are forked from this process, which has imported torch already, and otherwise live as under any launcher: rendezvous, collectives,
-lock, resume. A run is disturbed until it reaches its end; then the loss of every step (also of those done several times) and the digests of
-the final weights and optimizer state are compared, and the next run begins. `--in-save` of the kills happen at exact instants inside a
-save (failpoints), the others at random times. `--lag` is train.save_lag_steps; with kills alone, a start that loses more than one interval
-and the lag is a failure too. Prints a JSON summary; exit code 1 at the first difference.
+Ranks are forked from this process, which has imported torch already, and otherwise live as under any launcher:
+rendezvous, collectives, lock, resume. A run is disturbed until it reaches its end; then the loss of every step (also of
+those done several times) and the digests of the final weights and optimizer state are compared, and the next run
+begins. `--in-save` of the kills happen at exact instants inside a save (failpoints), the others at random times.
+`--lag` is train.save_lag_steps; with kills alone, a start that loses more than one interval and the lag is a failure
+too. Prints a JSON summary; exit code 1 at the first difference.
 
-Faults: kill, abort, segv (a rank dies of that signal), freeze (SIGSTOP), error (an exception in a step), term (SIGTERM: saves and leaves),
-flip (damages a bit of the newest checkpoint before a start, then kills), enospc (a save fails).
+Faults: kill, abort, segv (a rank dies of that signal), freeze (SIGSTOP), error (an exception in a step), term (SIGTERM:
+saves and leaves), flip (damages a bit of the newest checkpoint before a start, then kills), enospc (a save fails).
 """
 
 from __future__ import annotations
@@ -39,35 +41,65 @@ from frontier_llm.training.loop import train
 from tests.faults.runs import Run
 
 SAVE_POINTS = [
-    "copied", "shard_created", "block_written", "shard_written", "shard_synced", "before_manifest", "manifest_written", "before_rename",
-    "before_latest", "latest_written", "latest_moved", "before_delete", "delete_renamed",
-]  # fmt: skip
+    "copied",
+    "shard_created",
+    "block_written",
+    "shard_written",
+    "shard_synced",
+    "before_manifest",
+    "manifest_written",
+    "before_rename",
+    "before_latest",
+    "latest_written",
+    "latest_moved",
+    "before_delete",
+    "delete_renamed",
+]
 RANK_0_ONLY = set(SAVE_POINTS[5:])
-STEPS, INTERVAL = 60, 5
+STEPS = 60
+INTERVAL = 5
 SIGNALS = {
-    "kill": signal.SIGKILL, "flip": signal.SIGKILL, "abort": signal.SIGABRT, "segv": signal.SIGSEGV, "freeze": signal.SIGSTOP,
+    "kill": signal.SIGKILL,
+    "flip": signal.SIGKILL,
+    "abort": signal.SIGABRT,
+    "segv": signal.SIGSEGV,
+    "freeze": signal.SIGSTOP,
     "term": signal.SIGTERM,
-}  # fmt: skip
-# what ranks may leave with, besides 0 and the launcher's SIGKILL: 1 a rank failed (also noticed by a survivor before it is killed
+}
+# what ranks may leave with, besides 0 and the launcher's SIGKILL: 1 a rank failed (also noticed by a survivor before it
+# is killed
 # too), 2 the last save of a run is not allowed to fail, 70 the watchdog of a rank that nothing moves for
 CODES = {
-    "kill": {1}, "flip": {1}, "abort": {1, -signal.SIGABRT}, "segv": {1, -signal.SIGSEGV}, "freeze": {1, 70}, "error": {1},
-    "term": {EXIT_INTERRUPTED, -signal.SIGTERM}, "enospc": {2},
-}  # fmt: skip
+    "kill": {1},
+    "flip": {1},
+    "abort": {1, -signal.SIGABRT},
+    "segv": {1, -signal.SIGSEGV},
+    "freeze": {1, 70},
+    "error": {1},
+    "term": {EXIT_INTERRUPTED, -signal.SIGTERM},
+    "enospc": {2},
+}
 
 
 def config_of(run: Run, ranks: int, lag: int, timeout_s: float, steps: int) -> RunConfig:
-    return RunConfig.model_validate({
-        "model": load_model("llama-tiny"),
-        "parallel": {"data": ranks},
-        "batch": {"global_batch": 8, "micro_batch": 2},
-        "optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay_steps": 60},
-        "precision": {"dtype": "bf16"},
-        "train": {
-            "run_dir": str(run.run_dir), "steps": steps, "save_interval": INTERVAL, "save_lag_steps": lag, "device": "cpu",
-            "tensorboard": False, "timeout_s": timeout_s,
-        },
-    })  # fmt: skip
+    return RunConfig.model_validate(
+        {
+            "model": load_model("llama-tiny"),
+            "parallel": {"data": ranks},
+            "batch": {"global_batch": 8, "micro_batch": 2},
+            "optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay_steps": 60},
+            "precision": {"dtype": "bf16"},
+            "train": {
+                "run_dir": str(run.run_dir),
+                "steps": steps,
+                "save_interval": INTERVAL,
+                "save_lag_steps": lag,
+                "device": "cpu",
+                "tensorboard": False,
+                "timeout_s": timeout_s,
+            },
+        }
+    )
 
 
 class Attempt:
@@ -88,7 +120,11 @@ class Attempt:
                 os.dup2(log, 1)
                 os.dup2(log, 2)
                 os.environ["FRONTIER_LLM_FAILPOINTS"] = failpoint
-                place = RankEnv(rank, ranks, rank, ranks, socket.gethostname(), "127.0.0.1", port, "local") if ranks > 1 else None
+                place = (
+                    RankEnv(rank, ranks, rank, ranks, socket.gethostname(), "127.0.0.1", port, "local")
+                    if ranks > 1
+                    else None
+                )
                 code = train(config, place, signals)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -130,7 +166,9 @@ def flip_bit(run: Run, rng: random.Random) -> bool:
 
 def saving(run: Run) -> bool:
     directory = run.run_dir / "checkpoints"
-    return directory.is_dir() and any(".tmp." in entry.name or ".deleted." in entry.name for entry in os.scandir(directory))
+    return directory.is_dir() and any(
+        ".tmp." in entry.name or ".deleted." in entry.name for entry in os.scandir(directory)
+    )
 
 
 def steps_not_saved(run: Run) -> int:
@@ -147,8 +185,13 @@ class Campaign:
     """Disturbed runs, each compared with one that was not."""
 
     def __init__(self, base: Path, ranks: int, seed: int, lag: int, faults: list[str], in_save_share: float) -> None:
-        self.base, self.ranks, self.lag, self.faults, self.in_save_share = base, ranks, lag, faults, in_save_share
-        self.rng, self.count = random.Random(seed), Counter[str]()
+        self.base = base
+        self.ranks = ranks
+        self.lag = lag
+        self.faults = faults
+        self.in_save_share = in_save_share
+        self.rng = random.Random(seed)
+        self.count = Counter[str]()
         self.timeout_s = 30.0 if "freeze" in faults else 60.0
         self.steps_computed = self.most_steps_lost = 0
         self.reference = self.new_run("reference")
@@ -168,7 +211,9 @@ class Campaign:
 
     def start(self, run: Run, failpoint: str, steps: int = STEPS) -> Attempt:
         """All ranks of a run, up and going."""
-        return Attempt(config_of(run, self.ranks, self.lag, self.timeout_s, steps), run.directory / "log", self.ranks, failpoint)
+        return Attempt(
+            config_of(run, self.ranks, self.lag, self.timeout_s, steps), run.directory / "log", self.ranks, failpoint
+        )
 
     def one_run(self) -> None:
         """Disturb a run until it reaches its end; raises Different."""
@@ -181,21 +226,26 @@ class Campaign:
         if run.losses() != self.reference.losses() or run.shards() != self.reference.shards():
             raise Different(f"{run.directory} differs from the undisturbed run {self.reference.directory}")
         self.count["runs"] += 1
-        self.steps_computed += sum('"kind": "step"' in line for line in (run.run_dir / "metrics.jsonl").read_text().splitlines())
+        self.steps_computed += sum(
+            '"kind": "step"' in line for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()
+        )
         shutil.rmtree(run.directory)
 
     def _one_start(self, run: Run) -> bool:
         """True when the run has reached its end."""
-        fault, victim = self.rng.choice(self.faults), self.rng.randrange(self.ranks)
+        fault = self.rng.choice(self.faults)
+        victim = self.rng.randrange(self.ranks)
         failpoint = self._failpoint(fault, victim)
         if fault == "flip":
             self.count["flips"] += flip_bit(run, self.rng)
         self.count["starts"] += 1
-        attempt, started = self.start(run, failpoint), time.monotonic()
+        attempt = self.start(run, failpoint)
+        started = time.monotonic()
         ended = attempt.ended_within(120.0 if failpoint else self.rng.uniform(0.0, 0.7 * self.usual_s))
         codes = self._let_end(attempt) if ended else self._strike(run, attempt, fault, victim)
         self._judge(run, fault, codes)
-        if ended and not failpoint:  # so that most of the random instants fall into a run, however busy the machine is now
+        # so that most of the random instants fall into a run, however busy the machine is now
+        if ended and not failpoint:
             self.usual_s = 0.5 * (self.usual_s + max(1.0, time.monotonic() - started))
         if ended and -signal.SIGKILL in codes and "=kill" in failpoint:
             self.count.update(kills=1, in_save=1, exact_points=1)
@@ -228,7 +278,8 @@ class Campaign:
         if fault == "freeze" and not attempt.ended_within(4 * self.timeout_s):
             attempt.end(kill=True)
             raise Different(
-                f"{run.directory}: nobody noticed within {4 * self.timeout_s:.0f} s that rank {victim} was frozen\n{self._log(run)}"
+                f"{run.directory}: nobody noticed within {4 * self.timeout_s:.0f} s that rank {victim} was "
+                f"frozen\n{self._log(run)}"
             )
         return attempt.end(kill=True)
 
@@ -264,9 +315,12 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = parser().parse_args()
     torch.set_num_threads(1)
-    base, started = Path(tempfile.mkdtemp(prefix="kill-anywhere-")), time.monotonic()
+    base = Path(tempfile.mkdtemp(prefix="kill-anywhere-"))
+    started = time.monotonic()
     try:
-        campaign = Campaign(base, args.ranks, args.seed, args.lag, args.faults.split(","), max(0.3, args.in_save / args.kills))
+        campaign = Campaign(
+            base, args.ranks, args.seed, args.lag, args.faults.split(","), max(0.3, args.in_save / args.kills)
+        )
         count = campaign.count
 
         def enough() -> bool:
@@ -281,7 +335,11 @@ def main() -> int:
         print(f"seed {args.seed}: {difference}")
         return 1
     shutil.rmtree(base)
-    print(json.dumps({**campaign.summary(), "bit_equal": True, "elapsed_s": round(time.monotonic() - started), "seed": args.seed}))
+    print(
+        json.dumps(
+            {**campaign.summary(), "bit_equal": True, "elapsed_s": round(time.monotonic() - started), "seed": args.seed}
+        )
+    )
     return 0
 
 

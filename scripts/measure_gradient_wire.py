@@ -1,8 +1,10 @@
-"""What does sending gradients in 16 bits cost in accuracy? Two runs of one model side by side: precision.gradient_wire full and bf16.
+"""What does sending gradients in 16 bits cost in accuracy? Two runs of one model side by side: precision.gradient_wire
+full and bf16.
 
 python scripts/measure_gradient_wire.py [--ranks 2] [--steps 30] [key=value …]
-Prints the relative error of the first step's summed gradient (L2, over all elements), and both loss curves with their difference. As a
-yardstick, the same for a third run whose weights differ from the first's by one rounding of fp32 (relative 6e-8) at the start.
+Prints the relative error of the first step's summed gradient (L2, over all elements), and both loss curves with their
+difference. As a yardstick, the same for a third run whose weights differ from the first's by one rounding of fp32
+(relative 6e-8) at the start.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ RUNS = {"full": "full", "bf16": "bf16", "nudged": "full"}
 
 
 def build(arguments: argparse.Namespace, rank: int, wire: str) -> TrainState:
-    config = load_run(arguments.run, [f"parallel.data={arguments.ranks}", f"precision.gradient_wire={wire}", *arguments.overrides])
+    config = load_run(
+        arguments.run, [f"parallel.data={arguments.ranks}", f"precision.gradient_wire={wire}", *arguments.overrides]
+    )
     plan = make_plan(config, arguments.ranks)
     mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm)
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
@@ -44,7 +48,9 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
     nudged = states["nudged"].optimizer
     assert isinstance(nudged, Zero)
     for kept in nudged.states:
-        kept["master"] *= 1 + 2.0**-24 * torch.empty_like(kept["master"]).uniform_(-2, 2, generator=torch.Generator().manual_seed(rank))
+        kept["master"] *= 1 + 2.0**-24 * torch.empty_like(kept["master"]).uniform_(
+            -2, 2, generator=torch.Generator().manual_seed(rank)
+        )
     losses: dict[str, list[float]] = {name: [] for name in states}
     gradients: dict[str, torch.Tensor] = {}
     for step in range(arguments.steps):
@@ -69,8 +75,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
-    processes = [context.Process(target=serve, args=(rank, port, arguments, results)) for rank in range(arguments.ranks)]
+    results = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=serve, args=(rank, port, arguments, results)) for rank in range(arguments.ranks)
+    ]
     for process in processes:
         process.start()
     error, losses = results.get(timeout=3600)
@@ -83,7 +92,9 @@ def main() -> None:
         if step % max(1, arguments.steps // 10) == 0:
             print(f"{step:>5}{full:>10.4f}{narrow:>10.4f}{narrow - full:>12.1e}{nudged - full:>12.1e}")
     largest = [max(abs(row[index] - row[0]) for row in rows) for index in (1, 2)]
-    print(f"largest difference of the loss in {arguments.steps} steps: {largest[0]:.1e} (bf16), {largest[1]:.1e} (nudged)")
+    print(
+        f"largest difference of the loss in {arguments.steps} steps: {largest[0]:.1e} (bf16), {largest[1]:.1e} (nudged)"
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python scripts/measure_layouts.py DIR [--minutes M] [WORD …]
 
-Starts slurmctld and four slurmds on this machine (tests/harness/slurm.py; needs root), queues slurm/tune.sbatch with --exhaustive and ends
-after M minutes of walltime; the same command goes on where that ended. WORDs are further words of `frontier-llm tune`.
-While ranks are joined they run at a high priority, each on a core of its number, so that what else the machine does does not become part of a layout's step.
+Starts slurmctld and four slurmds on this machine (tests/harness/slurm.py; needs root), queues slurm/tune.sbatch with
+--exhaustive and ends after M minutes of walltime; the same command goes on where that ended. WORDs are further words of
+`frontier-llm tune`. While ranks are joined they run at a high priority, each on a core of its number, so that what else
+the machine does does not become part of a layout's step.
 """
 
 from __future__ import annotations
@@ -17,8 +18,22 @@ from tests.harness.scenarios import training_cluster
 from tests.harness.slurm import ROOT
 
 # four ranks, one per node and two per core: layouts of a model whose step takes about half a second on two cores
-MODEL = ["model.hidden=128", "model.layers=8", "model.sequence_length=128", "model.heads=4", "model.ffn_hidden=512", "model.vocab_size=512"]
-RUN = ["model=gpt-tiny", *MODEL, "precision.dtype=fp32", "batch.global_batch=16", "data.train=synthetic", "train.device=cpu"]
+MODEL = [
+    "model.hidden=128",
+    "model.layers=8",
+    "model.sequence_length=128",
+    "model.heads=4",
+    "model.ffn_hidden=512",
+    "model.vocab_size=512",
+]
+RUN = [
+    "model=gpt-tiny",
+    *MODEL,
+    "precision.dtype=fp32",
+    "batch.global_batch=16",
+    "data.train=synthetic",
+    "train.device=cpu",
+]
 FIXED = ("recompute=none", "zero=1", "axis_order=tp-dp-pp", "sequence_parallel=false")
 WITHIN = 3.0
 SPACE = [*(word for choice in FIXED for word in ("--fix", choice)), "--within", str(WITHIN)]
@@ -40,7 +55,7 @@ def prefer():
         time.sleep(0.5)
 
 threading.Thread(target=prefer, daemon=True).start()
-"""
+"""  # noqa: E501
 
 
 def main() -> int:
@@ -57,7 +72,13 @@ def main() -> int:
     python.write_text(f'#!/bin/bash\nexec nice -n -5 {sys.executable} "$@"\n')
     python.chmod(0o755)
     with training_cluster(nodes=4) as cluster:
-        options = ["-N4", "--ntasks-per-node=1", "--partition=local", f"--time={args.minutes}", f"--output={output}/job.out"]
+        options = [
+            "-N4",
+            "--ntasks-per-node=1",
+            "--partition=local",
+            f"--time={args.minutes}",
+            f"--output={output}/job.out",
+        ]
         tune = [
             *RUN,
             f"plugins=[{plugin}]",
@@ -70,7 +91,9 @@ def main() -> int:
             str(output),
             *(words or ["--exhaustive"]),
         ]
-        job_id = cluster.submit(*options, str(ROOT / "slurm" / "tune.sbatch"), *tune, cwd=ROOT, env={"FRONTIER_LLM_PYTHON": str(python)})
+        job_id = cluster.submit(
+            *options, str(ROOT / "slurm" / "tune.sbatch"), *tune, cwd=ROOT, env={"FRONTIER_LLM_PYTHON": str(python)}
+        )
         job = cluster.wait_job(job_id, 60 * args.minutes + 120)
     print((output / "job.out").read_text()[-3000:], job["JobState"])
     return 0

@@ -1,7 +1,8 @@
 """Steps of four pipeline ranks by schedule, measured, beside what the simulator says of the same actions.
 
-Engine, order, channels and messages are the real ones, in four processes; a pass of a stage is a sleep, so that bubbles show although the
-ranks share their cores. F, I and W take `--unit-ms` each for a whole stage; the optimizer one unit more, and then the sum over the world.
+Engine, order, channels and messages are the real ones, in four processes; a pass of a stage is a sleep, so that bubbles
+show although the ranks share their cores. F, I and W take `--unit-ms` each for a whole stage; the optimizer one unit
+more, and then the sum over the world.
 """
 
 from __future__ import annotations
@@ -32,10 +33,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from measured_page import write_measured
 
-RANKS, MESSAGE = 4, (64, 1, 64)  # 16 KiB
+# 16 KiB
+RANKS = 4
+MESSAGE = (64, 1, 64)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 RESULTS = PAGE.parent / "results" / "schedules_pp4.json"
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v", "v-half", "v-min")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zb-v",
+    "dualpipe-v",
+    "v-half",
+    "v-min",
+)
 CASES = [(name, "before") for name in SCHEDULES] + [(name, "after") for name in SCHEDULES if rule(name).staggered]
 UNITS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
@@ -67,7 +81,8 @@ class Sleeps:
         self._deferred = []
 
     def take_deferred(self) -> list[float]:
-        taken, self._deferred = self._deferred, None
+        taken = self._deferred
+        self._deferred = None
         return taken or []
 
     def run(self, work: list[float]) -> None:
@@ -126,7 +141,8 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
 
 def simulated(schedule: Schedule, validated: str, in_flight: str) -> float:
     """Units from one step's end to the next one's."""
-    ends, ended = [0.0] * RANKS, 0.0
+    ends = [0.0] * RANKS
+    ended = 0.0
     for _ in range(4):
         ended = max(ends)
         begins = [end + 1.0 for end in ends] if validated == "after" else [ended + 1.0] * RANKS
@@ -137,14 +153,19 @@ def simulated(schedule: Schedule, validated: str, in_flight: str) -> float:
             return UNITS[action.kind] / schedule.chunks
 
         one = in_flight == "one"
-        played = simulate_in_turn(schedule, duration, 0.0, True, follows) if one else simulate(schedule, duration, 0.0, follows)
+        played = (
+            simulate_in_turn(schedule, duration, 0.0, True, follows)
+            if one
+            else simulate(schedule, duration, 0.0, follows)
+        )
         ends = [times[-1] for times in played.end_s]
     return max(ends) - ended
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
+    results = context.Queue()
+    port = free_port()
     processes = [context.Process(target=serve, args=(rank, port, arguments, results)) for rank in range(RANKS)]
     for process in processes:
         process.start()
@@ -156,21 +177,37 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         ended = [max(ranks) for ranks in zip(*(of[name, validated] for of in seconds), strict=True)]
         steps = [after - before for before, after in itertools.pairwise(ended)]
         units = simulated(schedule_of(name, arguments.microbatches), validated, arguments.in_flight)
-        row = {"schedule": name, "validated": validated, "in_flight": arguments.in_flight, "simulated_ms": units * arguments.unit_ms}
-        rows.append(row | {"median_ms": statistics.median(steps) * 1e3, "fastest_ms": min(steps) * 1e3, "steps": len(steps)})
+        row = {
+            "schedule": name,
+            "validated": validated,
+            "in_flight": arguments.in_flight,
+            "simulated_ms": units * arguments.unit_ms,
+        }
+        rows.append(
+            row | {"median_ms": statistics.median(steps) * 1e3, "fastest_ms": min(steps) * 1e3, "steps": len(steps)}
+        )
     return rows
 
 
 def lines(kept: dict[str, Any]) -> Iterator[str]:
     """The table of both ways to communicate, in the order of the simulated times."""
-    yield f"## Measured\n\n{RANKS} pipeline ranks in {RANKS} processes that share two cores, {kept['microbatches']} microbatches, F = I = W = {kept['unit_ms']:g} ms for a whole stage,"
-    yield "the optimizer as much again. Engine, messages and waiting are the real ones, a pass of a stage is a sleep: what is measured is the order of actions, not arithmetic."
+    yield (
+        f"## Measured\n\n{RANKS} pipeline ranks in {RANKS} processes that share two cores, {kept['microbatches']} "
+        f"microbatches, F = I = W = {kept['unit_ms']:g} ms for a whole stage,"
+    )
+    yield (
+        "the optimizer as much again. Engine, messages and waiting are the real ones, a pass of a stage is a "
+        "sleep: what is measured is the order of actions, not arithmetic."
+    )
     yield f"Milliseconds from step to step, load of the machine {kept['load']:.0f}:\n"
-    yield "| schedule | `validated` | in flight | simulated | fastest measured | median measured | fastest / simulated |"
+    yield (
+        "| schedule | `validated` | in flight | simulated | fastest measured | median measured | fastest / simulated |"
+    )
     yield "|---|---|---|--:|--:|--:|--:|"
     for row in sorted(kept["rows"], key=lambda row: (row["in_flight"], row["simulated_ms"])):
         times = (
-            f"{row['simulated_ms']:.0f} | {row['fastest_ms']:.0f} | {row['median_ms']:.0f} | {row['fastest_ms'] / row['simulated_ms']:.3f}"
+            f"{row['simulated_ms']:.0f} | {row['fastest_ms']:.0f} | {row['median_ms']:.0f} | "
+            f"{row['fastest_ms'] / row['simulated_ms']:.3f}"
         )
         yield f"| {row['schedule']} | {row['validated']} | {row['in_flight']} | {times} |"
     yield ""
@@ -185,7 +222,12 @@ def main() -> None:
     arguments = parser.parse_args()
     kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": []}
     rows = [row for row in kept["rows"] if row["in_flight"] != arguments.in_flight] + measure(arguments)
-    kept = {"microbatches": arguments.microbatches, "unit_ms": arguments.unit_ms, "load": os.getloadavg()[0], "rows": rows}
+    kept = {
+        "microbatches": arguments.microbatches,
+        "unit_ms": arguments.unit_ms,
+        "load": os.getloadavg()[0],
+        "rows": rows,
+    }
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     write_measured(PAGE, __file__, "\n".join(lines(kept)))
     print("\n".join(lines(kept)))

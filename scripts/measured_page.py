@@ -1,4 +1,6 @@
-"""The part of a documentation page that a script writes: between `<!-- measured: written by scripts/NAME.py -->` and `<!-- /measured -->`."""
+"""The part of a documentation page that a script writes: between `<!-- measured: written by scripts/NAME.py -->` and
+`<!-- /measured -->`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What a step's communication hides behind compute and what it exposes: measured intervals as a Chrome trace and as a figure.
+"""What a step's communication hides behind compute and what it exposes: measured intervals as a Chrome trace and as a
+figure.
 
-Rows of a rank: compute by action, blocked (exposed), and each call from its start to its end (in flight); in flight less blocked is
-hidden. A send is in flight unseen: nobody asks for its end before the schedule's. On a GPU these are the host's times.
+Rows of a rank: compute by action, blocked (exposed), and each call from its start to its end (in flight); in flight
+less blocked is hidden. A send is in flight unseen: nobody asks for its end before the schedule's. On a GPU these are
+the host's times.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import Any
 from frontier_llm.comm.ledger import Call, Ledger
 
 ROWS = ("compute", "blocked", "in flight")
-COLORS = {"forward": "#4c72b0", "backward": "#55a868", "other compute": "#b8b8b8", "blocked": "#c44e52", "in flight": "#8da0cb"}
+COLORS = {
+    "forward": "#4c72b0",
+    "backward": "#55a868",
+    "other compute": "#b8b8b8",
+    "blocked": "#c44e52",
+    "in flight": "#8da0cb",
+}
 
 
 @dataclass(frozen=True)
@@ -55,26 +63,40 @@ class Timeline:
         self._action = (name, now) if name else None
 
     def exposed_and_hidden_s(self) -> dict[str, tuple[float, float]]:
-        """By axis and operation: (seconds this rank stood still, seconds that at least one call was in flight while it did not)."""
+        """By axis and operation: (seconds this rank stood still, seconds that at least one call was in flight while
+        it did not).
+        """
         names: dict[str, dict[str, list[tuple[float, float]]]] = {row: defaultdict(list) for row in ROWS}
         for interval in self.intervals:
             names[interval.row][interval.name].append((interval.begin, interval.end))
-        blocked, flight = names["blocked"], names["in flight"]
+        blocked = names["blocked"]
+        flight = names["in flight"]
         exposed_s = {name: _covered_s(blocked[name]) for name in sorted({*blocked, *flight})}
         return {name: (seconds, max(_covered_s(flight[name]) - seconds, 0.0)) for name, seconds in exposed_s.items()}
 
     def chrome_events(self) -> list[dict[str, Any]]:
         """Complete events ('X') for chrome://tracing and Perfetto; a process per rank, a thread per row."""
-        names = [{"ph": "M", "name": "thread_name", "pid": self.rank, "tid": tid, "args": {"name": row}} for tid, row in enumerate(ROWS)]
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": self.rank, "tid": tid, "args": {"name": row}}
+            for tid, row in enumerate(ROWS)
+        ]
         return names + [
-            {"ph": "X", "name": i.name, "pid": self.rank, "tid": ROWS.index(i.row), "ts": i.begin * 1e6, "dur": (i.end - i.begin) * 1e6}
+            {
+                "ph": "X",
+                "name": i.name,
+                "pid": self.rank,
+                "tid": ROWS.index(i.row),
+                "ts": i.begin * 1e6,
+                "dur": (i.end - i.begin) * 1e6,
+            }
             for i in self.intervals
         ]
 
 
 def _covered_s(spans: list[tuple[float, float]]) -> float:
     """Length of the union of (begin, end)."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for begin, end in sorted(spans):
         total += max(end - max(begin, reached), 0.0)
         reached = max(reached, end)
@@ -84,11 +106,16 @@ def _covered_s(spans: list[tuple[float, float]]) -> float:
 def write_chrome_trace(path: Path, timelines: list[Timeline]) -> None:
     """One file with all given ranks."""
     events = [event for timeline in timelines for event in timeline.chrome_events()]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin": "measured"}}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin": "measured"}}),
+        encoding="utf-8",
+    )
 
 
 def draw(path: Path, timelines: list[Timeline]) -> None:
-    """A figure (PNG, SVG or PDF): for each rank what it computes, when it stands still, and a row of what is in flight on each axis."""
+    """A figure (PNG, SVG or PDF): for each rank what it computes, when it stands still, and a row of what is in
+    flight on each axis.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -107,7 +134,9 @@ def draw(path: Path, timelines: list[Timeline]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     handles = [patches.Patch(color=color, label=kind) for kind, color in COLORS.items()]
-    axes.legend(handles=handles, ncols=len(handles), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8)
+    axes.legend(
+        handles=handles, ncols=len(handles), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8
+    )
     figure.savefig(path)
     pyplot.close(figure)
 
@@ -118,7 +147,11 @@ def _rows(timeline: Timeline) -> list[tuple[str, list[Interval]]]:
     by_axis: dict[str, list[Interval]] = defaultdict(list)
     for interval in of["in flight"]:
         by_axis[interval.name.split(" ")[0]].append(interval)
-    return [("computes", of["compute"]), ("blocked", of["blocked"]), *((f"{axis} in flight", by_axis[axis]) for axis in sorted(by_axis))]
+    return [
+        ("computes", of["compute"]),
+        ("blocked", of["blocked"]),
+        *((f"{axis} in flight", by_axis[axis]) for axis in sorted(by_axis)),
+    ]
 
 
 def _kind(interval: Interval) -> str:

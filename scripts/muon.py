@@ -1,6 +1,8 @@
-"""Muon against AdamW: the overhead of a step, predicted and measured, and the loss of small models, with seeds and a sweep of learning rates.
+"""Muon against AdamW: the overhead of a step, predicted and measured, and the loss of small models, with seeds and a
+sweep of learning rates.
 
-Resumable: a finished run is only read. Writes the measured part of docs/optimizers.md, results/muon.json and figures/muon.png beside it.
+Resumable: a finished run is only read. Writes the measured part of docs/optimizers.md, results/muon.json and
+figures/muon.png beside it.
 """
 
 from __future__ import annotations
@@ -64,15 +66,32 @@ def train(chosen: Recipe, optimizer: str, factor: float, seed: int, options: arg
             return None
         lr = chosen.lr * factor
         command = [
-            sys.executable, "-m", "frontier_llm.cli.main", "train", "convergence", f"model={chosen.model}", f"train.run_dir={folder}",
-            f"batch.global_batch={chosen.global_batch}", f"batch.micro_batch={MICRO_BATCH}", f"optimizer.name={optimizer}", f"optimizer.lr={lr:g}",
-            f"optimizer.min_lr={FINAL * lr:g}", f"optimizer.warmup_steps={round(WARMUP * chosen.steps)}", f"train.steps={chosen.steps}",
-            f"train.seed={seed}", f"data.seed={seed}", f"train.eval_samples={EVALUATED_SAMPLES}", f"data.train=[{{path: {options.data}/train}}]",
-            f"data.validation=[{{path: {options.data}/validation}}]", "train.save_final=false",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "frontier_llm.cli.main",
+            "train",
+            "convergence",
+            f"model={chosen.model}",
+            f"train.run_dir={folder}",
+            f"batch.global_batch={chosen.global_batch}",
+            f"batch.micro_batch={MICRO_BATCH}",
+            f"optimizer.name={optimizer}",
+            f"optimizer.lr={lr:g}",
+            f"optimizer.min_lr={FINAL * lr:g}",
+            f"optimizer.warmup_steps={round(WARMUP * chosen.steps)}",
+            f"train.steps={chosen.steps}",
+            f"train.seed={seed}",
+            f"data.seed={seed}",
+            f"train.eval_samples={EVALUATED_SAMPLES}",
+            f"data.train=[{{path: {options.data}/train}}]",
+            f"data.validation=[{{path: {options.data}/validation}}]",
+            "train.save_final=false",
+        ]
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "output.txt").open("a") as output:
-            done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output, check=False)
+            done = subprocess.run(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output, check=False
+            )
         if done.returncode:
             sys.exit(f"{' '.join(command)}\nended with {done.returncode}; see {folder}/output.txt")
         rows = read(folder)
@@ -99,17 +118,34 @@ def steps_to(curve: tuple[float, ...], loss: float) -> float:
 
 
 def step_costs(chosen: Recipe, data: Path, rounds: int = 3) -> dict[str, float]:
-    """Processor's seconds of a step under each optimizer, the best of `rounds` medians taken in turns: what a shared machine leaves comparable."""
+    """Processor's seconds of a step under each optimizer, the best of `rounds` medians taken in turns: what a shared
+    machine leaves comparable.
+    """
     best = dict.fromkeys(FACTORS, float("inf"))
     for _, optimizer in product(range(rounds), FACTORS):
         command = [
-            sys.executable, "-m", "frontier_llm.cli.main", "bench", "step", "convergence", f"model={chosen.model}",
-            f"batch.global_batch={chosen.global_batch}", f"batch.micro_batch={MICRO_BATCH}", f"optimizer.name={optimizer}", f"data.train=[{{path: {data}/train}}]",
-            f"data.validation=[{{path: {data}/validation}}]", "--steps", "8", "--json",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "frontier_llm.cli.main",
+            "bench",
+            "step",
+            "convergence",
+            f"model={chosen.model}",
+            f"batch.global_batch={chosen.global_batch}",
+            f"batch.micro_batch={MICRO_BATCH}",
+            f"optimizer.name={optimizer}",
+            f"data.train=[{{path: {data}/train}}]",
+            f"data.validation=[{{path: {data}/validation}}]",
+            "--steps",
+            "8",
+            "--json",
+        ]
         with tempfile.TemporaryDirectory() as folder:
             ended = subprocess.run(
-                [*command, f"train.run_dir={folder}"], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=True
+                [*command, f"train.run_dir={folder}"],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                check=True,
             )
         output = ended.stdout.decode()
         result = json.loads(output[output.index("{") : output.rindex("}") + 1])
@@ -117,7 +153,9 @@ def step_costs(chosen: Recipe, data: Path, rounds: int = 3) -> dict[str, float]:
     return best
 
 
-def at_best_rate(trained: Sequence[Trained], model: str, optimizer: str) -> tuple[dict[float, list[float]], list[Trained]]:
+def at_best_rate(
+    trained: Sequence[Trained], model: str, optimizer: str
+) -> tuple[dict[float, list[float]], list[Trained]]:
     """(held-out losses by learning rate, the seeds at the best of those that most seeds have run at)."""
     runs = [one for one in trained if one.recipe.model == model and one.optimizer == optimizer]
     by_rate = {factor: [one for one in runs if one.factor == factor] for factor in sorted({one.factor for one in runs})}
@@ -126,7 +164,9 @@ def at_best_rate(trained: Sequence[Trained], model: str, optimizer: str) -> tupl
 
 
 def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
-    """By model and optimizer: losses by learning rate, of the best one by seed with its mean curve, a step's cost; and when Muon is where AdamW ends."""
+    """By model and optimizer: losses by learning rate, of the best one by seed with its mean curve, a step's cost;
+    and when Muon is where AdamW ends.
+    """
     result: dict[str, Any] = {}
     for model in dict.fromkeys(one.recipe.model for one in trained):
         best = {optimizer: at_best_rate(trained, model, optimizer) for optimizer in FACTORS}
@@ -141,7 +181,9 @@ def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
             for optimizer, (by_rate, ones) in best.items()
         }
         ends = (float(np.mean(one.curve[-20:])) for one in best["adamw"][1])
-        reached = [steps_to(ours.curve, end) / len(ours.curve) for ours, end in zip(best["muon"][1], ends, strict=False)]
+        reached = [
+            steps_to(ours.curve, end) / len(ours.curve) for ours, end in zip(best["muon"][1], ends, strict=False)
+        ]
         result[model] = {**rows, "share_of_tokens": float(np.mean(reached)), "cost": costs["muon"] / costs["adamw"]}
     return result
 
@@ -149,7 +191,8 @@ def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
 def convergence_lines(result: dict[str, Any]) -> list[str]:
     """Best learning rate of each optimizer, loss by seed, and how soon Muon is where AdamW ends."""
     lines = [
-        "| model | optimizer | learning rates tried, times the rule's: mean held-out loss | seeds at the best | mean ± s.d. |",
+        "| model | optimizer | learning rates tried, times the rule's: mean held-out loss | seeds at the best | mean "
+        "± s.d. |",
         "|---|---|---|--:|--:|",
     ]
     for model, row in result.items():
@@ -157,13 +200,15 @@ def convergence_lines(result: dict[str, Any]) -> list[str]:
             losses = row[optimizer]["losses"]
             spread = f" ± {np.std(losses, ddof=1):.4f}" if len(losses) > 1 else ""
             tried = ", ".join(
-                f"{factor:g}: {np.mean(each):.4f}" + (f" ({len(each)} of {len(losses)} seeds)" if len(each) < len(losses) else "")
+                f"{factor:g}: {np.mean(each):.4f}"
+                + (f" ({len(each)} of {len(losses)} seeds)" if len(each) < len(losses) else "")
                 for factor, each in row[optimizer]["losses_by_rate"].items()
             )
             lines.append(f"| {model} | {optimizer} | {tried} | {len(losses)} | {np.mean(losses):.4f}{spread} |")
     lines += [
         "",
-        "| model | tokens after which Muon's training loss is where AdamW's ends | a step's processor seconds over AdamW's | seconds |",
+        "| model | tokens after which Muon's training loss is where AdamW's ends | a step's processor seconds over "
+        "AdamW's | seconds |",
         "|---|--:|--:|--:|",
     ]
     lines += [
@@ -185,7 +230,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
         for optimizer in FACTORS:
             smooth = np.convolve(row[optimizer]["curve"], np.ones(20) / 20, mode="valid")
             steps = np.arange(20, 20 + len(smooth))
-            by_tokens.plot(steps / steps[-1], smooth, label=f"{optimizer}: {np.mean(row[optimizer]['losses']):.3f} held out")
+            by_tokens.plot(
+                steps / steps[-1], smooth, label=f"{optimizer}: {np.mean(row[optimizer]['losses']):.3f} held out"
+            )
             by_seconds.plot(steps * row[optimizer]["step_cpu_s"], smooth)
         by_tokens.set(title=model, xlabel="share of the tokens", yscale="log")
         by_seconds.set(xlabel="processor seconds", yscale="log")
@@ -197,9 +244,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def overhead_lines() -> list[str]:
-    """Newton-Schulz on this processor: seconds predicted from its products' rate, and measured; and its share of a step's FLOPs."""
+    """Newton-Schulz on this processor: seconds predicted from its products' rate, and measured; and its share of a
+    step's FLOPs.
+    """
     lines = [
-        "| model | matrices of a block | FLOPs of the update per block | share of a step's of 4,096 tokens per replica | predicted | measured |",
+        "| model | matrices of a block | FLOPs of the update per block | share of a step's of 4,096 tokens per "
+        "replica | predicted | measured |",
         "|---|---|--:|--:|--:|--:|",
     ]
     for name in ("ladder-840k", "bench-l8-h384"):
@@ -209,7 +259,9 @@ def overhead_lines() -> list[str]:
         everything = [matrices for one in block for matrices in matrices_of(one)]
         training = 6.0 * 4096 * sum(one.numel for one in block)
         predicted = sum(
-            5 * product_s(product.m, product.n, product.k) * product.batch for one in everything for product in products(one, 1)
+            5 * product_s(product.m, product.n, product.k) * product.batch
+            for one in everything
+            for product in products(one, 1)
         )
         stacks = [torch.randn(one.count, one.short, one.long, dtype=torch.bfloat16) for one in everything]
 
@@ -219,14 +271,16 @@ def overhead_lines() -> list[str]:
 
         shapes = ", ".join(f"{one.rows}x{one.columns}" for one in everything)
         lines.append(
-            f"| {name} | {shapes} | {flops:.2e} | {flops / training:.1%} | {1e3 * predicted:.1f} ms | {1e3 * best_of(update):.1f} ms |"
+            f"| {name} | {shapes} | {flops:.2e} | {flops / training:.1%} | {1e3 * predicted:.1f} ms | "
+            f"{1e3 * best_of(update):.1f} ms |"
         )
     return lines
 
 
 def product_s(m: int, n: int, k: int) -> float:
     """Seconds of one bf16 product on this processor, measured."""
-    a, b = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(k, n, dtype=torch.bfloat16)
+    a = torch.randn(m, k, dtype=torch.bfloat16)
+    b = torch.randn(k, n, dtype=torch.bfloat16)
     return best_of(lambda: a @ b)
 
 
@@ -250,7 +304,16 @@ def main() -> None:
     options.deadline_s = time.monotonic() + 60 * options.minutes
     torch.set_num_threads(1)
     if not (options.data / "validation.idx").exists():
-        command = [sys.executable, "-m", "frontier_llm.cli.main", "data", "stdlib", str(options.data), "--tokenizer", "bytes"]
+        command = [
+            sys.executable,
+            "-m",
+            "frontier_llm.cli.main",
+            "data",
+            "stdlib",
+            str(options.data),
+            "--tokenizer",
+            "bytes",
+        ]
         subprocess.run(command, check=True)
     trained: list[Trained] = []
     # every learning rate with the first seed, then the other seeds
@@ -264,13 +327,25 @@ def main() -> None:
     plot(result, DOCS / "figures" / "muon.png")
     sizes = {model: sum(one.numel for one in model_parameters(load_model(model)).values()) for model in options.ladder}
     lines = [
-        "## Measured: loss", "",
-        "`scripts/muon.py`: the ladder of [convergence](convergence.md) (20 bytes per parameter, the same data, batch and decay; "
+        "## Measured: loss",
+        "",
+        "`scripts/muon.py`: the ladder of [convergence](convergence.md) (20 bytes per parameter, the same data, "
+        "batch and decay; "
         + ", ".join(f"{model} has {size:,} parameters" for model, size in sizes.items())
-        + "), Muon for matrices, seeds for weights and sample order alike. Nats per byte. Steps were timed by the processor's seconds, one thread, in turns.", "",
-        *convergence_lines(result), "", "![Muon against AdamW](figures/muon.png)", "",
-        "## Measured: the update", "", f"One thread of a shared {os.uname().machine} processor, bf16:", "", *overhead_lines(), "",
-    ]  # fmt: skip
+        + "), Muon for matrices, seeds for weights and sample order alike. Nats per byte. Steps were timed by the "
+        "processor's seconds, one thread, in turns.",
+        "",
+        *convergence_lines(result),
+        "",
+        "![Muon against AdamW](figures/muon.png)",
+        "",
+        "## Measured: the update",
+        "",
+        f"One thread of a shared {os.uname().machine} processor, bf16:",
+        "",
+        *overhead_lines(),
+        "",
+    ]
     write_measured(PAGE, __file__, "\n".join(lines))
     print("\n".join(lines))
 

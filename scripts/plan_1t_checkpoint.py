@@ -2,10 +2,10 @@
 
     python scripts/plan_1t_checkpoint.py [--model gpt-1t --tp 8 --pp 64 --dp 6]
 
-The ranks are simulated one after another in one process: each rank's real buckets (on the meta device) go through the code that a
-save and a load call; nothing is written. Timed is what a single rank does: rank 0's part (collect all ranks' pieces, build and
-serialise the manifest) and any rank's part of a load (parse the manifest, plan its transfers), from the same and from another layout.
-Seconds are of CPU, which is what they take on a core that nobody else uses.
+The ranks are simulated one after another in one process: each rank's real buckets (on the meta device) go through the
+code that a save and a load call; nothing is written. Timed is what a single rank does: rank 0's part (collect all
+ranks' pieces, build and serialise the manifest) and any rank's part of a load (parse the manifest, plan its transfers),
+from the same and from another layout. Seconds are of CPU, which is what they take on a core that nobody else uses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Layout:
     """The ranks of one layout; only (pp, tp) decide a stage, so one stage serves all dp ranks."""
 
     def __init__(self, model_name: str, tp: int, pp: int, dp: int) -> None:
-        self.model, self.grid = load_model(model_name), Grid(tp, pp, dp)
+        self.model = load_model(model_name)
+        self.grid = Grid(tp, pp, dp)
         self.specs = split_layers(self.model, pp)
         self._stage = lru_cache(maxsize=tp)(self._build_stage)  # ranks come tp innermost
 
@@ -61,7 +62,9 @@ class Layout:
         """The rank's, without memory."""
         place = self.grid.coordinates(rank)
         stage = self._stage(place["pp"], place["tp"])
-        buckets = build_buckets([stage], ADAMW, self._axis("dp", rank), 1, torch.device("meta"), CommConfig().bucket_elements)
+        buckets = build_buckets(
+            [stage], ADAMW, self._axis("dp", rank), 1, torch.device("meta"), CommConfig().bucket_elements
+        )
         return Zero(buckets, OptimizerConfig(), OPS)
 
 
@@ -78,13 +81,18 @@ def main() -> None:
     layout = Layout(args.model, args.tp, args.pp, args.dp)
     idle_mib = peak_mib()
 
-    gathered, sizes, plan_s = [], [], 0.0
+    gathered = []
+    sizes = []
+    plan_s = 0.0
     for rank in range(layout.grid.world_size):
         optimizer = layout.optimizer(rank)
         started = time.process_time()
         pieces = [part for part in optimizer.state() if part.saved]
         places = [(piece, piece.rectangle) for piece in pieces]
-        own = [SavedPiece(piece.name, place.offset, place.shape, tuple(piece.tensors), piece.global_shape) for piece, place in places]
+        own = [
+            SavedPiece(piece.name, place.offset, place.shape, tuple(piece.tensors), piece.global_shape)
+            for piece, place in places
+        ]
         image = shard_layout(own, "F32", 1, shard_name(rank))
         plan_s = max(plan_s, time.process_time() - started)
         gathered.append(json.dumps({"pieces": own, "bytes": 0}))  # as it comes over the wire
@@ -98,7 +106,9 @@ def main() -> None:
     parts: list[dict[str, Any] | None] = [
         {"file": shard_name(rank), "bytes": size, "sha256": f"{rank:064x}"} for rank, (size, _) in enumerate(sizes)
     ]
-    progress = Progress(step=1, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0)
+    progress = Progress(
+        step=1, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0
+    )
     manifest = build_manifest(
         progress,
         incarnation=1,

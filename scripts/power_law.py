@@ -1,6 +1,8 @@
-"""Loss against compute: L(C) = E + A · C^-b, fitted with its uncertainty, and with the question whether the data can tell E from 0.
+"""Loss against compute: L(C) = E + A · C^-b, fitted with its uncertainty, and with the question whether the data can
+tell E from 0.
 
-Kaplan et al. 2020 (arXiv:2001.08361) fit E = 0 within a family, Hoffmann et al. 2022 (arXiv:2203.15556) an irreducible E > 0.
+Kaplan et al. 2020 (arXiv:2001.08361) fit E = 0 within a family, Hoffmann et al. 2022 (arXiv:2203.15556) an irreducible
+E > 0.
 """
 
 from __future__ import annotations
@@ -46,12 +48,15 @@ class Irreducible:
 
 def fit_power_law(compute_flops: Sequence[float], losses: Sequence[float], irreducible: float = 0.0) -> PowerLaw:
     """Fit A and b for a given E. Raises ValueError for fewer than 3 points or losses not above E."""
-    C, L = np.asarray(compute_flops, dtype=float), np.asarray(losses, dtype=float)
+    C = np.asarray(compute_flops, dtype=float)
+    L = np.asarray(losses, dtype=float)
     if len(C) < 3 or len(C) != len(L) or (irreducible >= L).any():
         raise ValueError(
-            f"{len(C)} points and {len(L)} losses, smallest {L.min() if len(L) else None}: at least 3, all above {irreducible}"
+            f"{len(C)} points and {len(L)} losses, smallest {L.min() if len(L) else None}: at least 3, all above "
+            f"{irreducible}"
         )
-    x, y = np.log(C), np.log(L - irreducible)
+    x = np.log(C)
+    y = np.log(L - irreducible)
     slope, level = np.polyfit(x, y, 1)
     errors = y - (level + slope * x)
     dof = len(x) - 2
@@ -69,7 +74,9 @@ def fit_power_law(compute_flops: Sequence[float], losses: Sequence[float], irred
 
 
 def find_irreducible(compute_flops: Sequence[float], losses: Sequence[float]) -> Irreducible:
-    """Profile E over [0, smallest loss). Raises ValueError for fewer than 4 points: three parameters need a degree of freedom."""
+    """Profile E over [0, smallest loss). Raises ValueError for fewer than 4 points: three parameters need a degree
+    of freedom.
+    """
     if len(losses) < 4:
         raise ValueError("an irreducible term needs at least 4 points")
     candidates = np.linspace(0, min(losses), _GRID, endpoint=False)

@@ -24,7 +24,10 @@ def expected_line(path: Path, nodes: int, site: str) -> str:
     saves = planned_saves(config, ranks)
     assert saves is not None, f"{config.machine} has no operations data"
     minutes = round(saves.interval_s / 60)
-    return f"  save_interval: {saves.interval_steps}  # Young/Daly, by scripts/pretrain_intervals.py: every {minutes} minutes"
+    return (
+        f"  save_interval: {saves.interval_steps}  # Young/Daly, by scripts/pretrain_intervals.py: every "
+        f"{minutes} minutes"
+    )
 
 
 def expected_files() -> dict[Path, str]:

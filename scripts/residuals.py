@@ -1,5 +1,5 @@
-"""Writes what the planner misses on vTrain's multi-node runs into docs/planner.md: by bubble, message per NIC, host, memory, tensor degree and
-microbatch; and how many pairs it ranks right, by how far they lie apart.
+"""Writes what the planner misses on vTrain's multi-node runs into docs/planner.md: by bubble, message per NIC, host,
+memory, tensor degree and microbatch; and how many pairs it ranks right, by how far they lie apart.
 
 python -m scripts.residuals
 """
@@ -24,7 +24,8 @@ from frontier_llm.planner.published.validate import groups, is_fitted
 from scripts.measured_page import write_measured
 
 DATASET = "vTrain multi-node"
-APART = (0.0, 0.02, 0.05, 0.1)  # of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart
+# of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart
+APART = (0.0, 0.02, 0.05, 0.1)
 PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
 
 
@@ -34,7 +35,9 @@ def bubble(model: ModelConfig, layout: Layout, rates: Rates) -> float:
 
 
 def message_mib(model: ModelConfig, layout: Layout, rates: Rates) -> float:
-    """What a pipeline message puts on one NIC, all devices of a node sending, in MiB; 0 where no message leaves the node."""
+    """What a pipeline message puts on one NIC, all devices of a node sending, in MiB; 0 where no message leaves the
+    node.
+    """
     place = seats(layout, rates)
     if layout.pp == 1 or place.pp_inside:
         return 0.0
@@ -61,21 +64,34 @@ COLUMNS: dict[str, tuple[Callable[[ModelConfig, Layout, Rates], float], tuple[fl
 }
 
 
-def classes(predictions: Sequence[RowPrediction], values: np.ndarray, edges: Sequence[float]) -> list[tuple[str, np.ndarray]]:
+def classes(
+    predictions: Sequence[RowPrediction], values: np.ndarray, edges: Sequence[float]
+) -> list[tuple[str, np.ndarray]]:
     """(words, errors in percent of log time) of each class that has rows."""
     errors = 100 * np.log([one.seconds / one.row.seconds for one in predictions])
     bounds = [-np.inf, *edges, np.inf]
     words = [f"below {edges[0]:g}", *(f"{low:g} to {high:g}" for low, high in pairwise(edges)), f"from {edges[-1]:g}"]
-    parts = [(word, errors[(values >= low) & (values < high)]) for word, (low, high) in zip(words, pairwise(bounds), strict=True)]
+    parts = [
+        (word, errors[(values >= low) & (values < high)])
+        for word, (low, high) in zip(words, pairwise(bounds), strict=True)
+    ]
     return [(word, part) for word, part in parts if len(part)]
 
 
 def pairs(predictions: Sequence[RowPrediction]) -> list[str]:
-    """A table: of the pairs of runs whose measured times differ by more than so much, the share that is ranked right, in each half of the runs."""
+    """A table: of the pairs of runs whose measured times differ by more than so much, the share that is ranked
+    right, in each half of the runs.
+    """
     halves = [[one for one in predictions if is_fitted(one.row) == fitted] for fitted in (True, False)]
     ranked = [
         np.array(
-            [(abs(np.log(a.row.seconds / b.row.seconds)), (a.seconds - b.seconds) * (a.row.seconds - b.row.seconds) > 0) for a, b in both]
+            [
+                (
+                    abs(np.log(a.row.seconds / b.row.seconds)),
+                    (a.seconds - b.seconds) * (a.row.seconds - b.row.seconds) > 0,
+                )
+                for a, b in both
+            ]
         )
         for both in ([pair for group in groups(half) for pair in combinations(group, 2)] for half in halves)
     ]
@@ -85,7 +101,9 @@ def pairs(predictions: Sequence[RowPrediction]) -> list[str]:
     ]
     for least in APART:
         cells = [(right[gap > least]) for gap, right in (half.T for half in ranked)]
-        lines.append(f"| {100 * least:.0f} % | " + " | ".join(f"{len(cell)} | {100 * cell.mean():.1f}" for cell in cells) + " |")
+        lines.append(
+            f"| {100 * least:.0f} % | " + " | ".join(f"{len(cell)} | {100 * cell.mean():.1f}" for cell in cells) + " |"
+        )
     return lines
 
 

@@ -1,4 +1,5 @@
-"""Step time and memory by schedule, simulated: with equal passes against the papers' closed forms, and of the models on Frontier.
+"""Step time and memory by schedule, simulated: with equal passes against the papers' closed forms, and of the models on
+Frontier.
 
 Writes the tables of docs/schedules.md.
 """
@@ -22,7 +23,8 @@ from measured_page import write_measured
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 SCHEDULES = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "v-half", "v-min")
-# (stages - 1) units, of one F of a whole stage, in the step and between a rank's first and last action; activations, in those of 1F1B
+# (stages - 1) units, of one F of a whole stage, in the step and between a rank's first and last action; activations, in
+# those of 1F1B
 CLOSED = {
     "1f1b": ("3", "3", "1"),
     "interleaved": ("3/v", "3/v", "1 + (p-1)/(pv)"),
@@ -34,7 +36,8 @@ CLOSED = {
     "v-half": ("3/2", "", "1/2 + O(1/p)"),
     "v-min": ("2", "", "1/3 + O(1/p)"),
 }
-LEFT_OUT = {"gpt-1t": ("interleaved-zb", "zb-h2")}  # they keep most, and to search and simulate them takes a minute there
+# they keep most, and to search and simulate them takes a minute there
+LEFT_OUT = {"gpt-1t": ("interleaved-zb", "zb-h2")}
 MODELS = (("gpt-22b", 16, 1024), ("gpt-175b", 128, 2048), ("gpt-1t", 384, 9600))
 
 
@@ -52,17 +55,24 @@ def equal_passes(stages: int, microbatches: int) -> Iterator[str]:
         timeline = simulate(build(name, stages, microbatches, chunks), unit_cost(chunks))
         work = 3 * microbatches
         inside = max(timeline.end_s[rank][-1] - timeline.start_s[rank][0] for rank in range(stages)) - work
-        held = max(float(peak_in_flight(name, stages, chunks, microbatches, rank)) for rank in range(stages)) / chunks / stages
+        held = (
+            max(float(peak_in_flight(name, stages, chunks, microbatches, rank)) for rank in range(stages))
+            / chunks
+            / stages
+        )
         step, rank, memory = CLOSED[name]
         yield (
-            f"| {name} | {(timeline.makespan_s - work) / (stages - 1):.2f} | {step} | {inside / (stages - 1):.2f} | {rank} "
+            f"| {name} | {(timeline.makespan_s - work) / (stages - 1):.2f} | {step} | {inside / (stages - 1):.2f} | "
+            f"{rank} "
             f"| {held:.2f} | {memory} |"
         )
 
 
 def on_frontier() -> Iterator[str]:
     """The planner's choice for each schedule."""
-    yield "| model | schedule | layout | recompute | step, s | against 1F1B | fullest rank, GiB | of which activations |"
+    yield (
+        "| model | schedule | layout | recompute | step, s | against 1F1B | fullest rank, GiB | of which activations |"
+    )
     yield "|---|---|---|---|--:|--:|--:|--:|"
     numbers = rates(load_machine("frontier"))
     for model, nodes, batch in MODELS:
@@ -94,7 +104,10 @@ def cases(left_out: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 def row(plan: Plan) -> str:
     """Layout, recomputation, seconds."""
     one = plan.layout
-    layout = f"TP{one.tp} PP{one.pp}{f' x {one.chunks}' if one.chunks > 1 else ''} DP{one.dp}, {one.micro_batch} x {one.microbatches}"
+    layout = (
+        f"TP{one.tp} PP{one.pp}{f' x {one.chunks}' if one.chunks > 1 else ''} DP{one.dp}, {one.micro_batch} x "
+        f"{one.microbatches}"
+    )
     return f"{layout} | {one.recompute} | {plan.step_s:.1f}"
 
 
@@ -106,11 +119,20 @@ def memory(plan: Plan) -> str:
 
 def main() -> None:
     lines = [
-        "## Equal passes", "", "8 stages, 32 microbatches, F = I = W = 1, messages free; v = 2. Simulated, beside the papers' closed forms:", "",
-        *equal_passes(8, 32), "",
-        "## On Frontier", "", "The planner's fastest layout with a pipeline for each schedule, 64 GiB per GCD. All simulated, nothing measured there:", "",
-        *on_frontier(), "",
-    ]  # fmt: skip
+        "## Equal passes",
+        "",
+        "8 stages, 32 microbatches, F = I = W = 1, messages free; v = 2. Simulated, beside the papers' closed forms:",
+        "",
+        *equal_passes(8, 32),
+        "",
+        "## On Frontier",
+        "",
+        "The planner's fastest layout with a pipeline for each schedule, 64 GiB per GCD. All simulated, nothing "
+        "measured there:",
+        "",
+        *on_frontier(),
+        "",
+    ]
     write_measured(PAGE, __file__, "\n".join(lines))
     print("\n".join(lines))
 

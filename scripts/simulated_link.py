@@ -1,8 +1,10 @@
-"""A link of stated speed between the ranks of one machine: the transfer takes its time whether or not the ranks compute meanwhile.
+"""A link of stated speed between the ranks of one machine: the transfer takes its time whether or not the ranks compute
+meanwhile.
 
-Shared memory moves bytes with the same cores that compute, so on one machine there is nothing to hide. This wraps a group: the bytes go
-through it as before, but a result may not be used before the link would have delivered it; a rank that has to wait sleeps. Each rank has
-one link per axis, and what it sends goes one after another. *Simulated*: no NIC, no contention between axes.
+Shared memory moves bytes with the same cores that compute, so on one machine there is nothing to hide. This wraps a
+group: the bytes go through it as before, but a result may not be used before the link would have delivered it; a rank
+that has to wait sleeps. Each rank has one link per axis, and what it sends goes one after another. *Simulated*: no NIC,
+no contention between axes.
 """
 
 from __future__ import annotations
@@ -31,10 +33,15 @@ class Link:
 
 
 class _Transfer:
-    """`work`, whose result is there `seconds` after the moment that `stamp` says, when the last of the ends was ready."""
+    """`work`, whose result is there `seconds` after the moment that `stamp` says, when the last of the ends was
+    ready.
+    """
 
     def __init__(self, work: Pending, stamp: Tensor, stamped: Pending, seconds: float) -> None:
-        self._work, self._stamp, self._stamped, self._seconds = work, stamp, stamped, seconds
+        self._work = work
+        self._stamp = stamp
+        self._stamped = stamped
+        self._seconds = seconds
         self._posted_s = time.monotonic()
 
     def wait(self) -> None:
@@ -50,7 +57,10 @@ class LinkedGroup:
     """A group of `size` ranks whose bytes take time."""
 
     def __init__(self, group: Group, size: int, link: Link) -> None:
-        self._group, self._size, self._link, self._free_s = group, size, link, 0.0
+        self._group = group
+        self._size = size
+        self._link = link
+        self._free_s = 0.0
 
     def _collective(self, work: Pending, sent_bytes: float) -> Pending:
         seconds = self._link.seconds(sent_bytes)
@@ -77,7 +87,9 @@ class LinkedGroup:
         """See Group."""
         return self._collective(self._group.start_all_to_all_into(arriving, x), self._share(x))
 
-    def start_all_to_all_rows_into(self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+    def start_all_to_all_rows_into(
+        self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
         """See Group."""
         return self._collective(self._group.start_all_to_all_rows_into(arriving, x, received, sent), self._share(x))
 
@@ -100,7 +112,8 @@ class LinkedGroup:
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
         """See Group."""
-        work, stamp = self._group.receive(buffer, source), torch.empty(1, dtype=torch.float64)
+        work = self._group.receive(buffer, source)
+        stamp = torch.empty(1, dtype=torch.float64)
         return _Transfer(work, stamp, self._group.receive(stamp, source), self._link.seconds(buffer.nbytes))
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
@@ -117,4 +130,12 @@ def linked(mesh: Mesh, link: Link) -> Mesh:
 
     channels = {name: slow(axis) for name, axis in mesh.channels.items()}
     replicas = slow(mesh.replicas)
-    return replace(mesh, tp=slow(mesh.tp), cp=slow(mesh.cp), dp=slow(mesh.dp), ep=slow(mesh.ep), replicas=replicas, channels=channels)
+    return replace(
+        mesh,
+        tp=slow(mesh.tp),
+        cp=slow(mesh.cp),
+        dp=slow(mesh.dp),
+        ep=slow(mesh.ep),
+        replicas=replicas,
+        channels=channels,
+    )

@@ -1,11 +1,13 @@
-"""Random faults for a given time, then a long run without any; what a process may leak is sampled all along and must stay flat.
+"""Random faults for a given time, then a long run without any; what a process may leak is sampled all along and must
+stay flat.
 
     python scripts/soak.py [--minutes 30] [--seed 1] [--ranks 2]
 
-Faults are all of scripts/kill_anywhere.py, drawn at random; each disturbed run must end bit-equal to the undisturbed one. After each run this
-process's open files, memory and shared regions, leftovers beside the checkpoints and processes without a parent are counted; in the long
-run, once a second, files, memory and regions of every rank. All are this run's own: other work on the machine does not count. Prints a JSON
-summary; exit code 1 when a run differs or a series grows.
+Faults are all of scripts/kill_anywhere.py, drawn at random; each disturbed run must end bit-equal to the undisturbed
+one. After each run this process's open files, memory and shared regions, leftovers beside the checkpoints and processes
+without a parent are counted; in the long run, once a second, files, memory and regions of every rank. All are this
+run's own: other work on the machine does not count. Prints a JSON summary; exit code 1 when a run differs or a series
+grows.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ def sample(base: Path, series: Series) -> None:
 def long_run(campaign: Campaign, seconds: float) -> dict[str, Series]:
     """An undisturbed run, stopped after so many seconds by the file STOP, sampled once a second; by rank."""
     run = campaign.new_run("long")
-    attempt, stop_s = campaign.start(run, "", steps=10**6), time.monotonic() + seconds
+    attempt = campaign.start(run, "", steps=10**6)
+    stop_s = time.monotonic() + seconds
     found: dict[str, Series] = {f"rank {rank}": defaultdict(list) for rank in range(len(attempt.pids))}
     while not attempt.ended_within(1.0):
         for series, pid in zip(found.values(), attempt.pids, strict=True):
@@ -102,7 +105,9 @@ def growth(values: list[float]) -> float:
 
 
 def growing(where: str, series: Series) -> list[str]:
-    return [f"{where}: {name} grew by {growth(values):g}" for name, values in series.items() if growth(values) > SLACK[name]]
+    return [
+        f"{where}: {name} grew by {growth(values):g}" for name, values in series.items() if growth(values) > SLACK[name]
+    ]
 
 
 def span(series: Series) -> dict[str, list[float]]:
@@ -119,7 +124,9 @@ def main() -> int:
         os.setpgid(0, 0)
     torch.set_num_threads(1)
     print(f"seed {args.seed}", file=sys.stderr, flush=True)
-    base, started, series = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic(), defaultdict[str, list[float]](list)
+    base = Path(tempfile.mkdtemp(prefix="soak-"))
+    started = time.monotonic()
+    series = defaultdict[str, list[float]](list)
     try:
         campaign = Campaign(base, args.ranks, args.seed, 1, FAULTS, 0.3)
         disturbed = time.monotonic()

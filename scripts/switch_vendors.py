@@ -1,11 +1,13 @@
 """One run that changes vendor and layout every few hundred steps, beside two that never do, one of each vendor.
 
-    python scripts/switch_vendors.py [--devices cpu,cuda] [--dtypes fp32,bf16] [--steps 200] [--directory runs/switch_vendors] [--out docs]
+    python scripts/switch_vendors.py [--devices cpu,cuda] [--dtypes fp32,bf16] [--steps 200] [--directory
+    runs/switch_vendors] [--out docs]
 
-The experiment of MosaicML's "training LLMs with AMD MI250" (2023), whose run moved between AMD and NVIDIA GPUs. Every segment is a start of
-`frontier-llm train` that loads the checkpoint of the segment before. On one device, the CPU by default, the two vendors are all that stands between
-a run and its hardware: other code for every op (C++ or plain torch) and another transport (shared memory or gloo). With two devices each brings its
-own. The bar is the vendors' own distance, that of the two uninterrupted runs. Ended, the same command goes on with the segment that is missing.
+The experiment of MosaicML's "training LLMs with AMD MI250" (2023), whose run moved between AMD and NVIDIA GPUs. Every
+segment is a start of `frontier-llm train` that loads the checkpoint of the segment before. On one device, the CPU by
+default, the two vendors are all that stands between a run and its hardware: other code for every op (C++ or plain
+torch) and another transport (shared memory or gloo). With two devices each brings its own. The bar is the vendors' own
+distance, that of the two uninterrupted runs. Ended, the same command goes on with the segment that is missing.
 """
 
 from __future__ import annotations
@@ -67,12 +69,25 @@ def layout_on(vendor: str, name: str) -> tuple[str, list[str]]:
 
 
 def train(run_dir: Path, until: int, words: list[str]) -> str:
-    """What `frontier-llm train` says from the run's last checkpoint to step `until`, in all its starts; read where that has been done before."""
-    said, unfinished = run_dir / f"until_{until}.txt", run_dir / f"until_{until}.unfinished"
+    """What `frontier-llm train` says from the run's last checkpoint to step `until`, in all its starts; read where
+    that has been done before.
+    """
+    said = run_dir / f"until_{until}.txt"
+    unfinished = run_dir / f"until_{until}.unfinished"
     if not said.exists():
-        command = [sys.executable, "-m", "frontier_llm.cli.main", "train", str(run_dir / "run.yaml"), f"train.steps={until}", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "frontier_llm.cli.main",
+            "train",
+            str(run_dir / "run.yaml"),
+            f"train.steps={until}",
+            *words,
+        ]
         with unfinished.open("a") as output:
-            done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output, check=False)
+            done = subprocess.run(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output, check=False
+            )
         if done.returncode:
             sys.exit(f"{' '.join(command)}\nended with {done.returncode}; see {unfinished}")
         unfinished.rename(said)
@@ -87,7 +102,9 @@ def losses(run_dir: Path, steps: int) -> np.ndarray:
 
 
 def contents(run_dir: Path, steps: int) -> list[dict[str, Any]]:
-    """Of the checkpoint after each segment, what it holds beside numbers, none of which may come from a device, a back-end or a layout; and its place in the data."""
+    """Of the checkpoint after each segment, what it holds beside numbers, none of which may come from a device, a
+    back-end or a layout; and its place in the data.
+    """
     held = []
     checkpoints = run_dir / "checkpoints"
     for step in (step for step in named_steps(checkpoints) if step % steps == 0):
@@ -98,13 +115,23 @@ def contents(run_dir: Path, steps: int) -> list[dict[str, Any]]:
                 types |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 no mapping
         tensors = sorted((tensor.name, tensor.shape, manifest.kinds_of(tensor)) for tensor in manifest.tensors)
         place = (step, manifest.progress.consumed_samples, manifest.progress.tokens)
-        held.append({"types": sorted(types), "tensors": tensors, "optimizer": manifest.optimizer, "data": manifest.data, "place": place})
+        held.append(
+            {
+                "types": sorted(types),
+                "tensors": tensors,
+                "optimizer": manifest.optimizer,
+                "data": manifest.data,
+                "place": place,
+            }
+        )
     return held
 
 
 def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(what the switches did, curves by name: a steady one for each vendor, and the one that switches)."""
-    sides, steps, total = vendors(args.devices.split(",")), args.steps, args.steps * len(LAYOUTS)
+    sides = vendors(args.devices.split(","))
+    steps = args.steps
+    total = args.steps * len(LAYOUTS)
     folders = {
         name: (args.directory / dtype / name.replace(": ", "_").replace(", ", "_").replace(" ", "_")).resolve()
         for name in (*sides, "switching")
@@ -122,13 +149,16 @@ def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict
         (run_dir / "run.yaml").write_text(RUN.format(**settings))
     for name, words in sides.items():
         train(folders[name], total, words)
-    switching, segments = folders["switching"], list[dict[str, Any]]()
+    switching = folders["switching"]
+    segments = list[dict[str, Any]]()
     for number, asked in enumerate(LAYOUTS):
         vendor = list(sides)[number % len(sides)]
         layout, words = layout_on(vendor, asked)
         said = train(switching, (number + 1) * steps, [*words, *sides[vendor]])
         changes = [
-            line.partition("differs from the checkpoint: ")[2] for line in said.splitlines() if "differs from the checkpoint: " in line
+            line.partition("differs from the checkpoint: ")[2]
+            for line in said.splitlines()
+            if "differs from the checkpoint: " in line
         ]
         segments.append({"vendor": vendor, "layout": layout, "said on resuming": changes})
     curves = {name: losses(run_dir, total) for name, run_dir in folders.items()}
@@ -137,7 +167,8 @@ def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict
         part = slice(number * steps, (number + 1) * steps)
         segment["from steady"] = float(np.abs(curves["switching"] - first)[part].max())
         segment["of vendors"] = float(max(np.abs(other - first)[part].max() for other in others))
-    steady, held = contents(folders[next(iter(sides))], steps), contents(switching, steps)
+    steady = contents(folders[next(iter(sides))], steps)
+    held = contents(switching, steps)
     if steady != held:
         sys.exit(f"checkpoints of {switching} hold something else than those of a steady run:\n{held}\n{steady}")
     result = {
@@ -162,13 +193,20 @@ def plot(curves: dict[str, dict[str, np.ndarray]], steps: int, names: list[str],
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(curves), figsize=(7 * len(curves), 6), sharex=True, squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(
+        2, len(curves), figsize=(7 * len(curves), 6), sharex=True, squeeze=False, layout="constrained"
+    )
     for (top, bottom), (dtype, by_name) in zip(axes.T, curves.items(), strict=True):
         (steady, first), *others = by_name.items()
         top.plot(first, label=steady, linewidth=3, alpha=0.4)
         for color, (name, curve) in enumerate(others, 1):
             top.plot(curve, label=name, linewidth=0.7, color=f"C{color}")
-            bottom.semilogy(np.maximum(np.abs(curve - first), 1e-9), label=f"{name}, minus {steady}", linewidth=0.7, color=f"C{color}")
+            bottom.semilogy(
+                np.maximum(np.abs(curve - first), 1e-9),
+                label=f"{name}, minus {steady}",
+                linewidth=0.7,
+                color=f"C{color}",
+            )
         for number, name in enumerate(names):
             top.axvline(number * steps, color="grey", linewidth=0.5)
             top.text((number + 0.05) * steps, first.max(), name, rotation=90, verticalalignment="top", fontsize=7)
@@ -188,13 +226,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options.add_argument("--dtypes", default="fp32,bf16", help="working types, each a rehearsal of its own")
     options.add_argument("--directory", type=Path, default=Path("runs/switch_vendors"), help="of the runs")
     options.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
-    options.add_argument("--out", type=Path, default=Path("runs/switch_vendors"), help="results/ and figures/ are written below it")
+    options.add_argument(
+        "--out", type=Path, default=Path("runs/switch_vendors"), help="results/ and figures/ are written below it"
+    )
     args = options.parse_args(argv)
     if not (args.data / "validation.idx").exists():
         subprocess.run(
-            [sys.executable, "-m", "frontier_llm.cli.main", "data", "stdlib", str(args.data), "--tokenizer", "bytes"], check=True
+            [sys.executable, "-m", "frontier_llm.cli.main", "data", "stdlib", str(args.data), "--tokenizer", "bytes"],
+            check=True,
         )
-    results, curves = dict[str, Any](), defaultdict[str, dict[str, np.ndarray]](dict)
+    results = dict[str, Any]()
+    curves = defaultdict[str, dict[str, np.ndarray]](dict)
     for dtype in args.dtypes.split(","):
         results[dtype], curves[dtype] = rehearse(dtype, args)
     target = args.out / "results" / "switch_vendors.json"

@@ -1,9 +1,11 @@
-"""Write the names of the torch in this environment to a JSON file, against which a test compares the names that the package uses.
+"""Write the names of the torch in this environment to a JSON file, against which a test compares the names that the
+package uses.
 
     python scripts/torch_names.py tests/arch/torch_2_10_names.json
 
-Made once for each torch that is supported and that CI does not run. The file holds modules with their names, classes with their members
-(both as one string of words, to keep the file short) and the operators of torch.ops. A torch for CUDA and one for ROCm have the same names.
+Made once for each torch that is supported and that CI does not run. The file holds modules with their names, classes
+with their members (both as one string of words, to keep the file short) and the operators of torch.ops. A torch for
+CUDA and one for ROCm have the same names.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from types import ModuleType
 
 import torch
 
-# Modules that a training run does not use: compilers, exporters and torch's own tests. Some of them cannot be imported everywhere.
+# Modules that a training run does not use: compilers, exporters and torch's own tests. Some of them cannot be imported
+# everywhere.
 LEFT_OUT = (
     "torch.ao",
     "torch.contrib",
@@ -88,15 +91,26 @@ def names() -> dict[str, object]:
         inner = getattr(module, "m", module)  # torch.backends.cudnn and its like are objects around their module
         attributes = {key: getattr(module, key, None) for key in {*dir(module), *dir(inner)}}
         words[name] = " ".join(sorted(key for key, value in attributes.items() if is_of_torch(value)))
-        classes |= {f"{name}.{key}": value for key, value in attributes.items() if inspect.isclass(value) and not key.startswith("_")}
+        classes |= {
+            f"{name}.{key}": value
+            for key, value in attributes.items()
+            if inspect.isclass(value) and not key.startswith("_")
+        }
     members = {
         name: " ".join(key for key in dir(value) if not key.startswith("_"))
         for name, value in sorted(classes.items())
-        if name.startswith(WITH_MEMBERS) and value.__module__.startswith("torch") and not issubclass(value, BaseException)
+        if name.startswith(WITH_MEMBERS)
+        and value.__module__.startswith("torch")
+        and not issubclass(value, BaseException)
     }
     overloads = torch._C._dispatch_get_all_op_names()
     operators = sorted({name.partition(".")[0] for name in overloads if name.startswith(NAMESPACES)})
-    return {"torch": torch.__version__.split("+")[0], "modules": words, "classes": members, "operators": " ".join(operators)}
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "modules": words,
+        "classes": members,
+        "operators": " ".join(operators),
+    }
 
 
 if __name__ == "__main__":

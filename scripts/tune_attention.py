@@ -1,12 +1,13 @@
 """Finds the block sizes of the attention kernels: compiles candidates on any machine, times them on one with the GPU.
 
     python scripts/tune_attention.py build --arch sm_90 [--dims 64,128] [--out build/tune]   needs Triton, no GPU
-    python scripts/tune_attention.py run --arch sm_90 [--out build/tune]                     needs the GPU, no Triton; takes a minute
-    python scripts/tune_attention.py simulate [--out build/tune]                             gfx90a without a GPU: seconds for each candidate
+    python scripts/tune_attention.py run --arch sm_90 [--out build/tune]                     needs the GPU, no Triton;
+    takes a minute python scripts/tune_attention.py simulate [--out build/tune]                             gfx90a
+    without a GPU: seconds for each candidate
 
-`run` times each candidate inside the whole op, the other kernels as they are shipped. `simulate` executes one block of each in
-tests/cdna2 and times it there. Both print the best in the words of frontier_llm/ops/kernel_table.py, where they are then written
-down: nothing is tuned while training runs.
+`run` times each candidate inside the whole op, the other kernels as they are shipped. `simulate` executes one block of
+each in tests/cdna2 and times it there. Both print the best in the words of frontier_llm/ops/kernel_table.py, where they
+are then written down: nothing is tuned while training runs.
 """
 
 from __future__ import annotations
@@ -37,14 +38,19 @@ from tests.cdna2.timing import time_of as time_of_trace
 
 Blocks = kernel_table.Blocks
 KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
-_CDNA2_WAYS = ((0, 0, ""), (2, 1, ""), (2, 1, "max-ilp"), (3, 1, "max-ilp"))  # waves, AHEAD and the scheduler's strategy
+# waves, AHEAD and the scheduler's strategy
+_CDNA2_WAYS = ((0, 0, ""), (2, 1, ""), (2, 1, "max-ilp"), (3, 1, "max-ilp"))
 
 
 def candidates(kernel: str, architecture: str) -> list[Blocks]:
-    """Blocks worth trying; a loop walks the diagonal of the outer block by whole inner blocks, and each warp has rows of its own."""
+    """Blocks worth trying; a loop walks the diagonal of the outer block by whole inner blocks, and each warp has
+    rows of its own.
+    """
     amd = ARCHITECTURES[architecture].backend == "hip"
     found = []
-    for outer, inner, warps, stages, matrix in itertools.product((64, 128), (16, 32, 64, 128), (2, 4, 8), (1, 2, 3), (0, 16)):
+    for outer, inner, warps, stages, matrix in itertools.product(
+        (64, 128), (16, 32, 64, 128), (2, 4, 8), (1, 2, 3), (0, 16)
+    ):
         rows_per_warp = (matrix or 32) if amd else 16
         if (
             inner <= outer
@@ -54,7 +60,11 @@ def candidates(kernel: str, architecture: str) -> list[Blocks]:
             and (amd or not matrix)
         ):
             m, n = (inner, outer) if kernel == "attention_grad_kv" else (outer, inner)
-            ways = _CDNA2_WAYS if architecture == "gfx90a" and stages == 1 and kernel != "attention_grad_q" else _CDNA2_WAYS[:1]
+            ways = (
+                _CDNA2_WAYS
+                if architecture == "gfx90a" and stages == 1 and kernel != "attention_grad_q"
+                else _CDNA2_WAYS[:1]
+            )
             found += [Blocks(m, n, warps, stages, matrix, *way) for way in ways]
     return found
 
@@ -75,16 +85,25 @@ def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Bloc
     if code.spills > (0 if machine.backend == "hip" else 64) or code.shared_bytes > machine.block_shared_bytes:
         return f"{name}: {code.spills} registers spilled, {code.shared_bytes} bytes of shared memory"
     write_manifest(folder, architecture, [code])
-    (folder / "candidate.json").write_text(json.dumps({**asdict(code), "variant": variant, "blocks": blocks}), encoding="utf-8")
+    (folder / "candidate.json").write_text(
+        json.dumps({**asdict(code), "variant": variant, "blocks": blocks}), encoding="utf-8"
+    )
     return f"{name}: {code.registers} registers"
 
 
 def build(architecture: str, wanted: list[str], out: Path) -> None:
     """Compile all candidates for these variants."""
-    items = [(kernel, variant, blocks) for kernel in KERNELS for variant in wanted for blocks in candidates(kernel, architecture)]
+    items = [
+        (kernel, variant, blocks)
+        for kernel in KERNELS
+        for variant in wanted
+        for blocks in candidates(kernel, architecture)
+    ]
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(os.cpu_count()) as pool:
         os.environ["TRITON_CACHE_DIR"] = cache
-        for said in pool.map(compile_candidate, itertools.repeat(architecture), *zip(*items, strict=True), itertools.repeat(out)):
+        for said in pool.map(
+            compile_candidate, itertools.repeat(architecture), *zip(*items, strict=True), itertools.repeat(out)
+        ):
             print(said, flush=True)
 
 
@@ -92,7 +111,9 @@ class WithCandidate:
     """The shipped kernels, one of them replaced."""
 
     def __init__(self, shipped: Kernels, candidate: Kernels, kernel: str) -> None:
-        self.shipped, self.candidate, self.kernel = shipped, candidate, kernel
+        self.shipped = shipped
+        self.candidate = candidate
+        self.kernel = kernel
 
     def block(self, kernel: str, variant: str, name: str) -> int:
         """A compile-time constant."""
@@ -103,13 +124,18 @@ class WithCandidate:
         (self.candidate if kernel == self.kernel else self.shipped).launch(kernel, dtype, variant, grid, **arguments)
 
 
-def run(shipped: PrebuiltKernels, out: Path, device: str, sequence: int = 2048, tokens: int = 16384, width: int = 2048) -> dict[str, Any]:
+def run(
+    shipped: PrebuiltKernels, out: Path, device: str, sequence: int = 2048, tokens: int = 16384, width: int = 2048
+) -> dict[str, Any]:
     """Times every candidate in `out`; returns {"kernel, variant": [(seconds, blocks or "shipped"), …], best first}."""
     found: dict[str, list[tuple[float, Any]]] = {}
     for path, line in built(out):
-        kernel, variant = line["kernel"], line["variant"]
+        kernel = line["kernel"]
+        variant = line["variant"]
         if f"{kernel}, {variant}" not in found:
-            found[f"{kernel}, {variant}"] = [(time_of(GpuOps(shipped), kernel, variant, device, sequence, tokens, width), "shipped")]
+            found[f"{kernel}, {variant}"] = [
+                (time_of(GpuOps(shipped), kernel, variant, device, sequence, tokens, width), "shipped")
+            ]
         mixed = WithCandidate(shipped, PrebuiltKernels(shipped.architecture, path), kernel)
         try:
             seconds = time_of(GpuOps(mixed), kernel, variant, device, sequence, tokens, width)
@@ -122,11 +148,15 @@ def run(shipped: PrebuiltKernels, out: Path, device: str, sequence: int = 2048, 
 
 def built(out: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Folder and description of each candidate."""
-    return [(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(out.glob("*/candidate.json"))]
+    return [
+        (path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(out.glob("*/candidate.json"))
+    ]
 
 
 def simulate(shipped: Path, out: Path, sequence: int = 1024) -> dict[str, Any]:
-    """The same on a simulated compute unit of the MI250X: {"kernel, variant": [(share of the matrix rate, blocks or "shipped", Timing), …]}."""
+    """The same on a simulated compute unit of the MI250X: {"kernel, variant": [(share of the matrix rate, blocks or
+    "shipped", Timing), …]}.
+    """
     found: dict[str, list[tuple[float, Any, Timing]]] = {}
     lines = [(shipped, line, "shipped") for line in read_manifest("gfx90a", shipped)["kernels"]]
     lines = [entry for entry in lines if entry[1]["dtype"] == "bf16" and entry[1]["kernel"] in KERNELS]
@@ -146,8 +176,10 @@ def simulate(shipped: Path, out: Path, sequence: int = 1024) -> dict[str, Any]:
 
 def simulated_share(ops: GpuOps, gpu: TracingGpu, line: dict[str, Any], sequence: int) -> tuple[float, Timing]:
     """Useful FLOPs of one kernel's first, longest block as a share of what the matrix units could do in its time."""
-    kernel, constants = line["kernel"], line["constants"]
-    dim, outer = constants["BLOCK_D"], constants["BLOCK_N" if kernel == "attention_grad_kv" else "BLOCK_M"]
+    kernel = line["kernel"]
+    constants = line["constants"]
+    dim = constants["BLOCK_D"]
+    outer = constants["BLOCK_N" if kernel == "attention_grad_kv" else "BLOCK_M"]
     extras = (torch.ones(1), torch.zeros(1, sequence, dtype=torch.int32)) if constants["EXTRAS"] else ()
     q, k, v = (torch.randn(sequence, 1, 1, dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     out = ops.attention(q, k, v, Scores(dim**-0.5, *extras))
@@ -167,7 +199,10 @@ def time_of(ops: GpuOps, kernel: str, variant: str, device: str, sequence: int, 
     shape = (sequence, tokens // sequence, width // dim, dim)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(3))
     grad = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    scores = Scores(dim**-0.5, *((q.new_ones(q.shape[2]), torch.zeros(shape[1::-1], dtype=torch.int32, device=device)) if extras else ()))
+    scores = Scores(
+        dim**-0.5,
+        *((q.new_ones(q.shape[2]), torch.zeros(shape[1::-1], dtype=torch.int32, device=device)) if extras else ()),
+    )
     out = ops.attention(q, k, v, scores)
     if kernel == "attention_forward":
         with torch.no_grad():

@@ -1,7 +1,8 @@
-"""X-MoE's published rows (arXiv:2508.13337, table 3) beside the planner's price of the layouts in its authors' scripts; for docs/moe.md.
+"""X-MoE's published rows (arXiv:2508.13337, table 3) beside the planner's price of the layouts in its authors' scripts;
+for docs/moe.md.
 
-Their FLOPs: two matrices per expert, attention not causal, no router, nothing for recomputation. Their layouts run no pipeline and
-spread experts over eight nodes and more. Nothing here is fitted on these rows.
+Their FLOPs: two matrices per expert, attention not causal, no router, nothing for recomputation. Their layouts run no
+pipeline and spread experts over eight nodes and more. Nothing here is fitted on these rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ ROWS = (  # model, TFLOP/s per GCD as published, GCDs, tp, ep, sequences per mic
 def their_flops_per_token(model: ModelConfig) -> float:
     """6 [L (4 H² + 2 S H + 2 H F k) + V H]."""
     assert model.moe is not None
-    L, H, S, F, V = model.layers, model.hidden, model.sequence_length, model.expert_hidden, model.vocab_size
+    L = model.layers
+    H = model.hidden
+    S = model.sequence_length
+    F = model.expert_hidden
+    V = model.vocab_size
     return 6.0 * (L * (4 * H * H + 2 * S * H + 2 * H * F * model.moe.top_k) + V * H)
 
 
@@ -53,9 +58,13 @@ def main() -> int:
             dtype="fp16",
         )
         cells = (
-            f"{value:.1f} ({100 * (value / published - 1):+.0f} %)" for value in (priced(name, stack, gcds, layout) for stack in stacks)
+            f"{value:.1f} ({100 * (value / published - 1):+.0f} %)"
+            for value in (priced(name, stack, gcds, layout) for stack in stacks)
         )
-        print(f"| {name} | TP{tp} DP{dp} EP{ep}, microbatch {micro_batch} x {layout.microbatches} | {published} | {' | '.join(cells)} |")
+        print(
+            f"| {name} | TP{tp} DP{dp} EP{ep}, microbatch {micro_batch} x {layout.microbatches} | {published} | "
+            f"{' | '.join(cells)} |"
+        )
     return 0
 
 

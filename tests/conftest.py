@@ -20,7 +20,9 @@ settings.load_profile("no clock")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How several workers share the tests: whole files, for their fixtures; tests/slurm is one piece, its clusters start once."""
+    """How several workers share the tests: whole files, for their fixtures; tests/slurm is one piece, its clusters
+    start once.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -39,7 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Up to eight gloo ranks, started at first use and shared by the whole run: `ranks.run(world_size, function, *args)`."""
+    """Up to eight gloo ranks, started at first use and shared by the whole run: `ranks.run(world_size, function,
+    *args)`.
+    """
     pool = RankPool()
     yield pool
     pool.stop()
@@ -47,7 +51,9 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """Libraries leave variables behind (DeepSpeed: LOCAL_RANK, which then looks like a launcher's); the next test must not see them."""
+    """Libraries leave variables behind (DeepSpeed: LOCAL_RANK, which then looks like a launcher's); the next test
+    must not see them.
+    """
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

@@ -1,8 +1,9 @@
 """What a layer's experts compute, send and keep, as `blueprint/work.py` says it of everything else.
 
-How many rows a rank gets is the routers' doing: the lists take the even share, times `imbalance` where the busiest rank counts, or the rows
-that were routed (`Rows`), for which the ledger must agree. With a capacity as many travel as may, whatever the routers choose. Letters: T tokens of a microbatch, of which a tensor rank routes T / tp;
-each makes top_k x etp rows.
+How many rows a rank gets is the routers' doing: the lists take the even share, times `imbalance` where the busiest rank
+counts, or the rows that were routed (`Rows`), for which the ledger must agree. With a capacity as many travel as may,
+whatever the routers choose. Letters: T tokens of a microbatch, of which a tensor rank routes T / tp; each makes top_k x
+etp rows.
 """
 
 from __future__ import annotations
@@ -11,13 +12,30 @@ from collections.abc import Iterator
 from math import ceil, comb
 from typing import NamedTuple
 
-from frontier_llm.blueprint.items import ADDING, FULL, Collective, HostWait, Item, Keep, Pass, Phase, Product, Software, Under, rank_tokens
+from frontier_llm.blueprint.items import (
+    ADDING,
+    FULL,
+    Collective,
+    HostWait,
+    Item,
+    Keep,
+    Pass,
+    Phase,
+    Product,
+    Software,
+    Under,
+    rank_tokens,
+)
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
 from frontier_llm.config import ModelConfig, MoeConfig
 
-ROUTING, EXPERTS, DISPATCH = "router", "experts' products", "tokens to experts and back"
-COUNT_BYTES, CHOICE_BYTES = 8, 4
-# between what the host waits for and the rows' departure: a copy to the host, which takes as long as two, the rows' sources, rows and weights gathered,
+ROUTING = "router"
+EXPERTS = "experts' products"
+DISPATCH = "tokens to experts and back"
+COUNT_BYTES = 8
+CHOICE_BYTES = 4
+# between what the host waits for and the rows' departure: a copy to the host, which takes as long as two, the rows'
+# sources, rows and weights gathered,
 # and their two messages (parallel/expert/dispatch.py)
 LAUNCHES_AFTER_WAIT = 10
 
@@ -40,7 +58,9 @@ def room_of(moe: MoeConfig, tokens: int) -> int | None:
 
 
 def most_rows(room: int, experts: int, tokens: int, choices: int) -> int:
-    """Rows that `experts` which take `room` each may get of `tokens` with so many choices: as many travel, needed or not."""
+    """Rows that `experts` which take `room` each may get of `tokens` with so many choices: as many travel, needed or
+    not.
+    """
     return min(room * experts, tokens * min(choices, experts))
 
 
@@ -52,8 +72,11 @@ def nodes_of_a_token(experts: int, top_k: int, nodes: int) -> float:
 def even_rows(model: ModelConfig, layout: Layout) -> Rows:
     """Where every expert is chosen equally often; the busiest rank's with `layout.imbalance`."""
     assert model.moe is not None
-    tokens, nodes, busy = rank_tokens(model, layout) // layout.tp, layout.expert_nodes, layout.imbalance
-    rows, capacity = tokens * model.moe.top_k * layout.etp, model.moe.capacity
+    tokens = rank_tokens(model, layout) // layout.tp
+    nodes = layout.expert_nodes
+    busy = layout.imbalance
+    rows = tokens * model.moe.top_k * layout.etp
+    capacity = model.moe.capacity
     if capacity is not None:
         return _bounded_rows(model.moe, layout, tokens, rows * min(busy, capacity))
     if nodes == 1:
@@ -63,12 +86,18 @@ def even_rows(model: ModelConfig, layout: Layout) -> Rows:
 
 
 def _bounded_rows(moe: MoeConfig, layout: Layout, tokens: int, computed: float) -> Rows:
-    room, nodes, ranks = room_of(moe, tokens), layout.expert_nodes, layout.ep * layout.etp
+    room = room_of(moe, tokens)
+    nodes = layout.expert_nodes
+    ranks = layout.ep * layout.etp
     assert room is not None
-    local, choices, along_rail = moe.experts * layout.etp // ranks, moe.top_k, 0
+    local = moe.experts * layout.etp // ranks
+    choices = moe.top_k
+    along_rail = 0
     if nodes > 1:
         along_rail = nodes * most_rows(room * moe.experts // nodes, 1, tokens, nodes)
-        room, tokens, ranks = room * nodes, along_rail, ranks // nodes
+        room = room * nodes
+        tokens = along_rail
+        ranks = ranks // nodes
     rows = ranks * most_rows(room, local, tokens, choices)
     return Rows(rows, rows, computed, nodes, along_rail, along_rail)
 
@@ -77,18 +106,33 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     """Router, dispatch, experts, and their way back."""
     moe = model.moe
     assert moe is not None
-    rows, ranks = rows or even_rows(model, layout), layout.ep * layout.etp
-    T, H, E = rank_tokens(model, layout), model.hidden, moe.experts
-    size, wide = DTYPE_BYTES[layout.dtype], statistics_bytes(layout.dtype)
-    t, f, local = T // layout.tp, model.expert_hidden // layout.etp, E * layout.etp // ranks
+    rows = rows or even_rows(model, layout)
+    ranks = layout.ep * layout.etp
+    T = rank_tokens(model, layout)
+    H = model.hidden
+    E = moe.experts
+    size = DTYPE_BYTES[layout.dtype]
+    wide = statistics_bytes(layout.dtype)
+    t = T // layout.tp
+    f = model.expert_hidden // layout.etp
+    local = E * layout.etp // ranks
 
     def send(
-        phase: Phase, operation: str, size_bytes: float, again: tuple[str, ...] = (), axis: str = "ep", under: Under = Under.OTHER
+        phase: Phase,
+        operation: str,
+        size_bytes: float,
+        again: tuple[str, ...] = (),
+        axis: str = "ep",
+        under: Under = Under.OTHER,
     ) -> Item:
         return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes), under), again)
 
-    def there_and_back(axis: str, sent: float, received: float, numbers: int, weights: int, chosen: int = 0) -> Iterator[Item]:
-        """Rows with so many weights and experts each; `numbers` of them are told before. The way there is beside the shared expert, and its gradients'."""
+    def there_and_back(
+        axis: str, sent: float, received: float, numbers: int, weights: int, chosen: int = 0
+    ) -> Iterator[Item]:
+        """Rows with so many weights and experts each; `numbers` of them are told before. The way there is beside the
+        shared expert, and its gradients'.
+        """
         under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.OTHER
         yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)
         yield send(Phase.F, "all_to_all", sent * size * H, FULL, axis, under)
@@ -103,7 +147,8 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     for axis in () if moe.balance == "global" else ("tp", "cp"):  # the load of whole sequences
         if getattr(layout, axis) > 1:
             yield send(Phase.F, "all_reduce", layout.micro_batch * E * wide, FULL, axis, Under.NOTHING)
-    if layout.tp > 1 and not layout.sequence_parallel:  # each tensor rank cuts its part out, and all get the whole again
+    # each tensor rank cuts its part out, and all get the whole again
+    if layout.tp > 1 and not layout.sequence_parallel:
         yield send(Phase.F, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
         yield send(Phase.I, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
     yield Item(Phase.F, ROUTING, Product(t, E, H), FULL)
@@ -118,12 +163,16 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     if rows.nodes > 1:
         yield from there_and_back("ep.rail", rows.to_nodes, rows.from_nodes, rows.nodes, moe.top_k, moe.top_k)
     if ranks > rows.nodes:
-        yield from there_and_back("ep" if rows.nodes == 1 else "ep.node", rows.sent, rows.received, E * layout.etp // rows.nodes, 1)
-    # rows are gathered where they leave, put in order where they arrive, and the other way round when they come back and are summed
+        yield from there_and_back(
+            "ep" if rows.nodes == 1 else "ep.node", rows.sent, rows.received, E * layout.etp // rows.nodes, 1
+        )
+    # rows are gathered where they leave, put in order where they arrive, and the other way round when they come back
+    # and are summed
     moved = size * H * 2 * (rows.sent + rows.received + rows.to_nodes + rows.from_nodes)
     yield Item(Phase.F, DISPATCH, Pass(2 * moved, 8), FULL)
     yield Item(Phase.I, DISPATCH, Pass(2 * moved, 8))
-    m, up = round(rows.computed / local), f * (1 + model.gated)
+    m = round(rows.computed / local)
+    up = f * (1 + model.gated)
     held = rows.computed if moe.capacity is None else rows.received
     for outputs, inputs, name in ((up, H, "up"), (H, f, "down")):
         yield Item(Phase.F, EXPERTS, Product(m, outputs, inputs, local, f"experts.{name}"), FULL)
@@ -137,10 +186,13 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
 
 
 def _shared_gate_work(rows: int, H: int, size: int) -> Iterator[Item]:
-    """Scale the shared expert's output by a sigmoid of the token: `rows` tokens of this rank, elements of `size` bytes."""
+    """Scale the shared expert's output by a sigmoid of the token: `rows` tokens of this rank, elements of `size`
+    bytes.
+    """
     yield Item(Phase.F, ROUTING, Product(rows, 1, H), FULL)
     yield Item(Phase.I, ROUTING, Product(rows, H, 1))
     yield Item(Phase.W, ROUTING, Product(1, H, rows))
     yield Item(Phase.F, ROUTING, Pass(2 * size * rows * H, 2), FULL)
-    yield Item(Phase.I, ROUTING, Pass(5 * size * rows * H, 4))  # gradients of the output and of the gate, their sum over H
+    # gradients of the output and of the gate, their sum over H
+    yield Item(Phase.I, ROUTING, Pass(5 * size * rows * H, 4))
     yield Item(Phase.F, ROUTING, Keep(size * rows * (H + 1), ("none", "selective")))

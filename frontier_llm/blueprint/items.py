@@ -1,4 +1,6 @@
-"""The words in which `blueprint/work.py` says what is computed, sent and kept: items of a phase and a cause, each one kind of work."""
+"""The words in which `blueprint/work.py` says what is computed, sent and kept: items of a phase and a cause, each
+one kind of work.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,15 @@ ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
 
 # causes: what an item is listed under in a plan's breakdown
-PRODUCTS, ATTENTION, PASSES, SENDING = "matrix products", "attention", "norms, activation, residual", "tp communication"
+PRODUCTS = "matrix products"
+ATTENTION = "attention"
+PASSES = "norms, activation, residual"
+SENDING = "tp communication"
 EXCHANGE = "cp communication"
 ADDING = "adding weight gradients"  # every microbatch of a step but the first, which only writes
-EMBEDDING, HEAD, LOSS = "embedding", "head", "cross-entropy"
+EMBEDDING = "embedding"
+HEAD = "head"
+LOSS = "cross-entropy"
 SHARDS = "sharded weights and gradients"
 
 
@@ -35,8 +42,10 @@ class Habits:
     accumulate_bytes: NonNegativeFloat = 8.0  # moved per parameter to add one microbatch's gradient
     optimizer_bytes: NonNegativeFloat = 30.0  # moved per owned parameter by the optimizer step
     p2p_split: bool = False  # pipeline messages are cut over tp even without sequence parallelism (scatter-gather)
-    blocking_messages: bool = False  # pipeline messages occupy the rank (Megatron, DeepSpeed) instead of flowing beside its compute
-    bucket_parameters: NonNegativeFloat = 0.0  # gradients are summed over dp in pieces of so many parameters; 0 = all at once
+    # pipeline messages occupy the rank (Megatron, DeepSpeed) instead of flowing beside its compute
+    blocking_messages: bool = False
+    # gradients are summed over dp in pieces of so many parameters; 0 = all at once
+    bucket_parameters: NonNegativeFloat = 0.0
     hierarchical: bool = False  # collectives that span nodes may go in two stages, and do where that is faster
 
 
@@ -44,7 +53,8 @@ class Habits:
 class Software(Habits):
     """And what is measured of it or chosen in a run, as far as it decides what is computed, sent and kept."""
 
-    linear_speedup: float = 1.0  # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
+    # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
+    linear_speedup: float = 1.0
     checkpoints_cut: bool = False  # recomputation's checkpoints are cut over tp even without sequence parallelism
 
 
@@ -93,7 +103,9 @@ class Product:
 
 @dataclass(frozen=True)
 class FlashCore:
-    """Causal flash attention of `queries` positions to a sequence of `keys`, for `heads` local heads of `batch` sequences."""
+    """Causal flash attention of `queries` positions to a sequence of `keys`, for `heads` local heads of `batch`
+    sequences.
+    """
 
     batch: int
     heads: int
@@ -109,7 +121,9 @@ class FlashCore:
 
     @property
     def moved_bytes(self) -> float:
-        """Queries, outputs, keys and values once, backward with the gradients of all of them; in 16 bit, each head with keys of its own."""
+        """Queries, outputs, keys and values once, backward with the gradients of all of them; in 16 bit, each head
+        with keys of its own.
+        """
         return (8.0 if self.backward else 4.0) * self.batch * self.heads * (self.queries + self.keys) * self.head_dim
 
 
@@ -123,7 +137,9 @@ class Pass:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of this rank's group along an axis; bytes as the caller sees them: the whole tensor, gathered or not yet scattered."""
+    """One collective of this rank's group along an axis; bytes as the caller sees them: the whole tensor, gathered
+    or not yet scattered.
+    """
 
     axis: str
     operation: str
@@ -135,7 +151,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class HostWait:
-    """The host waits for numbers of the device, and then the device for the host, until that has launched so many operations."""
+    """The host waits for numbers of the device, and then the device for the host, until that has launched so many
+    operations.
+    """
 
     launches: int
 
@@ -166,7 +184,8 @@ class Item:
         return sum(share for mode, share in modes.items() if mode in self.repeated_by)
 
 
-FULL, ANY = ("full",), ("selective", "full")
+FULL = ("full",)
+ANY = ("selective", "full")
 
 
 def rank_tokens(model: ModelConfig, layout: Layout) -> int:

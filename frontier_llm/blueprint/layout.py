@@ -11,11 +11,13 @@ from frontier_llm.config import ModelConfig, RunConfig
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 # What the replicas share out among them → the stage of ZeRO that it is:
-# "gradients" is ZeRO-2 as DeepSpeed has it; "weights" gathers a layer's weights forward and again backward (ZeRO-3, FSDP), and
+# "gradients" is ZeRO-2 as DeepSpeed has it; "weights" gathers a layer's weights forward and again backward (ZeRO-3,
+# FSDP), and
 # "weights-gathered-once" keeps them from forward to backward (torch's SHARD_GRAD_OP, which other people's runs have)
 SHARDING = {"none": 0, "optimizer": 1, "gradients": 2, "weights": 3, "weights-gathered-once": 3}
 
-# section of a run file → its keys that make a layout, in the order in which they are written → the field of `Layout` that each sets
+# section of a run file → its keys that make a layout, in the order in which they are written → the field of `Layout`
+# that each sets
 RUN_KEYS = {
     "parallel": {
         "tensor": "tp",
@@ -43,7 +45,9 @@ FIELD_OF_KEY = {key: field for keys in RUN_KEYS.values() for key, field in keys.
 
 
 def statistics_bytes(dtype: str) -> int:
-    """Of what is summed beside a working type, gradients and optimizer state: fp64 under fp64, else fp32 (ops.statistics_dtype)."""
+    """Of what is summed beside a working type, gradients and optimizer state: fp64 under fp64, else fp32
+    (ops.statistics_dtype).
+    """
     return max(4, DTYPE_BYTES[dtype])
 
 
@@ -113,7 +117,9 @@ def layer_modes(recompute: str, layers: int) -> tuple[str, ...]:
 
 
 def mode_shares(model: ModelConfig, layout: Layout, layers: int | None = None) -> dict[str, float]:
-    """Of the layers of a virtual stage that has `layers` of them; None: of the fullest, where they are evenly spread."""
+    """Of the layers of a virtual stage that has `layers` of them; None: of the fullest, where they are evenly
+    spread.
+    """
     return shares(layer_modes(layout.recompute, layers or -(-model.layers // (layout.pp * layout.chunks))))
 
 
@@ -124,9 +130,14 @@ def shares(modes: Sequence[str]) -> dict[str, float]:
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:
     """The layout of a run on `world_size` ranks; it must be legal (`topology.make_plan` checks)."""
-    parallel, batch = config.parallel, config.batch
+    parallel = config.parallel
+    batch = config.batch
     dp = world_size // parallel.model_ranks
-    as_written = {field: getattr(getattr(config, section), key) for section, keys in RUN_KEYS.items() for key, field in keys.items()}
+    as_written = {
+        field: getattr(getattr(config, section), key)
+        for section, keys in RUN_KEYS.items()
+        for key, field in keys.items()
+    }
     meant = {
         "dp": dp,
         "microbatches": batch.global_batch // (batch.micro_batch * dp),
@@ -142,9 +153,14 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
 
 
 def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
-    """The sections of a run file that make it this layout, whatever the file says otherwise; stages have as many layers as each other."""
-    sections = {section: {key: getattr(layout, field) for key, field in keys.items()} for section, keys in RUN_KEYS.items()}
-    sharded, parallel = layout.sharding == "weights", sections["parallel"]
+    """The sections of a run file that make it this layout, whatever the file says otherwise; stages have as many
+    layers as each other.
+    """
+    sections = {
+        section: {key: getattr(layout, field) for key, field in keys.items()} for section, keys in RUN_KEYS.items()
+    }
+    sharded = layout.sharding == "weights"
+    parallel = sections["parallel"]
     parallel |= {
         "data_mode": "fsdp" if sharded else "zero",
         "zero": SHARDING[layout.sharding],

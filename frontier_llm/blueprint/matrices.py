@@ -1,7 +1,9 @@
-"""As which matrices an optimizer sees a parameter: q, k and v, gate and up, each expert by itself; decided by global shapes, on any layout.
+"""As which matrices an optimizer sees a parameter: q, k and v, gate and up, each expert by itself; decided by global
+shapes, on any layout.
 
-A fused weight must not be orthogonalised as one matrix: that couples what the model keeps apart, and where tensor parallelism happened to
-cut it would then change the update (of keys and values by 95 %, Megatron-LM's pull request 7117).
+A fused weight must not be orthogonalised as one matrix: that couples what the model keeps apart, and where tensor
+parallelism happened to cut it would then change the update (of keys and values by 95 %, Megatron-LM's pull request
+7117).
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def is_matrix(parameter: Parameter) -> bool:
 
 
 def matrices_of(parameter: Parameter, by_group: bool = False) -> list[Matrices]:
-    """The matrices of a parameter; `by_group`: one for each key/value head and its queries instead of one for all heads."""
+    """The matrices of a parameter; `by_group`: one for each key/value head and its queries instead of one for all
+    heads.
+    """
     lead = int(parameter.kind is ParameterKind.EXPERTS or (by_group and parameter.grouped))
     how = parameter.axes.get(parameter.tensor_axis)
     last = len(parameter.shape) - 1
@@ -76,7 +80,9 @@ def matrices_of(parameter: Parameter, by_group: bool = False) -> list[Matrices]:
         split = 0 if how.dim < lead else 1 if how.dim < last else 2
     result = []
     for piece in parameter.pieces or (None,):
-        assert piece is None or not isinstance(how, Split) or piece.dim != how.dim, f"{parameter.name}: tp cuts across its pieces"
+        assert piece is None or not isinstance(how, Split) or piece.dim != how.dim, (
+            f"{parameter.name}: tp cuts across its pieces"
+        )
         shape = piece.shape_in(parameter.shape) if piece else parameter.shape
         result.append(Matrices(piece, prod(shape[:lead]), prod(shape[lead:last]), shape[last], split))
     return result

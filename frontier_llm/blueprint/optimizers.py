@@ -1,4 +1,6 @@
-"""What each optimizer keeps of each parameter: ZeRO's slices, memory, checkpoints and the comparison of replicas read this alone."""
+"""What each optimizer keeps of each parameter: ZeRO's slices, memory, checkpoints and the comparison of replicas
+read this alone.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ STATISTIC = "statistic"  # what is kept of a tensor that an optimizer declares
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """The states of one optimizer, in fp32 (fp64 under fp64): by name those of the shape of their parameter, and tensors of other shapes."""
+    """The states of one optimizer, in fp32 (fp64 under fp64): by name those of the shape of their parameter, and
+    tensors of other shapes.
+    """
 
     name: str  # optimizer.name in a run file
-    states: Callable[[Parameter], tuple[str, ...]]  # beside the master copy, in the order in which a shard file holds them
-    whole: Callable[[Parameter], bool] = lambda parameter: False  # its update needs the whole tensor: ZeRO must not cut it
+    # beside the master copy, in the order in which a shard file holds them
+    states: Callable[[Parameter], tuple[str, ...]]
+    # its update needs the whole tensor: ZeRO must not cut it
+    whole: Callable[[Parameter], bool] = lambda parameter: False
     gathers: bool = False  # but may cut it where whole tensors would leave gaps: the update gathers them (optim.whole)
-    # small tensors of other shapes than the parameter's: PARTIAL on the axes over which the update has to sum them. Every owner of a slice of
+    # small tensors of other shapes than the parameter's: PARTIAL on the axes over which the update has to sum them.
+    # Every owner of a slice of
     # the parameter keeps its rank's part of them whole (optim.statistics)
     statistics: Callable[[Parameter], tuple[Parameter, ...]] = lambda parameter: ()
 
@@ -37,10 +44,13 @@ class OptimizerRule:
 
 
 def matrix_means(parameter: Parameter) -> tuple[Parameter, ...]:
-    """Of each matrix that a parameter is made of the mean of every row, [..., row], and of every column, [piece, expert, column]."""
+    """Of each matrix that a parameter is made of the mean of every row, [..., row], and of every column, [piece,
+    expert, column].
+    """
     if not is_matrix(parameter):
         return ()
-    matrices, last = matrices_of(parameter), len(parameter.shape) - 1
+    matrices = matrices_of(parameter)
+    last = len(parameter.shape) - 1
     lead = int(parameter.kind is ParameterKind.EXPERTS)
 
     def of_rows(dim: int) -> Split | How:
@@ -50,7 +60,9 @@ def matrix_means(parameter: Parameter) -> tuple[Parameter, ...]:
         return Split(1) if dim < lead else Split(2) if dim == last else How.PARTIAL
 
     def declared(name: str, shape: tuple[int, ...], cut: Callable[[int], Split | How]) -> Parameter:
-        axes = {axis: cut(how.dim) if isinstance(how, Split) else How.REPLICATED for axis, how in parameter.axes.items()}
+        axes = {
+            axis: cut(how.dim) if isinstance(how, Split) else How.REPLICATED for axis, how in parameter.axes.items()
+        }
         return replace(parameter, name=f"{parameter.name}.{name}", shape=shape, axes=axes, pieces=(), grouped=False)
 
     columns = (len(matrices), matrices[0].count, parameter.shape[last])
@@ -61,10 +73,15 @@ ADAMW = OptimizerRule("adamw", lambda parameter: ("exp_avg", "exp_avg_sq"))
 
 LION = OptimizerRule("lion", lambda parameter: ("momentum",))
 MUON = OptimizerRule(
-    "muon", lambda parameter: ("momentum",) if is_matrix(parameter) else ADAMW.states(parameter), whole=is_matrix, gathers=True
+    "muon",
+    lambda parameter: ("momentum",) if is_matrix(parameter) else ADAMW.states(parameter),
+    whole=is_matrix,
+    gathers=True,
 )
 ADAFACTOR = OptimizerRule(
-    "adafactor", lambda parameter: ("exp_avg",) if is_matrix(parameter) else ADAMW.states(parameter), statistics=matrix_means
+    "adafactor",
+    lambda parameter: ("exp_avg",) if is_matrix(parameter) else ADAMW.states(parameter),
+    statistics=matrix_means,
 )
 
 _RULES = {rule.name: rule for rule in (ADAMW, ADAFACTOR, LION, MUON)}
@@ -83,8 +100,13 @@ def optimizer_rule(name: str) -> OptimizerRule:
 
 
 def state_bytes(model: ModelConfig, name: str, dtype: str = "bf16") -> int:
-    """What the optimizer keeps of a whole model that computes in `dtype`, which is also what a checkpoint of it holds."""
-    rule, item_bytes = optimizer_rule(name), statistics_bytes(dtype)
+    """What the optimizer keeps of a whole model that computes in `dtype`, which is also what a checkpoint of it
+    holds.
+    """
+    rule = optimizer_rule(name)
+    item_bytes = statistics_bytes(dtype)
     parameters = model_parameters(model).values()
     statistics = sum(tensor.numel for parameter in parameters for tensor in rule.statistics(parameter))
-    return statistics * item_bytes + sum(rule.bytes_per_element(parameter, item_bytes) * parameter.numel for parameter in parameters)
+    return statistics * item_bytes + sum(
+        rule.bytes_per_element(parameter, item_bytes) * parameter.numel for parameter in parameters
+    )

@@ -1,8 +1,8 @@
 """What a model is made of: every parameter's name, global shape, place on the mesh, start and decay, written once.
 
 The torch modules hold these parameters, costs count them, optimizers slice them, checkpoints and converters name them.
-A fused weight has a global shape in which every tensor-parallel part is a rectangle: QKV is (kv_heads, queries_per_kv + 2, head_dim, H),
-gate/up is (2, F, H); `pieces` names what it is fused of.
+A fused weight has a global shape in which every tensor-parallel part is a rectangle: QKV is (kv_heads, queries_per_kv +
+2, head_dim, H), gate/up is (2, F, H); `pieces` names what it is fused of.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Parameter:
     init_std: float | None = None  # normal(0, std) by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
     pieces: tuple[Piece, ...] = ()
-    uses: int = 1  # gradient contributions per microbatch on a rank: 2 for an embedding that is also the rank's head; 0: no gradient
+    # gradient contributions per microbatch on a rank: 2 for an embedding that is also the rank's head; 0: no gradient
+    uses: int = 1
     grouped: bool = False  # dim 0 counts key/value heads, each with its queries
     wide: bool = False  # kept in fp32 (fp64 under fp64) whatever the working type
     of_training: bool = False  # the model computes the same without it: no other format has it
@@ -88,7 +89,9 @@ class Parameter:
 
     @property
     def replicas(self) -> str:
-        """The axis whose ranks train the same part of it on other samples: gradients are summed over it, and ZeRO's slices cut over it."""
+        """The axis whose ranks train the same part of it on other samples: gradients are summed over it, and ZeRO's
+        slices cut over it.
+        """
         return "edp" if "ep" in self.axes else "dp"
 
     @property
@@ -113,22 +116,34 @@ class Parameter:
 
 def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) -> Iterator[Parameter]:
     """A norm's weight and, for LayerNorm with norm_bias, its bias."""
-    yield Parameter(f"{name}.weight", (model.hidden,), ParameterKind.VECTOR, across, init_value=1.0 - model.norm_plus_one)
+    yield Parameter(
+        f"{name}.weight", (model.hidden,), ParameterKind.VECTOR, across, init_value=1.0 - model.norm_plus_one
+    )
     if model.norm_bias:
         yield Parameter(f"{name}.bias", (model.hidden,), ParameterKind.VECTOR, across)
 
 
 def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = False) -> Iterator[Parameter]:
     """One transformer block, in the order in which the forward pass uses it."""
-    H, A, G, D = model.hidden, model.heads, model.num_kv_heads, model.dim_per_head
-    Q, name, across = A // G, f"layers.{layer}", sequence_axes(sequence_parallel)
+    H = model.hidden
+    A = model.heads
+    G = model.num_kv_heads
+    D = model.dim_per_head
+    Q = A // G
+    name = f"layers.{layer}"
+    across = sequence_axes(sequence_parallel)
     # of what writes into the residual stream: scaled by depth as in GPT-2 and Megatron
     output_std = model.init_std / (2.0 * model.layers) ** 0.5
 
-    def column(part: str, shape: tuple[int, ...], dim: int, bias: bool, pieces: tuple[Piece, ...] = ()) -> Iterator[Parameter]:
+    def column(
+        part: str, shape: tuple[int, ...], dim: int, bias: bool, pieces: tuple[Piece, ...] = ()
+    ) -> Iterator[Parameter]:
         """Output features (all dims but the last) cut over tp along `dim`."""
-        split, grouped = {"tp": Split(dim)}, part == "attention.qkv"
-        yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, split, model.init_std, pieces=pieces, grouped=grouped)
+        split = {"tp": Split(dim)}
+        grouped = part == "attention.qkv"
+        yield Parameter(
+            f"{name}.{part}.weight", shape, ParameterKind.MATRIX, split, model.init_std, pieces=pieces, grouped=grouped
+        )
         if bias:
             yield Parameter(f"{name}.{part}.bias", shape[:-1], ParameterKind.VECTOR, split, pieces=pieces)
 
@@ -150,7 +165,11 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
             # one weight for all heads sees on each tensor rank only that rank's heads
             shape, split = ((D,), How.PARTIAL) if model.qk_norm == "head" else ((heads, D), Split(0))
             yield Parameter(
-                f"{name}.attention.{piece}_norm.weight", shape, ParameterKind.VECTOR, {"tp": split}, init_value=1.0 - model.norm_plus_one
+                f"{name}.attention.{piece}_norm.weight",
+                shape,
+                ParameterKind.VECTOR,
+                {"tp": split},
+                init_value=1.0 - model.norm_plus_one,
             )
     yield from row("attention.output", (H, A * D))
     yield from norm("attention_output_norm", "post", "both")
@@ -179,14 +198,21 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
 def expert_parameters(model: ModelConfig, moe: MoeConfig, name: str, output_std: float) -> Iterator[Parameter]:
     """The router and what it chooses from.
 
-    Each tensor rank routes its own part of the sequence, with sequence parallelism or without: so the router's gradient is partial.
+    Each tensor rank routes its own part of the sequence, with sequence parallelism or without: so the router's gradient
+    is partial.
     """
-    E, H, F = moe.experts, model.hidden, model.expert_hidden
-    yield Parameter(f"{name}.router.weight", (E, H), ParameterKind.MATRIX, {"tp": How.PARTIAL}, model.init_std, wide=True)
+    E = moe.experts
+    H = model.hidden
+    F = model.expert_hidden
+    yield Parameter(
+        f"{name}.router.weight", (E, H), ParameterKind.MATRIX, {"tp": How.PARTIAL}, model.init_std, wide=True
+    )
     if moe.selection_bias:
         yield Parameter(f"{name}.router.bias", (E,), ParameterKind.VECTOR, uses=0, wide=True)
     if moe.balance == "global":
-        yield Parameter(f"{name}.router.load", (E,), ParameterKind.VECTOR, init_value=1.0, uses=0, wide=True, of_training=True)
+        yield Parameter(
+            f"{name}.router.load", (E,), ParameterKind.VECTOR, init_value=1.0, uses=0, wide=True, of_training=True
+        )
     shape, pieces = ((E, 2, F, H), (Piece("gate", 1, 0, 1), Piece("up", 1, 1, 2))) if model.gated else ((E, F, H), ())
     across: dict[str, Split | How] = {"ep": Split(0), "etp": Split(len(shape) - 2)}
     yield Parameter(f"{name}.experts.up.weight", shape, ParameterKind.EXPERTS, across, model.init_std, pieces=pieces)
@@ -195,21 +221,35 @@ def expert_parameters(model: ModelConfig, moe: MoeConfig, name: str, output_std:
 
 
 def stage_parameters(
-    model: ModelConfig, stage: StageSpec, sequence_parallel: bool = False, tied_ranks: int = 1, embedding_elsewhere: bool = False
+    model: ModelConfig,
+    stage: StageSpec,
+    sequence_parallel: bool = False,
+    tied_ranks: int = 1,
+    embedding_elsewhere: bool = False,
 ) -> Iterator[Parameter]:
     """Everything that a virtual stage declares, in order.
 
-    With tied weights the embedding and the head are one parameter. `tied_ranks` is how many pipeline ranks hold it (2: each has a copy,
-    and gradients are summed over the axis "tied"); `embedding_elsewhere`: another virtual stage of this same rank has declared it.
+    With tied weights the embedding and the head are one parameter. `tied_ranks` is how many pipeline ranks hold it (2:
+    each has a copy, and gradients are summed over the axis "tied"); `embedding_elsewhere`: another virtual stage of
+    this same rank has declared it.
     """
-    across, vocabulary = sequence_axes(sequence_parallel), (model.padded_vocab_size, model.hidden)
+    across = sequence_axes(sequence_parallel)
+    vocabulary = (model.padded_vocab_size, model.hidden)
     tied_head = stage.head and model.tied_embeddings
     if stage.embedding or (tied_head and not embedding_elsewhere):
         tied: dict[str, How] = {"tied": How.PARTIAL} if model.tied_embeddings and tied_ranks > 1 else {}
         uses = 2 if model.tied_embeddings and tied_ranks == 1 else 1
-        yield Parameter(VOCABULARY[0], vocabulary, ParameterKind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses)
+        yield Parameter(
+            VOCABULARY[0], vocabulary, ParameterKind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses
+        )
     if stage.embedding and model.position == "learned":
-        yield Parameter("embedding.position.weight", (model.sequence_length, model.hidden), ParameterKind.EMBEDDING, across, model.init_std)
+        yield Parameter(
+            "embedding.position.weight",
+            (model.sequence_length, model.hidden),
+            ParameterKind.EMBEDDING,
+            across,
+            model.init_std,
+        )
     for layer in stage.layers:
         yield from block_parameters(model, layer, sequence_parallel)
     if stage.head:
@@ -218,9 +258,14 @@ def stage_parameters(
             yield Parameter(VOCABULARY[1], vocabulary, ParameterKind.EMBEDDING, {"tp": Split(0)}, model.init_std)
 
 
-def rank_parameters(model: ModelConfig, stages: Sequence[StageSpec], sequence_parallel: bool = False) -> Iterator[Parameter]:
-    """Everything that one pipeline rank declares, its virtual stages in model order; an embedding that is also its own head stands once."""
-    embeds, heads = any(stage.embedding for stage in stages), any(stage.head for stage in stages)
+def rank_parameters(
+    model: ModelConfig, stages: Sequence[StageSpec], sequence_parallel: bool = False
+) -> Iterator[Parameter]:
+    """Everything that one pipeline rank declares, its virtual stages in model order; an embedding that is also its
+    own head stands once.
+    """
+    embeds = any(stage.embedding for stage in stages)
+    heads = any(stage.head for stage in stages)
     for stage in stages:
         elsewhere = embeds and not stage.embedding
         yield from stage_parameters(model, stage, sequence_parallel, 1 if embeds and heads else 2, elsewhere)
@@ -238,7 +283,8 @@ def total_parameters(model: ModelConfig) -> int:
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup, no padding rows.
+    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup,
+    no padding rows.
 
     Of the experts those that a token goes to.
     """
@@ -262,5 +308,7 @@ def layer_kinds(model: ModelConfig) -> list[tuple[int, int]]:
 
 
 def sequence_axes(sequence_parallel: bool) -> dict[str, How]:
-    """Of parameters that act between blocks: where the sequence is cut over tp, each rank's gradient sees only its tokens."""
+    """Of parameters that act between blocks: where the sequence is cut over tp, each rank's gradient sees only its
+    tokens.
+    """
     return {"tp": How.PARTIAL} if sequence_parallel else {}

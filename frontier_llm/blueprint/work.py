@@ -1,7 +1,9 @@
-"""What a block, the embedding and the head compute, send and keep on one rank for one microbatch, written once, as lists of items.
+"""What a block, the embedding and the head compute, send and keep on one rank for one microbatch, written once, as
+lists of items.
 
-FLOPs, seconds and bytes kept are folds over these lists (`planner/costs/`), bytes moved one of the tests' (`tests/harness/traffic.py`). The recomputed
-forward is not listed: an item says which modes repeat it in backward, and whether it is there only where backward is split. Letters as in `model/dims.py`; T is the tokens of a microbatch, S·B.
+FLOPs, seconds and bytes kept are folds over these lists (`planner/costs/`), bytes moved one of the tests'
+(`tests/harness/traffic.py`). The recomputed forward is not listed: an item says which modes repeat it in backward, and
+whether it is there only where backward is split. Letters as in `model/dims.py`; T is the tokens of a microbatch, S·B.
 """
 
 from __future__ import annotations
@@ -38,36 +40,53 @@ from frontier_llm.blueprint.items import (
     rank_tokens,
 )
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
-from frontier_llm.blueprint.parameters import Parameter, ParameterKind, Split, block_parameters, layer_kinds, stage_parameters
+from frontier_llm.blueprint.parameters import (
+    Parameter,
+    ParameterKind,
+    Split,
+    block_parameters,
+    layer_kinds,
+    stage_parameters,
+)
 from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
 
 
 def block_work(model: ModelConfig, layout: Layout, software: Software, layer: int | None = None) -> list[Item]:
-    """One transformer block. `layer`: its number, where some have experts and some not; None = the first that has them, if any has."""
+    """One transformer block. `layer`: its number, where some have experts and some not; None = the first that has
+    them, if any has.
+    """
     layer = layer_kinds(model)[-1][0] if layer is None else layer
     moe = model.moe if layer in model.routed_layers else None
     F = model.ffn_hidden if moe is None else moe.shared_hidden
-    T, H, tp = rank_tokens(model, layout), model.hidden, layout.tp
-    size, cut = DTYPE_BYTES[layout.dtype], layout.sequence_shards
-    input_size = size if software.linear_speedup == 1 else 1  # of a product's input, for its weight gradient; FP8 layers keep one byte
+    T = rank_tokens(model, layout)
+    H = model.hidden
+    tp = layout.tp
+    size = DTYPE_BYTES[layout.dtype]
+    cut = layout.sequence_shards
+    # of a product's input, for its weight gradient; FP8 layers keep one byte
+    input_size = size if software.linear_speedup == 1 else 1
     parameters = list(block_parameters(model, layer, layout.sequence_parallel))
     items: list[Item] = []
     for parameter in parameters:
         if parameter.kind is ParameterKind.MATRIX and isinstance(parameter.axes.get("tp"), Split):
             items += linear(parameter, T, layout, software)
             column, _, inputs = local_shape(parameter, tp)
-            items.append(Item(Phase.F, PRODUCTS, Keep(input_size * T * inputs / (cut if column else 1), ("none", "selective"))))
+            items.append(
+                Item(Phase.F, PRODUCTS, Keep(input_size * T * inputs / (cut if column else 1), ("none", "selective")))
+            )
     items += attention_core(model, layout, software)
     items += head_norm_work(model, layout)
     items += expert_work(model, layout, software) if moe is not None else ()
     forward, backward = elementwise(model, layout, software, F)
     items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
     if model.dropout:
-        # in the pass that adds the residual, but for one that a norm would share; backward, of the gradient, in one of its own
+        # in the pass that adds the residual, but for one that a norm would share; backward, of the gradient, in one of
+        # its own
         items += [Item(Phase.F, PASSES, Pass(0, 1), FULL), Item(Phase.I, PASSES, Pass(4 * size * T * H / cut, 2))]
     boundary = size * T * H
-    whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)  # inputs of the norms, and the masks of two dropouts
+    # inputs of the norms, and the masks of two dropouts
+    whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
     # before the activation; GeGLU also keeps its gate by itself, before and behind GELU
     own += size * T * (1 + model.gated + 2 * (model.activation == "geglu_tanh")) * F / tp
@@ -88,18 +107,20 @@ def norms(model: ModelConfig) -> int:
 
 def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
     """(whether its output features are cut, output features, input features) of a linear layer on one rank."""
-    how, inputs = weight.axes["tp"], weight.shape[-1]
+    how = weight.axes["tp"]
+    inputs = weight.shape[-1]
     outputs = prod(weight.shape[:-1])
     column = isinstance(how, Split) and how.dim < len(weight.shape) - 1
     return (True, outputs // tp, inputs) if column else (False, outputs, inputs // tp)
 
 
 def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause: str = PRODUCTS) -> Iterator[Item]:
-    """A linear layer: three products, the adding of its weight gradient, and what tensor parallelism sends before or behind it.
+    """A linear layer: three products, the adding of its weight gradient, and what tensor parallelism sends before or
+    behind it.
 
-    Cut by columns, the gradients of its input are summed; by rows, its outputs. With sequence parallelism each sum is a reduce-scatter,
-    and what it takes in is gathered: forward its input, backward its gradient; under the input gradient the input once more, and where a
-    weight gradient waits for its W the gradient once more.
+    Cut by columns, the gradients of its input are summed; by rows, its outputs. With sequence parallelism each sum is a
+    reduce-scatter, and what it takes in is gathered: forward its input, backward its gradient; under the input gradient
+    the input once more, and where a weight gradient waits for its W the gradient once more.
     """
     head, (column, outputs, inputs) = cause == HEAD, local_shape(weight, layout.tp)
     again = () if head else FULL
@@ -108,7 +129,8 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
         return Product(m, n, k, parameter=weight.name, fp8=not head)
 
     added = software.accumulate_bytes + (6 if layout.gradient_wire == "fp32" and software.gradient_bytes == 2 else 0)
-    forward, backward = product(T, outputs, inputs), product(T, inputs, outputs)
+    forward = product(T, outputs, inputs)
+    backward = product(T, inputs, outputs)
     yield Item(Phase.F, cause, forward, again)
     yield Item(Phase.I, cause, backward)
     yield Item(Phase.W, cause, product(outputs, inputs, T))
@@ -116,7 +138,9 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
     if layout.tp == 1:
         return
 
-    def send(phase: Phase, operation: str, under: Under = Under.PRODUCT, beside: Product | None = None, apart: bool = False) -> Item:
+    def send(
+        phase: Phase, operation: str, under: Under = Under.PRODUCT, beside: Product | None = None, apart: bool = False
+    ) -> Item:
         size = T * model_width * DTYPE_BYTES[layout.dtype]
         repeated = again if phase is Phase.F else ()
         return Item(phase, HEAD if head else SENDING, Collective("tp", operation, size, under, beside), repeated, apart)
@@ -131,8 +155,13 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
 
 
 def attention_core(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
-    """Scores, softmax, dropout and weighted sum for this rank's heads; keys and values of the other context-parallel ranks."""
-    S, D, B, a = model.sequence_length, model.dim_per_head, layout.micro_batch, model.heads // layout.tp
+    """Scores, softmax, dropout and weighted sum for this rank's heads; keys and values of the other context-parallel
+    ranks.
+    """
+    S = model.sequence_length
+    D = model.dim_per_head
+    B = layout.micro_batch
+    a = model.heads // layout.tp
     modes = ("none",)
     if software.attention == "flash":
         queries = S // layout.cp
@@ -140,24 +169,31 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
             *context_exchange(model, layout),
             Item(Phase.F, ATTENTION, FlashCore(B, a, queries, S, D), ANY),
             Item(Phase.I, ATTENTION, FlashCore(B, a, queries, S, D, backward=True)),
-            Item(Phase.F, ATTENTION, Keep(float(statistics_bytes(layout.dtype)) * B * queries * a, modes)),  # log-sum-exp
+            # log-sum-exp
+            Item(Phase.F, ATTENTION, Keep(float(statistics_bytes(layout.dtype)) * B * queries * a, modes)),
         ]
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
     square = batch * S * S * 2.0  # bytes of the score matrix
-    # passes over the scores in 16 bit; softmax by separate kernels goes through fp32: convert 3, scale 4, mask 4.5, softmax 4, convert 3
+    # passes over the scores in 16 bit; softmax by separate kernels goes through fp32: convert 3, scale 4, mask 4.5,
+    # softmax 4, convert 3
     passes = (2.0 if software.fused_softmax else 18.5) + (2.5 if software.dropout else 0.0)
     forward = [Item(Phase.F, ATTENTION, work, ANY) for work in (scores, values, Pass(passes * square, 2))]
-    backward = [Item(Phase.I, ATTENTION, work) for work in (scores, scores, values, values, Pass((passes + 1.0) * square, 2))]
+    backward = [
+        Item(Phase.I, ATTENTION, work) for work in (scores, scores, values, values, Pass((passes + 1.0) * square, 2))
+    ]
     probabilities = batch * S * S * (2.0 * DTYPE_BYTES[layout.dtype] + (1 if software.dropout else 0))
     return [*forward, *backward, Item(Phase.F, ATTENTION, Keep(probabilities, modes))]
 
 
 def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
-    """Norms of queries and keys; over all heads, their mean squares are summed over tp, and so are the gradients of those."""
+    """Norms of queries and keys; over all heads, their mean squares are summed over tp, and so are the gradients of
+    those.
+    """
     if model.qk_norm is None:
         return
-    T, heads = rank_tokens(model, layout), (model.heads + model.num_kv_heads) / layout.tp
+    T = rank_tokens(model, layout)
+    heads = (model.heads + model.num_kv_heads) / layout.tp
     moved = T * heads * model.dim_per_head * DTYPE_BYTES[layout.dtype]
     yield Item(Phase.F, PASSES, Pass(2 * moved, 2), FULL)
     yield Item(Phase.I, PASSES, Pass(4 * moved, 4))
@@ -169,15 +205,24 @@ def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
 
 def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
-    """What attention sends over cp: two halves of all keys and values and their gradients; blocks of them in turn; or some heads for some tokens."""
+    """What attention sends over cp: two halves of all keys and values and their gradients; blocks of them in turn;
+    or some heads for some tokens.
+    """
     if layout.cp == 1:
         return
-    D, cp, B = model.dim_per_head, layout.cp, layout.micro_batch
-    a, g = model.heads // layout.tp, model.num_kv_heads // layout.tp
-    row, held = B * D * DTYPE_BYTES[layout.dtype], model.sequence_length // cp  # bytes of a position of one head; positions
+    D = model.dim_per_head
+    cp = layout.cp
+    B = layout.micro_batch
+    a = model.heads // layout.tp
+    g = model.num_kv_heads // layout.tp
+    # bytes of a position of one head; positions
+    row = B * D * DTYPE_BYTES[layout.dtype]
+    held = model.sequence_length // cp
 
     def send(phase: Phase, operation: str, size: int, under: Under = Under.NOTHING, calls: int = 1) -> Item:
-        return Item(phase, EXCHANGE, Collective("cp", operation, size, under, calls=calls), ANY if phase is Phase.F else ())
+        return Item(
+            phase, EXCHANGE, Collective("cp", operation, size, under, calls=calls), ANY if phase is Phase.F else ()
+        )
 
     way = context_way(model, layout.tp, cp, layout.context_attention)
     if way == "gather":
@@ -193,7 +238,8 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # gradients, which go home
-        # of each block after the first, of which half is all keys of half the queries: weighed sums in fp32 by separate kernels, and sums of gradients
+        # of each block after the first, of which half is all keys of half the queries: weighed sums in fp32 by separate
+        # kernels, and sums of gradients
         merged = (cp - 1) * 0.75 * held * a * B * D * statistics_bytes(layout.dtype)
         yield Item(Phase.F, EXCHANGE, Pass(7 * merged, 6 * (cp - 1)), ANY)
         yield Item(Phase.I, EXCHANGE, Pass(3 * merged * (1 + 2 * g / a), 3 * (cp - 1)))
@@ -203,18 +249,26 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
             packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # by rank, and unpacked in order
             yield Item(phase, EXCHANGE, packed, ANY if phase is Phase.F else ())
-        yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))  # attention's own output, beside the one that came back
+        # attention's own output, beside the one that came back
+        yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))
 
 
 def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) -> tuple[Pass, Pass]:
-    """(forward, backward) passes of norms, biases, activation of an MLP of width F, rotary, dropout and residual additions.
+    """(forward, backward) passes of norms, biases, activation of an MLP of width F, rotary, dropout and residual
+    additions.
 
-    Bytes in passes over S·B·H: per norm 2, per residual 3 (+1.5 with dropout and its mask); these are cut over the sequence
-    only with sequence parallelism. Per tp part: the qkv split and merge, 4 passes over F of the activation.
+    Bytes in passes over S·B·H: per norm 2, per residual 3 (+1.5 with dropout and its mask); these are cut over the
+    sequence only with sequence parallelism. Per tp part: the qkv split and merge, 4 passes over F of the activation.
     """
     token_bytes = 2.0 * rank_tokens(model, layout)
     residual = 3.0 + (1.5 if software.dropout else 0.0)
-    between = token_bytes * model.hidden / layout.sequence_shards * (2.0 * norms(model) + 2 * residual) * (1.0 if software.fused else 1.8)
+    between = (
+        token_bytes
+        * model.hidden
+        / layout.sequence_shards
+        * (2.0 * norms(model) + 2 * residual)
+        * (1.0 if software.fused else 1.8)
+    )
     heads = token_bytes * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / layout.tp
     inside = heads * (4.0 if model.position == "rope" else 2.0)
     inside += token_bytes * F / layout.tp * (2 + model.gated) * (1.0 if software.fused else 2.5)
@@ -223,7 +277,9 @@ def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) 
 
 
 def sharded_weights(parameters: Iterable[Parameter], layout: Layout, software: Software) -> list[Item]:
-    """Of replicas that share out a block's weights: gathered forward, again backward unless they are kept, and gradients scattered."""
+    """Of replicas that share out a block's weights: gathered forward, again backward unless they are kept, and
+    gradients scattered.
+    """
     if not layout.sharding.startswith("weights"):
         return []
     numel = sum(parameter.rank_numel({"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}) for parameter in parameters)
@@ -254,10 +310,11 @@ def embedding_work(model: ModelConfig, layout: Layout) -> list[Item]:
 def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
     """Output head and cross-entropy over 16-bit logits.
 
-    Fused: read once forward, read and overwritten backward. By separate kernels, as Megatron has them (bytes per logit): to fp32 6,
-    maximum 4, subtract 8, exponential 8, sum 4, divide 8; backward multiply 8, to 16 bit 6.
+    Fused: read once forward, read and overwritten backward. By separate kernels, as Megatron has them (bytes per
+    logit): to fp32 6, maximum 4, subtract 8, exponential 8, sum 4, divide 8; backward multiply 8, to 16 bit 6.
     """
-    T, size = rank_tokens(model, layout), DTYPE_BYTES[layout.dtype]
+    T = rank_tokens(model, layout)
+    size = DTYPE_BYTES[layout.dtype]
     only_head = StageSpec(model.layers, 0, embedding=False, head=True)
     weight = next(one for one in stage_parameters(model, only_head) if one.kind is ParameterKind.EMBEDDING)
     logits = T * model.padded_vocab_size // layout.tp

@@ -1,4 +1,5 @@
-"""A run's `checkpoints/` folder: names, the commit, LATEST, leftovers. Only rank 0 changes it; ranks write their shards into it.
+"""A run's `checkpoints/` folder: names, the commit, LATEST, leftovers. Only rank 0 changes it; ranks write their shards
+into it.
 
 `step_00000100/` is complete, always: it got that name by one rename after every byte in it was flushed to the device.
 """
@@ -27,7 +28,8 @@ from frontier_llm.run.complete import (
     step_name,
 )
 
-LATEST, BEST = "LATEST", "BEST"
+LATEST = "LATEST"
+BEST = "BEST"
 _REPLACED = re.compile(r"(step_[0-9]{8,12})\.replaced\.[0-9]+")
 _LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|\.(LATEST|BEST)\.[0-9a-f]{32}")
 
@@ -36,12 +38,16 @@ def step_of(path: Path) -> int:
     """The step in a complete checkpoint's name; raises CheckpointError for another name."""
     step = named_step(path.name)
     if step is None:
-        raise CheckpointError("is not the name of a checkpoint", fix="name a folder such as checkpoints/step_00000100", where=str(path))
+        raise CheckpointError(
+            "is not the name of a checkpoint", fix="name a folder such as checkpoints/step_00000100", where=str(path)
+        )
     return step
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """What a user means by a run directory, its `checkpoints` folder or one checkpoint: the complete checkpoints there, newest first."""
+    """What a user means by a run directory, its `checkpoints` folder or one checkpoint: the complete checkpoints
+    there, newest first.
+    """
     if (path / MANIFEST).exists() or re.match(r"step_\d", path.name):
         step_of(path)
         return [path]
@@ -56,11 +62,15 @@ def is_there(directory: Path) -> bool:
 
 def leftovers(directory: Path) -> list[Path]:
     """What interrupted saves and deletions have left."""
-    return sorted(path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name) or _REPLACED.fullmatch(path.name))
+    return sorted(
+        path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+    )
 
 
 def clean(directory: Path) -> list[Path]:
-    """Remove leftovers; put a checkpoint back whose replacement never arrived. Returns what was removed; what cannot be is a warning."""
+    """Remove leftovers; put a checkpoint back whose replacement never arrived. Returns what was removed; what cannot
+    be is a warning.
+    """
     removed = []
     for path in leftovers(directory):
         replaced = _REPLACED.fullmatch(path.name)
@@ -95,7 +105,8 @@ def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
 
     Raises OSError, and nothing is changed, when it is write-protected or cannot be renamed.
     """
-    path, doomed = directory / step_name(step), directory / f"{step_name(step)}.deleted.{incarnation}"
+    path = directory / step_name(step)
+    doomed = directory / f"{step_name(step)}.deleted.{incarnation}"
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, "it is write-protected", str(path))
     path.rename(doomed)
@@ -118,8 +129,10 @@ def begin(directory: Path, step: int, incarnation: int) -> Path:
 
 def commit(directory: Path, manifest: Manifest) -> Path:
     """Turn the temporary folder, whose shards are durable, into a complete checkpoint and point LATEST at it."""
-    step, incarnation = manifest.progress.step, manifest.incarnation
-    building, final = temporary(directory, step, incarnation), directory / step_name(step)
+    step = manifest.progress.step
+    incarnation = manifest.incarnation
+    building = temporary(directory, step, incarnation)
+    final = directory / step_name(step)
     content = manifest.to_bytes()
     hit("checkpoint.before_manifest")
     write_durably(building / MANIFEST, content)
@@ -172,7 +185,8 @@ def read_manifest(path: Path) -> tuple[Manifest, bytes]:
 
     Raises DamagedCheckpoint.
     """
-    step, where = step_of(path), path / MANIFEST
+    step = step_of(path)
+    where = path / MANIFEST
     try:
         content = manifest_bytes(path)
     except BrokenManifest as error:

@@ -1,7 +1,8 @@
 """What has changed between the run that wrote a checkpoint and the run that continues it.
 
-Keys that define the mathematics (the model, the optimizer, the global batch, the data, the seeds) must be allowed one by one;
-keys that choose how the same mathematics is computed (layout, precision, kernels, machine, logging) are shown and pass.
+Keys that define the mathematics (the model, the optimizer, the global batch, the data, the seeds) must be allowed one
+by one; keys that choose how the same mathematics is computed (layout, precision, kernels, machine, logging) are shown
+and pass.
 """
 
 from __future__ import annotations
@@ -82,13 +83,18 @@ def _trained_blend(config: Mapping[str, Any]) -> Any:
 
 
 def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str:
-    """A warning where a longer run would lift a learning rate that had begun its final decay when `step` steps were done; '' elsewhere."""
+    """A warning where a longer run would lift a learning rate that had begun its final decay when `step` steps were
+    done; '' elsewhere.
+    """
     if before.get("optimizer.schedule") != "wsd" or after.get("optimizer.schedule") != "wsd":
         return ""
     begin = decay_begin(before["optimizer.decay_steps"], before["train.steps"])
     if step <= begin or after["train.steps"] <= before["train.steps"]:
         return ""
-    return f"the learning rate fell from step {begin} on and now rises again; to go on without that, start from a checkpoint before it"
+    return (
+        f"the learning rate fell from step {begin} on and now rises again; to go on without that, start from a "
+        f"checkpoint before it"
+    )
 
 
 def _fits(saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> bool:
@@ -103,7 +109,8 @@ def _fits(saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> boo
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change nothing.
+    """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change
+    nothing.
 
     Keys that do not exist any more stay as they are, so that they are compared too.
     """
@@ -131,7 +138,8 @@ def _section(config: Any, path: Sequence[Any]) -> Any:
 
 
 def by_content(config: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, Any]:
-    """A configuration whose training data is named by identity, in whole proportions: equal where the run reads the same samples.
+    """A configuration whose training data is named by identity, in whole proportions: equal where the run reads the
+    same samples.
 
     `data`: path → identity. What has none keeps its path.
     """
@@ -162,35 +170,51 @@ def config_changes(
     `begun` is False before any sample has been trained on; `step` is the number of steps done, `done` their sizes.
     `saved_data`, `data`: path → identity.
     """
-    before, after = dict(flattened(saved)), dict(flattened(current))
+    before = dict(flattened(saved))
+    after = dict(flattened(current))
     contents = by_content(saved, saved_data or {}), by_content(current, data or {})
     # durations in tokens as steps
-    steps_before, steps_after = dict(flattened(in_steps(saved, done))), dict(flattened(in_steps(current, done)))
+    steps_before = dict(flattened(in_steps(saved, done)))
+    steps_after = dict(flattened(in_steps(current, done)))
     same_data = _trained_blend(contents[0]) == _trained_blend(contents[1])
     mathematics = _MATHEMATICS + (("train.steps",) if _ends_with_run(before) or _ends_with_run(after) else ())
     mathematics = mathematics if begun else _INITIAL_WEIGHTS
     if begun and _trained_phases(contents[0], step, done) != _trained_phases(contents[1], step, done):
         mathematics += ("train.phases",)
     keys = [key for key in dict.fromkeys([*after, *before]) if not _under(key, _SILENT)]
-    notes = {"train.steps": _lost_decay(steps_before, steps_after, step), "optimizer.name": "only the weights would be taken"}
+    notes = {
+        "train.steps": _lost_decay(steps_before, steps_after, step),
+        "optimizer.name": "only the weights would be taken",
+    }
     if "train.steps" in mathematics:
-        notes["train.steps"] = "the learning rate of every step follows the run's length while optimizer.decay_steps is null"
+        notes["train.steps"] = (
+            "the learning rate of every step follows the run's length while optimizer.decay_steps is null"
+        )
     changes = []
     for key in keys:
-        was, now = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        was = before.get(key, _ABSENT)
+        now = after.get(key, _ABSENT)
         if was != now and steps_before.get(key, _ABSENT) != steps_after.get(key, _ABSENT):
             counts = _under(key, mathematics) and not _under(key, _HARMLESS) and not (key == "data.train" and same_data)
             if key == "data.seed" and counts:
-                note = "each source keeps the order that the first seed drew for it; --restart-source PATH draws another"
+                note = (
+                    "each source keeps the order that the first seed drew for it; --restart-source PATH draws another"
+                )
                 changes.append(Change(key, was, now, counts, note, allowable=False))
                 continue
             fits = not (counts and key.startswith("model.")) or _fits(saved["model"], current["model"], key)
-            changes.append(Change(key, was, now, counts, notes.get(key, "") if fits else "the saved weights have other shapes", fits))
+            changes.append(
+                Change(
+                    key, was, now, counts, notes.get(key, "") if fits else "the saved weights have other shapes", fits
+                )
+            )
     return changes
 
 
 def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bool = True) -> list[Change]:
-    """Datasets of the same path (another path is a change of the configuration) whose tokens are others; identities by path."""
+    """Datasets of the same path (another path is a change of the configuration) whose tokens are others; identities
+    by path.
+    """
     return [
         Change("data.train", saved[path][:12], identity[:12], begun, f"the tokens of {path} are others")
         for path, identity in current.items()
@@ -199,12 +223,16 @@ def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bo
 
 
 def plugin_changes(saved: Sequence[PluginRecord], current: Sequence[PluginRecord], begun: bool = True) -> list[Change]:
-    """One change if other plugins are imported than before, or their code has changed. Their paths and order do not matter.
+    """One change if other plugins are imported than before, or their code has changed. Their paths and order do not
+    matter.
 
     Plugins without a recorded digest are compared by their names.
     """
     has_digests = all(plugin.sha256 for plugin in (*saved, *current))
-    before, after = (Counter(plugin.sha256 if has_digests else plugin.short_name for plugin in plugins) for plugins in (saved, current))
+    before, after = (
+        Counter(plugin.sha256 if has_digests else plugin.short_name for plugin in plugins)
+        for plugins in (saved, current)
+    )
     if before == after:
         return []
     was, now = (", ".join(sorted(map(str, plugins))) or "none" for plugins in (saved, current))
@@ -228,7 +256,9 @@ def allowed_changes(
     allowed: Collection[str],
     where: str,
 ) -> list[Change]:
-    """Changes of configuration, data and plugins since a checkpoint that a run goes on from. Raises CheckpointError as `check_allowed`."""
+    """Changes of configuration, data and plugins since a checkpoint that a run goes on from. Raises CheckpointError
+    as `check_allowed`.
+    """
     progress = saved.progress
     begun = progress.consumed_samples > 0
     done = progress.position.steps_done if progress.position is not None else ()
@@ -241,8 +271,12 @@ def allowed_changes(
 
 
 def check_allowed(changes: Collection[Change], allowed: Collection[str], where: str) -> None:
-    """Raises CheckpointError that lists every change of the mathematics which `allowed` (keys or their sections) does not cover."""
-    refused = [change for change in changes if change.mathematics and not (change.allowable and _under(change.key, allowed))]
+    """Raises CheckpointError that lists every change of the mathematics which `allowed` (keys or their sections)
+    does not cover.
+    """
+    refused = [
+        change for change in changes if change.mathematics and not (change.allowable and _under(change.key, allowed))
+    ]
     if refused:
         flags = " ".join(dict.fromkeys(f"--allow-change {change.key}" for change in refused))
         problems = [Problem(where, f"the run would change its mathematics: {change}") for change in refused]
@@ -252,7 +286,9 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
     mistyped = [key for key in allowed if not _is_key(key)]  # one that has not changed may have, before the last save
     if mistyped:
         names = [change.key for change in changes] or list(RunConfig.model_fields)
-        raise CheckpointError([Problem("--allow-change", f"{key!r} is no key of a run", suggest(key, names)) for key in mistyped])
+        raise CheckpointError(
+            [Problem("--allow-change", f"{key!r} is no key of a run", suggest(key, names)) for key in mistyped]
+        )
 
 
 def _is_key(key: str) -> bool:

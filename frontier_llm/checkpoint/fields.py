@@ -1,4 +1,6 @@
-"""Reading another program's configuration: what is missing or has no counterpart here is collected and named, nothing is dropped."""
+"""Reading another program's configuration: what is missing or has no counterpart here is collected and named,
+nothing is dropped.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from frontier_llm.config import ModelConfig, build, model_problems
 from frontier_llm.errors import CheckpointError, Problem
 
 # no model is larger in any of these; so nothing is laid out or listed from a number that only a stranger's file states
-_LARGEST = {"layers": 1 << 16, "hidden": 1 << 20, "heads": 1 << 20, "kv_heads": 1 << 20, "head_dim": 1 << 20, "rope_theta": 1 << 60}
+_LARGEST = {
+    "layers": 1 << 16,
+    "hidden": 1 << 20,
+    "heads": 1 << 20,
+    "kv_heads": 1 << 20,
+    "head_dim": 1 << 20,
+    "rope_theta": 1 << 60,
+}
 _LARGEST_OTHERS = 1 << 31
 
 
@@ -23,7 +32,9 @@ def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Fields:
-    """A configuration of another program being read: collects everything that is missing or not computed by our model."""
+    """A configuration of another program being read: collects everything that is missing or not computed by our
+    model.
+    """
 
     def __init__(self, content: dict[str, Any], where: str) -> None:
         self.content, self.where, self.problems = content, where, []  # type: ignore[var-annotated]
@@ -31,7 +42,9 @@ class Fields:
     def need(self, key: str) -> Any:
         """A value that must be there; 1 in its place when it is not, so that reading goes on and finds the rest."""
         if self.content.get(key) is None:
-            self.problems.append(Problem(f"{self.where}: {key}", "is missing", "restore the configuration that came with the weights"))
+            self.problems.append(
+                Problem(f"{self.where}: {key}", "is missing", "restore the configuration that came with the weights")
+            )
             return 1
         return self.content[key]
 
@@ -64,7 +77,9 @@ class Fields:
 
     def refuse(self, key: str, value: Any, supported: str) -> None:
         """Note a value that has no counterpart."""
-        self.problems.append(Problem(f"{self.where}: {key}", f"{value!r} has no counterpart here", f"supported: {supported}"))
+        self.problems.append(
+            Problem(f"{self.where}: {key}", f"{value!r} has no counterpart here", f"supported: {supported}")
+        )
 
     def model(self, **values: Any) -> ModelConfig:
         """The shape that was read. Raises CheckpointError with everything that was wrong."""

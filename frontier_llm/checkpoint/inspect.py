@@ -1,4 +1,6 @@
-"""Looking at checkpoints from outside a run: list, verify, compare. One process, one tensor in memory at a time, nothing is changed."""
+"""Looking at checkpoints from outside a run: list, verify, compare. One process, one tensor in memory at a time,
+nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import numpy as np
 
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import shard as shard_file
-from frontier_llm.checkpoint.drift import Change, allowed_changes, config_changes, data_changes, environment_changes, plugin_changes
+from frontier_llm.checkpoint.drift import (
+    Change,
+    allowed_changes,
+    config_changes,
+    data_changes,
+    environment_changes,
+    plugin_changes,
+)
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.config import RunConfig
@@ -25,12 +34,16 @@ def find(path: Path) -> list[Path]:
     """What `directory.checkpoints_at` finds, oldest first. Raises CheckpointError when there is none."""
     checkpoints = folder.checkpoints_at(path)
     if not checkpoints:
-        raise CheckpointError("holds no complete checkpoint", "name a run directory, its checkpoints folder or a step_… folder", str(path))
+        raise CheckpointError(
+            "holds no complete checkpoint", "name a run directory, its checkpoints folder or a step_… folder", str(path)
+        )
     return checkpoints[::-1]
 
 
 def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -> None:
-    """Raise, before any rank starts, the CheckpointError with which a run in `directory` would refuse to go on as `config`."""
+    """Raise, before any rank starts, the CheckpointError with which a run in `directory` would refuse to go on as
+    `config`.
+    """
     for step in folder.named_steps(directory):
         path = directory / folder.step_name(step)
         if fault(path) is not None:
@@ -40,12 +53,15 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
         except DamagedCheckpoint:
             continue
         plugins = records_of(config.plugins)
-        allowed_changes(saved, config.model_dump(mode="json"), identities(datasets_of([config])), plugins, allowed, str(path))
+        allowed_changes(
+            saved, config.model_dump(mode="json"), identities(datasets_of([config])), plugins, allowed, str(path)
+        )
         return
 
 
 def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Problem]:
-    """Everything that is not as it was written: each digest, each size, missing, added and linked files; empty when intact.
+    """Everything that is not as it was written: each digest, each size, missing, added and linked files; empty when
+    intact.
 
     `progress` is told the number of shards that have been read, and of how many.
     """
@@ -53,7 +69,9 @@ def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: N
         manifest = folder.read_manifest(path)[0]
     except DamagedCheckpoint as error:
         return list(error.problems)
-    problems = [Problem(str(path / name), "is not part of the checkpoint") for name in folder.unexpected_files(path, manifest)]
+    problems = [
+        Problem(str(path / name), "is not part of the checkpoint") for name in folder.unexpected_files(path, manifest)
+    ]
     for number, entry in enumerate(manifest.shards, start=1):
         try:
             shard_file.verify(path / entry.file, manifest, entry)
@@ -91,16 +109,23 @@ class Difference:
 
 
 def compare(first: Path, second: Path) -> Difference:
-    """Differences between two checkpoints, element by element, independent of the layouts that wrote them. Raises DamagedCheckpoint."""
-    left, right = CheckpointWeights(first), CheckpointWeights(second)
-    a, b = left.manifest, right.manifest
+    """Differences between two checkpoints, element by element, independent of the layouts that wrote them. Raises
+    DamagedCheckpoint.
+    """
+    left = CheckpointWeights(first)
+    right = CheckpointWeights(second)
+    a = left.manifest
+    b = right.manifest
     progress = [
         Change(f"progress.{key}", value, vars(b.progress)[key], False)
         for key, value in vars(a.progress).items()
         if vars(b.progress)[key] != value
     ]
     # of each tensor, what must be alike before its elements can be
-    forms = [{name: (tensor.shape, saved.manifest.kinds_of(tensor)) for name, tensor in saved.tensors.items()} for saved in (left, right)]
+    forms = [
+        {name: (tensor.shape, saved.manifest.kinds_of(tensor)) for name, tensor in saved.tensors.items()}
+        for saved in (left, right)
+    ]
     common = [name for name in forms[0] if name in forms[1]]
     return Difference(
         changes=[
@@ -125,14 +150,17 @@ def compare(first: Path, second: Path) -> Difference:
 def _compare_tensors(a: CheckpointWeights, b: CheckpointWeights, names: list[str]) -> Iterator[TensorDifference]:
     for name in names:
         for kind in a.manifest.kinds_of(a.tensors[name]):
-            left, right = a.read(name, kind), b.read(name, kind)
+            left = a.read(name, kind)
+            right = b.read(name, kind)
             differing = left.size
             if left.dtype == right.dtype:  # bits, not values: NaN equals NaN and 0.0 is not -0.0
                 bits = f"u{left.itemsize}"
                 differing = int((left.view(bits) != right.view(bits)).sum())
             if differing:
                 with np.errstate(invalid="ignore"):
-                    largest = float(np.nanmax(np.abs(left - right))) if np.isfinite(left - right).any() else float("nan")
+                    largest = (
+                        float(np.nanmax(np.abs(left - right))) if np.isfinite(left - right).any() else float("nan")
+                    )
                 yield TensorDifference(name, kind, differing, left.size, largest)
 
 
@@ -147,7 +175,9 @@ def summary(path: Path) -> dict[str, Any]:
         "shards": len(manifest.shards),
         "layout": " x ".join(f"{axis.upper()}{size}" for axis, size in manifest.layout.items() if axis != "zero"),
         "incarnation": manifest.incarnation,
-        "model": str(manifest.config.get("model", {}).get("name", "")) if isinstance(manifest.config.get("model"), dict) else "",
+        "model": str(manifest.config.get("model", {}).get("name", ""))
+        if isinstance(manifest.config.get("model"), dict)
+        else "",
         "written_unix_s": (path / folder.MANIFEST).stat().st_mtime,
         "latest": folder.read_latest(path.parent) == path.name,
         "best": folder.read_latest(path.parent, folder.BEST) == path.name,

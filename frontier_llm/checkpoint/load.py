@@ -1,7 +1,8 @@
-"""Reading: which saved rectangles overlap what this rank needs, and the copying, verified against the digests on the way.
+"""Reading: which saved rectangles overlap what this rank needs, and the copying, verified against the digests on the
+way.
 
-Every file is read whole and hashed by exactly one rank, which takes what it needs in passing; the others read only the byte ranges
-they need. With the layout that wrote the checkpoint, each rank reads its own file once and nothing else.
+Every file is read whole and hashed by exactly one rank, which takes what it needs in passing; the others read only the
+byte ranges they need. With the layout that wrote the checkpoint, each rank reads its own file once and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer, StateRectangle
 from frontier_llm.topology import Rectangle, rectangles_of_run, spans
 
-# Two needed ranges closer than this are read as one. A random 4 KiB-64 KiB read costs about as much as 64 KiB in sequence on the
+# Two needed ranges closer than this are read as one. A random 4 KiB-64 KiB read costs about as much as 64 KiB in
+# sequence on the
 # parallel file systems that this is for, and a Python-level read call about 2 us.
 MERGE_GAP_BYTES = 64 << 10
 
@@ -42,7 +44,9 @@ class Transfer:
 
 
 def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict[int, list[Transfer]]]:
-    """shard → piece → transfers. Raises CheckpointError listing every tensor that the checkpoint lacks, has in another shape or in part."""
+    """shard → piece → transfers. Raises CheckpointError listing every tensor that the checkpoint lacks, has in
+    another shape or in part.
+    """
     saved_shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
     index = {tensor.name: number for number, tensor in enumerate(manifest.tensors)}
     problems = [
@@ -67,7 +71,9 @@ def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict
                     missing[id(piece)] -= overlap.numel
     if any(missing.values()):
         names = sorted({piece.name for piece in needed if missing[id(piece)]})
-        raise DamagedCheckpoint(f"the rectangles of {', '.join(names[:5])} overlap or leave holes", where="manifest.json")
+        raise DamagedCheckpoint(
+            f"the rectangles of {', '.join(names[:5])} overlap or leave holes", where="manifest.json"
+        )
     return transfers
 
 
@@ -83,7 +89,11 @@ class Targets:
         """With `masters_only` the other states are to start anew, from zero."""
         self._needed = needed
         self._host = {
-            id(part): {kind: self._host_tensor(values) for kind, values in part.tensors.items() if kind == MASTER or not masters_only}
+            id(part): {
+                kind: self._host_tensor(values)
+                for kind, values in part.tensors.items()
+                if kind == MASTER or not masters_only
+            }
             for part in needed
         }
 
@@ -123,14 +133,16 @@ class Targets:
 def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int, world_size: int) -> list[Problem]:
     """Fill this rank's optimizer state from the files; returns what is damaged (the state is then not to be used).
 
-    Of a checkpoint of another optimizer only the masters are taken. Raises CheckpointError when the checkpoint does not fit the model.
+    Of a checkpoint of another optimizer only the masters are taken. Raises CheckpointError when the checkpoint does not
+    fit the model.
     """
     problems: list[Problem] = []
     hit("checkpoint.loading")
     needed = optimizer.state()
     same_optimizer = manifest.optimizer == optimizer.rule.name
     saved = [part for part in needed if same_optimizer or MASTER in part.tensors]  # statistics are the optimizer's own
-    transfers, targets = plan(manifest, saved), Targets(needed, masters_only=not same_optimizer)
+    transfers = plan(manifest, saved)
+    targets = Targets(needed, masters_only=not same_optimizer)
     kinds = {tensor.name: manifest.kinds_of(tensor) for tensor in manifest.tensors}
     if same_optimizer and (other := [part.name for part in needed if kinds[part.name] != tuple(part.tensors)]):
         what = f"{manifest.optimizer} keeps other states of {other[0]} than {', '.join(kinds[other[0]])}"
@@ -149,7 +161,9 @@ def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int,
     return problems
 
 
-def _read_whole(path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets) -> None:
+def _read_whole(
+    path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets
+) -> None:
     dtype = DTYPES[manifest.dtype]
 
     def consume(entry: Extent, first: int, block: memoryview) -> None:
@@ -160,8 +174,12 @@ def _read_whole(path: Path, manifest: Manifest, number: int, wanted: dict[int, l
     verify(path / shard.file, manifest, shard, consume)
 
 
-def _read_parts(path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets) -> None:
-    shard, dtype, item = manifest.shards[number], DTYPES[manifest.dtype], ITEM_BYTES[manifest.dtype]
+def _read_parts(
+    path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets
+) -> None:
+    shard = manifest.shards[number]
+    dtype = DTYPES[manifest.dtype]
+    item = ITEM_BYTES[manifest.dtype]
     file = path / shard.file
     layout = layout_of(manifest, shard, file)
     buffer = memoryview(bytearray(BLOCK_BYTES))
@@ -170,7 +188,9 @@ def _read_parts(path: Path, manifest: Manifest, number: int, wanted: dict[int, l
             for transfer in wanted.get(entry.piece, ()):
                 if not targets.takes(transfer, entry.kind):
                     continue
-                for first, stop in spans(transfer.saved, transfer.overlap, MERGE_GAP_BYTES // item, BLOCK_BYTES // item):
+                for first, stop in spans(
+                    transfer.saved, transfer.overlap, MERGE_GAP_BYTES // item, BLOCK_BYTES // item
+                ):
                     block = buffer[: (stop - first) * item]
                     read_exactly(descriptor, file, entry.start + first * item, block)
                     targets.scatter(transfer, entry.kind, first, np.frombuffer(block, dtype))

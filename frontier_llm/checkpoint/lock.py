@@ -1,8 +1,9 @@
 """One run per directory: the lock of the newest incarnation, and how a stale one is kept from writing.
 
-`incarnations/00000003.json` says who the third start of the run is. The highest number is the holder; taking over is creating a higher
-number by link(2), which is atomic on local file systems, Lustre and NFS and needs no flock. A holder that finds a number above its own has
-been replaced and must not write any more: Slurm may take a node for dead whose processes live on.
+`incarnations/00000003.json` says who the third start of the run is. The highest number is the holder; taking over is
+creating a higher number by link(2), which is atomic on local file systems, Lustre and NFS and needs no flock. A holder
+that finds a number above its own has been replaced and must not write any more: Slurm may take a node for dead whose
+processes live on.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ class RunLock:
     """The right to write into a directory. Held by rank 0 for the whole run."""
 
     def __init__(self, directory: Path, holder: Holder, incarnation: int = 0) -> None:
-        """Take the lock under the next number, or `incarnation` where the supervisor has counted further: there is one count of starts.
+        """Take the lock under the next number, or `incarnation` where the supervisor has counted further: there is one
+        count of starts.
 
         Raises CheckpointError naming the live holder.
         """
-        self._folder, self._holder, self._counted = directory / "incarnations", holder, incarnation
+        self._folder = directory / "incarnations"
+        self._holder = holder
+        self._counted = incarnation
         directory.mkdir(parents=True, exist_ok=True)
         folder_below(directory, self._folder.name)
         self.incarnation = self._acquire()
@@ -88,7 +92,8 @@ class RunLock:
             log.info(f"taking over from {holder.describe()}: the scheduler restarted the job")
             return
         os.utime(building)
-        silent_s = building.stat().st_mtime - path.stat().st_mtime  # both stamped by the same clock as the heartbeat, the file system's
+        # both stamped by the same clock as the heartbeat, the file system's
+        silent_s = building.stat().st_mtime - path.stat().st_mtime
         if holder.host == mine.host:
             dead = process_start(holder.pid) != holder.process_start or holder.pid == mine.pid
             when = "its process is gone" if dead else "its process is alive"

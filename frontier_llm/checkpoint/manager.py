@@ -7,7 +7,8 @@ A save goes through four stages, each collective decision taken at a step bounda
     audit    every rank, in a thread: read back its share of the newest `keep` checkpoints and compare digests
     prune    rank 0, in a thread: delete what is older, only when the audit found nothing
 
-so training waits for the copy alone, no collective ever runs in a thread, and all ranks learn of a failure at the same step.
+so training waits for the copy alone, no collective ever runs in a thread, and all ranks learn of a failure at the same
+step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _ERRORS = {error.__name__: error for error in (DamagedCheckpoint, Superseded)}  
 
 
 class CheckpointManager:
-    """Saves and loads one run's state. Every public method is collective over mesh.world and returns or raises alike on all ranks."""
+    """Saves and loads one run's state. Every public method is collective over mesh.world and returns or raises alike
+    on all ranks.
+    """
 
     def __init__(
         self,
@@ -60,18 +63,22 @@ class CheckpointManager:
         """Take the run directory's lock and clear what an interrupted save has left.
 
         keep: newest checkpoints that stay, ≥ 2; keep_every: checkpoints at its multiples stay for good (0 = none).
-        environment: versions, code commit, device, of rank 0 alone; shown when it differs on resume. datasets: by path those that are trained
-        on; refused when their tokens differ. job, restart: the scheduler's identity of this job
-        and how often it was requeued, so that a requeued job takes its own lock over at once. incarnation: the supervisor's count of starts, 0 = none.
-        plugins: those that this process has imported, of rank 0 alone; refused when they differ.
-        allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
-        Raises CheckpointError when another live job holds the directory or it cannot be written.
+        environment: versions, code commit, device, of rank 0 alone; shown when it differs on resume. datasets: by path
+        those that are trained on; refused when their tokens differ. job, restart: the scheduler's identity of this job
+        and how often it was requeued, so that a requeued job takes its own lock over at once. incarnation: the
+        supervisor's count of starts, 0 = none. plugins: those that this process has imported, of rank 0 alone; refused
+        when they differ. allow_changes: configuration keys that may differ from the checkpoint's although they change
+        the mathematics. Raises CheckpointError when another live job holds the directory or it cannot be written.
         """
         assert keep >= 2, f"keep {keep}: with one, the only checkpoint could be the damaged one"
-        self.directory, self._mesh, self._optimizer = directory, mesh, optimizer
+        self.directory = directory
+        self._mesh = mesh
+        self._optimizer = optimizer
         self._config = config.model_dump(mode="json")
         self._plugins = tuple(plugins)
-        self._environment, self._data, self._allow_changes = dict(environment or {}), identities(datasets or {}), tuple(allow_changes)
+        self._environment = dict(environment or {})
+        self._data = identities(datasets or {})
+        self._allow_changes = tuple(allow_changes)
         self._datasets = dict(datasets or {})
         self._device = optimizer.device
         self._lock: RunLock | None = None
@@ -111,7 +118,10 @@ class CheckpointManager:
             try:
                 answer = {"value": compute()}
             except OSError as error:
-                answer = {"problems": [vars(Problem(str(error.filename or self.directory), str(error.strerror)))], "kind": ""}
+                answer = {
+                    "problems": [vars(Problem(str(error.filename or self.directory), str(error.strerror)))],
+                    "kind": "",
+                }
             except FrontierError as error:
                 answer = {"problems": [vars(problem) for problem in error.problems], "kind": type(error).__name__}
         answer = broadcast_json(answer, self._mesh.world, self._device)
@@ -124,17 +134,19 @@ class CheckpointManager:
     def start_save(self, progress: Progress) -> None:
         """Copy the state and begin to write it; returns after the copy. Waits first for a save that is still under way.
 
-        Raises CheckpointError when that one failed, or this one cannot begin (no space, replaced by a newer incarnation).
+        Raises CheckpointError when that one failed, or this one cannot begin (no space, replaced by a newer
+        incarnation).
         """
         self.wait()
         self._from_rank_0(lambda: self._writer.prepare(progress.step))
         self._save = self._writer.start(progress)
 
     def poll(self) -> Path | None:
-        """To be called at every step boundary: moves a save that is under way to its next stage when all ranks are ready.
+        """To be called at every step boundary: moves a save that is under way to its next stage when all ranks are
+        ready.
 
-        Returns the checkpoint's path in the call in which LATEST has moved to it. Raises CheckpointError, on all ranks, when any
-        rank failed; the save is then abandoned and its files are removed, older checkpoints are untouched.
+        Returns the checkpoint's path in the call in which LATEST has moved to it. Raises CheckpointError, on all ranks,
+        when any rank failed; the save is then abandoned and its files are removed, older checkpoints are untouched.
         """
         return self._advance(block=False)
 
@@ -149,13 +161,16 @@ class CheckpointManager:
         """One more stage of the save under way, if there is one; forget it when it is finished or has failed."""
         if self._save is None:
             return None
-        save, self._save = self._save, None
+        save = self._save
+        self._save = None
         committed = save.advance(block)
         self._save = None if save.finished else save
         return committed
 
     def save(self, progress: Progress) -> Path:
-        """Write a checkpoint and return its path when LATEST points at it. The audit and the pruning go on in the background."""
+        """Write a checkpoint and return its path when LATEST points at it. The audit and the pruning go on in the
+        background.
+        """
         self.start_save(progress)
         self.wait(audit=False)
         return self.directory / folder.step_name(progress.step)
@@ -170,10 +185,13 @@ class CheckpointManager:
     def load_latest(self, strict: bool = False) -> Progress | None:
         """Continue from the newest intact checkpoint; None when there is none at all.
 
-        Damage is reported by file and tensor and the next older checkpoint is tried; with `strict` it is raised instead.
-        Raises CheckpointError when no checkpoint is intact, or the newest intact one does not fit the model or the configuration.
+        Damage is reported by file and tensor and the next older checkpoint is tried; with `strict` it is raised
+        instead. Raises CheckpointError when no checkpoint is intact, or the newest intact one does not fit the model or
+        the configuration.
         """
-        steps, latest = self._from_rank_0(lambda: [folder.named_steps(self.directory), folder.read_latest(self.directory)])
+        steps, latest = self._from_rank_0(
+            lambda: [folder.named_steps(self.directory), folder.read_latest(self.directory)]
+        )
         damage: list[Problem] = []
         if latest and folder.step_of(self.directory / latest) not in steps:
             damage.append(Problem(str(self.directory / latest), f"is not there, though {folder.LATEST} names it"))
@@ -190,7 +208,9 @@ class CheckpointManager:
         return None
 
     def _load_first(self, steps: Sequence[int], damage: list[Problem], strict: bool = False) -> Progress | None:
-        """Load the first of these checkpoints that is intact; what is damaged before it goes to `damage`, or with `strict` is raised."""
+        """Load the first of these checkpoints that is intact; what is damaged before it goes to `damage`, or with
+        `strict` is raised.
+        """
         for step in steps:
             path = self.directory / folder.step_name(step)
             try:
@@ -204,7 +224,9 @@ class CheckpointManager:
         return None
 
     def _refuse_incomplete(self, path: Path) -> None:
-        """Rank 0: raise DamagedCheckpoint for what the supervisor and `status` do not take for a complete checkpoint either."""
+        """Rank 0: raise DamagedCheckpoint for what the supervisor and `status` do not take for a complete checkpoint
+        either.
+        """
 
         def check() -> None:
             if (problem := fault(path)) is not None:
@@ -213,7 +235,9 @@ class CheckpointManager:
         self._from_rank_0(check)
 
     def _at_most(self, step: int) -> list[int]:
-        """Steps of the complete checkpoints that are not above `step`, newest first, when nothing is under way any more."""
+        """Steps of the complete checkpoints that are not above `step`, newest first, when nothing is under way any
+        more.
+        """
         self.wait()
         steps: list[int] = self._from_rank_0(lambda: [old for old in folder.named_steps(self.directory) if old <= step])
         return steps
@@ -223,7 +247,8 @@ class CheckpointManager:
         return next(iter(self._at_most(step)), None)
 
     def rewind(self, before: int) -> Progress | None:
-        """Load the newest intact checkpoint of at most step `before` and delete the newer ones, which belong to an abandoned course.
+        """Load the newest intact checkpoint of at most step `before` and delete the newer ones, which belong to an
+        abandoned course.
 
         None, and nothing is changed, when there is no such checkpoint.
         """
@@ -248,8 +273,8 @@ class CheckpointManager:
     def load(self, path: Path) -> Progress:
         """Fill optimizer state and weights from one checkpoint, whatever layout wrote it, checking every file's digest.
 
-        Raises DamagedCheckpoint (bytes are not what was written) or CheckpointError (another model or configuration); after either
-        the state must not be trained on.
+        Raises DamagedCheckpoint (bytes are not what was written) or CheckpointError (another model or configuration);
+        after either the state must not be trained on.
         """
         manifest = self._shared_manifest(path)
         self._from_rank_0(partial(self._report_drift, manifest, str(path)))
@@ -262,7 +287,8 @@ class CheckpointManager:
         progress = manifest.progress.model_copy(update={"position": position})
         if manifest.optimizer != self._optimizer.rule.name:
             log.info(
-                f"only the weights are taken from {path.name}: {self._optimizer.rule.name} has no use for what {manifest.optimizer} keeps"
+                f"only the weights are taken from {path.name}: {self._optimizer.rule.name} has no use for what "
+                f"{manifest.optimizer} keeps"
             )
             progress = progress.model_copy(update={"optimizer_updates": 0})
         self._optimizer.updates = progress.optimizer_updates
@@ -281,24 +307,33 @@ class CheckpointManager:
 
     def _read(self, path: Path, manifest: Manifest) -> tuple[list[Problem], bool]:
         """(every rank's problems without repeats, True when they are damage)."""
-        world, mine, damaged = self._mesh.world, list[Problem](), True
+        world = self._mesh.world
+        mine = list[Problem]()
+        damaged = True
         try:
             mine = load.read_shards(path, manifest, self._optimizer, world.rank, world.size)
         except CheckpointError as error:
-            mine, damaged = list(error.problems), isinstance(error, DamagedCheckpoint)
-        gathered = all_gather_json({"problems": [vars(problem) for problem in mine[:10]], "damaged": damaged}, world, self._device)
+            mine = list(error.problems)
+            damaged = isinstance(error, DamagedCheckpoint)
+        gathered = all_gather_json(
+            {"problems": [vars(problem) for problem in mine[:10]], "damaged": damaged}, world, self._device
+        )
         problems = dict.fromkeys(Problem(**problem) for answer in gathered for problem in answer["problems"])
         return list(problems), all(answer["damaged"] for answer in gathered)
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
         """Rank 0: say what has changed since, or refuse it."""
         changes = drift.allowed_changes(manifest, self._config, self._data, self._plugins, self._allow_changes, where)
-        elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []  # else imported
+        # else imported
+        elsewhere = drift.environment_changes(manifest.environment, self._environment) if manifest.environment else []
         for change in [*changes, *elsewhere]:
             log.info(f"differs from the checkpoint: {change}")
         if manifest.progress.position is None and manifest.progress.step:
             what = "what earlier changes of batch, weights or data skipped or read twice is not recorded"
-            log.info(f"{where} has version {manifest.version}: how much of each dataset it has read follows from its step; {what}")
+            log.info(
+                f"{where} has version {manifest.version}: how much of each dataset it has read follows from its "
+                f"step; {what}"
+            )
 
     def close(self, audit: bool = True) -> None:
         """Finish what is under way and give the run directory up. With `audit=False` only until LATEST has moved."""

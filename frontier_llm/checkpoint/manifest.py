@@ -1,6 +1,8 @@
-"""manifest.json: what a checkpoint holds and where; parsed strictly, because it decides which files are opened and what is copied where.
+"""manifest.json: what a checkpoint holds and where; parsed strictly, because it decides which files are opened and what
+is copied where.
 
-Text of one JSON object, beside it `manifest.sha256` in the format of sha256sum. Every field is described in docs/checkpoint_format.md.
+Text of one JSON object, beside it `manifest.sha256` in the format of sha256sum. Every field is described in
+docs/checkpoint_format.md.
 """
 
 from __future__ import annotations
@@ -29,19 +31,24 @@ from frontier_llm.run.records import is_count, is_number
 
 FORMAT: Final = "frontier_llm checkpoint"
 VERSION: Final = 4
-# All are still read. 3 had no position in the data but a number of steps, and no plugins; 2 named no data and no optimizer: it was AdamW;
+# All are still read. 3 had no position in the data but a number of steps, and no plugins; 2 named no data and no
+# optimizer: it was AdamW;
 # 1 had one sha256 over a whole shard file.
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # by safetensors' names; checkpoints have the first two
 # the 1T model on 3072 ranks, with 72,087 pieces, needs under half of these
 MAX_MANIFEST_VALUES = 1 << 21  # commas and brackets of the text
 MAX_CORNERS = 1 << 21  # of all pieces; see _coverage_problems
-MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 20, 1 << 30
+MIN_BLOCK_BYTES = 1 << 20
+MAX_BLOCK_BYTES = 1 << 30
 MAX_PLUGINS = 1_000
 _MAX_DIMS = 8
 MAX_STEPS = 10**12  # of a run: the bound of train.steps
 _BEFORE_3 = (MASTER, "exp_avg", "exp_avg_sq")  # of every checkpoint that names no optimizer
-_IMPOSSIBLE = "no run can be there in its data: restore the checkpoint from a copy, or go on from an older one by moving this one away"
+_IMPOSSIBLE = (
+    "no run can be there in its data: restore the checkpoint from a copy, or go on from an older one by "
+    "moving this one away"
+)
 _SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.safetensors")
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -62,13 +69,15 @@ class _Record(BaseModel):
 class Progress(_Record):
     """The scalars of a run: with the tensors, everything it continues from.
 
-    There is no random-number state: initial weights are a pure function of the seed, and the order of samples is recorded here.
+    There is no random-number state: initial weights are a pure function of the seed, and the order of samples is
+    recorded here.
     """
 
     step: Count  # the next step's index: steps 0 … step-1 are done
     consumed_samples: Count  # samples of the run so far, those that were left out included
     tokens: Count  # targets trained on
-    position: Position | None = None  # in the data; None before the first step of imported weights, and before version 4
+    # in the data; None before the first step of imported weights, and before version 4
+    position: Position | None = None
     optimizer_updates: Count  # steps that were not skipped; Adam's bias correction counts these
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     scaler_clean_steps: Count
@@ -85,12 +94,16 @@ class TensorEntry(_Record):
 
 
 class Shard(_Record):
-    """A file, and the rectangles in it: (index into `tensors`, offset, shape), each once for each kind of its tensor, in file order."""
+    """A file, and the rectangles in it: (index into `tensors`, offset, shape), each once for each kind of its
+    tensor, in file order.
+    """
 
     file: str
     bytes: Size
     sha256: Digest  # of the file's blocks (see `digest`); in version 1 of the file
-    pieces: Annotated[tuple[tuple[Count, Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)], Dims], ...], Field(min_length=1)]
+    pieces: Annotated[
+        tuple[tuple[Count, Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)], Dims], ...], Field(min_length=1)
+    ]
 
 
 class SavedPiece(NamedTuple):
@@ -115,8 +128,10 @@ class Manifest(_Record):
     config: dict[str, Any]
     config_sha256: Digest
     environment: dict[str, str]
-    plugins: Annotated[tuple[PluginRecord, ...], Field(max_length=MAX_PLUGINS)] = ()  # that it was trained with; see known_plugins
-    data: dict[str, Digest] = {}  # path → identity of each dataset that it was trained on; none of synthetic data, and in version 2
+    # that it was trained with; see known_plugins
+    plugins: Annotated[tuple[PluginRecord, ...], Field(max_length=MAX_PLUGINS)] = ()
+    # path → identity of each dataset that it was trained on; none of synthetic data, and in version 2
+    data: dict[str, Digest] = {}
     dtype: DtypeName
     optimizer: str = ADAMW.name  # whose states they are
     kinds: Annotated[tuple[StateName, ...], Field(min_length=1)]  # the masters and every state that some tensor has
@@ -130,7 +145,9 @@ class Manifest(_Record):
 
     @property
     def known_plugins(self) -> tuple[PluginRecord, ...]:
-        """The plugins that it was trained with. Of checkpoints that recorded none, those that the configuration names, without digests."""
+        """The plugins that it was trained with. Of checkpoints that recorded none, those that the configuration
+        names, without digests.
+        """
         return self.plugins or recorded_names(self.config)[:MAX_PLUGINS]
 
     def kinds_of(self, tensor: TensorEntry) -> tuple[str, ...]:
@@ -140,7 +157,10 @@ class Manifest(_Record):
     def pieces_of(self, shard: Shard) -> list[SavedPiece]:
         """The pieces of a file, in their order."""
         rows = [(self.tensors[tensor], offset, shape) for tensor, offset, shape in shard.pieces]
-        return [SavedPiece(tensor.name, offset, shape, self.kinds_of(tensor), tensor.shape) for tensor, offset, shape in rows]
+        return [
+            SavedPiece(tensor.name, offset, shape, self.kinds_of(tensor), tensor.shape)
+            for tensor, offset, shape in rows
+        ]
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -160,15 +180,18 @@ def shard_name(index: int) -> str:
 def parse(content: bytes, where: str) -> Manifest:
     """A manifest from its file's bytes.
 
-    Raises DamagedCheckpoint for anything that is not one: wrong JSON, types, ranges, file names that are not a shard's, pieces out of
-    bounds, tensors that the pieces do not cover exactly once, counters that no run can have; more bytes or values than the bounds above.
-    Raises CheckpointError for a position in the data that cannot be true: another checkpoint is not taken in its place.
+    Raises DamagedCheckpoint for anything that is not one: wrong JSON, types, ranges, file names that are not a shard's,
+    pieces out of bounds, tensors that the pieces do not cover exactly once, counters that no run can have; more bytes
+    or values than the bounds above. Raises CheckpointError for a position in the data that cannot be true: another
+    checkpoint is not taken in its place.
     """
     if len(content) > lifted(MAX_MANIFEST_BYTES):
         raise DamagedCheckpoint(f"has more bytes than any manifest ({lifted(MAX_MANIFEST_BYTES)})", LIFT, where)
     values = sum(map(content.count, (b",", b"[", b"{")))
     if values > lifted(MAX_MANIFEST_VALUES):
-        raise DamagedCheckpoint(f"lists {values} values, more than any manifest ({lifted(MAX_MANIFEST_VALUES)})", LIFT, where)
+        raise DamagedCheckpoint(
+            f"lists {values} values, more than any manifest ({lifted(MAX_MANIFEST_VALUES)})", LIFT, where
+        )
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
@@ -206,14 +229,21 @@ def _name_problems(manifest: Manifest) -> list[str]:
 
 
 def _kind_problems(manifest: Manifest) -> list[str]:
-    listed = {"the manifest": manifest.kinds, **{tensor.name: tensor.kinds for tensor in manifest.tensors if tensor.kinds}}
+    listed = {
+        "the manifest": manifest.kinds,
+        **{tensor.name: tensor.kinds for tensor in manifest.tensors if tensor.kinds},
+    }
     problems = [
         f"kinds of {owner} are {kinds}"
         for owner, kinds in listed.items()
-        if (kinds[0] != MASTER and kinds != (STATISTIC,)) or len(set(kinds)) < len(kinds) or not set(kinds) <= set(manifest.kinds)
+        if (kinds[0] != MASTER and kinds != (STATISTIC,))
+        or len(set(kinds)) < len(kinds)
+        or not set(kinds) <= set(manifest.kinds)
     ]
     if manifest.version < 3 and (manifest.optimizer != ADAMW.name or set(listed.values()) != {_BEFORE_3}):
-        problems.append(f"kinds are {manifest.kinds} of {manifest.optimizer}, which version {manifest.version} did not know")
+        problems.append(
+            f"kinds are {manifest.kinds} of {manifest.optimizer}, which version {manifest.version} did not know"
+        )
     return problems
 
 
@@ -225,24 +255,38 @@ def _piece_problems(manifest: Manifest) -> list[str]:
                 return [f"{shard.file} has a piece of tensor {tensor} of {len(shapes)}"]
             whole = shapes[tensor]
             if not (len(whole) == len(offset) == len(shape) and all(map(le, map(add, offset, shape), whole))):
-                return [f"{shard.file} has a piece {offset} + {shape} outside of {manifest.tensors[tensor].name} {whole}"]
-        if shard.bytes <= sum(prod(piece.shape) * len(piece.kinds) for piece in manifest.pieces_of(shard)) * ITEM_BYTES[manifest.dtype]:
+                return [
+                    f"{shard.file} has a piece {offset} + {shape} outside of {manifest.tensors[tensor].name} {whole}"
+                ]
+        if (
+            shard.bytes
+            <= sum(prod(piece.shape) * len(piece.kinds) for piece in manifest.pieces_of(shard))
+            * ITEM_BYTES[manifest.dtype]
+        ):
             return [f"{shard.file} is too small, {shard.bytes} bytes, for its pieces"]
     return []
 
 
 def _progress_problems(progress: Progress) -> list[str]:
     counters = ("optimizer_updates", "scaler_clean_steps", "skipped_steps")
-    problems = [f"{key} is {count} after {progress.step} steps" for key in counters if (count := getattr(progress, key)) > progress.step]
+    problems = [
+        f"{key} is {count} after {progress.step} steps"
+        for key in counters
+        if (count := getattr(progress, key)) > progress.step
+    ]
     if progress.step == 0:
         problems += [
-            f"{key} is {count} before the first step" for key in ("consumed_samples", "tokens") if (count := getattr(progress, key))
+            f"{key} is {count} before the first step"
+            for key in ("consumed_samples", "tokens")
+            if (count := getattr(progress, key))
         ]
     return problems + _policy_problems(progress)
 
 
 def _policy_problems(progress: Progress) -> list[str]:
-    """What the loss-spike policy remembers has no schema of its own. This checks the types and bounds that the training loop relies on."""
+    """What the loss-spike policy remembers has no schema of its own. This checks the types and bounds that the
+    training loop relies on.
+    """
     policy = progress.policy
     problems = []
     for key in ("losses", "norms"):
@@ -252,12 +296,16 @@ def _policy_problems(progress: Progress) -> list[str]:
     if not is_count(policy.get("left_out_steps", 0)) or policy.get("left_out_steps", 0) > MAX_STEPS:
         problems.append(f"policy.left_out_steps is {policy['left_out_steps']!r}")
     best = policy.get("best")
-    if best is not None and not (isinstance(best, dict) and best.keys() == {"step", "loss"} and is_number(best["loss"])):
+    if best is not None and not (
+        isinstance(best, dict) and best.keys() == {"step", "loss"} and is_number(best["loss"])
+    ):
         problems.append(f"policy.best is {best!r}, expected a step and a loss")
     elif best is not None and not _is_done(best["step"], progress):
         problems.append(f"policy.best is of step {best['step']!r} after {progress.step} steps")
     rewinds = policy.get("rewinds", [])
-    if not isinstance(rewinds, list) or not all(isinstance(entry, dict) and _is_done(entry.get("step"), progress) for entry in rewinds):
+    if not isinstance(rewinds, list) or not all(
+        isinstance(entry, dict) and _is_done(entry.get("step"), progress) for entry in rewinds
+    ):
         problems.append(f"policy.rewinds is not a list of rewinds to one of {progress.step} steps")
     return problems
 
@@ -276,10 +324,12 @@ def _position_faults(progress: Progress) -> list[str]:
 def _coverage_problems(manifest: Manifest) -> list[str]:
     """Tensors whose pieces are not disjoint and complete.
 
-    A box is the signed sum of the orthants at its corners, and orthants at different corners are linearly independent: so the pieces add
-    up to one everywhere in the tensor exactly when their corners, with signs, cancel to the tensor's own.
+    A box is the signed sum of the orthants at its corners, and orthants at different corners are linearly independent:
+    so the pieces add up to one everywhere in the tensor exactly when their corners, with signs, cancel to the tensor's
+    own.
     """
-    boxes: dict[int, list[tuple[int, ...]]] = {}  # number of dims → (sign, tensor, offset, end); the whole counts negative
+    # number of dims → (sign, tensor, offset, end); the whole counts negative
+    boxes: dict[int, list[tuple[int, ...]]] = {}
     for number, tensor in enumerate(manifest.tensors):
         dims = len(tensor.shape)
         boxes.setdefault(dims, []).append((-1, number, *(0,) * dims, *tensor.shape))
@@ -289,7 +339,10 @@ def _coverage_problems(manifest: Manifest) -> list[str]:
     if (corners := sum(len(rows) << dims for dims, rows in boxes.items())) > lifted(MAX_CORNERS):
         return [f"has pieces with {corners} corners, more than any checkpoint ({lifted(MAX_CORNERS)}); {LIFT}"]
     wrong = sorted(number for dims, rows in boxes.items() for number in _uncovered(np.array(rows, np.int64), dims))
-    return [f"{manifest.tensors[n].name} {manifest.tensors[n].shape} has pieces that overlap or leave a hole" for n in wrong[:10]]
+    return [
+        f"{manifest.tensors[n].name} {manifest.tensors[n].shape} has pieces that overlap or leave a hole"
+        for n in wrong[:10]
+    ]
 
 
 def _uncovered(boxes: np.ndarray, dims: int) -> set[int]:
@@ -298,6 +351,7 @@ def _uncovered(boxes: np.ndarray, dims: int) -> set[int]:
     columns = [[1, *(2 + dim + dims * end for dim, end in enumerate(ends))] for ends in product((0, 1), repeat=dims)]
     corners = np.concatenate([boxes[:, chosen] for chosen in columns])
     order = np.lexsort(corners.T)
-    corners, signs = corners[order], signs[order]
+    corners = corners[order]
+    signs = signs[order]
     first = np.flatnonzero(np.concatenate([[True], (corners[1:] != corners[:-1]).any(1)]))
     return set(corners[first[np.add.reduceat(signs, first) != 0], 0].tolist())

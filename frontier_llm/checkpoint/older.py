@@ -1,8 +1,8 @@
 """The position in the data of a checkpoint from before version 4, by the formulas of the program that wrote it.
 
-There the position was the number of steps. A blend with a sequence length had counts of its own, orders were drawn from the number of the
-first phase that read it, and a rewind shifted all later steps. What changes of batch, weights or data had skipped or read twice by then
-was not recorded and cannot be recovered.
+There the position was the number of steps. A blend with a sequence length had counts of its own, orders were drawn from
+the number of the first phase that read it, and a rewind shifted all later steps. What changes of batch, weights or data
+had skipped or read twice by then was not recorded and cannot be recovered.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class _Counted:
             key = order_key(self.wanted.packing, seed, place)
             if source.dataset == SYNTHETIC:
                 key = order_key("synthetic", self.wanted.seed, self.number - 1)
-            before = [(blend.before(first, place), blend.before(first + count, place)) for first, count in self.left_out]
+            before = [
+                (blend.before(first, place), blend.before(first + count, place)) for first, count in self.left_out
+            ]
             streams.append(
                 Stream(
                     dataset=source.dataset,
@@ -75,8 +77,8 @@ class _Counted:
 def position_of(manifest: Manifest, datasets: Mapping[str, Dataset]) -> Position:
     """Where the run that wrote a checkpoint was in its data; START of imported weights.
 
-    `datasets`: those that the run names now, for what the manifest does not say. Raises CheckpointError if the manifest's configuration
-    cannot be read by this version.
+    `datasets`: those that the run names now, for what the manifest does not say. Raises CheckpointError if the
+    manifest's configuration cannot be read by this version.
     """
     progress = manifest.progress
     if progress.position is not None:
@@ -87,7 +89,9 @@ def position_of(manifest: Manifest, datasets: Mapping[str, Dataset]) -> Position
         run = RunConfig.model_validate(manifest.config)
     except ValidationError as error:
         fix = "resume it once with the version of frontier_llm that wrote it"
-        raise CheckpointError("its configuration cannot be read, so its position in the data is not known", fix) from error
+        raise CheckpointError(
+            "its configuration cannot be read, so its position in the data is not known", fix
+        ) from error
     known = {path: Dataset(identity, _tokens(identity, datasets)) for path, identity in manifest.data.items()}
     try:
         return _counted(run, progress.step, _rewinds(progress.policy), _Known({**datasets, **known}))
@@ -121,12 +125,16 @@ def _counted(run: RunConfig, step: int, rewinds: list[tuple[int, int]], datasets
     for phase in phases_of(run):
         if phase.first >= step:
             break
-        config, batch = phase.config, phase.config.batch.global_batch
+        config = phase.config
+        batch = phase.config.batch.global_batch
         # a run may have been trained beyond the end that its configuration names
         end = step if phase is phases_of(run)[-1] else min(step, phase.end)
-        one = counted.setdefault((config.data.train, config.model.sequence_length), _Counted(wanted(config, datasets), phase.number))
+        one = counted.setdefault(
+            (config.data.train, config.model.sequence_length), _Counted(wanted(config, datasets), phase.number)
+        )
         current = one
-        first_sample, done = one.trained, phase.first
+        first_sample = one.trained
+        done = phase.first
         for at, left_out in [*sorted(rewinds), (end, 0)]:
             stop = min(max(at, phase.first), end)
             one.next += (stop - done) * batch
@@ -140,7 +148,9 @@ def _counted(run: RunConfig, step: int, rewinds: list[tuple[int, int]], datasets
 
 
 def _joined(counted: list[_Counted], current: _Counted, stretches: tuple[Stretch, ...]) -> Position:
-    """The present blend's streams go on. If several blends hold the same dataset in the same samples, the last of these streams goes on."""
+    """The present blend's streams go on. If several blends hold the same dataset in the same samples, the last of
+    these streams goes on.
+    """
     streams: list[Stream] = []
     replaced: Counter[Any] = Counter()  # streams of a dataset, length and packing in later blends
     for one in reversed([*(other for other in counted if other is not current), current]):

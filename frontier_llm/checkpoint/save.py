@@ -1,4 +1,6 @@
-"""Writing: the stages of one save (see `manager`), each rank's part of a stage in a thread, each transition agreed by all ranks."""
+"""Writing: the stages of one save (see `manager`), each rank's part of a stage in a thread, each transition agreed
+by all ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
 from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.lock import RunLock, Superseded
-from frontier_llm.checkpoint.manifest import FORMAT, VERSION, DtypeName, Manifest, Progress, SavedPiece, Shard, TensorEntry, config_digest
+from frontier_llm.checkpoint.manifest import (
+    FORMAT,
+    VERSION,
+    DtypeName,
+    Manifest,
+    Progress,
+    SavedPiece,
+    Shard,
+    TensorEntry,
+    config_digest,
+)
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Mesh, all_gather_json, maximum
 from frontier_llm.config.plugins import PluginRecord
@@ -49,11 +61,21 @@ class Writer:
         lock: RunLock | None,
     ) -> None:
         """Collective: rank 0 learns once which rectangles each rank writes."""
-        self.directory, self.mesh, self.device = directory, mesh, optimizer.device
-        self.lock, self.incarnation = lock, incarnation
-        self.keep, self.keep_every = keep, keep_every
+        self.directory = directory
+        self.mesh = mesh
+        self.device = optimizer.device
+        self.lock = lock
+        self.incarnation = incarnation
+        self.keep = keep
+        self.keep_every = keep_every
         self.snapshot = Snapshot(optimizer, mesh.world.rank)
-        layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "zero": int(optimizer.shards > 1)}
+        layout = {
+            "tp": mesh.tp.size,
+            "cp": mesh.cp.size,
+            "pp": mesh.pp.size,
+            "dp": mesh.dp.size,
+            "zero": int(optimizer.shards > 1),
+        }
         layout |= {"ep": mesh.ep.size} if mesh.ep.size > 1 else {}
         mine = {"pieces": self.snapshot.pieces, "bytes": self.snapshot.layout(step=0).data_bytes}
         ranks = all_gather_json(mine, mesh.world, self.device)
@@ -74,7 +96,9 @@ class Writer:
         )
 
     def prepare(self, step: int) -> None:
-        """Rank 0: make the folder that the ranks write into. Raises CheckpointError when it cannot be, or the space does not suffice."""
+        """Rank 0: make the folder that the ranks write into. Raises CheckpointError when it cannot be, or the space
+        does not suffice.
+        """
         assert self.lock is not None
         self.lock.check()
         with writing(self.directory, self.total_bytes):
@@ -95,10 +119,15 @@ class Writer:
         if not self.snapshot.saved:
             return None
         if names := self.snapshot.not_finite():
-            what = f"weights are not finite: {', '.join(names[:3])}{' …' if len(names) > 3 else ''}; the step is not saved"
-            raise CheckpointError(what, "go on from the newest checkpoint with a lower optimizer.lr; see decisions.jsonl", f"step {step}")
+            what = (
+                f"weights are not finite: {', '.join(names[:3])}{' …' if len(names) > 3 else ''}; the step is not saved"
+            )
+            raise CheckpointError(
+                what, "go on from the newest checkpoint with a lower optimizer.lr; see decisions.jsonl", f"step {step}"
+            )
         path = folder.temporary(self.directory, step, self.incarnation) / self.snapshot.file
-        head, data = self.snapshot.layout(step).head, self.snapshot.data()
+        head = self.snapshot.layout(step).head
+        data = self.snapshot.data()
         with writing(path, self.total_bytes):
             return {"sha256": shard.write(path, head, data), "file": path.name, "bytes": len(head) + len(data)}
 
@@ -123,7 +152,9 @@ class Writer:
                     shard.verify(path / entry.file, manifest, entry, drop_cache=True)
 
     def prune(self) -> None:
-        """Rank 0: delete what is older than the newest `keep`, except permanent checkpoints and the best one; a delete that fails is a warning."""
+        """Rank 0: delete what is older than the newest `keep`, except permanent checkpoints and the best one; a
+        delete that fails is a warning.
+        """
         assert self.lock is not None
         best = folder.read_latest(self.directory, folder.BEST)
         for step in self._doomed(folder.named_steps(self.directory)):
@@ -149,7 +180,9 @@ class Save:
     """One save under way."""
 
     def __init__(self, writer: Writer, progress: Progress) -> None:
-        self._writer, self._progress, self._stage = writer, progress, 0
+        self._writer = writer
+        self._progress = progress
+        self._stage = 0
         self._task: Future[Any] = in_daemon(lambda: writer.write_shard(progress.step), "checkpoint-write")
 
     @property
@@ -163,13 +196,17 @@ class Save:
         return self._stage == len(STAGES)
 
     def advance(self, block: bool) -> Path | None:
-        """Go on to the next stage if all ranks have finished this one. Collective. Returns the path when this was the commit.
+        """Go on to the next stage if all ranks have finished this one. Collective. Returns the path when this was the
+        commit.
 
-        Raises CheckpointError with the problems of all ranks when any failed before LATEST moved; later ones are only warnings.
+        Raises CheckpointError with the problems of all ranks when any failed before LATEST moved; later ones are only
+        warnings.
         """
         writer = self._writer
         done = bool(wait([self._task], None if block else 0).done)
-        unfinished, failed = maximum([int(not done), int(done and bool(self._task.exception()))], writer.mesh.world, writer.device)
+        unfinished, failed = maximum(
+            [int(not done), int(done and bool(self._task.exception()))], writer.mesh.world, writer.device
+        )
         if unfinished:
             return None
         if failed:
@@ -183,20 +220,30 @@ class Save:
         return writer.directory / folder.step_name(self._progress.step) if stage == "commit" else None
 
     def _begin(self, parts: Sequence[dict[str, Any] | None]) -> None:
-        writer, stage = self._writer, STAGES[self._stage]
+        writer = self._writer
+        stage = STAGES[self._stage]
         work: dict[str, Callable[[], Any]] = {
             "commit": lambda: writer.commit(self._progress, parts),
             "audit": writer.audit,
             "prune": writer.prune,
         }
         if stage == "audit" or writer.mesh.world.rank == 0:
-            self._task = in_daemon(work[stage], f"checkpoint-{stage}")  # the others have the stage before, which is finished
+            # the others have the stage before, which is finished
+            self._task = in_daemon(work[stage], f"checkpoint-{stage}")
 
     def _fail(self) -> None:
-        writer, stage = self._writer, STAGES[self._stage]
+        writer = self._writer
+        stage = STAGES[self._stage]
         error = self._task.exception()
-        problems = error.problems if isinstance(error, FrontierError) else [Problem("checkpoint", f"{type(error).__name__}: {error}")]
-        mine = {"problems": [vars(problem) for problem in problems[:5] if error], "superseded": isinstance(error, Superseded)}
+        problems = (
+            error.problems
+            if isinstance(error, FrontierError)
+            else [Problem("checkpoint", f"{type(error).__name__}: {error}")]
+        )
+        mine = {
+            "problems": [vars(problem) for problem in problems[:5] if error],
+            "superseded": isinstance(error, Superseded),
+        }
         answers = all_gather_json(mine, writer.mesh.world, writer.device)
         problems = list(dict.fromkeys(Problem(**row) for answer in answers for row in answer["problems"]))
         superseded = any(answer["superseded"] for answer in answers)
@@ -222,7 +269,9 @@ def build_manifest(
     pieces: Sequence[Sequence[SavedPiece]],
     parts: Sequence[dict[str, Any] | None],
 ) -> Manifest:
-    """The manifest of files that hold these pieces each; of `parts` (name, size, digest) those are None that were not written."""
+    """The manifest of files that hold these pieces each; of `parts` (name, size, digest) those are None that were
+    not written.
+    """
     tensors = {piece.name: piece for held in pieces for piece in held}
     numbers = {name: number for number, name in enumerate(tensors)}
     kinds = tuple(dict.fromkeys(kind for tensor in tensors.values() for kind in tensor.kinds))
@@ -252,7 +301,9 @@ def build_manifest(
 
 @contextlib.contextmanager
 def writing(where: Path, needed_bytes: int) -> Iterator[None]:
-    """An OSError inside becomes what the user is told: the cause, and for a full disk how much is needed and free, in bytes and files."""
+    """An OSError inside becomes what the user is told: the cause, and for a full disk how much is needed and free,
+    in bytes and files.
+    """
     try:
         yield
     except OSError as error:
@@ -264,5 +315,8 @@ def writing(where: Path, needed_bytes: int) -> Iterator[None]:
             free = os.statvfs(existing)
             room = f"{format_bytes(free.f_bavail * free.f_frsize)} and {free.f_favail} files are free"
             what += f"; needs {format_bytes(needed_bytes)}, {room}"
-            fix = "free space or raise the quota or ulimit -f; lower train.keep_checkpoints; the checkpoints before this one are untouched"
+            fix = (
+                "free space or raise the quota or ulimit -f; lower train.keep_checkpoints; the checkpoints before "
+                "this one are untouched"
+            )
         raise CheckpointError(what, fix, str(where)) from error

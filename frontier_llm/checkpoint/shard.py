@@ -1,8 +1,10 @@
-"""One shard file: a safetensors file whose header follows from the manifest, hashed while it is written and while it is read.
+"""One shard file: a safetensors file whose header follows from the manifest, hashed while it is written and while it is
+read.
 
-Layout: u64 header length, JSON header padded with spaces to 8 bytes, then for each kind (master, then the optimizer's states) every
-piece that has it, row-major, without gaps. Any safetensors reader opens it. Because the header is a pure function of the manifest, reading
-compares bytes instead of parsing what a file claims. The digest is that of `digest`; in checkpoints of version 1 the file's sha256.
+Layout: u64 header length, JSON header padded with spaces to 8 bytes, then for each kind (master, then the optimizer's
+states) every piece that has it, row-major, without gaps. Any safetensors reader opens it. Because the header is a pure
+function of the manifest, reading compares bytes instead of parsing what a file claims. The digest is that of `digest`;
+in checkpoints of version 1 the file's sha256.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 
-from frontier_llm.checkpoint.digest import BLOCK_BYTES, TURN_BLOCKS, WORKERS, block_count, block_digests, combine, spread
+from frontier_llm.checkpoint.digest import (
+    BLOCK_BYTES,
+    TURN_BLOCKS,
+    WORKERS,
+    block_count,
+    block_digests,
+    combine,
+    spread,
+)
 from frontier_llm.checkpoint.manifest import FORMAT, ITEM_BYTES, DamagedCheckpoint, Manifest, SavedPiece, Shard
 from frontier_llm.failpoints import hit
 from frontier_llm.files import created, open_plain, write_all
@@ -51,8 +61,11 @@ class ShardLayout:
         return self.total_bytes - len(self.head)
 
 
-def safetensors_layout(shapes: Mapping[str, Sequence[int]], dtype: str, metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """(what a safetensors file of these tensors begins with, the byte at which each of them begins and at last the file's size).
+def safetensors_layout(
+    shapes: Mapping[str, Sequence[int]], dtype: str, metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """(what a safetensors file of these tensors begins with, the byte at which each of them begins and at last the
+    file's size).
 
     The head is u64 length, then JSON padded so that the data starts on 8 bytes, as the format asks.
     """
@@ -71,15 +84,21 @@ def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str)
     # the offset makes names unique: a rank may hold several rectangles of one tensor
     shapes = {f"{kind}/{piece.name}@{','.join(map(str, piece.offset))}": piece.shape for kind, _, piece in held}
     head, (*starts, end) = safetensors_layout(shapes, dtype, {"format": FORMAT, "step": str(step), "file": file})
-    extents = (Extent(kind, index, start, prod(piece.shape)) for (kind, index, piece), start in zip(held, starts, strict=True))
+    extents = (
+        Extent(kind, index, start, prod(piece.shape)) for (kind, index, piece), start in zip(held, starts, strict=True)
+    )
     return ShardLayout(head, tuple(extents), end, ITEM_BYTES[dtype])
 
 
 def layout_of(manifest: Manifest, shard: Shard, where: Path) -> ShardLayout:
-    """The layout that a shard of this manifest must have; raises DamagedCheckpoint when it is not of the size that the manifest says."""
+    """The layout that a shard of this manifest must have; raises DamagedCheckpoint when it is not of the size that
+    the manifest says.
+    """
     layout = shard_layout(manifest.pieces_of(shard), manifest.dtype, manifest.progress.step, shard.file)
     if shard.bytes != layout.total_bytes:
-        raise DamagedCheckpoint(f"has {shard.bytes} bytes by the manifest, its pieces need {layout.total_bytes}", where=str(where))
+        raise DamagedCheckpoint(
+            f"has {shard.bytes} bytes by the manifest, its pieces need {layout.total_bytes}", where=str(where)
+        )
     return layout
 
 
@@ -134,16 +153,21 @@ def read_exactly(descriptor: int, path: Path, start: int, buffer: memoryview) ->
         try:
             count = os.preadv(descriptor, [buffer[done:]], start + done)
         except OSError as error:
-            raise DamagedCheckpoint(f"cannot be read at byte {start + done}: {error.strerror}", where=str(path)) from error
+            raise DamagedCheckpoint(
+                f"cannot be read at byte {start + done}: {error.strerror}", where=str(path)
+            ) from error
         if count == 0:
             raise DamagedCheckpoint(f"ends at byte {start + done}", where=str(path))
         done += count
 
 
-Consume = Callable[[Extent, int, memoryview], None]  # (entry, first element, bytes); called from several threads, for disjoint bytes
+# (entry, first element, bytes); called from several threads, for disjoint bytes
+Consume = Callable[[Extent, int, memoryview], None]
 
 
-def verify(path: Path, manifest: Manifest, shard: Shard, consume: Consume | None = None, drop_cache: bool = False) -> None:
+def verify(
+    path: Path, manifest: Manifest, shard: Shard, consume: Consume | None = None, drop_cache: bool = False
+) -> None:
     """Read the whole file in blocks, hash it, and hand every part of an entry to `consume` on the way.
 
     With `drop_cache` the page cache is asked to forget the file first, so that the device is read.
@@ -157,12 +181,18 @@ def verify(path: Path, manifest: Manifest, shard: Shard, consume: Consume | None
     if digest != shard.sha256:
         names = list(dict.fromkeys(piece.name for piece in manifest.pieces_of(shard)))
         listing = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise DamagedCheckpoint(f"is damaged: digest {digest}, expected {shard.sha256}; it holds {listing}", where=str(path))
+        raise DamagedCheckpoint(
+            f"is damaged: digest {digest}, expected {shard.sha256}; it holds {listing}", where=str(path)
+        )
 
 
-def read_and_hash(descriptor: int, path: Path, layout: ShardLayout, block_bytes: int, consume: Consume | None = None) -> str:
+def read_and_hash(
+    descriptor: int, path: Path, layout: ShardLayout, block_bytes: int, consume: Consume | None = None
+) -> str:
     """The digest of a file with this layout; without `block_bytes` that of version 1, one over everything."""
-    head, places, item = layout.head, layout.entries, layout.item_bytes
+    head = layout.head
+    places = layout.entries
+    item = layout.item_bytes
     whole = None if block_bytes else hashlib.sha256(head)  # one block after the other
     turn_bytes = TURN_BLOCKS * (block_bytes or BLOCK_BYTES)
     starts = [place.start for place in places]
@@ -176,7 +206,8 @@ def read_and_hash(descriptor: int, path: Path, layout: ShardLayout, block_bytes:
         read_exactly(descriptor, path, start, part)
         if consume is not None:
             for place in places[bisect_right(starts, start) - 1 : bisect_left(starts, start + len(part))]:
-                first, stop = max(start, place.start), min(start + len(part), place.start + place.numel * item)
+                first = max(start, place.start)
+                stop = min(start + len(part), place.start + place.numel * item)
                 consume(place, (first - place.start) // item, part[first - start : stop - start])
         if whole is None:
             return block_digests(part, block_bytes)

@@ -1,4 +1,6 @@
-"""The state of one step, copied aside: an exact image of this rank's shard file, so that training may go on while it is written."""
+"""The state of one step, copied aside: an exact image of this rank's shard file, so that training may go on while it
+is written.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _NAMES: dict[torch.dtype, DtypeName] = {torch.float32: "F32", torch.float64: "F6
 
 
 def pinned(elements: int, *, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that a GPU copies to by itself, of exactly this size: torch's own allocator takes the next power of two, 16 GiB for 13.9."""
+    """Host memory that a GPU copies to by itself, of exactly this size: torch's own allocator takes the next power
+    of two, 16 GiB for 13.9.
+    """
     image = torch.empty(elements, dtype=dtype)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
     if int(runtime.cudaHostRegister(image.data_ptr(), image.nbytes, 0)):
@@ -32,7 +36,10 @@ class Snapshot:
         state = optimizer.state()
         self.saved = [part for part in state if part.saved]
         places = ((part, part.rectangle) for part in self.saved)
-        self.pieces = [SavedPiece(part.name, place.offset, place.shape, tuple(part.tensors), part.global_shape) for part, place in places]
+        self.pieces = [
+            SavedPiece(part.name, place.offset, place.shape, tuple(part.tensors), part.global_shape)
+            for part, place in places
+        ]
         self.file = shard_name(rank)
         self._dtype = next(iter(state[0].tensors.values())).dtype
         self.dtype = _NAMES[self._dtype]
@@ -44,7 +51,8 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy the state as it is now. On return it may change."""
-        layout, item = self.layout(step=0), self._dtype.itemsize
+        layout = self.layout(step=0)
+        item = self._dtype.itemsize
         devices = {values.device for part in self.saved for values in part.tensors.values()}
         on_gpu = any(device.type == "cuda" for device in devices)
         if self._image is None:
@@ -60,7 +68,9 @@ class Snapshot:
     def not_finite(self) -> list[str]:
         """Names of the copied parameters with a weight that is no number."""
         assert self._image is not None, "take() comes first"
-        layout, image, names = self.layout(step=0), self._image.numpy(), []
+        layout = self.layout(step=0)
+        image = self._image.numpy()
+        names = []
         for extent in layout.entries:
             first = (extent.start - len(layout.head)) // image.itemsize
             values = image[first : first + extent.numel]

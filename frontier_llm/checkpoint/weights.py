@@ -1,7 +1,9 @@
-"""A training checkpoint as a source of weights, and a source of weights as a training checkpoint: one process, no GPU, no layout.
+"""A training checkpoint as a source of weights, and a source of weights as a training checkpoint: one process, no GPU,
+no layout.
 
-Reading maps the shard files into memory and copies the rectangles that are asked for; only the fp32 masters are touched. Writing
-makes a step-0 checkpoint, tensor by tensor, from which training starts on any layout; its Adam moments are zero.
+Reading maps the shard files into memory and copies the rectangles that are asked for; only the fp32 masters are
+touched. Writing makes a step-0 checkpoint, tensor by tensor, from which training starts on any layout; its Adam moments
+are zero.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ DAMAGE_FIX = "restore the file from a copy, or take another checkpoint; --no-ver
 
 
 class CheckpointWeights:
-    """The tensors of a complete checkpoint, put together from the rectangles that some layout wrote; files are mapped, not read whole.
+    """The tensors of a complete checkpoint, put together from the rectangles that some layout wrote; files are mapped,
+    not read whole.
 
     As a WeightSource it gives the masters.
     """
@@ -61,16 +64,21 @@ class CheckpointWeights:
         self._places: dict[tuple[str, str], list[tuple[Rectangle, Path, int]]] = defaultdict(list)
         for shard in self.manifest.shards:
             file = self.path / shard.file
-            layout, pieces = layout_of(self.manifest, shard, file), self.manifest.pieces_of(shard)
+            layout = layout_of(self.manifest, shard, file)
+            pieces = self.manifest.pieces_of(shard)
             with opened(file, shard.bytes, layout.head):
                 for extent in layout.entries:
                     piece = pieces[extent.piece]
-                    self._places[piece.name, extent.kind].append((Rectangle(piece.offset, piece.shape), file, extent.start))
+                    self._places[piece.name, extent.kind].append(
+                        (Rectangle(piece.offset, piece.shape), file, extent.start)
+                    )
         if verified and (problems := self.damage()):
             raise DamagedCheckpoint(problems)
 
     def damage(self, rank: int = 0, ranks: int = 1) -> list[Problem]:
-        """Read every shard whole, or this rank's share of them, and compare it with its digest. Returns what is damaged, by file."""
+        """Read every shard whole, or this rank's share of them, and compare it with its digest. Returns what is
+        damaged, by file.
+        """
         problems: list[Problem] = []
         for shard in self.manifest.shards[rank::ranks]:
             try:
@@ -83,7 +91,8 @@ class CheckpointWeights:
     def config(self) -> RunConfig:
         """The run's, as of the phase whose step was the last before this checkpoint.
 
-        Raises ConfigError for one that this version cannot read, CheckpointError for one that describes another model than the tensors.
+        Raises ConfigError for one that this version cannot read, CheckpointError for one that describes another model
+        than the tensors.
         """
         run = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
         progress = self.manifest.progress
@@ -94,15 +103,23 @@ class CheckpointWeights:
         return config
 
     def _refuse_other_model(self, model: ModelConfig) -> None:
-        """Compare the shapes that the configuration claims with those of the tensors, before anything is built or allocated."""
+        """Compare the shapes that the configuration claims with those of the tensors, before anything is built or
+        allocated.
+        """
         where = f"{self.path}/manifest.json: config"
         fix = "the checkpoint was damaged or forged: take another one"
         if model.layers > len(self.tensors):
-            raise CheckpointError(f"claims {model.layers:,} layers, the checkpoint has {len(self.tensors):,} tensors", fix, where)
+            raise CheckpointError(
+                f"claims {model.layers:,} layers, the checkpoint has {len(self.tensors):,} tensors", fix, where
+            )
         claimed = model_parameters(model)
         held = {name: tensor.shape for name, tensor in self.tensors.items()}
         other = [name for name, parameter in claimed.items() if held.get(name) != parameter.shape]
-        unknown = [name for name, tensor in self.tensors.items() if name not in claimed and MASTER in self.manifest.kinds_of(tensor)]
+        unknown = [
+            name
+            for name, tensor in self.tensors.items()
+            if name not in claimed and MASTER in self.manifest.kinds_of(tensor)
+        ]
         if not other and not unknown:
             return
         total = sum(parameter.numel for parameter in claimed.values())
@@ -122,10 +139,13 @@ class CheckpointWeights:
         return self.config.model
 
     def read(self, name: str, kind: str, wanted: Rectangle | None = None) -> np.ndarray:
-        """A rectangle of one tensor, by default all of it; fp32 (fp64 of an fp64 run). Raises CheckpointError when parts are nowhere."""
+        """A rectangle of one tensor, by default all of it; fp32 (fp64 of an fp64 run). Raises CheckpointError when
+        parts are nowhere.
+        """
         shape = self.tensors[name].shape
         wanted = wanted or Rectangle((0,) * len(shape), shape)
-        result, missing = np.empty(wanted.shape, self._dtype), wanted.numel
+        result = np.empty(wanted.shape, self._dtype)
+        missing = wanted.numel
         for rectangle, file, start in self._places[name, kind]:
             common = rectangle.intersect(wanted)
             if common is not None:
@@ -133,13 +153,17 @@ class CheckpointWeights:
                 result[common.within(wanted)] = stored[common.within(rectangle)]
                 missing -= common.numel
         if missing:
-            raise CheckpointError(f"{missing} elements of {name} are in no shard", where=str(self.path), fix="take another checkpoint")
+            raise CheckpointError(
+                f"{missing} elements of {name} are in no shard", where=str(self.path), fix="take another checkpoint"
+            )
         return result
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """See WeightSource; fp32 (fp64 for an fp64 run)."""
         if name not in self.tensors:
-            raise CheckpointError(f"holds no tensor {name}", where=str(self.path), fix="it belongs to a model of another shape")
+            raise CheckpointError(
+                f"holds no tensor {name}", where=str(self.path), fix="it belongs to a model of another shape"
+            )
         return torch.from_numpy(self.read(name, MASTER, Rectangle(tuple(offset), tuple(shape))))
 
 
@@ -156,15 +180,26 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
     dtype: DtypeName = "F64" if config.precision.dtype == "fp64" else "F32"
     rule = optimizer_rule(config.optimizer.name)
     parameters = list(model_parameters(config.model).values())
-    tensors = [(p, rule.kinds(p)) for p in parameters] + [(one, (STATISTIC,)) for p in parameters for one in rule.statistics(p)]
+    tensors = [(p, rule.kinds(p)) for p in parameters] + [
+        (one, (STATISTIC,)) for p in parameters for one in rule.statistics(p)
+    ]
     everything = [SavedPiece(one.name, (0,) * len(one.shape), one.shape, kinds, one.shape) for one, kinds in tensors]
 
     def state_bytes(piece: SavedPiece) -> int:
         return prod(piece.shape) * len(piece.kinds) * ITEM_BYTES[dtype]
 
-    files, parts = list(packed(everything, state_bytes, shard_bytes)), []
+    files = list(packed(everything, state_bytes, shard_bytes))
+    parts = []
     scale = initial_loss_scale(config)
-    progress = Progress(step=0, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=scale, scaler_clean_steps=0, skipped_steps=0)
+    progress = Progress(
+        step=0,
+        consumed_samples=0,
+        tokens=0,
+        optimizer_updates=0,
+        loss_scale=scale,
+        scaler_clean_steps=0,
+        skipped_steps=0,
+    )
     try:
         with writing(directory, sum(map(state_bytes, everything))):
             directory.mkdir(parents=True, exist_ok=True)
@@ -202,7 +237,8 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
         free.add("sequence_length")  # training may go on with another context
     for position, fields in _OF_POSITION.items():  # the right position is asked for, and these mean nothing with it
         free |= fields if imported.position != position else set()
-    ours, theirs = _resolved(run), _resolved(imported)
+    ours = _resolved(run)
+    theirs = _resolved(imported)
 
     def written(value: object) -> str:  # as a run file has it
         return value if isinstance(value, str) else json.dumps(value)
@@ -219,10 +255,17 @@ def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
 
 
 def _resolved(model: ModelConfig) -> dict[str, object]:
-    return {**model.model_dump(), "kv_heads": model.num_kv_heads, "head_dim": model.dim_per_head, "qkv_bias": model.has_qkv_bias}
+    return {
+        **model.model_dump(),
+        "kv_heads": model.num_kv_heads,
+        "head_dim": model.dim_per_head,
+        "qkv_bias": model.has_qkv_bias,
+    }
 
 
-def _write_shard(path: Path, source: WeightSource, pieces: Sequence[SavedPiece], layout: ShardLayout, dtype: np.dtype[Any]) -> str:
+def _write_shard(
+    path: Path, source: WeightSource, pieces: Sequence[SavedPiece], layout: ShardLayout, dtype: np.dtype[Any]
+) -> str:
     """The digest of a shard with masters from the source, and states that are zero: holes in the file."""
     with created(path) as descriptor:
         os.ftruncate(descriptor, layout.total_bytes)
@@ -230,7 +273,9 @@ def _write_shard(path: Path, source: WeightSource, pieces: Sequence[SavedPiece],
         for entry in layout.entries:
             if entry.kind == MASTER:
                 piece = pieces[entry.piece]
-                values = source.rectangle(piece.name, piece.offset, piece.shape).to(torch.from_numpy(np.empty(0, dtype)).dtype)
+                values = source.rectangle(piece.name, piece.offset, piece.shape).to(
+                    torch.from_numpy(np.empty(0, dtype)).dtype
+                )
                 write_all(descriptor, values.reshape(-1).view(torch.uint8).numpy().data, entry.start)
     with opened(path, layout.total_bytes, layout.head) as descriptor:
         return read_and_hash(descriptor, path, layout, BLOCK_BYTES)

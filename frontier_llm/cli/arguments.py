@@ -1,6 +1,7 @@
 """How a command is declared: its arguments and what it does; what several commands take, and errors with a way out.
 
-argparse stays: typer or click would wrap the errors, help and `key=value` words below in as much code of their own, and start slower.
+argparse stays: typer or click would wrap the errors, help and `key=value` words below in as much code of their own, and
+start slower.
 """
 
 from __future__ import annotations
@@ -37,22 +38,39 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str, fix: str = "") -> NoReturn:
         """Exit with 2 after what, and what to type instead."""
-        message = message.replace("required: RUN, key=value", "required: RUN")  # argparse takes a `*` that follows for required, too
+        # argparse takes a `*` that follows for required, too
+        message = message.replace("required: RUN, key=value", "required: RUN")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
             fix = f"{near} instead of {choice[1]}" if near else ""
         self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix or f'{self.prog} --help'}\n")
 
     def refuse(self, words: list[str], typed: list[str]) -> NoReturn:
-        """Exit with 2 over the words of `typed` that nothing takes: a mistyped option, an option of another framework, a value too many."""
+        """Exit with 2 over the words of `typed` that nothing takes: a mistyped option, an option of another
+        framework, a value too many.
+        """
         flags = [flag for action in self._actions for flag in action.option_strings]
-        near = [f"{closest(word, flags)} instead of {word}" for word in words if word.startswith("-") and closest(word, flags)]
+        near = [
+            f"{closest(word, flags)} instead of {word}"
+            for word in words
+            if word.startswith("-") and closest(word, flags)
+        ]
         fix = ", ".join(near)
         if not near and any(action.dest == "overrides" for action in self._actions):
             setting = re.sub(r"^-+", "", words[0])
-            example = f"{setting}=VALUE" if "." in setting and "=" not in setting else setting if "." in setting else "train.steps=100"
+            example = (
+                f"{setting}=VALUE"
+                if "." in setting and "=" not in setting
+                else setting
+                if "." in setting
+                else "train.steps=100"
+            )
             fix = f"settings of a run are words of the form key=value, e.g. {example}"
-            fix += "; docs/coming_from.md has other frameworks' options" if words[0].startswith("-") and "." not in setting else ""
+            fix += (
+                "; docs/coming_from.md has other frameworks' options"
+                if words[0].startswith("-") and "." not in setting
+                else ""
+            )
         elif not near and (flag := self._repeatable_before(words[0], typed)):
             fix = f"{flag} takes one value; repeat it: {flag} {typed[typed.index(flag) + 1]} {flag} {words[0]}"
         self.error(f"unrecognized arguments: {' '.join(words)}", fix)
@@ -66,7 +84,9 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def as_typed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of the body speak of what the user has typed: `names` has the flag for each name that it goes by elsewhere."""
+    """Errors of the body speak of what the user has typed: `names` has the flag for each name that it goes by
+    elsewhere.
+    """
     try:
         yield
     except FrontierError as error:
@@ -97,7 +117,8 @@ def one_of(*options: Option) -> Option:
 class Command:
     """A command, or one action of it: its arguments and what it does; or the actions that it has instead.
 
-    `line` is its line in the list of actions and, as a sentence, its description where `about` has none. Examples can be typed as they stand.
+    `line` is its line in the list of actions and, as a sentence, its description where `about` has none. Examples can
+    be typed as they stand.
     """
 
     work: Callable[[argparse.Namespace], int] | None = None
@@ -123,8 +144,12 @@ class Command:
             parser.set_defaults(work=self.work, parser=parser)
 
 
-def command(*options: Option, line: str = "", about: str = "", examples: Sequence[str] = ()) -> Callable[[Callable[..., int]], Command]:
-    """The decorated function is what a command does; see `Command`. It takes the parsed words and gives the exit code."""
+def command(
+    *options: Option, line: str = "", about: str = "", examples: Sequence[str] = ()
+) -> Callable[[Callable[..., int]], Command]:
+    """The decorated function is what a command does; see `Command`. It takes the parsed words and gives the exit
+    code.
+    """
     return lambda work: Command(work, options, line, about, examples)
 
 
@@ -134,7 +159,9 @@ def run_options(about: str = "", default: str | None = None) -> tuple[Option, Op
     optional: dict[str, Any] = {} if default is None else {"nargs": "?", "default": default}
     return (
         option("run", metavar="RUN", help=text + (f" (default: {default})" if default else ""), **optional),
-        option("overrides", metavar="key=value", nargs="*", help="changes to it, e.g. train.steps=100 parallel.tensor=2"),
+        option(
+            "overrides", metavar="key=value", nargs="*", help="changes to it, e.g. train.steps=100 parallel.tensor=2"
+        ),
     )
 
 
@@ -156,19 +183,26 @@ JOB = (
 )
 # how to go on from a checkpoint that is damaged, or was made with other settings
 RESUME = (
-    option("--strict", action="store_true", help="stop when the newest checkpoint is damaged (default: use the one before it)"),
+    option(
+        "--strict",
+        action="store_true",
+        help="stop when the newest checkpoint is damaged (default: use the one before it)",
+    ),
     option(
         "--allow-change",
         action="append",
         default=[],
         metavar="KEY",
-        help="let this key (e.g. train.steps) differ from the checkpoint's although it changes the mathematics; repeatable",
+        help="let this key (e.g. train.steps) differ from the checkpoint's although it changes the mathematics; "
+        "repeatable",
     ),
 )
 
 
 def show(args: argparse.Namespace, content: Any, text: Callable[[], str]) -> None:
-    """A command's result: with --json its content, else its text, in which names from files cannot command the terminal."""
+    """A command's result: with --json its content, else its text, in which names from files cannot command the
+    terminal.
+    """
     print(strict_json(content) if args.json else printable(text()))
 
 
@@ -181,7 +215,9 @@ def dataset_prefix(text: str) -> str:
 
 
 def _number(text: str, pattern: str, what: str) -> re.Match[str]:
-    """The text as the pattern splits it. Raises ArgumentTypeError that says `what` it should be, also for 0 where the pattern has a group."""
+    """The text as the pattern splits it. Raises ArgumentTypeError that says `what` it should be, also for 0 where
+    the pattern has a group.
+    """
     match = re.fullmatch(pattern, text.strip().lower())
     if match is None or (match.re.groups and not float(match[1])):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
@@ -218,5 +254,7 @@ def size_of(text: str) -> int:
 
 def count_of(text: str) -> float:
     """'300B' -> 3e11, '1.5T' -> 1.5e12, '2e9' -> 2e9."""
-    match = _number(text.replace("_", ""), r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)", "a count such as 300B, 1.5T or 3e11")
+    match = _number(
+        text.replace("_", ""), r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)", "a count such as 300B, 1.5T or 3e11"
+    )
     return float(match[1]) * _COUNTS[match[2]]

@@ -26,10 +26,21 @@ if TYPE_CHECKING:
     option("--max", type=size_of, metavar="SIZE", help="largest message (default: 16MiB on CPU, 4GiB on GPUs)"),
     option("--no-pairs", action="store_true", help="leave out the messages between all pairs of ranks"),
     option("--emit", type=Path, metavar="FILE", help="write a measured algorithm table for comm.algorithms"),
-    option("--machine-file", type=Path, metavar="FILE", help="write a machine file with what was measured, for `plan` and for runs"),
+    option(
+        "--machine-file",
+        type=Path,
+        metavar="FILE",
+        help="write a machine file with what was measured, for `plan` and for runs",
+    ),
     option("--heatmap", type=Path, metavar="FILE", help="draw the bandwidth of all pairs into an HTML page"),
-    option("--hang-test", action="store_true", help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog"),
-    option("--times", type=positive, default=200, metavar="N", help="steps of each mode of the hang test (default: 200)"),
+    option(
+        "--hang-test",
+        action="store_true",
+        help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog",
+    ),
+    option(
+        "--times", type=positive, default=200, metavar="N", help="steps of each mode of the hang test (default: 200)"
+    ),
     option(
         "--step-limit",
         type=positive_amount,
@@ -54,7 +65,9 @@ def comm(args: argparse.Namespace) -> int:
         from frontier_llm.errors import LayoutError
 
         if place is None:
-            raise LayoutError("a layout of one rank moves nothing", "add e.g. parallel.tensor=2, or start it with srun", "bench comm")
+            raise LayoutError(
+                "a layout of one rank moves nothing", "add e.g. parallel.tensor=2, or start it with srun", "bench comm"
+            )
         from frontier_llm.blueprint.layout import layout_of
         from frontier_llm.experiments.measure import links
         from frontier_llm.experiments.measure.pieces import bench_pieces
@@ -73,7 +86,12 @@ def comm(args: argparse.Namespace) -> int:
 
 
 def _write_files(
-    args: argparse.Namespace, config: RunConfig, mesh: Mesh, measurements: list[LinkTime], pieces: list[PiecesTime], per_node: int
+    args: argparse.Namespace,
+    config: RunConfig,
+    mesh: Mesh,
+    measurements: list[LinkTime],
+    pieces: list[PiecesTime],
+    per_node: int,
 ) -> None:
     """The table of algorithms and the machine file, where asked for."""
     import platform
@@ -87,7 +105,10 @@ def _write_files(
 
     where = f"frontier-llm bench comm on {platform.node()}"
     if args.emit:
-        nodes = {axis.name: len({rank // per_node for rank in axis.ranks}) for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world)}
+        nodes = {
+            axis.name: len({rank // per_node for rank in axis.ranks})
+            for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world)
+        }
         rules = algorithm_rules(measurements, nodes, where)
         write_yaml(args.emit, {"title": "measured", "rules": rules})
         log.info(f"wrote {len(rules)} rules to {args.emit}: use them with comm.algorithms={args.emit}")
@@ -95,18 +116,31 @@ def _write_files(
         try:
             tables = node_tables(measurements, per_node, where)
         except ValueError as error:
-            raise LayoutError(str(error), "measure a layout whose tensor degree fits a node", "--machine-file") from error
+            raise LayoutError(
+                str(error), "measure a layout whose tensor degree fits a node", "--machine-file"
+            ) from error
         base = config.machine
-        content: dict[str, Any] = {"base": base, "title": f"{base}, collectives measured", "node": {"collectives": tables}}
+        content: dict[str, Any] = {
+            "base": base,
+            "title": f"{base}, collectives measured",
+            "node": {"collectives": tables},
+        }
         if pieces:
             overlap = {"value": rounded(chunk_overlap(pieces)), "tag": "measured", "source": where}
             content["stacks"] = {own_stack(load_machine(base)): {"chunk_overlap": overlap}}
         write_machine(args.machine_file, content)
-        log.info(f"wrote {args.machine_file} ({where}): use it with `frontier-llm plan MODEL --machine {args.machine_file}`")
+        log.info(
+            f"wrote {args.machine_file} ({where}): use it with `frontier-llm plan MODEL --machine {args.machine_file}`"
+        )
 
 
 def _report(
-    args: argparse.Namespace, config: RunConfig, measurements: list[LinkTime], pieces: list[PiecesTime], pairs: list[Pair], per_node: int
+    args: argparse.Namespace,
+    config: RunConfig,
+    measurements: list[LinkTime],
+    pieces: list[PiecesTime],
+    pairs: list[Pair],
+    per_node: int,
 ) -> None:
     from frontier_llm.experiments.measure.link_tables import contention, draw_pairs, link_kind, slow_links
     from frontier_llm.machine import load_machine
@@ -129,10 +163,15 @@ def _report(
 def _piece_lines(pieces: list[PiecesTime]) -> Iterator[str]:
     for one in pieces:
         alone = f"{format_seconds(one.product_s)} product and {format_seconds(one.collective_s)} {one.operation} each"
-        yield f"a tp product in {one.pieces} pieces of {alone}: {format_seconds(one.together_s)} together, {100 * one.overlap:.0f} % hid"
+        yield (
+            f"a tp product in {one.pieces} pieces of {alone}: {format_seconds(one.together_s)} together, "
+            f"{100 * one.overlap:.0f} % hid"
+        )
 
 
-def _lines(measurements: list[LinkTime], pairs: list[Pair], slow: list[Pair], kind: Callable[[int, int], str]) -> Iterator[str]:
+def _lines(
+    measurements: list[LinkTime], pairs: list[Pair], slow: list[Pair], kind: Callable[[int, int], str]
+) -> Iterator[str]:
     from statistics import median
 
     head = ("axis", ">ranks", "operation", "algorithm", "groups", ">bytes", ">time", ">algbw GB/s", ">busbw GB/s")
@@ -146,6 +185,9 @@ def _lines(measurements: list[LinkTime], pairs: list[Pair], slow: list[Pair], ki
     yield aligned(head, rows)
     for name in dict.fromkeys(kind(pair.a, pair.b) for pair in pairs):
         rates = [pair.gbps for pair in pairs if kind(pair.a, pair.b) == name]
-        yield f"{len(rates)} pairs of ranks, {name}: {min(rates):.3f} to {max(rates):.3f} GB/s one way, median {median(rates):.3f}"
+        yield (
+            f"{len(rates)} pairs of ranks, {name}: {min(rates):.3f} to {max(rates):.3f} GB/s one way, median "
+            f"{median(rates):.3f}"
+        )
     for pair in slow:
         yield f"slow link: global ranks {pair.a} and {pair.b} ({kind(pair.a, pair.b)}): {pair.gbps:.3f} GB/s"

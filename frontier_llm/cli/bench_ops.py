@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @command(
     JSON,
-    option("--model", default="bench-l8-h384", help="name in configs/models, or a path: whose shapes (default: %(default)s)"),
+    option(
+        "--model",
+        default="bench-l8-h384",
+        help="name in configs/models, or a path: whose shapes (default: %(default)s)",
+    ),
     option("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="working precision (default: bf16)"),
     option("--micro-batch", type=positive, default=4, metavar="N", help="samples per microbatch (default: 4)"),
     option("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is also ROCm's name in torch (default: cpu)"),
@@ -53,12 +57,29 @@ def ops(args: argparse.Namespace) -> int:
 
 def _table(timings: list[Timing]) -> str:
     """One line per op: ours beside eager torch; below it what could not be timed."""
-    rows, failures = [], []
+    rows = []
+    failures = []
     for op, ways in groupby(timings, lambda timing: timing.op):
         timed = {timing.way: timing for timing in ways}
-        failures += [f"{op} {way}: {timing.error}" for way, timing in timed.items() if timing.error and way in ("ours", "eager", "all")]
-        ours, eager = timed.get("ours"), timed.get("eager")
+        failures += [
+            f"{op} {way}: {timing.error}"
+            for way, timing in timed.items()
+            if timing.error and way in ("ours", "eager", "all")
+        ]
+        ours = timed.get("ours")
+        eager = timed.get("eager")
         if ours and eager and not ours.error and not eager.error:
-            rate = f"{ours.flops / ours.seconds / TERA:.3f} TFLOP/s" if ours.flops else f"{ours.bytes_moved / ours.seconds / 1e9:.0f} GB/s"
-            rows.append((op, *(format_seconds(way.seconds) for way in (ours, eager)), f"{eager.seconds / ours.seconds:.2f}x", rate))
+            rate = (
+                f"{ours.flops / ours.seconds / TERA:.3f} TFLOP/s"
+                if ours.flops
+                else f"{ours.bytes_moved / ours.seconds / 1e9:.0f} GB/s"
+            )
+            rows.append(
+                (
+                    op,
+                    *(format_seconds(way.seconds) for way in (ours, eager)),
+                    f"{eager.seconds / ours.seconds:.2f}x",
+                    rate,
+                )
+            )
     return "\n".join([aligned(("op", ">ours", ">eager", ">gain", ">rate of ours"), rows), *failures])

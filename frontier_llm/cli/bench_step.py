@@ -41,9 +41,14 @@ def step(args: argparse.Namespace) -> int:
 
 def _lines(result: StepBench) -> Iterator[str]:
     yield f"{result.tokens_per_s:,.0f} tokens/s   {format_seconds(result.step_time_s)} per step"
-    share = f"{result.fraction_of_gemm:.2f} of the {result.gemm_tflops:.3f} TFLOP/s that its matrix products reach alone"
+    share = (
+        f"{result.fraction_of_gemm:.2f} of the {result.gemm_tflops:.3f} TFLOP/s that its matrix products reach alone"
+    )
     yield f"{result.model_tflops:.3f} model TFLOP/s per device: {share}"
-    phases = [(name, format_seconds(seconds), f"{seconds / result.step_time_s:.1%}") for name, seconds in result.phases_s.items()]
+    phases = [
+        (name, format_seconds(seconds), f"{seconds / result.step_time_s:.1%}")
+        for name, seconds in result.phases_s.items()
+    ]
     yield aligned(("phase", ">time", ">share"), phases, indent="  ")
     gemms = [(*(gemm[name] for name in ("name", "M", "N", "K")), f"{gemm['tflops']:.3f}") for gemm in result.gemms]
     yield aligned(("product", ">M", ">N", ">K", ">TFLOP/s (forward and both gradients)"), gemms, indent="  ")

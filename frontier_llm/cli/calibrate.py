@@ -1,4 +1,6 @@
-"""`frontier-llm calibrate`: time the model's own products, attention, copies and collectives here, and write a machine file."""
+"""`frontier-llm calibrate`: time the model's own products, attention, copies and collectives here, and write a
+machine file.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,25 @@ if TYPE_CHECKING:
 
 @command(
     *run_options("its model, precision and ops are timed", default="bench"),
-    option("--ranks", type=positive, default=2, metavar="N", help="ranks that measure at once: as many as will train (default: 2)"),
-    option("--repeats", type=positive, default=5, metavar="N", help="timings per sample; the median counts (default: 5)"),
-    option("--output", type=Path, default=Path("calibrated.yaml"), metavar="FILE", help="machine file to write (default: %(default)s)"),
-    about="Time a model's own products, attention, copies and collectives here, and write the machine file that plan reads.",
+    option(
+        "--ranks",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="ranks that measure at once: as many as will train (default: 2)",
+    ),
+    option(
+        "--repeats", type=positive, default=5, metavar="N", help="timings per sample; the median counts (default: 5)"
+    ),
+    option(
+        "--output",
+        type=Path,
+        default=Path("calibrated.yaml"),
+        metavar="FILE",
+        help="machine file to write (default: %(default)s)",
+    ),
+    about="Time a model's own products, attention, copies and collectives here, and write the machine file that plan "
+    "reads.",
     examples=(
         "frontier-llm calibrate quickstart --ranks 2 --output mine.yaml",
         "frontier-llm plan llama-15m --machine mine.yaml",
@@ -34,7 +51,9 @@ def calibrate(args: argparse.Namespace) -> int:
     from frontier_llm.run.rank_env import discover
 
     if args.output.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"{args.output} is no name of a machine file", f"--output {args.output.with_suffix('.yaml')}", "--output")
+        raise ConfigError(
+            f"{args.output} is no name of a machine file", f"--output {args.output.with_suffix('.yaml')}", "--output"
+        )
     place = discover()
     ranks = place.world_size if place else args.ranks
     config = load_run(args.run, args.overrides)

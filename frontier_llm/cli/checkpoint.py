@@ -1,4 +1,6 @@
-"""frontier-llm checkpoint list|verify|diff|import-hf|export-hf; exit code 1 when a checkpoint is damaged or two differ."""
+"""frontier-llm checkpoint list|verify|diff|import-hf|export-hf; exit code 1 when a checkpoint is damaged or two
+differ.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,16 @@ def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
         return (name, "DAMAGED", *[""] * 6)
     age = format_age(time.time() - row["written_unix_s"])
     pointer = " ".join(name.upper() for name in ("latest", "best") if row[name])
-    return (name, row["model"], format_count(row["tokens"]), format_bytes(row["bytes"]), str(row["shards"]), row["layout"], age, pointer)
+    return (
+        name,
+        row["model"],
+        format_count(row["tokens"]),
+        format_bytes(row["bytes"]),
+        str(row["shards"]),
+        row["layout"],
+        age,
+        pointer,
+    )
 
 
 @command(
@@ -63,7 +74,8 @@ def _verify(args: argparse.Namespace) -> int:
 
     results = {}
     for path in find(args.path):
-        started_s, line = time.monotonic(), ProgressBar()
+        started_s = time.monotonic()
+        line = ProgressBar()
         problems = results[str(path)] = verify(path, line.on(path.name, "shards"))
         line.close()
         if not args.json:
@@ -102,7 +114,10 @@ def _difference_lines(result: Difference, args: argparse.Namespace) -> Iterator[
         if text := "\n".join(f"  {shorten(line, 160, placeholder=' …')}" for line in lines):
             yield f"{title}\n{text}"
     if result.tensors:
-        rows = [(one.name, one.kind, f"{one.differing:,} of {one.elements:,}", f"{one.largest:.3g}") for one in result.tensors]
+        rows = [
+            (one.name, one.kind, f"{one.differing:,} of {one.elements:,}", f"{one.largest:.3g}")
+            for one in result.tensors
+        ]
         yield "tensors"
         yield aligned(("name", "kind", ">elements that differ", ">by at most"), rows, indent="  ")
     yield "weights and optimizer state are bit-equal" if result.same_state else "weights or optimizer state differ"

@@ -19,7 +19,8 @@ GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # of the vendors' d
 
 
 def check(config: RunConfig, world_size: int, saves: bool = True, position: Position = START) -> None:
-    """Refuse whatever would fail on the ranks, a disk without room for checkpoints if it `saves` them too, and log the layout.
+    """Refuse whatever would fail on the ranks, a disk without room for checkpoints if it `saves` them too, and log the
+    layout.
 
     `position`: where the run is in its data.
 
@@ -58,7 +59,9 @@ def check(config: RunConfig, world_size: int, saves: bool = True, position: Posi
 
 
 def _package_problems(config: RunConfig) -> Iterator[Problem]:
-    """Packages that ranks would miss. Events for TensorBoard are left out where it is not there, unless the run itself asks for them."""
+    """Packages that ranks would miss. Events for TensorBoard are left out where it is not there, unless the run
+    itself asks for them.
+    """
     if importlib.util.find_spec("torch") is None:
         yield not_installed("torch")
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -66,7 +69,10 @@ def _package_problems(config: RunConfig) -> Iterator[Problem]:
         if "tensorboard" in config.train.model_fields_set:
             yield replace(missing, fix=f"{missing.fix}, or set train.tensorboard=false")
         else:
-            log.info("tensorboard is not installed: no events are written, metrics.jsonl has the same numbers (pip install tensorboard)")
+            log.info(
+                "tensorboard is not installed: no events are written, metrics.jsonl has the same numbers (pip "
+                "install tensorboard)"
+            )
     for name in {"wandb", "mlflow"}.intersection(config.train.observers):
         if importlib.util.find_spec(name) is None:
             yield not_installed(name, "train.observers")
@@ -74,22 +80,32 @@ def _package_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _profile_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Steps and ranks that the run does not have, so that no trace would be written."""
-    profile, steps = config.train.profile, config.train.steps
+    profile = config.train.profile
+    steps = config.train.steps
     if profile is None:
         return
     if profile.range[-1] > steps:
-        yield Problem("train.profile.steps", f"{profile.steps} is not over when the run ends after {steps}", f"end at {steps}")
+        yield Problem(
+            "train.profile.steps", f"{profile.steps} is not over when the run ends after {steps}", f"end at {steps}"
+        )
     if missing := [rank for rank in profile.ranks if rank >= world_size]:
-        yield Problem("train.profile.ranks", f"the run has no rank {missing[0]}", f"name ranks of 0 to {world_size - 1}")
+        yield Problem(
+            "train.profile.ranks", f"the run has no rank {missing[0]}", f"name ranks of 0 to {world_size - 1}"
+        )
 
 
 def _best_problems(config: RunConfig) -> Iterator[Problem]:
     """A held-out set that is not there, or is looked at only when the run is over."""
-    best, sets = config.train.keep_best, list(config.data.held_out)
+    best = config.train.keep_best
+    sets = list(config.data.held_out)
     if best is not None and best not in sets:
         yield Problem("train.keep_best", f"{best!r} is no held-out set of this run", suggest(best, sets))
     elif best is not None and not config.train.eval_interval:
-        yield Problem("train.keep_best", "there is one evaluation, at the end, and nothing to choose from", "set train.eval_interval=100")
+        yield Problem(
+            "train.keep_best",
+            "there is one evaluation, at the end, and nothing to choose from",
+            "set train.eval_interval=100",
+        )
 
 
 def _task_problems(config: RunConfig) -> Iterator[Problem]:
@@ -104,45 +120,60 @@ def _task_problems(config: RunConfig) -> Iterator[Problem]:
         try:
             requests(read_task(name, task.path, task.limit), task.shots)
         except FrontierError as error:
-            yield from (replace(problem, where=f"train.eval_tasks.{name}: {problem.where}") for problem in error.problems)
+            yield from (
+                replace(problem, where=f"train.eval_tasks.{name}: {problem.where}") for problem in error.problems
+            )
 
 
 def check_start(config: RunConfig, world_size: int) -> None:
-    """Refuse to start ranks on this computer for nothing: beside a STOP file, or with more than its memory holds without any activation."""
+    """Refuse to start ranks on this computer for nothing: beside a STOP file, or with more than its memory holds
+    without any activation.
+    """
     from frontier_llm.blueprint import total_parameters
     from frontier_llm.blueprint.layout import DTYPE_BYTES, statistics_bytes
     from frontier_llm.blueprint.optimizers import state_bytes
 
     stop = Path(config.train.run_dir) / STOP_FILE
     if stop.exists():  # in a job it keeps the next attempt from going on
-        raise ConfigError("ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop))
+        raise ConfigError(
+            "ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop)
+        )
     has_gpu = any(Path(gpu).exists() for gpu in GPU_FILES.values())
     _check_driver(config)
     if has_gpu:
         return
-    parallel, dtype = config.parallel, config.precision.dtype
+    parallel = config.parallel
+    dtype = config.precision.dtype
     whole = parallel.data_mode == "zero" and parallel.zero < 2  # each replica holds all weights and gradients
     replicas = world_size // parallel.model_ranks if whole else 1
-    per_replica = (DTYPE_BYTES[dtype] + statistics_bytes(dtype)) * total_parameters(config.model)  # weights and gradients
-    needed_bytes, held_bytes = replicas * per_replica + state_bytes(config.model, config.optimizer.name, dtype), available_bytes()
+    # weights and gradients
+    per_replica = (DTYPE_BYTES[dtype] + statistics_bytes(dtype)) * total_parameters(config.model)
+    needed_bytes = replicas * per_replica + state_bytes(config.model, config.optimizer.name, dtype)
+    held_bytes = available_bytes()
     if needed_bytes > held_bytes:
-        what = f"weights, gradients and optimizer state of {plural(world_size, 'rank')} take {format_bytes(needed_bytes)}"
+        what = (
+            f"weights, gradients and optimizer state of {plural(world_size, 'rank')} take {format_bytes(needed_bytes)}"
+        )
         fix = "take a smaller model, or a machine for it: frontier-llm plan --run RUN --machine frontier"
-        raise ConfigError(f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU", fix, "model")
+        raise ConfigError(
+            f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU", fix, "model"
+        )
 
 
 def _check_driver(config: RunConfig) -> None:
     """Raise ConfigError if the run needs a GPU whose driver this computer does not have."""
     from frontier_llm.machine import load_machine
 
-    device, vendor = config.train.device, load_machine(config.machine).device.vendor
+    device = config.train.device
+    vendor = load_machine(config.machine).device.vendor
     if device == "cpu" or (device == "auto" and vendor == "none"):
         return
     needed = list(GPU_FILES.values()) if vendor == "none" else [GPU_FILES[vendor]]
     if any(Path(file).exists() for file in needed):
         return
     raise ConfigError(
-        f"is {device}, which means a GPU on machine={config.machine}, and this computer has none ({' and '.join(needed)} missing)",
+        f"is {device}, which means a GPU on machine={config.machine}, and this computer has none "
+        f"({' and '.join(needed)} missing)",
         "set machine=local for this computer, or train.device=cpu, or submit the run to nodes that have the GPU",
         "train.device",
     )
@@ -150,12 +181,18 @@ def _check_driver(config: RunConfig) -> None:
 
 def available_bytes() -> int:
     """Memory that programs can still have, as Linux estimates it."""
-    line = next(line for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if line.startswith("MemAvailable:"))
+    line = next(
+        line
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        if line.startswith("MemAvailable:")
+    )
     return int(line.split()[1]) * 1024
 
 
 def check_resume(config: RunConfig, allowed: Sequence[str]) -> None:
-    """Refuse to go on from checkpoints of other mathematics than `config`, but for the keys that are `allowed` to change."""
+    """Refuse to go on from checkpoints of other mathematics than `config`, but for the keys that are `allowed` to
+    change.
+    """
     checkpoints = Path(config.train.run_dir) / "checkpoints"
     if any(checkpoints.glob("step_*")):  # importing torch takes two seconds
         from frontier_llm.checkpoint import inspect
@@ -169,7 +206,9 @@ def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
     from frontier_llm.run.rank_env import environment
 
     if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError("deepspeed is not installed", f"{INSTALL}, or set optimizer.engine=native", "optimizer.engine")
+        raise ConfigError(
+            "deepspeed is not installed", f"{INSTALL}, or set optimizer.engine=native", "optimizer.engine"
+        )
     deepspeed_settings(config, microbatches)
     if problems := list(missing_ops(config, environment())):
         raise ConfigError(problems)
@@ -221,16 +260,20 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     saves = saves_between(train, 0, train.steps)
     count = min(saves, 1 if existing >= train.keep_checkpoints else 2)
     needed_bytes = LOG_BYTES + count * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
-    needed_files = world_size + count * (world_size + 3)  # a log per rank; a shard per rank, manifest, its digest, the folder
+    # a log per rank; a shard per rank, manifest, its digest, the folder
+    needed_files = world_size + count * (world_size + 3)
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
     disk = os.statvfs(where)
-    free_bytes, free_files = disk.f_bavail * disk.f_frsize, disk.f_favail
-    if needed_bytes <= free_bytes and (needed_files <= free_files or disk.f_files == 0):  # 0: a file system without a table of files
+    free_bytes = disk.f_bavail * disk.f_frsize
+    free_files = disk.f_favail
+    # 0: a file system without a table of files
+    if needed_bytes <= free_bytes and (needed_files <= free_files or disk.f_files == 0):
         return []
     return [
         Problem(
             "train.run_dir",
-            f"logs and the first {plural(count, 'checkpoint')} need {format_bytes(needed_bytes)} and {needed_files} files; "
+            f"logs and the first {plural(count, 'checkpoint')} need {format_bytes(needed_bytes)} and {needed_files} "
+            f"files; "
             f"{where} has {format_bytes(free_bytes)} and {free_files} files free",
             "free space, raise the quota, or choose another train.run_dir",
         )

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from frontier_llm.cli.arguments import command, option
 
-# `path` is the command and action typed so far; a word that belongs to neither is a value. With no match the shell completes file names.
+# `path` is the command and action typed so far; a word that belongs to neither is a value. With no match the shell
+# completes file names.
 _BASH = """_frontier_llm() {{
     local path="" i
     for ((i = 1; i < COMP_CWORD; i++)); do
@@ -26,7 +27,9 @@ _ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit"  # zsh t
 
 
 def completions(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, Sequence[str]]]:
-    """(words typed before, words that may follow) of a command and of its actions: options, choices, names of shipped files."""
+    """(words typed before, words that may follow) of a command and of its actions: options, choices, names of
+    shipped files.
+    """
     from frontier_llm.config import available
 
     words = [flag for action in parser._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
@@ -42,7 +45,8 @@ def completions(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tup
 @command(
     option("shell", choices=("bash", "zsh"), help="for which shell"),
     line="print a script that completes commands and options",
-    about="Print a script that completes commands, options and names of models and runs. For this shell, and in ~/.bashrc for every one: "
+    about="Print a script that completes commands, options and names of models and runs. For this shell, and in "
+    "~/.bashrc for every one: "
     'eval "$(frontier-llm completion bash)"; in ~/.zshrc: eval "$(frontier-llm completion zsh)".',
     examples=("frontier-llm completion bash",),
 )

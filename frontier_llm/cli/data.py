@@ -1,4 +1,6 @@
-"""`frontier-llm data tokenizer|tokenize|import|index|inspect|check|plan|show|stdlib`: from text to a dataset that `train` reads."""
+"""`frontier-llm data tokenizer|tokenize|import|index|inspect|check|plan|show|stdlib`: from text to a dataset that
+`train` reads.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm import log
-from frontier_llm.cli.arguments import JSON, Command, command, dataset_prefix, natural, option, positive, run_options, show
+from frontier_llm.cli.arguments import (
+    JSON,
+    Command,
+    command,
+    dataset_prefix,
+    natural,
+    option,
+    positive,
+    run_options,
+    show,
+)
 from frontier_llm.tables import aligned
 from frontier_llm.units import format_count
 
 if TYPE_CHECKING:
     from frontier_llm.data.ids import IdScan
 
-INPUTS = option("inputs", nargs="+", metavar="INPUT", help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS")
-BOUND = option("--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)")
+INPUTS = option(
+    "inputs",
+    nargs="+",
+    metavar="INPUT",
+    help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS",
+)
+BOUND = option(
+    "--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)"
+)
 OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
 TEXT_OPTIONS = (
     option("--text-key", default="text", metavar="NAME", help="JSON field or parquet column (default: text)"),
-    option("--documents", choices=("file", "line"), default="file", help="a document is a whole text file, or each line (default: file)"),
+    option(
+        "--documents",
+        choices=("file", "line"),
+        default="file",
+        help="a document is a whole text file, or each line (default: file)",
+    ),
     option("--skip-damaged", action="store_true", help="leave damaged inputs out and name them, instead of stopping"),
     BOUND,
 )
@@ -32,7 +56,11 @@ TEXT_OPTIONS = (
     option("--output", required=True, metavar="FILE", help="NAME.model (sentencepiece) or NAME.json (Hugging Face)"),
     option("--vocab-size", type=positive, default=32000, metavar="N", help="ids (default: 32000)"),
     option("--sample-mib", type=positive, default=64, metavar="N", help="MiB of text to train on (default: 64)"),
-    option("--overwrite", action="store_true", help="replace another tokenizer of that name, which datasets may have been made with"),
+    option(
+        "--overwrite",
+        action="store_true",
+        help="replace another tokenizer of that name, which datasets may have been made with",
+    ),
     *TEXT_OPTIONS,
     line="train a tokenizer on text files",
 )
@@ -43,7 +71,9 @@ def _tokenizer(args: argparse.Namespace) -> int:
     from frontier_llm.errors import DataError
 
     if not args.output.endswith((".model", ".json")):
-        raise DataError(f"--output {args.output} names no kind", fix="end it in .model (sentencepiece) or .json (Hugging Face)")
+        raise DataError(
+            f"--output {args.output} names no kind", fix="end it in .model (sentencepiece) or .json (Hugging Face)"
+        )
     train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
     options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, max_bytes=args.max_mib << 20)
     texts = training_text(args.inputs, options, args.sample_mib << 20)
@@ -56,9 +86,14 @@ def _tokenizer(args: argparse.Namespace) -> int:
             raise DataError("is another tokenizer, which datasets may have been made with", where=args.output, fix=fix)
         beside.unlink()
     if trained.vocab_size < args.vocab_size:
-        log.warn(f"the text yields no more than {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size accordingly")
+        log.warn(
+            f"the text yields no more than {trained.vocab_size} of the {args.vocab_size} ids; set model.vocab_size "
+            f"accordingly"
+        )
     if trained.vocab_size > args.vocab_size:
-        log.warn(f"{args.vocab_size} ids are too few for every byte and the end of a document: it has {trained.vocab_size}")
+        log.warn(
+            f"{args.vocab_size} ids are too few for every byte and the end of a document: it has {trained.vocab_size}"
+        )
     print(f"{output}: {trained.vocab_size} ids, end of document {trained.eod}, sha256 {trained.digest}")
     return 0
 
@@ -66,7 +101,9 @@ def _tokenizer(args: argparse.Namespace) -> int:
 @command(
     INPUTS,
     option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
-    option("--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`"),
+    option(
+        "--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`"
+    ),
     option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
     option("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)"),
     OVERWRITE,
@@ -78,7 +115,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
 def _tokenize(args: argparse.Namespace) -> int:
     from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 
-    shard_bytes, max_bytes = args.shard_mib << 20, args.max_mib << 20
+    shard_bytes = args.shard_mib << 20
+    max_bytes = args.max_mib << 20
     options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, shard_bytes, args.prompt_key, max_bytes)
     meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers, args.overwrite)
     show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
@@ -86,10 +124,16 @@ def _tokenize(args: argparse.Namespace) -> int:
 
 
 @command(
-    option("inputs", nargs="+", metavar="INPUT", help="files, joined in this order, directories or URLs of .mds/.npy/.bin"),
+    option(
+        "inputs", nargs="+", metavar="INPUT", help="files, joined in this order, directories or URLs of .mds/.npy/.bin"
+    ),
     option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
     option("--tokenizer", required=True, help="the one that made the tokens"),
-    option("--dtype", choices=("uint16", "uint32", "int32", "int64"), help="of files without a header, of MDS bytes columns"),
+    option(
+        "--dtype",
+        choices=("uint16", "uint32", "int32", "int64"),
+        help="of files without a header, of MDS bytes columns",
+    ),
     BOUND,
     option("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)"),
     OVERWRITE,
@@ -99,7 +143,9 @@ def _import(args: argparse.Namespace) -> int:
     from frontier_llm.data.importing import import_tokens
 
     bound = args.max_mib << 20
-    meta = import_tokens(args.inputs, args.output, args.tokenizer, args.dtype, args.column, bound, overwrite=args.overwrite)
+    meta = import_tokens(
+        args.inputs, args.output, args.tokenizer, args.dtype, args.column, bound, overwrite=args.overwrite
+    )
     print(f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 
@@ -127,7 +173,11 @@ def _index(args: argparse.Namespace) -> int:
     option("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)"),
     option("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)"),
     option(
-        "--sequence-length", type=natural, default=0, metavar="N", help="also count the tokens that sequences of N cut from their beginning"
+        "--sequence-length",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="also count the tokens that sequences of N cut from their beginning",
     ),
     JSON,
     line="counts, token histogram and decoded samples of a dataset; checks all of its index",
@@ -143,7 +193,10 @@ def _inspect(args: argparse.Namespace) -> int:
 @command(
     option("prefixes", nargs="+", type=dataset_prefix, metavar="PREFIX", help="paths without .bin/.idx"),
     option(
-        "--vocab-size", type=positive, metavar="N", help="ids that a model has (default: that of the tokenizer in the dataset's record)"
+        "--vocab-size",
+        type=positive,
+        metavar="N",
+        help="ids that a model has (default: that of the tokenizer in the dataset's record)",
     ),
     JSON,
     line="read every token and index entry of datasets; name the first id that a vocabulary does not have",
@@ -162,13 +215,21 @@ def _check(args: argparse.Namespace) -> int:
 
 def _scan_lines(scans: Sequence[IdScan]) -> Iterator[str]:
     rows = [
-        (one.prefix, f"{one.documents:,}", f"{one.tokens:,}", *map(_known, (one.smallest_id, one.largest_id, one.vocab_size)))
+        (
+            one.prefix,
+            f"{one.documents:,}",
+            f"{one.tokens:,}",
+            *map(_known, (one.smallest_id, one.largest_id, one.vocab_size)),
+        )
         for one in scans
     ]
     yield aligned(("dataset", ">documents", ">tokens", ">smallest id", ">largest id", ">vocabulary"), rows)
     for one in scans:
         if one.outside is not None:
-            yield f"{one.prefix}: {one.outside}, outside of the vocabulary of {_known(one.vocab_size)}; train with the tokenizer that made the data"
+            yield (
+                f"{one.prefix}: {one.outside}, outside of the vocabulary of {_known(one.vocab_size)}; train with "
+                f"the tokenizer that made the data"
+            )
 
 
 def _known(number: int | None) -> str:
@@ -176,7 +237,11 @@ def _known(number: int | None) -> str:
 
 
 def _tables(report: dict[str, Any]) -> Iterator[str]:
-    facts = ((key.replace("_", " "), _words(value)) for key, value in report.items() if key not in ("prefix", "top_tokens", "samples"))
+    facts = (
+        (key.replace("_", " "), _words(value))
+        for key, value in report.items()
+        if key not in ("prefix", "top_tokens", "samples")
+    )
     yield aligned(("dataset", report["prefix"]), facts)
     if tokens := report["top_tokens"]:
         counts = [token["count"] for token in tokens]
@@ -209,8 +274,13 @@ def _stdlib(args: argparse.Namespace) -> int:
 
     corpus = prepare(args.directory, args.vocab_size, workers=args.workers, tokenizer=args.tokenizer)
     sets = ((corpus.train, corpus.train_meta), (corpus.validation, corpus.validation_meta))
-    lines = [f"{split}: {meta.documents} documents, {meta.tokens} tokens, {meta.text_bytes} bytes of text" for split, meta in sets]
-    lines.append(f"train with: data.tokenizer={corpus.tokenizer} data.train={corpus.train} data.validation={corpus.validation}")
+    lines = [
+        f"{split}: {meta.documents} documents, {meta.tokens} tokens, {meta.text_bytes} bytes of text"
+        for split, meta in sets
+    ]
+    lines.append(
+        f"train with: data.tokenizer={corpus.tokenizer} data.train={corpus.train} data.validation={corpus.validation}"
+    )
     show(args, asdict(corpus), lambda: "\n".join(lines))
     return 0
 
@@ -238,7 +308,14 @@ def _show(args: argparse.Namespace) -> int:
     def text() -> str:
         head = (">sample", "source", ">index", ">length", "documents", "text")
         rows = [
-            (sample.number, sample.source, sample.index, sample.sequence_length, _documents(sample.documents), repr(sample.text or ""))
+            (
+                sample.number,
+                sample.source,
+                sample.index,
+                sample.sequence_length,
+                _documents(sample.documents),
+                repr(sample.text or ""),
+            )
             for sample in samples
         ]
         return f"step {args.step} read {global_batch} samples\n{aligned(head, rows)}"
@@ -267,7 +344,18 @@ def _plan(args: argparse.Namespace) -> int:
     plan = data_plan(config, recorded_position(Path(config.train.run_dir)) or START)
 
     def text() -> str:
-        head = (">phase", "steps", "source", ">its tokens", "tokenizer", ">length", ">share", ">read", ">epochs", ">by then")
+        head = (
+            ">phase",
+            "steps",
+            "source",
+            ">its tokens",
+            "tokenizer",
+            ">length",
+            ">share",
+            ">read",
+            ">epochs",
+            ">by then",
+        )
         rows = [
             (
                 source.phase,

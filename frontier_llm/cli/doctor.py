@@ -11,15 +11,33 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
 @command(
     option("--site", help="name or path of a site file (default: FRONTIER_LLM_SITE, else generic)"),
     option("--run", metavar="RUN", help="run file: its directory is checked, with room for two of its checkpoints"),
-    option("--run-dir", default=".", metavar="DIR", help="directory to check when no run is given (default: the current one)"),
+    option(
+        "--run-dir",
+        default=".",
+        metavar="DIR",
+        help="directory to check when no run is given (default: the current one)",
+    ),
     option("--this-node", action="store_true", help="only this node, also inside an allocation"),
-    option("--installation", action="store_true", help="only what is installed in the interpreter of the ranks: a login node has no GPU"),
-    option("--timeout", type=positive, default=45, metavar="SECONDS", help="a node that is silent for so long is bad (default: 45)"),
+    option(
+        "--installation",
+        action="store_true",
+        help="only what is installed in the interpreter of the ranks: a login node has no GPU",
+    ),
+    option(
+        "--timeout",
+        type=positive,
+        default=45,
+        metavar="SECONDS",
+        help="a node that is silent for so long is bad (default: 45)",
+    ),
     option("--system-root", default="/", help=argparse.SUPPRESS),
     JSON,
-    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, filesystems; and what "
-    "is installed in the interpreter of the ranks: torch, C++ libraries, GPU kernels, with --run also its op back-ends, data and tokenizer. "
-    "Lists the variables that ranks get, each with what sets it. Inside a Slurm allocation it asks every node; bad ones are named as --exclude takes them.",
+    about="GCDs and memory, cores, network interfaces, libfabric, RCCL's network plugin, equal environments, clocks, "
+    "filesystems; and what "
+    "is installed in the interpreter of the ranks: torch, C++ libraries, GPU kernels, with --run also its op "
+    "back-ends, data and tokenizer. "
+    "Lists the variables that ranks get, each with what sets it. Inside a Slurm allocation it asks every node; bad "
+    "ones are named as --exclude takes them.",
     examples=(
         "frontier-llm doctor --site frontier --this-node",
         "frontier-llm doctor --site lumi --run train_175b --json",
@@ -42,7 +60,8 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.run.rank_env import environ
 
     site = load_site(args.site)
-    directory, needed_bytes = Path(args.run_dir), 0
+    directory = Path(args.run_dir)
+    needed_bytes = 0
     config = load_run(args.run, [f"machine={site.machine}"]) if args.run else None
     if config is not None:
         directory = Path(config.train.run_dir)

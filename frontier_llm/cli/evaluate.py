@@ -28,28 +28,64 @@ if TYPE_CHECKING:
 
 @command(
     *MODEL_OPTIONS,
-    option("--data-parallel", type=positive, default=1, metavar="N", help="copies of the model that share the work (default: 1)"),
+    option(
+        "--data-parallel",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="copies of the model that share the work (default: 1)",
+    ),
     JSON,
     option(
-        "--data", type=dataset_prefix, action="append", metavar="PREFIX", help="a .bin/.idx dataset (default: the run's data.validation)"
+        "--data",
+        type=dataset_prefix,
+        action="append",
+        metavar="PREFIX",
+        help="a .bin/.idx dataset (default: the run's data.validation)",
     ),
-    option("--windows", type=natural, default=0, metavar="N", help="context windows per dataset, evenly spaced; 0 = all (default)"),
+    option(
+        "--windows",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="context windows per dataset, evenly spaced; 0 = all (default)",
+    ),
     option(
         "--task",
         action="append",
         metavar="NAME=FILE",
-        help="arc_easy, arc_challenge, boolq, hellaswag, piqa, winogrande, wsc273, or any name for a file in LLM Foundry's format",
+        help="arc_easy, arc_challenge, boolq, hellaswag, piqa, winogrande, wsc273, or any name for a file in LLM "
+        "Foundry's format",
     ),
     option("--shots", type=natural, default=0, metavar="N", help="solved examples before each question (default: 0)"),
-    option("--shots-from", action="append", metavar="NAME=FILE", help="where a task's examples come from (default: its own file)"),
+    option(
+        "--shots-from",
+        action="append",
+        metavar="NAME=FILE",
+        help="where a task's examples come from (default: its own file)",
+    ),
     option("--limit", type=natural, default=0, metavar="N", help="questions per task; 0 = all (default)"),
     option("--batch-size", type=positive, default=8, metavar="N", help="sequences scored at once (default: 8)"),
-    option("--positions", type=positive, default=1, metavar="N", help="also the loss in N equal stretches of the window (default: 1)"),
+    option(
+        "--positions",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="also the loss in N equal stretches of the window (default: 1)",
+    ),
     option("--figure", metavar="FILE", help="draw the loss against the position in the window (with --positions)"),
-    option("--needles", type=natural, default=0, metavar="N", help="hide N needles of random tokens at each of 5 depths and ask for them"),
+    option(
+        "--needles",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="hide N needles of random tokens at each of 5 depths and ask for them",
+    ),
     option("--output", metavar="FILE", help="also write the JSON there"),
-    about="Held-out loss, perplexity and bits per byte of token datasets, and accuracy on multiple-choice tasks. Needs no network: "
-    "task files are JSONL in the format of LLM Foundry (eval/local_data) or of the data sets that lm-evaluation-harness uses.",
+    about="Held-out loss, perplexity and bits per byte of token datasets, and accuracy on multiple-choice tasks. "
+    "Needs no network: "
+    "task files are JSONL in the format of LLM Foundry (eval/local_data) or of the data sets that "
+    "lm-evaluation-harness uses.",
     examples=(
         "frontier-llm evaluate runs/quickstart",
         "frontier-llm evaluate runs/train_22b --tensor 8 --task piqa=piqa.jsonl",
@@ -61,7 +97,11 @@ def evaluate(args: argparse.Namespace) -> int:
 
     # every file is read and refused here, in one process, before ranks start; what would fail at the very end too
     if args.output and not os.access(Path(args.output).absolute().parent, os.W_OK):
-        raise ConfigError(f"{args.output} cannot be written", where="--output", fix="give a file in a directory that is there and writable")
+        raise ConfigError(
+            f"{args.output} cannot be written",
+            where="--output",
+            fix="give a file in a directory that is there and writable",
+        )
     for _, task, pool in _tasks(args):
         requests(task, args.shots, pool)
     return on_ranks(args, _evaluate)
@@ -105,13 +145,20 @@ def _evaluate(args: argparse.Namespace) -> int:
     with inference_model(args, opened) as (model, prints):
         progress = ProgressBar(prints)
         losses = [
-            held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix, "batches"), args.positions) for prefix in datasets
+            held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix, "batches"), args.positions)
+            for prefix in datasets
         ]
-        recalls = needles(model, datasets[0], args.needles, args.batch_size, progress.on("needles", "batches")) if args.needles else []
+        recalls = (
+            needles(model, datasets[0], args.needles, args.batch_size, progress.on("needles", "batches"))
+            if args.needles
+            else []
+        )
         results = []
         for name, task, pool in _tasks(args):
             assert tokenizer is not None
-            results.append(evaluate_task(model, tokenizer, task, args.shots, pool, args.batch_size, progress.on(name, "batches")))
+            results.append(
+                evaluate_task(model, tokenizer, task, args.shots, pool, args.batch_size, progress.on(name, "batches"))
+            )
         progress.close()
         if prints:
             _report(args, opened, losses, recalls, results)
@@ -125,7 +172,13 @@ def _validation(run: RunConfig | None) -> list[str]:
     return [source.path for blend in blends if not isinstance(blend, str) for source in blend]
 
 
-def _report(args: argparse.Namespace, opened: OpenedModel, losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult]) -> None:
+def _report(
+    args: argparse.Namespace,
+    opened: OpenedModel,
+    losses: list[HeldOut],
+    recalls: list[Recall],
+    results: list[TaskResult],
+) -> None:
     content = {
         "model": str(opened.path),
         "verification": verification(args, opened),
@@ -139,20 +192,38 @@ def _report(args: argparse.Namespace, opened: OpenedModel, losses: list[HeldOut]
     show(args, content, lambda: "\n".join([*_tables(losses, recalls, results, args.positions > 1), *notes]))
 
 
-def _tables(losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult], by_position: bool) -> Iterator[str]:
+def _tables(
+    losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult], by_position: bool
+) -> Iterator[str]:
     if losses:
         rows = [
-            (one.dataset[-32:], f"{one.tokens:,}", f"{one.loss:.4f}", f"{one.perplexity:.2f}", _digits(one.bits_per_byte)) for one in losses
+            (
+                one.dataset[-32:],
+                f"{one.tokens:,}",
+                f"{one.loss:.4f}",
+                f"{one.perplexity:.2f}",
+                _digits(one.bits_per_byte),
+            )
+            for one in losses
         ]
         yield aligned(("held-out data", ">tokens", ">loss", ">perplexity", ">bits/byte"), rows)
     for entry in losses if by_position else ():
         yield f"loss by position in {entry.dataset[-32:]}: {' '.join(f'{loss:.4f}' for loss in entry.by_position)}"
     if recalls:
-        needles = [(f"{one.depth:.0%}", f"{one.length:,}", one.needles, f"{one.found:.2f}", f"{one.loss:.4f}") for one in recalls]
+        needles = [
+            (f"{one.depth:.0%}", f"{one.length:,}", one.needles, f"{one.found:.2f}", f"{one.loss:.4f}")
+            for one in recalls
+        ]
         yield aligned(("needles at", ">of length", ">needles", ">found", ">loss"), needles)
     if results:
         scores = [
-            (one.task, one.shots, one.items, *map(_digits, (one.acc, one.stderr, one.acc_norm, one.acc_token)), one.format)
+            (
+                one.task,
+                one.shots,
+                one.items,
+                *map(_digits, (one.acc, one.stderr, one.acc_norm, one.acc_token)),
+                one.format,
+            )
             for one in results
         ]
         yield aligned(("task", ">shots", ">items", ">acc", ">±", ">acc_norm", ">acc_token", "format"), scores)

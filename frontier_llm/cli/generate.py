@@ -20,16 +20,34 @@ if TYPE_CHECKING:
 @command(
     *MODEL_OPTIONS,
     JSON,
-    option("--prompt", action="append", metavar="TEXT", help="may be given several times; without it a new document begins"),
-    option("--prompt-file", metavar="FILE", help="a text file, one prompt per line"),
-    option("--max-new-tokens", type=positive, default=128, metavar="N", help="at most so many per prompt (default: 128)"),
-    option("--temperature", type=float, default=0.8, metavar="T", help="0 = always the most likely token (default: 0.8)"),
-    option("--top-k", type=natural, default=0, metavar="K", help="keep the K most likely tokens; 0 = all (default)"),
-    option("--top-p", type=float, default=0.95, metavar="P", help="keep the most likely tokens with mass P (default: 0.95)"),
     option(
-        "--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the likeliest; 0 = all (default)"
+        "--prompt", action="append", metavar="TEXT", help="may be given several times; without it a new document begins"
     ),
-    option("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: what was said becomes less likely (default: 1)"),
+    option("--prompt-file", metavar="FILE", help="a text file, one prompt per line"),
+    option(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="at most so many per prompt (default: 128)"
+    ),
+    option(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 = always the most likely token (default: 0.8)"
+    ),
+    option("--top-k", type=natural, default=0, metavar="K", help="keep the K most likely tokens; 0 = all (default)"),
+    option(
+        "--top-p", type=float, default=0.95, metavar="P", help="keep the most likely tokens with mass P (default: 0.95)"
+    ),
+    option(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="keep tokens at least P times as likely as the likeliest; 0 = all (default)",
+    ),
+    option(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1: what was said becomes less likely (default: 1)",
+    ),
     option("--seed", type=natural, default=0, metavar="N", help="of the draws (default: 0)"),
     option("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times"),
     option("--batch-size", type=positive, default=8, metavar="N", help="prompts continued at once (default: 8)"),
@@ -58,9 +76,13 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or [])
     if args.prompt_file:
         try:
-            prompts += [line for line in Path(args.prompt_file).read_text(encoding="utf-8").splitlines() if line.strip()]
+            prompts += [
+                line for line in Path(args.prompt_file).read_text(encoding="utf-8").splitlines() if line.strip()
+            ]
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot be read: {error}", where=args.prompt_file, fix="give a UTF-8 text file") from error
+            raise ConfigError(
+                f"cannot be read: {error}", where=args.prompt_file, fix="give a UTF-8 text file"
+            ) from error
     return prompts or [""]
 
 
@@ -68,28 +90,44 @@ def _generate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.open import open_model, open_tokenizer
     from frontier_llm.inference.text import complete
 
-    prompts, sampling = _prompts(args), _sampling(args)
+    prompts = _prompts(args)
+    sampling = _sampling(args)
     opened = open_model(args.model, plugins=args.plugin)
     tokenizer = open_tokenizer(opened, args.tokenizer)  # a missing one is refused before the weights are read
     with inference_model(args, opened) as (model, prints):
         if model.mesh.dp.size > 1:
             raise LayoutError(
-                f"{model.mesh.world.size} ranks are more than tensor {args.tensor} x pipeline {args.pipeline}", fix="start as many"
+                f"{model.mesh.world.size} ranks are more than tensor {args.tensor} x pipeline {args.pipeline}",
+                fix="start as many",
             )
         live = prints and not args.json and len(prompts) == 1
         if live:
             _write(prompts[0])
         show = (lambda row, piece: _write(piece)) if live else (lambda row, piece: None)
         completions = complete(
-            model, tokenizer, prompts, sampling, args.stop or (), show, use_cache=not args.no_cache, batch_size=args.batch_size
+            model,
+            tokenizer,
+            prompts,
+            sampling,
+            args.stop or (),
+            show,
+            use_cache=not args.no_cache,
+            batch_size=args.batch_size,
         )
     if prints and args.json:
         state = verification(args, opened)
-        print(strict_json([{**asdict(completion), "verification": state} for completion in completions], ensure_ascii=False))
+        print(
+            strict_json(
+                [{**asdict(completion), "verification": state} for completion in completions], ensure_ascii=False
+            )
+        )
     elif live:
         _write("\n")
     elif prints:
-        _write("\n\n".join(f"── {number + 1}\n{entry.prompt}{entry.text}" for number, entry in enumerate(completions)) + "\n")
+        _write(
+            "\n\n".join(f"── {number + 1}\n{entry.prompt}{entry.text}" for number, entry in enumerate(completions))
+            + "\n"
+        )
     return 0
 
 

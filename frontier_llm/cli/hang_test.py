@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def hang_test(args: argparse.Namespace) -> int:
-    """Exit code 0 when a mode is safe. Started alone it tries each mode in local ranks; with --mode it is what tries one."""
+    """Exit code 0 when a mode is safe. Started alone it tries each mode in local ranks; with --mode it is what tries
+    one.
+    """
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
     from frontier_llm.cluster.rank_variables import set_rank_variables
@@ -26,7 +28,8 @@ def hang_test(args: argparse.Namespace) -> int:
     from frontier_llm.run.node_folders import temporary_folder
     from frontier_llm.run.rank_env import COMMAND, discover, environment, with_this_package
 
-    config, place = load_run(args.run, args.overrides), discover()
+    config = load_run(args.run, args.overrides)
+    place = discover()
     world_size = local_world_size(config)
     if args.mode:
         if place is None:
@@ -36,7 +39,8 @@ def hang_test(args: argparse.Namespace) -> int:
         return 0
     if place is not None:
         fix = (
-            "start it once on the node, without a launcher's ranks: srun -N1 -n1 --gpus-per-node=8 frontier-llm bench comm RUN --hang-test"
+            "start it once on the node, without a launcher's ranks: srun -N1 -n1 --gpus-per-node=8 frontier-llm "
+            "bench comm RUN --hang-test"
         )
         raise LayoutError("the hang test starts and ends ranks of its own", fix, "--hang-test")
     if world_size < 2:
@@ -48,7 +52,14 @@ def hang_test(args: argparse.Namespace) -> int:
         for mode in hang.MODES:
             run_dir = Path(folder, mode)
             run_dir.mkdir()
-            words = ["bench", "comm", args.run, *args.overrides, *hang.settings_of(config, mode), f"train.run_dir={run_dir}"]
+            words = [
+                "bench",
+                "comm",
+                args.run,
+                *args.overrides,
+                *hang.settings_of(config, mode),
+                f"train.run_dir={run_dir}",
+            ]
             words += ["--hang-test", "--mode", mode, "--times", str(args.times)]
             command = [sys.executable, *COMMAND, *words]
             verdict = hang.watch(command, with_this_package(environment()), mode, args.times, args.step_limit, run_dir)
@@ -66,14 +77,22 @@ def _report(args: argparse.Namespace, config: RunConfig, verdicts: list[Verdict]
     from frontier_llm.experiments.measure.machine_file import write_machine
     from frontier_llm.topology import plan_as_given
 
-    mode, plan = in_flight_of(verdicts), plan_as_given(config, local_world_size(config))
+    mode = in_flight_of(verdicts)
+    plan = plan_as_given(config, local_world_size(config))
     outcomes = ", ".join(f"{verdict.mode} {verdict.steps} of {verdict.wanted}" for verdict in verdicts)
-    source = f"bench comm --hang-test on {platform.node()}, {plan.grid.describe(plan.chunks)}, {plan.schedule}: {outcomes} steps"
+    source = (
+        f"bench comm --hang-test on {platform.node()}, {plan.grid.describe(plan.chunks)}, {plan.schedule}: "
+        f"{outcomes} steps"
+    )
     if args.machine_file and mode:
         content = {"base": config.machine, "title": f"{config.machine}, hang test passed"}
         write_machine(args.machine_file, {**content, "in_flight": {"mode": mode, "tag": "measured", "source": source}})
         log.info(f"wrote {args.machine_file}: machine={args.machine_file} makes comm.in_flight=auto mean {mode}")
     rows: list[dict[str, Any]] = [{**asdict(verdict), "safe": verdict.safe} for verdict in verdicts]
     last = f"comm.in_flight: {mode}" if mode else "no mode is safe here: see the ranks' last lines above"
-    show(args, {"modes": rows, "in_flight": mode, "source": source}, lambda: "\n".join([*(v.describe() for v in verdicts), last]))
+    show(
+        args,
+        {"modes": rows, "in_flight": mode, "source": source},
+        lambda: "\n".join([*(v.describe() for v in verdicts), last]),
+    )
     return int(mode is None)

@@ -1,4 +1,6 @@
-"""What `generate` and `evaluate` share: which model, on which ranks; joining a launcher's ranks or starting local ones."""
+"""What `generate` and `evaluate` share: which model, on which ranks; joining a launcher's ranks or starting local
+ones.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ if TYPE_CHECKING:
     from frontier_llm.inference.open import OpenedModel
 
 
-_FLAGS = {"parallel.tensor": "--tensor", "parallel.pipeline": "--pipeline", "parallel.expert": "--expert", "train.device=": "--device "}
+_FLAGS = {
+    "parallel.tensor": "--tensor",
+    "parallel.pipeline": "--pipeline",
+    "parallel.expert": "--expert",
+    "train.device=": "--device ",
+}
 
 
 MODEL_OPTIONS = (
@@ -26,18 +33,32 @@ MODEL_OPTIONS = (
     NO_VERIFY,
     option("model", metavar="MODEL", help="a run directory, one of its checkpoints, or a Hugging Face directory"),
     option("--tokenizer", help="a .model or tokenizer.json file, its directory, or `bytes` (default: the run's own)"),
-    option("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="working precision (default: the run's; fp32 for others)"),
-    option("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda is also ROCm's name in torch (default: auto)"),
+    option(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16", "fp64"),
+        help="working precision (default: the run's; fp32 for others)",
+    ),
+    option(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="cuda is also ROCm's name in torch (default: auto)",
+    ),
     option("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel degree (default: 1)"),
     option("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (default: 1)"),
     option(
-        "--expert", type=positive, default=1, metavar="N", help="tensor ranks that share out a mixture's experts (default: 1, each has all)"
+        "--expert",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tensor ranks that share out a mixture's experts (default: 1, each has all)",
     ),
 )
 
 
 def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
-    """Run `work` on this rank when a launcher started it or one rank suffices, else on local ranks that are started here.
+    """Run `work` on this rank when a launcher started it or one rank suffices, else on local ranks that are started
+    here.
 
     Model and layout are refused here, in one process, before any rank starts.
     """
@@ -61,14 +82,18 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
 
 @contextmanager
 def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[tuple[InferenceModel, bool]]:
-    """(this rank's part with its weights, True on the rank that prints). A damaged checkpoint is refused, unless args.no_verify."""
+    """(this rank's part with its weights, True on the rank that prints). A damaged checkpoint is refused, unless
+    args.no_verify.
+    """
     from frontier_llm.config import OpsConfig
     from frontier_llm.inference.model import build_inference_model, inference_run
     from frontier_llm.run.rank_env import discover
     from frontier_llm.training.join import joined
 
     place = discover()
-    run = inference_run(opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device, args.expert)
+    run = inference_run(
+        opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device, args.expert
+    )
     with joined(run, place, recorded=False) as (plan, mesh, device):
         verify_together(args, opened, mesh.world, device)
         model = build_inference_model(opened.source, plan, mesh, device, args.dtype or opened.dtype, OpsConfig())

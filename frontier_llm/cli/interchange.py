@@ -1,4 +1,6 @@
-"""frontier-llm checkpoint import-hf | import-megatron | export-hf: other programs' models, in one process, without GPUs."""
+"""frontier-llm checkpoint import-hf | import-megatron | export-hf: other programs' models, in one process, without
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,27 @@ if TYPE_CHECKING:
     from frontier_llm.config import ModelConfig
     from frontier_llm.inference.open import OpenedModel
 
-_THEN = "`frontier-llm train RUN` then goes on from it on any layout. Without RUN, print the model section that a run file needs."
+_THEN = (
+    "`frontier-llm train RUN` then goes on from it on any layout. Without RUN, print the model section that a "
+    "run file needs."
+)
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 IMPORT_OPTIONS = (
-    option("run", nargs="?", metavar="RUN", help="run file whose model has the same shape, or the name of one in configs/runs"),
+    option(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help="run file whose model has the same shape, or the name of one in configs/runs",
+    ),
     option("overrides", nargs="*", metavar="key=value", help="e.g. train.run_dir=runs/imported"),
-    option("--shard-gib", type=positive_amount, default=8.0, metavar="N", help="size of the checkpoint's files (default: 8)"),
+    option(
+        "--shard-gib",
+        type=positive_amount,
+        default=8.0,
+        metavar="N",
+        help="size of the checkpoint's files (default: 8)",
+    ),
 )
 
 
@@ -46,7 +62,8 @@ def import_hf(args: argparse.Namespace) -> int:
     option("source", metavar="DIR", help="with iter_*/mp_rank_*/ or global_step*/layer_*-model_states.pt, or one step"),
     *IMPORT_OPTIONS,
     line="start a run from a checkpoint of Megatron-LM or Megatron-DeepSpeed",
-    about="Write step 0 of a run from the weights of a Megatron checkpoint of any tensor- and pipeline-parallel layout, without "
+    about="Write step 0 of a run from the weights of a Megatron checkpoint of any tensor- and pipeline-parallel "
+    "layout, without "
     f"running anything that its files contain; {_THEN}",
 )
 def import_megatron(args: argparse.Namespace) -> int:
@@ -61,9 +78,13 @@ def import_megatron(args: argparse.Namespace) -> int:
 
 
 def _import(
-    args: argparse.Namespace, read_model: Callable[[str], ModelConfig], read_weights: Callable[[str, ModelConfig], WeightSource]
+    args: argparse.Namespace,
+    read_model: Callable[[str], ModelConfig],
+    read_weights: Callable[[str, ModelConfig], WeightSource],
 ) -> int:
-    """Without a run, print the model section that it needs; else check that run, weights and tokenizer fit, and write the checkpoint."""
+    """Without a run, print the model section that it needs; else check that run, weights and tokenizer fit, and
+    write the checkpoint.
+    """
     from frontier_llm.checkpoint.weights import compare_models, write_checkpoint
     from frontier_llm.config import dump, load_run
     from frontier_llm.data.tokenizer import load_tokenizer
@@ -100,7 +121,8 @@ def _import(
     option("--private", action="store_true", help="with --push-to-hub: make it one that only you see"),
     PLUGIN,
     line="write a checkpoint as a Hugging Face model",
-    about="Write config.json, safetensors, tokenizer and a model card. Reads the checkpoint tensor by tensor, whatever layout wrote it.",
+    about="Write config.json, safetensors, tokenizer and a model card. Reads the checkpoint tensor by tensor, "
+    "whatever layout wrote it.",
 )
 def export_hf(args: argparse.Namespace) -> int:
     """Open, verify, write."""
@@ -114,11 +136,17 @@ def export_hf(args: argparse.Namespace) -> int:
     if args.tokenizer != "none":
         if args.tokenizer is None and opened.tokenizer_spec is None:
             what = "no tokenizer is known for this run"
-            raise DataError(what, where=str(opened.path), fix="name it with --tokenizer, or give --tokenizer none to export weights alone")
+            raise DataError(
+                what,
+                where=str(opened.path),
+                fix="name it with --tokenizer, or give --tokenizer none to export weights alone",
+            )
         tokenizer = open_tokenizer(opened, args.tokenizer)
         files = tokenizer_files(tokenizer, opened.source.model.sequence_length)
         companions = Companions(files, tokenizer.eod, companions.facts)
-    family = export_huggingface(opened.source, args.output, working_dtype(args.dtype or opened.dtype), companions, args.shard_gib)
+    family = export_huggingface(
+        opened.source, args.output, working_dtype(args.dtype or opened.dtype), companions, args.shard_gib
+    )
     print(f"{Path(args.output)}: {family.architecture}")
     if repository is not None:
         print(repository.upload(args.output))
@@ -132,13 +160,26 @@ def run_facts(opened: OpenedModel) -> dict[str, object]:
 
     if not isinstance(opened.source, CheckpointWeights) or opened.run is None:
         return {}
-    manifest, run = opened.source.manifest, opened.run
-    degrees = " x ".join(f"{axis} {manifest.layout[axis]}" for axis in ("tp", "cp", "pp", "dp") if axis in manifest.layout)
-    sources = "synthetic" if isinstance(run.data.train, str) else ", ".join(Path(source.path).name for source in run.data.train)
+    manifest = opened.source.manifest
+    run = opened.run
+    degrees = " x ".join(
+        f"{axis} {manifest.layout[axis]}" for axis in ("tp", "cp", "pp", "dp") if axis in manifest.layout
+    )
+    sources = (
+        "synthetic"
+        if isinstance(run.data.train, str)
+        else ", ".join(Path(source.path).name for source in run.data.train)
+    )
     return {
-        "Steps": manifest.progress.step, "Tokens": format_count(manifest.progress.tokens),
-        "Global batch": f"{run.batch.global_batch} x {run.model.sequence_length} tokens", "Precision": run.precision.dtype,
-        "Learning rate": f"{run.optimizer.lr:g}, {run.optimizer.schedule}", "Weight decay": run.optimizer.weight_decay,
-        "Layout": degrees, "Data": sources, "Seeds": f"weights {run.train.seed}, data {run.data.seed}",
-        "Configuration digest": manifest.config_sha256[:16], **manifest.environment,
-    }  # fmt: skip
+        "Steps": manifest.progress.step,
+        "Tokens": format_count(manifest.progress.tokens),
+        "Global batch": f"{run.batch.global_batch} x {run.model.sequence_length} tokens",
+        "Precision": run.precision.dtype,
+        "Learning rate": f"{run.optimizer.lr:g}, {run.optimizer.schedule}",
+        "Weight decay": run.optimizer.weight_decay,
+        "Layout": degrees,
+        "Data": sources,
+        "Seeds": f"weights {run.train.seed}, data {run.data.seed}",
+        "Configuration digest": manifest.config_sha256[:16],
+        **manifest.environment,
+    }

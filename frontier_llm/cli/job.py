@@ -1,4 +1,6 @@
-"""What launch/job.sh runs in the batch shell of a training job: the checks of `frontier-llm submit`, then the supervisor of the ranks."""
+"""What launch/job.sh runs in the batch shell of a training job: the checks of `frontier-llm submit`, then the
+supervisor of the ranks.
+"""
 
 from __future__ import annotations
 

@@ -24,16 +24,21 @@ def local_world_size(config: RunConfig) -> int:
 
 
 def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -> int:
-    """Run `frontier-llm ARGV` as `world_size` ranks, with their logs in the run directory; the exit code of the first that failed, or 0."""
+    """Run `frontier-llm ARGV` as `world_size` ranks, with their logs in the run directory; the exit code of the
+    first that failed, or 0.
+    """
     run_dir = Path(config.train.run_dir)
     return run_local_ranks(world_size, argv, environment(), run_dir / "logs", run_dir=run_dir)
 
 
 def measure_on_ranks(args: Namespace, measure: Callable[[RunConfig, RankEnv | None], None]) -> int:
-    """`measure` in the run's layout: on this rank of a launcher, alone where one rank suffices, else on local ranks that type the same."""
+    """`measure` in the run's layout: on this rank of a launcher, alone where one rank suffices, else on local ranks
+    that type the same.
+    """
     from frontier_llm.cli.checks import check
 
-    config, place = load_run(args.run, args.overrides), discover()
+    config = load_run(args.run, args.overrides)
+    place = discover()
     if place is not None:
         set_rank_variables(config, place)  # before anything imports torch
     world_size = place.world_size if place else local_world_size(config)

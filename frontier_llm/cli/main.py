@@ -17,7 +17,8 @@ from frontier_llm.cli.arguments import Parser
 from frontier_llm.errors import FrontierError, not_installed, suggest
 from frontier_llm.run.rank_env import environ
 
-# name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` must answer in under 0.3 s, so it reads only this table.
+# name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` must answer in under 0.3 s, so it reads
+# only this table.
 COMMANDS = {
     "plan": "choose tensor, pipeline and data parallelism for a model on a machine",
     "train": "train a run file; joins a launcher's ranks or starts local ones",
@@ -52,10 +53,14 @@ _FIRST = (
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    blocks = ["\n".join([f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name]}" for name in names)]) for title, names in _GROUPS.items()]
+    blocks = [
+        "\n".join([f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name]}" for name in names)])
+        for title, names in _GROUPS.items()
+    ]
     blocks.append("\n".join(["to begin with:", *(f"  {line}" for line in _FIRST)]))
     head = (
-        "usage: frontier-llm <command> [options]\n\nPretraining of language models on MI250X supercomputers, laptops, and what is between."
+        "usage: frontier-llm <command> [options]\n\nPretraining of language models on MI250X supercomputers, "
+        "laptops, and what is between."
     )
     tail = f"frontier-llm help <command> explains a command; --version prints {__version__}"
     return "\n\n".join([head, *blocks, tail])
@@ -123,7 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.filename is None and not full) or name == "train":  # of a training rank the whole traceback is wanted
             raise
         what = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-        fix = "free space or raise the quota, then run the same command again" if full else "check the path and its permissions"
+        fix = (
+            "free space or raise the quota, then run the same command again"
+            if full
+            else "check the path and its permissions"
+        )
         print(f"frontier-llm {name}: error\n{what}\n    fix: {fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -133,8 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> NoReturn:
     """What a shell starts: `main`, then the end.
 
-    Where torch was loaded that is at once: all files are closed by now, and a background thread that wakes up inside torch while the
-    interpreter is being taken down aborts the process. Slurm then sees -6 where 75 asks for a requeue (once in eight on a busy machine).
+    Where torch was loaded that is at once: all files are closed by now, and a background thread that wakes up inside
+    torch while the interpreter is being taken down aborts the process. Slurm then sees -6 where 75 asks for a requeue
+    (once in eight on a busy machine).
     """
     code = main()
     sys.stdout.flush()

@@ -1,4 +1,6 @@
-"""frontier-llm ops list|kernels|check|tune: which op runs with which back-end and why not; what the prebuilt GPU kernels are made of, and do."""
+"""frontier-llm ops list|kernels|check|tune: which op runs with which back-end and why not; what the prebuilt GPU
+kernels are made of, and do.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from frontier_llm.tables import aligned, markdown
 
 @command(
     option("architecture", metavar="ARCHITECTURE", help="gfx90a, gfx942, sm_80 or sm_90"),
-    option("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the kernels' operands (default: bf16)"),
+    option(
+        "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the kernels' operands (default: bf16)"
+    ),
     JSON,
     line="registers, LDS, matrix instructions and occupancy of an architecture's code objects",
     about="Print registers, LDS, matrix instructions and occupancy of an architecture's code objects.",
@@ -22,7 +26,17 @@ def _kernels(args: argparse.Namespace) -> int:
     from frontier_llm.ops.manifest import kernel_report
 
     kernels = [kernel for kernel in kernel_report(args.architecture) if kernel["dtype"] == args.dtype]
-    head = ("kernel", "variant", "blocks", ">warps", ">registers", ">shared bytes", ">matrix instructions", ">spills", ">waves/SIMD")
+    head = (
+        "kernel",
+        "variant",
+        "blocks",
+        ">warps",
+        ">registers",
+        ">shared bytes",
+        ">matrix instructions",
+        ">spills",
+        ">waves/SIMD",
+    )
     show(args, kernels, lambda: markdown(head, map(_kernel_cells, kernels)))
     return 0
 
@@ -38,7 +52,8 @@ def _kernel_cells(kernel: Mapping[str, Any]) -> list[object]:
     option("--all", action="store_true", help="fp16 and fp32 too, not only bf16"),
     JSON,
     line="run the prebuilt GPU ops on this machine's GPU, against the reference in float64",
-    about="Run the prebuilt GPU ops on this machine's GPU, against the reference in float64; exit code 1 when one is wrong.",
+    about="Run the prebuilt GPU ops on this machine's GPU, against the reference in float64; exit code 1 when one is "
+    "wrong.",
 )
 def _check(args: argparse.Namespace) -> int:
     from dataclasses import asdict
@@ -52,15 +67,22 @@ def _check(args: argparse.Namespace) -> int:
     from frontier_llm.ops.prebuilt import kernels_of_this_gpu
 
     if not torch.cuda.is_available():
-        raise BackendError("torch sees no GPU to check", "run it where there is one; scripts/check_gfx90a.py simulates gfx90a", "ops check")
-    results, progress = [], ProgressBar(shown=not args.json)
+        raise BackendError(
+            "torch sees no GPU to check",
+            "run it where there is one; scripts/check_gfx90a.py simulates gfx90a",
+            "ops check",
+        )
+    results = []
+    progress = ProgressBar(shown=not args.json)
     for result in check(GpuOps(kernels_of_this_gpu()), "cuda", list(DTYPES) if args.all else ["bf16"]):
         results.append(result)
         progress.on(f"{result.dtype} {result.op}", "cases")(len(results))
     progress.close()
 
     def table() -> str:
-        verdicts = ["ok" if result.ok else f"wrong: {result.fault or 'the error is above the limit'}" for result in results]
+        verdicts = [
+            "ok" if result.ok else f"wrong: {result.fault or 'the error is above the limit'}" for result in results
+        ]
         rows = [
             (result.op, result.dtype, result.shape, f"{result.error:.2f}", f"{result.limit:g}", verdict)
             for result, verdict in zip(results, verdicts, strict=True)
@@ -73,7 +95,9 @@ def _check(args: argparse.Namespace) -> int:
 
 
 @command(
-    option("--dtype", choices=("bf16", "fp16", "fp32", "fp64"), default="bf16", help="working precision (default: bf16)"),
+    option(
+        "--dtype", choices=("bf16", "fp16", "fp32", "fp64"), default="bf16", help="working precision (default: bf16)"
+    ),
     JSON,
     line="op x back-end x architecture: available, or why not",
     about="Print op x back-end x architecture: available, or why not.",
@@ -83,7 +107,8 @@ def _list(args: argparse.Namespace) -> int:
     from frontier_llm.ops.manifest import prebuilt_architectures
     from frontier_llm.ops.select import backends
 
-    rows, architectures = backends(args.dtype), prebuilt_architectures()
+    rows = backends(args.dtype)
+    architectures = prebuilt_architectures()
     deepspeed = op_states()
 
     def lines() -> Iterator[str]:
@@ -102,11 +127,21 @@ def _list(args: argparse.Namespace) -> int:
 
 
 @command(
-    option("--model", default="llama-2-7b", help="name in configs/models, or a path: whose shapes (default: %(default)s)"),
+    option(
+        "--model", default="llama-2-7b", help="name in configs/models, or a path: whose shapes (default: %(default)s)"
+    ),
     option("--micro-batch", type=positive, default=4, metavar="N", help="samples per microbatch (default: 4)"),
     option("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="working precision (default: bf16)"),
-    option("--device", choices=("cpu", "cuda"), default="cuda", help="cuda is also ROCm's name in torch (default: cuda)"),
-    option("--output", type=Path, default=Path("attention.yaml"), metavar="FILE", help="table to write (default: %(default)s)"),
+    option(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="cuda is also ROCm's name in torch (default: cuda)"
+    ),
+    option(
+        "--output",
+        type=Path,
+        default=Path("attention.yaml"),
+        metavar="FILE",
+        help="table to write (default: %(default)s)",
+    ),
     JSON,
     line="time every attention back-end that is here, and write the order for ops.attention_table",
     about="Time every attention back-end that is here, and write the order for ops.attention_table.",
@@ -126,7 +161,9 @@ def _tune(args: argparse.Namespace) -> int:
 
     def lines() -> Iterator[str]:
         for name, found in report.items():
-            yield f"{name}: " + ", ".join(f"{backend} {seconds * 1e3:.3f} ms" for backend, seconds in found["seconds"].items())
+            yield f"{name}: " + ", ".join(
+                f"{backend} {seconds * 1e3:.3f} ms" for backend, seconds in found["seconds"].items()
+            )
             yield from (f"  not {backend}: {why}" for backend, why in found["not_run"].items())
         yield f"wrote {args.output}: use it with ops.attention_table={args.output}"
 
@@ -135,7 +172,8 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 ops = Command(
-    about="Which fused op runs with which back-end, and why not with another; what the prebuilt GPU kernels are made of, and do.",
+    about="Which fused op runs with which back-end, and why not with another; what the prebuilt GPU kernels are made "
+    "of, and do.",
     examples=("frontier-llm ops list --dtype bf16", "frontier-llm ops kernels gfx90a", "frontier-llm ops check --all"),
     actions={"list": _list, "kernels": _kernels, "check": _check, "tune": _tune},
 )

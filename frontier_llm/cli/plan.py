@@ -1,4 +1,6 @@
-"""`frontier-llm plan`: pick the layout of a model on a machine and say why; `--validate` scores predictions against measurements."""
+"""`frontier-llm plan`: pick the layout of a model on a machine and say why; `--validate` scores predictions against
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,46 @@ if TYPE_CHECKING:
 
 @command(
     option("model", nargs="?", metavar="MODEL", help="name in configs/models, or a path"),
-    option("--run", metavar="RUN", help="plan this run file's model and global batch instead; --emit then writes on top of it"),
+    option(
+        "--run",
+        metavar="RUN",
+        help="plan this run file's model and global batch instead; --emit then writes on top of it",
+    ),
     option("--machine", default="frontier", help="name in configs/machines, or a path (default: %(default)s)"),
-    option("--stack", metavar="NAME", help="software stack of the machine file (default: frontier-llm where the file has it)"),
+    option(
+        "--stack",
+        metavar="NAME",
+        help="software stack of the machine file (default: frontier-llm where the file has it)",
+    ),
     option("--nodes", type=positive, metavar="N", help="default: the smallest power of two on which the model fits"),
     option("--global-batch", type=positive, metavar="N", help="sequences per step (default: about 16 Mi tokens)"),
     option("--sequence-length", type=positive, metavar="N", help="tokens per sequence (default: the model's)"),
-    option("--fix", action="append", default=[], metavar="KEY=VALUE", help="plan around a choice, e.g. tensor=8; may be repeated"),
-    option("--what-if", action="append", default=[], metavar="KEY=VALUE", help="compare the choice with one that has this changed"),
-    option("--explain", action="store_true", help="the step and the memory line by line, with the source of each number"),
+    option(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="plan around a choice, e.g. tensor=8; may be repeated",
+    ),
+    option(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="compare the choice with one that has this changed",
+    ),
+    option(
+        "--explain", action="store_true", help="the step and the memory line by line, with the source of each number"
+    ),
     option("--allow-cross-node-tp", action="store_true", help="also price tensor parallelism beyond the node"),
     option("--tokens", type=count_of, metavar="COUNT", help="token budget, e.g. 300B (default: 20 per parameter)"),
-    option("--top", type=positive, default=8, metavar="N", help="plans to show, at most the simulated finalists (default: %(default)s)"),
+    option(
+        "--top",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="plans to show, at most the simulated finalists (default: %(default)s)",
+    ),
     option(
         "--measured",
         nargs="+",
@@ -42,8 +72,18 @@ if TYPE_CHECKING:
     JSON,
     option("--emit", type=Path, metavar="FILE", help="write a run config with this layout"),
     option("--figures", type=Path, metavar="FILE", help="draw the plan into a self-contained HTML page"),
-    option("--chrome-trace", type=Path, metavar="FILE", help="write the simulated pipeline for chrome://tracing or Perfetto"),
-    option("--validate", nargs="*", metavar="FILE", help="score predictions against measurements (default: the shipped set)"),
+    option(
+        "--chrome-trace",
+        type=Path,
+        metavar="FILE",
+        help="write the simulated pipeline for chrome://tracing or Perfetto",
+    ),
+    option(
+        "--validate",
+        nargs="*",
+        metavar="FILE",
+        help="score predictions against measurements (default: the shipped set)",
+    ),
     option("--rows", action="store_true", help="with --validate: print every prediction"),
     about="Pick the layout of a model on a machine by simulating the schedules that would run, and say why; "
     "--validate scores the predictions against published measurements.",
@@ -77,7 +117,10 @@ def _plan(args: argparse.Namespace) -> int:
     longest = max(phases_of(run), key=lambda phase: phase.config.model.sequence_length) if run else None
     base = longest.config if longest else None
     if run and longest and run.train.phases:
-        print(f"note: the layout is planned for {longest.describe()}, the longest; submit and train check all", file=sys.stderr)
+        print(
+            f"note: the layout is planned for {longest.describe()}, the longest; submit and train check all",
+            file=sys.stderr,
+        )
     model = base.model if base else _model(args)
     machine = load_machine(args.machine)
     stack = args.stack or own_stack(machine)
@@ -89,10 +132,16 @@ def _plan(args: argparse.Namespace) -> int:
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
-    shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name, "validated": base.optimizer.validated} if base else {}
+    shared = (
+        {"dtype": base.precision.dtype, "optimizer": base.optimizer.name, "validated": base.optimizer.validated}
+        if base
+        else {}
+    )
     outcome = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, **shared)
     check_found(outcome, machine, numbers)
-    best, outcome = outcome.best, replace(outcome, plans=outcome.plans[: args.top])  # how many are shown must not change the choice
+    # how many are shown must not change the choice
+    best = outcome.best
+    outcome = replace(outcome, plans=outcome.plans[: args.top])
     run_of = campaign(machine, best, args.tokens)
 
     def text() -> str:
@@ -150,11 +199,17 @@ def _measured(args: argparse.Namespace) -> int:
 
     numbers = rates(load_machine(args.machine), args.stack)
     runs = [beside_prediction(directory, numbers, args.plugin) for directory in args.measured]
-    show(args, [{**vars(run), "directory": str(run.directory), "error": run.error} for run in runs], lambda: as_table(runs))
+    show(
+        args,
+        [{**vars(run), "directory": str(run.directory), "error": run.error} for run in runs],
+        lambda: as_table(runs),
+    )
     return 0
 
 
-def _extras(args: argparse.Namespace, outcome: Search, machine: Machine, stack: str, numbers: Rates, fixed: dict[str, Any]) -> None:
+def _extras(
+    args: argparse.Namespace, outcome: Search, machine: Machine, stack: str, numbers: Rates, fixed: dict[str, Any]
+) -> None:
     """What-if lines and files."""
     if args.what_if:
         from frontier_llm.planner.compare import what_if

@@ -10,7 +10,8 @@ class ProgressBar:
     """`on(what)` gives a callback; `close()` ends the line."""
 
     def __init__(self, shown: bool = True) -> None:
-        self._shown, self._any = shown and sys.stderr.isatty(), False
+        self._shown = shown and sys.stderr.isatty()
+        self._any = False
 
     def on(self, what: str, unit: str) -> Callable[..., None]:
         """A callback (done[, of]) that says how far `what` is."""

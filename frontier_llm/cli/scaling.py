@@ -27,16 +27,34 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
         ),
         option("overrides", nargs="*", metavar="key=value", help="changes to every point, e.g. train.steps=50"),
         option("--nodes", required=True, metavar="N,N,…", help="node counts, e.g. 16,32,64,128"),
-        option("--site", help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)"),
+        option(
+            "--site", help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)"
+        ),
         option(batch, dest="batch", type=positive, metavar="N", help="in sequences (default: ORNL's for that model)"),
-        option("--repeats", type=positive, default=1, metavar="N", help="runs of each point; from 2 on with a confidence interval"),
+        option(
+            "--repeats",
+            type=positive,
+            default=1,
+            metavar="N",
+            help="runs of each point; from 2 on with a confidence interval",
+        ),
         option("--output", metavar="DIR", help="directory of the series (default: runs/scaling)"),
         *JOB,
-        option("--time", metavar="H:MM:SS", help="walltime of each point (default: its predicted time, within the site's bin)"),
-        option("--simulate", action="store_true", help="run nothing: the planner's throughput, marked as simulated"),
-        option("--dry-run", action="store_true", help="show each point's predicted step, efficiency, memory and node-hours; queue nothing"),
         option(
-            "--in-job", action="store_true", help="run the whole series now, inside this allocation: the smallest point first, then growing"
+            "--time",
+            metavar="H:MM:SS",
+            help="walltime of each point (default: its predicted time, within the site's bin)",
+        ),
+        option("--simulate", action="store_true", help="run nothing: the planner's throughput, marked as simulated"),
+        option(
+            "--dry-run",
+            action="store_true",
+            help="show each point's predicted step, efficiency, memory and node-hours; queue nothing",
+        ),
+        option(
+            "--in-job",
+            action="store_true",
+            help="run the whole series now, inside this allocation: the smallest point first, then growing",
         ),
         option(
             "--side-by-side",
@@ -44,9 +62,15 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
             help="with --in-job: points that fit beside each other at the same time, on disjoint nodes",
         ),
         option(
-            "--spares", type=natural, default=0, metavar="N", help="with --in-job: nodes of the allocation to keep in hand (default: 0)"
+            "--spares",
+            type=natural,
+            default=0,
+            metavar="N",
+            help="with --in-job: nodes of the allocation to keep in hand (default: 0)",
         ),
-        option("--preflight", action="store_true", help="with --in-job: `doctor` on every node of the allocation first"),
+        option(
+            "--preflight", action="store_true", help="with --in-job: `doctor` on every node of the allocation first"
+        ),
         JSON,
     )
     return Command(partial(_series, mode), options, line=f"make and queue a {mode} series: {line}")
@@ -85,11 +109,17 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
         for row, job in zip(priced, jobs, strict=True)
     ]
     show(args, rows, lambda: as_text(priced, jobs))
-    log.info("dry run: nothing is written or queued" if args.dry_run else f"when they have run: frontier-llm scaling report {root}")
+    log.info(
+        "dry run: nothing is written or queued"
+        if args.dry_run
+        else f"when they have run: frontier-llm scaling report {root}"
+    )
     return 0
 
 
-def _run_here(args: argparse.Namespace, points: list[Point], launcher: AllocationRanks, words: list[str], root: Path) -> int:
+def _run_here(
+    args: argparse.Namespace, points: list[Point], launcher: AllocationRanks, words: list[str], root: Path
+) -> int:
     """`--in-job`: the series by srun steps of this allocation, then its report."""
     from frontier_llm import log
     from frontier_llm.cluster.admission import written
@@ -102,14 +132,17 @@ def _run_here(args: argparse.Namespace, points: list[Point], launcher: Allocatio
     from frontier_llm.units import plural
 
     if points[-1].nodes > launcher.nodes:
-        what = f"the largest point takes {points[-1].nodes} nodes; this allocation has {launcher.nodes} beside its spares"
+        what = (
+            f"the largest point takes {points[-1].nodes} nodes; this allocation has {launcher.nodes} beside its spares"
+        )
         raise ConfigError(what, f"sbatch --nodes={points[-1].nodes + args.spares}", "--nodes")
     priced = forecasts([(steps_of(point, _own_steps(args, point.config)), None) for point in points])
     hours = sum(row.hours for row in priced)
     print(as_text(priced, [None] * len(priced)))
     have = len(launcher.allocation.nodes)
     log.info(
-        f"cost: this job takes {plural(have, 'node')} for about {hours * 60:,.0f} minutes, points one after another (predicted): "
+        f"cost: this job takes {plural(have, 'node')} for about {hours * 60:,.0f} minutes, points one after another "
+        f"(predicted): "
         f"{hours * have:,.1f} node-hours"
     )
     log.info(f"cost: this job writes {written(points[0].config, 0, root)}")
@@ -138,7 +171,9 @@ def _own_steps(args: argparse.Namespace, config: RunConfig) -> int | None:
     return config.train.steps if any(word.startswith("train.steps=") for word in args.overrides) else None
 
 
-def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: RunConfig) -> tuple[list[Forecast], list[str | None]]:
+def _submit(
+    args: argparse.Namespace, points: list[Point], site: Site, config: RunConfig
+) -> tuple[list[Forecast], list[str | None]]:
     """(each point priced, its job id or None in a dry run)."""
     from frontier_llm import log
     from frontier_llm.cluster import submit
@@ -174,7 +209,10 @@ def _submit(args: argparse.Namespace, points: list[Point], site: Site, config: R
     walltime = sum((cost.slice_hours or 0) * cost.nodes for cost in costs)
     total = f"{plural(sum(cost.steps for cost in costs), 'step')} in {plural(len(costs), 'job')}"
     predicted = sum(row.node_hours for row in priced)
-    log.info(f"cost: {total}: {predicted:,.1f} node-hours with their starts (predicted), at most {walltime:,.1f} by their walltimes")
+    log.info(
+        f"cost: {total}: {predicted:,.1f} node-hours with their starts (predicted), at most {walltime:,.1f} by their "
+        f"walltimes"
+    )
     if args.dry_run:
         return priced, [None] * len(priced)
     jobs: list[str | None] = []

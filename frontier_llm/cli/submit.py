@@ -6,7 +6,19 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JOB, JSON, RESUME, command, count_of, natural, option, positive, positive_amount, run_options, show
+from frontier_llm.cli.arguments import (
+    JOB,
+    JSON,
+    RESUME,
+    command,
+    count_of,
+    natural,
+    option,
+    positive,
+    positive_amount,
+    run_options,
+    show,
+)
 
 if TYPE_CHECKING:
     from frontier_llm.config import RunConfig
@@ -17,30 +29,46 @@ if TYPE_CHECKING:
     option("--site", required=True, help="frontier, lumi, generic, local, or the path of a site file"),
     option("--nodes", type=positive, required=True, metavar="N", help="nodes that compute"),
     option("--spares", type=natural, default=0, metavar="N", help="further nodes, to replace dead ones (default: 0)"),
-    option("--until-tokens", type=count_of, metavar="COUNT", help="train on so many tokens, e.g. 300B (sets train.steps)"),
+    option(
+        "--until-tokens", type=count_of, metavar="COUNT", help="train on so many tokens, e.g. 300B (sets train.steps)"
+    ),
     *JOB,
     option("--qos", metavar="NAME", help="e.g. debug"),
     option("--time", metavar="H:MM:SS", help="walltime of one slice (default: the longest of the site's bin)"),
     option(
         "--continue-with",
         choices=("requeue", "successor", "never"),
-        help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue; never if the run saves nothing)",
+        help="after an unfinished slice: the same job again, a new one, or nothing (default: requeue; never if the "
+        "run saves nothing)",
     ),
-    option("--max-node-hours", type=positive_amount, metavar="H", help="save and end when all jobs of the run together have used so many"),
+    option(
+        "--max-node-hours",
+        type=positive_amount,
+        metavar="H",
+        help="save and end when all jobs of the run together have used so many",
+    ),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     *RESUME,
-    option("--dry-run", action="store_true", help="show the script, the command and what the site lacks; write and queue nothing"),
+    option(
+        "--dry-run",
+        action="store_true",
+        help="show the script, the command and what the site lacks; write and queue nothing",
+    ),
     JSON,
-    about="Queue a run. The job saves before its walltime and continues by itself until its last step, a file STOP in the run "
-    "directory, or three attempts without progress; a file SAVE there makes a checkpoint in between. Hosts that failed before are excluded.",
+    about="Queue a run. The job saves before its walltime and continues by itself until its last step, a file STOP "
+    "in the run "
+    "directory, or three attempts without progress; a file SAVE there makes a checkpoint in between. Hosts that "
+    "failed before are excluded.",
     examples=(
         "frontier-llm submit train_small --site lumi --nodes 1 -A project_465 --dry-run",
         "frontier-llm submit pretrain_1t --site frontier --nodes 384 --spares 4 -A ABC123 data.train=/lustre/tokens",
     ),
 )
 def submit(args: argparse.Namespace) -> int:
-    """Exit code 0 if the job is queued, or if a dry run finds nothing wrong; 1 if something is not installed, or not checkable."""
+    """Exit code 0 if the job is queued, or if a dry run finds nothing wrong; 1 if something is not installed, or not
+    checkable.
+    """
     from frontier_llm import log
     from frontier_llm.cluster import submit as slurm
     from frontier_llm.cluster.admission import admit, advice, cost_of
@@ -89,7 +117,10 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
-    return (*(["--strict"] if args.strict else []), *(word for key in args.allow_change for word in ("--allow-change", key)))
+    return (
+        *(["--strict"] if args.strict else []),
+        *(word for key in args.allow_change for word in ("--allow-change", key)),
+    )
 
 
 def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:

@@ -1,4 +1,6 @@
-"""frontier-llm train RUN [key=value …]: check everything in one process, then join the launcher's ranks or start local ones."""
+"""frontier-llm train RUN [key=value …]: check everything in one process, then join the launcher's ranks or start
+local ones.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,12 @@ from frontier_llm.data.position import START
         help="read this dataset of the run from its beginning, in another order; repeatable",
     ),
     option("--check", action="store_true", help="check the run and its data, print the layout, train nothing"),
-    about="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are started: "
-    "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a checkpoint "
-    "within a step, a file STOP makes one and ends the run; started again without that file, it goes on from the last one.",
+    about="Train a run file. Under srun, mpirun or torchrun each process is one rank; otherwise local ranks are "
+    "started: "
+    "tensor x pipeline x data of them (data = 1 unless the run says more). In the run directory a file SAVE makes a "
+    "checkpoint "
+    "within a step, a file STOP makes one and ends the run; started again without that file, it goes on from the "
+    "last one.",
     examples=(
         "frontier-llm train quickstart train.steps=500",
         "frontier-llm train train_small parallel.data=1 --check",
@@ -48,7 +53,8 @@ def train(args: argparse.Namespace) -> int:
     from frontier_llm.run.signals import BEFORE_RANKS, held
 
     if discover() is not None:
-        with held():  # a rank that is told to save while it reads and imports, which takes seconds, does so when it has begun
+        # a rank that is told to save while it reads and imports, which takes seconds, does so when it has begun
+        with held():
             return _run(args)
     with held(BEFORE_RANKS):  # until ranks start, SIGTERM ends the command at once: nothing is lost
         return _run(args)
@@ -87,5 +93,6 @@ def _run(args: argparse.Namespace) -> int:
             resume = Resume(args.strict, tuple(args.allow_change), args.leave_out, tuple(args.restart_source))
             code = train(config, place, signals, resume)
         if place is not None:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning must not make a crash of a rank that is done and leaving
+            # Slurm's warning must not make a crash of a rank that is done and leaving
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         return code

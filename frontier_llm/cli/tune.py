@@ -6,7 +6,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JSON, amount, command, natural, option, positive, positive_amount, run_options, show
+from frontier_llm.cli.arguments import (
+    JSON,
+    amount,
+    command,
+    natural,
+    option,
+    positive,
+    positive_amount,
+    run_options,
+    show,
+)
 from frontier_llm.tables import aligned
 
 if TYPE_CHECKING:
@@ -19,30 +29,82 @@ DIRECTORY = "runs/tune"
 @command(
     *run_options(),
     option(
-        "--budget-node-hours", type=amount, required=True, metavar="H", help="what all trials together may use; 0: only write the report"
+        "--budget-node-hours",
+        type=amount,
+        required=True,
+        metavar="H",
+        help="what all trials together may use; 0: only write the report",
     ),
     option("--nodes", type=positive, metavar="N", help="nodes of a trial (default: the allocation's, less the spares)"),
-    option("--spares", type=natural, default=0, metavar="N", help="nodes of the allocation to keep in hand (default: 0)"),
-    option("--ranks", type=positive, metavar="N", help="outside an allocation: ranks on this machine (default: its devices)"),
-    option("--steps", type=positive, default=10, metavar="N", help="of a trial; the first three do not count (default: %(default)s)"),
-    option("--trials", type=positive, metavar="N", help="at most so many (default: as many as the budget and the gain allow)"),
-    option("--fix", action="append", default=[], metavar="KEY=VALUE", help="search around a choice, as for `plan`; may be repeated"),
-    option("--layouts", type=positive, default=256, metavar="N", help="the planner's best so many are the space (default: %(default)s)"),
     option(
-        "--within", type=positive_amount, default=2.0, metavar="X", help="of which predicted within X times the best (default: %(default)s)"
+        "--spares", type=natural, default=0, metavar="N", help="nodes of the allocation to keep in hand (default: 0)"
+    ),
+    option(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="outside an allocation: ranks on this machine (default: its devices)",
+    ),
+    option(
+        "--steps",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="of a trial; the first three do not count (default: %(default)s)",
+    ),
+    option(
+        "--trials",
+        type=positive,
+        metavar="N",
+        help="at most so many (default: as many as the budget and the gain allow)",
+    ),
+    option(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="search around a choice, as for `plan`; may be repeated",
+    ),
+    option(
+        "--layouts",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="the planner's best so many are the space (default: %(default)s)",
+    ),
+    option(
+        "--within",
+        type=positive_amount,
+        default=2.0,
+        metavar="X",
+        help="of which predicted within X times the best (default: %(default)s)",
     ),
     option("--allow-cross-node-tp", action="store_true", help="also try tensor parallelism beyond the node"),
     option("--exhaustive", action="store_true", help="try every layout of the space, in random order"),
     option("--seed", type=natural, default=0, metavar="N", help="of what is chosen at random (default: 0)"),
-    option("--output", metavar="DIR", help=f"trials, table and report; the same directory goes on (default: {DIRECTORY}/RUN)"),
-    option("--emit", type=Path, metavar="FILE", help="the fastest layout as a run file (default: best.yaml in the output)"),
-    option("--emit-machine", type=Path, metavar="FILE", help="a machine file with the constants that the trials have changed"),
+    option(
+        "--output",
+        metavar="DIR",
+        help=f"trials, table and report; the same directory goes on (default: {DIRECTORY}/RUN)",
+    ),
+    option(
+        "--emit", type=Path, metavar="FILE", help="the fastest layout as a run file (default: best.yaml in the output)"
+    ),
+    option(
+        "--emit-machine",
+        type=Path,
+        metavar="FILE",
+        help="a machine file with the constants that the trials have changed",
+    ),
     option("--preflight", action="store_true", help="`doctor` on every node of the allocation first"),
     option("--dry-run", action="store_true", help="show the space and what a trial costs, run nothing"),
     JSON,
-    about="Find the fastest layout of a run by running it: trials of a few steps by srun inside an allocation (slurm/tune.sbatch), or "
-    "on this machine. The first is the planner's choice; a model of the planner's error then chooses. Each trial has a time limit; one that "
-    "runs out of memory, hangs or has no finite loss is told apart and counts as slow. After a walltime the same command goes on.",
+    about="Find the fastest layout of a run by running it: trials of a few steps by srun inside an allocation "
+    "(slurm/tune.sbatch), or "
+    "on this machine. The first is the planner's choice; a model of the planner's error then chooses. Each trial has "
+    "a time limit; one that "
+    "runs out of memory, hangs or has no finite loss is told apart and counts as slow. After a walltime the same "
+    "command goes on.",
     examples=(
         "frontier-llm tune train_small --ranks 4 --budget-node-hours 0.2",
         "frontier-llm tune train_22b --nodes 16 --budget-node-hours 40 --dry-run",
@@ -92,7 +154,10 @@ def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
     devices = load_machine(load_run(args.run, args.overrides).machine).devices_per_node
     nodes = args.nodes or 1
     if nodes > 1 and not args.dry_run:
-        fix = f"sbatch --nodes={nodes} slurm/tune.sbatch --budget-node-hours {args.budget_node_hours:g}; --dry-run shows the space"
+        fix = (
+            f"sbatch --nodes={nodes} slurm/tune.sbatch --budget-node-hours {args.budget_node_hours:g}; --dry-run "
+            f"shows the space"
+        )
         raise ConfigError(f"{nodes} nodes, and this is no allocation", fix, "--nodes")
     return LocalRanks(nodes * (args.ranks or devices), nodes), list(args.overrides)
 
@@ -109,7 +174,9 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
     config = load_run(args.run, overrides)
     machine = load_machine(config.machine)
     numbers = rates(machine, own_stack(machine))
-    tp_max = launcher.devices if args.allow_cross_node_tp else min(numbers.node_devices, launcher.devices // launcher.nodes)
+    tp_max = (
+        launcher.devices if args.allow_cross_node_tp else min(numbers.node_devices, launcher.devices // launcher.nodes)
+    )
     space = make_space(config, numbers, launcher.devices, tp_max, parse_fixed(args.fix), args.layouts, args.within)
     trials = read_trials(root / TRIALS_FILE, space.plans[0].layout)
     return (Everything if args.exhaustive else Tuner)(space, trials, args.seed)
@@ -121,13 +188,15 @@ def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> st
     from frontier_llm.planner.predict import START_S
     from frontier_llm.units import format_seconds, plural
 
-    plans, used = search.space.plans, sum(trial.node_hours for trial in search.trials)
+    plans = search.space.plans
+    used = sum(trial.node_hours for trial in search.trials)
     trial_s = START_S + args.steps * plans[0].step_s
     left = max(0.0, args.budget_node_hours - used)
     return (
         f"{plural(len(plans), 'layout')} of {search.space.legal} that fit, {format_seconds(plans[0].step_s)} to "
         f"{format_seconds(max(plan.step_s for plan in plans))} per step (predicted)\n"
-        f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} while starts are not yet measured, "
+        f"cost: a trial of {args.steps} steps on {plural(nodes, 'node')} takes about {format_seconds(trial_s)} while "
+        f"starts are not yet measured, "
         f"{trial_s * nodes / 3600:.3g} node-hours; {used:.3g} of {args.budget_node_hours:.3g} node-hours are used\n"
         f"cost: {plural(nodes, 'node')} for at most {left / nodes * 60:,.0f} minutes of trials, {left:.3g} node-hours\n"
         f"cost: trials write {written(search.space.config, 0, root)}"
@@ -139,7 +208,8 @@ def _plan_rows(search: Tuner) -> list[dict[str, str]]:
     from frontier_llm.units import GIB
 
     return [
-        {"step_s": f"{plan.step_s:.4g}", "gib": f"{plan.peak_bytes / GIB:.1f}", "layout": layout_words(plan)} for plan in search.space.plans
+        {"step_s": f"{plan.step_s:.4g}", "gib": f"{plan.peak_bytes / GIB:.1f}", "layout": layout_words(plan)}
+        for plan in search.space.plans
     ]
 
 

@@ -1,4 +1,6 @@
-"""What a start on a site will cost, and what speaks against it: the same checks for `submit`, a bare `sbatch` and a series."""
+"""What a start on a site will cost, and what speaks against it: the same checks for `submit`, a bare `sbatch` and a
+series.
+"""
 
 from __future__ import annotations
 
@@ -81,24 +83,30 @@ class Cost:
         return self.hours * self.nodes
 
     def chain(self) -> tuple[int, float] | None:
-        """(jobs, node-hours) when every job uses its whole walltime; None where no walltime is known or it leaves no time to train."""
+        """(jobs, node-hours) when every job uses its whole walltime; None where no walltime is known or it leaves no
+        time to train.
+        """
         if self.slice_hours is None or (trained_h := self.slice_hours - (START_S + self.lead_s) / 3600) <= 0:
             return None
         jobs = max(1, math.ceil(self.hours / trained_h)) if self.chained else 1
         return jobs, jobs * self.slice_hours * self.nodes
 
     def describe(self, max_node_hours: float | None) -> str:
-        """Some lines for the start of a job: nodes, minutes, node-hours, what it writes and where, and what the run costs."""
+        """Some lines for the start of a job: nodes, minutes, node-hours, what it writes and where, and what the run
+        costs.
+        """
         steps = f"{plural(self.job_steps, 'step')} of about {self.step_s:.3g} s (predicted)"
         lines = [
             f"cost: this job takes {plural(self.nodes, 'node')} for about {self.job_minutes:,.0f} minutes, "
             f"{self.job_node_hours:,.1f} node-hours: {START_S / 60:.0f} minutes to start (assumed), {steps}",
             f"cost: this job writes {written(self.config, self.job_saves, self.directory)}",
-            f"cost: {plural(self.steps, 'step')} are left of the run: {self.hours:,.1f} hours, {self.node_hours:,.1f} node-hours",
+            f"cost: {plural(self.steps, 'step')} are left of the run: {self.hours:,.1f} hours, "
+            f"{self.node_hours:,.1f} node-hours",
         ]
         if (chain := self.chain()) is not None:
             lines.append(
-                f"cost: at most {plural(chain[0], 'job')} of {self.slice_hours:.3g} h, {chain[1]:,.0f} node-hours, if steps are as predicted"
+                f"cost: at most {plural(chain[0], 'job')} of {self.slice_hours:.3g} h, {chain[1]:,.0f} node-hours, "
+                f"if steps are as predicted"
             )
         if max_node_hours is not None:
             lines.append(f"cost: the run saves and ends when {max_node_hours:,.1f} node-hours are used")
@@ -128,13 +136,15 @@ def written(config: RunConfig, saves: int, directory: Path) -> str:
     one_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     kept = min(saves, config.train.keep_checkpoints)
     return (
-        f"{format_bytes(saves * one_bytes)}, {plural(saves, 'checkpoint')} of {format_bytes(one_bytes)}, to {directory / 'checkpoints'}, "
+        f"{format_bytes(saves * one_bytes)}, {plural(saves, 'checkpoint')} of {format_bytes(one_bytes)}, to "
+        f"{directory / 'checkpoints'}, "
         f"and keeps {kept} (train.keep_checkpoints)"
     )
 
 
 def admit(request: submit.JobRequest) -> submit.JobRequest:
-    """The request with the planner's step time. Raises ConfigError with everything that would fail, or that nobody can have meant.
+    """The request with the planner's step time. Raises ConfigError with everything that would fail, or that nobody can
+    have meant.
 
     What is installed at the site, data and run directory are `cluster.readiness`'.
     """
@@ -144,7 +154,11 @@ def admit(request: submit.JobRequest) -> submit.JobRequest:
         predicted = predict(request.config, devices, request.site.machine)
         request = replace(request, expected_step_s=predicted.step_time_s)
         cost = cost_of(request)
-        problems = [*predicted.memory_problems(), *synthetic_problems(request.config, cost), *unfinished_problems(request, cost)]
+        problems = [
+            *predicted.memory_problems(),
+            *synthetic_problems(request.config, cost),
+            *unfinished_problems(request, cost),
+        ]
     if request.saves:
         problems += unsaved_problems(request.config)
     if problems := [*submit.problems(request), *problems]:
@@ -159,7 +173,10 @@ def unsaved_problems(config: RunConfig) -> Iterator[Problem]:
     if not saves_nothing(config.train) or (is_synthetic and steps <= UNSAVED_STEPS):
         return
     data = "synthetic data" if is_synthetic else "data of your own"
-    what = f"{plural(steps, 'step')} on {data}, and no checkpoint is written (save_interval={config.train.save_interval}, save_final=false)"
+    what = (
+        f"{plural(steps, 'step')} on {data}, and no checkpoint is written "
+        f"(save_interval={config.train.save_interval}, save_final=false)"
+    )
     fix = f"set train.save_final=true and train.save_interval=N, or run at most {UNSAVED_STEPS} steps on synthetic data"
     if production := PRODUCTION.get(config.model.name):
         fix = f"start slurm/{production}.sbatch (configs/runs/{production}.yaml), which saves; or {fix}"
@@ -183,8 +200,14 @@ def synthetic_problems(config: RunConfig, cost: Cost) -> Iterator[Problem]:
     if config.data.train != "synthetic" or config.data.allow_synthetic or config.train.steps <= BENCHMARK_STEPS:
         return
     if cost.node_hours > CHEAP_NODE_HOURS:
-        what = f"{config.train.steps} steps on synthetic data, about {cost.node_hours:,.0f} node-hours, teach a model nothing"
-        fix = f"data.train=[{{path: PREFIX}}], at most train.steps={BENCHMARK_STEPS} for a benchmark, or data.allow_synthetic=true"
+        what = (
+            f"{config.train.steps} steps on synthetic data, about {cost.node_hours:,.0f} node-hours, teach a "
+            f"model nothing"
+        )
+        fix = (
+            f"data.train=[{{path: PREFIX}}], at most train.steps={BENCHMARK_STEPS} for a benchmark, or "
+            f"data.allow_synthetic=true"
+        )
         yield Problem("data.train", what, fix)
 
 
@@ -198,9 +221,11 @@ def advice(request: submit.JobRequest) -> Iterator[str]:
 
 
 def admit_job(job: BatchJob) -> None:
-    """The checks of `submit` in the first seconds of a job that sbatch has queued; says what it may cost. Raises ConfigError.
+    """The checks of `submit` in the first seconds of a job that sbatch has queued; says what it may cost. Raises
+    ConfigError.
 
-    Slurm has accepted account, partition and walltime; a partition that the site file does not know has no limits to check.
+    Slurm has accepted account, partition and walltime; a partition that the site file does not know has no limits to
+    check.
     """
     partition = environ("SLURM_JOB_PARTITION")
     known = not job.site.partitions or partition in job.site.partitions
@@ -223,11 +248,15 @@ def admit_job(job: BatchJob) -> None:
             continue_with=job.continue_with,
         )
     )
-    log.info(replace(cost_of(request), slice_hours=left_s and left_s / 3600, lead_s=job.lead_s).describe(job.max_node_hours))
+    log.info(
+        replace(cost_of(request), slice_hours=left_s and left_s / 3600, lead_s=job.lead_s).describe(job.max_node_hours)
+    )
     if not saves_nothing(job.config.train) and job.lead_s < request.expected_step_s:
         log.warn(
-            f"ranks are told to save {job.lead_s:.0f} s before the walltime, but a step takes about {request.expected_step_s:.0f} s "
-            "(predicted): the last save may not end in time. Raise sbatch --signal=USR1@N and FRONTIER_LLM_SIGNAL_LEAD_S"
+            f"ranks are told to save {job.lead_s:.0f} s before the walltime, but a step takes about "
+            f"{request.expected_step_s:.0f} s "
+            "(predicted): the last save may not end in time. Raise sbatch --signal=USR1@N and "
+            "FRONTIER_LLM_SIGNAL_LEAD_S"
         )
     for note in advice(request):
         log.warn(note)

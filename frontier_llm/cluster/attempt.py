@@ -51,7 +51,8 @@ class JobStep:
 
     def srun(self) -> list[str]:
         """The command line; one task per GCD, every task dies with the first that fails."""
-        job, nodes = self.job, len(self.nodes)
+        job = self.job
+        nodes = len(self.nodes)
         return [
             "srun",
             f"--nodes={nodes}",
@@ -91,22 +92,29 @@ def start_ranks(
     save_after_s: float = math.inf,
     progress: Callable[[Path], int] = run_dir.latest_step,
 ) -> tuple[Outcome, float]:
-    """Run all ranks on these nodes by one srun, and record the attempt: (how it ended, its seconds). A crash beside a dead node is that node's failure.
+    """Run all ranks on these nodes by one srun, and record the attempt: (how it ended, its seconds). A crash beside a
+    dead node is that node's failure.
 
     `progress` tells how many steps a run directory has behind it.
     """
     forget_failure(job.directory)  # of an earlier attempt; the ranks may write a new one
-    started_s, start_step = time.time(), progress(job.directory)
+    started_s = time.time()
+    start_step = progress(job.directory)
     number = take(job.directory, job.allocation.job_id, job.allocation.batch_host)
     log.info(f"attempt {number}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
     log_dir = job.directory / "logs" / f"attempt_{number:04}"
     before = run_dir.place(job.directory)
-    outcome = run_step(JobStep(job, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(number)}, deadline_s, save_after_s))
+    outcome = run_step(
+        JobStep(job, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(number)}, deadline_s, save_after_s)
+    )
     run_dir.refuse_moved(job.directory, before)
     if outcome.cause == "crash" and (dead := dead_nodes(job, nodes, outcome)):
-        gone = Failure(f"{hostlist.compress(dead)} failed", Evidence.ENDS, "node failure", host=dead[0], host_suspect=True)
+        gone = Failure(
+            f"{hostlist.compress(dead)} failed", Evidence.ENDS, "node failure", host=dead[0], host_suspect=True
+        )
         outcome = replace(outcome, failure=gone)
-    failure, end_step = outcome.failure, progress(job.directory)
+    failure = outcome.failure
+    end_step = progress(job.directory)
     ended = run_dir.Attempt(
         incarnation=number,
         job_id=job.allocation.job_id,
@@ -114,7 +122,9 @@ def start_ranks(
         start_step=start_step,
         end_step=end_step,
         exit_code=outcome.exit_code,
-        cause="finished" if failure is None and (end_step >= job.config.train.steps or not outcome.exit_code) else outcome.cause,
+        cause="finished"
+        if failure is None and (end_step >= job.config.train.steps or not outcome.exit_code)
+        else outcome.cause,
         detail=failure.describe() if failure else "",
         failed_host=failure.host if failure and failure.host_suspect and failure.host in nodes else "",
         started_unix_s=started_s,
@@ -125,7 +135,9 @@ def start_ranks(
 
 
 def dead_nodes(job: BatchJob, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
-    """Nodes that Slurm calls unhealthy after a crash; when only survivors have spoken, wait until Slurm must have noticed."""
+    """Nodes that Slurm calls unhealthy after a crash; when only survivors have spoken, wait until Slurm must have
+    noticed.
+    """
     deadline_s = time.monotonic() + (job.site.node_timeout_s if outcome.peers_only else 0.0)
     while not (dead := slurm.unhealthy(nodes)) and time.monotonic() < deadline_s:
         time.sleep(5.0)
@@ -158,7 +170,9 @@ def run_step(step: JobStep) -> Outcome:
         "FRONTIER_LLM_LOG_DIR": str(step.log_dir),
         job_secret.VARIABLE: job_secret.new_secret(),
     }
-    process = subprocess.Popen(step.srun(), env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace")  # noqa: S603 a list
+    process = subprocess.Popen(  # noqa: S603 a list
+        step.srun(), env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace"
+    )
     assert process.stderr is not None
     messages: list[str] = []
     reader = threading.Thread(target=_copy, args=(process.stderr, messages), daemon=True)
@@ -171,7 +185,10 @@ def run_step(step: JobStep) -> Outcome:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(ENDING_S)
-        what = f"the ranks had not ended after {step.deadline_s:.0f} s, all the time they had; let Slurm warn them earlier (--signal)"
+        what = (
+            f"the ranks had not ended after {step.deadline_s:.0f} s, all the time they had; let Slurm warn them "
+            f"earlier (--signal)"
+        )
         return Outcome(1, Failure(what, Evidence.ENDS, "walltime"))
     finally:
         reminder.cancel()
@@ -181,7 +198,11 @@ def run_step(step: JobStep) -> Outcome:
     outcome = diagnose(code, messages, step.log_dir, read_failure(step.job.directory))
     if outcome.failure is not None:
         with suppress(OSError):  # the job's output is on a full disk
-            print(printable("\n".join([*outcome.failure.message, "", outcome.failure.describe()])), file=sys.stderr, flush=True)
+            print(
+                printable("\n".join([*outcome.failure.message, "", outcome.failure.describe()])),
+                file=sys.stderr,
+                flush=True,
+            )
     return outcome
 
 
@@ -202,7 +223,8 @@ class Fate:
 def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure | None) -> Outcome:
     """From srun's exit code and messages and the ranks' own record: which rank failed first, where, and why.
 
-    The ranks' logs are searched where no rank has recorded a cause, or where the record blames a silent rank and srun saw another one killed.
+    The ranks' logs are searched where no rank has recorded a cause, or where the record blames a silent rank and srun
+    saw another one killed.
     """
     fates = _fates(messages)
     first = next(iter(fates.values()), None)
@@ -215,7 +237,9 @@ def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure 
         return _from_logs(exit_code, messages, killed, log_dir)
     if record.rank is not None and (fate := fates.get(record.rank)):
         what = f"{fate.how}; {record.what}" if record.rank in killed else record.what
-        record = replace(record, what=what, host=record.host or fate.host, host_suspect=record.host_suspect or record.rank in killed)
+        record = replace(
+            record, what=what, host=record.host or fate.host, host_suspect=record.host_suspect or record.rank in killed
+        )
     return Outcome(REFUSED if record.cause == "refused" else exit_code, record)
 
 
@@ -227,7 +251,8 @@ def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], l
     if rank is None or secondary:  # the cause left no traceback of its own: a killed rank or a dead node
         speakers = [] if secondary else [task for task, fate in fates.items() if fate.exit_code != STUCK]
         if named := [*killed, *speakers]:
-            rank, evidence = named[0], Evidence.ENDS
+            rank = named[0]
+            evidence = Evidence.ENDS
     if rank is None:
         what = next((line for line in messages if "error" in line), f"srun ended with {exit_code}")
         return Outcome(exit_code, Failure(what, Evidence.ENDS, message=tuple(messages[-10:])), peers_only=True)
@@ -260,7 +285,9 @@ def _fates(lines: Iterable[str]) -> dict[int, Fate]:
 
 
 def _copy(source: IO[str], lines: list[str]) -> None:
-    """Pass srun's messages on and keep them. srun stands still while nobody reads, so that a full disk is no reason to stop."""
+    """Pass srun's messages on and keep them. srun stands still while nobody reads, so that a full disk is no reason
+    to stop.
+    """
     for line in source:
         lines.append(line.rstrip("\n"))
         with suppress(OSError):

@@ -1,4 +1,5 @@
-"""launch/bind_gcd.sh, written from the map of a MI250X node (machine.affinity): local rank = GCD → its cores and memory.
+"""launch/bind_gcd.sh, written from the map of a MI250X node (machine.affinity): local rank = GCD → its cores and
+memory.
 
 The NIC of its package is RCCL's to find.
 """
@@ -31,4 +32,4 @@ if command -v numactl >/dev/null; then
     exec numactl --physcpubind="${{cores[local_rank]}}" --preferred="${{numa[local_rank]}}" -- "$@"
 fi
 exec taskset --cpu-list "${{cores[local_rank]}}" "$@"
-"""
+"""  # noqa: E501

@@ -22,16 +22,29 @@ def plugin_places(plugins: Sequence[str]) -> dict[str, Path]:
 
 
 def _job_code(site: Site, plugins: Sequence[str]) -> dict[Path, bytes]:
-    """What a job needs: path in the snapshot -> content; from a checkout, or from an installed package and its share directory.
+    """What a job needs: path in the snapshot -> content; from a checkout, or from an installed package and its share
+    directory.
 
-    With the site as the job will read it: `--site` may have named a file outside of the checkout. With the run's plugin files.
+    With the site as the job will read it: `--site` may have named a file outside of the checkout. With the run's plugin
+    files.
     """
-    package, sites = Path(__file__).resolve().parents[1], Path("slurm") / "sites"
+    package = Path(__file__).resolve().parents[1]
+    sites = Path("slurm") / "sites"
     roots = {package.name: package, **{name: root_dir() / name for name in SNAPSHOT}}
-    files = {Path(name) / path.relative_to(root): path for name, root in roots.items() for path in root.rglob("*") if path.is_file()}
-    code = {relative: path.read_bytes() for relative, path in sorted(files.items()) if "__pycache__" not in relative.parts}
+    files = {
+        Path(name) / path.relative_to(root): path
+        for name, root in roots.items()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+    code = {
+        relative: path.read_bytes() for relative, path in sorted(files.items()) if "__pycache__" not in relative.parts
+    }
     code |= {place: Path(name).read_bytes() for name, place in plugin_places(plugins).items()}
-    return code | {sites / f"{site.name}.yaml": dump(site).encode(), sites / f"{site.name}.sh": render_site(site).encode()}
+    return code | {
+        sites / f"{site.name}.yaml": dump(site).encode(),
+        sites / f"{site.name}.sh": render_site(site).encode(),
+    }
 
 
 def code_digest(site: Site, plugins: Sequence[str] = ()) -> str:
@@ -43,7 +56,9 @@ def code_digest(site: Site, plugins: Sequence[str] = ()) -> str:
 
 
 def snapshot(target: Path, site: Site, plugins: Sequence[str] = (), *, compiled: bool = True) -> None:
-    """Copy the code and the plugin files to `target`, unless this very code is there already; appears whole or not at all. `compiled`: with bytecode."""
+    """Copy the code and the plugin files to `target`, unless this very code is there already; appears whole or not
+    at all. `compiled`: with bytecode.
+    """
     if target.is_dir():
         return
     partial = target.with_name(f"{target.name}.tmp{os.getpid()}")

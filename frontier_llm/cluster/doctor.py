@@ -30,7 +30,10 @@ MIN_GCD_GIB = 60.0  # of 64: a GCD that shows less has lost memory or is in use
 SLOW_WRITE_S = 5.0  # for 1 MiB
 TIMEOUT_S = 45.0  # for the nodes' answers; with srun's start and end an examination stays below a minute
 SRUN_GRACE_S = 5.0
-NO_GCD = "a login node has none: ask inside an allocation (salloc); there, exclude the node and tell the site (rocm-smi shows its GCDs)"
+NO_GCD = (
+    "a login node has none: ask inside an allocation (salloc); there, exclude the node and tell the site "
+    "(rocm-smi shows its GCDs)"
+)
 BROKEN = "exclude the node, and tell the site (rocm-smi there)"
 MIN_LOCAL_BYTES = 4 * GIB  # environment, MIOpen cache
 
@@ -58,8 +61,15 @@ class Report:
 
     @property
     def bad_hosts(self) -> tuple[str, ...]:
-        """Hosts to exclude: those with a fatal finding that not every host shares (that would be the site, not the node)."""
-        named = {host for finding in self.findings if finding.fatal and len(finding.hosts) < len(self.hosts) for host in finding.hosts}
+        """Hosts to exclude: those with a fatal finding that not every host shares (that would be the site, not the
+        node).
+        """
+        named = {
+            host
+            for finding in self.findings
+            if finding.fatal and len(finding.hosts) < len(self.hosts)
+            for host in finding.hosts
+        }
         return tuple(host for host in self.hosts if host in named)
 
     @property
@@ -94,7 +104,10 @@ class Report:
         lines.append(f"{plural(len(self.hosts), 'node')} examined in {self.seconds:.1f} s: {health}")
         for finding in self.findings:
             mark = "error" if finding.fatal else "warning"
-            lines += [f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}", f"    fix: {finding.remedy}"]
+            lines += [
+                f"{mark}: {finding.check} on {hostlist.compress(finding.hosts)}: {finding.what}",
+                f"    fix: {finding.remedy}",
+            ]
         lines += [f"error: {problem}" for problem in self.installation]
         if self.bad_hosts:
             lines.append(f"leave the bad nodes out: --exclude={hostlist.compress(self.bad_hosts)}")
@@ -109,19 +122,27 @@ def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, tim
         facts, skew_s = ask_nodes(settings, nodes, timeout_s)
     else:
         own = probe(settings)
-        facts, skew_s, nodes = {own.host: own}, {own.host: 0.0}, [own.host]
-    return Report(tuple(nodes), tuple(judge(settings.site, facts, skew_s, nodes, needed_bytes)), time.monotonic() - started_s)
+        facts = {own.host: own}
+        skew_s = {own.host: 0.0}
+        nodes = [own.host]
+    return Report(
+        tuple(nodes), tuple(judge(settings.site, facts, skew_s, nodes, needed_bytes)), time.monotonic() - started_s
+    )
 
 
 def preflight(site: Site, directory: Path, nodes: Sequence[str], needed: int) -> tuple[str, ...]:
-    """The bad ones of an allocation's nodes. Raises FrontierError when fewer than `needed` are left, or when all share a fatal fault."""
+    """The bad ones of an allocation's nodes. Raises FrontierError when fewer than `needed` are left, or when all
+    share a fatal fault.
+    """
     gone = slurm.unhealthy(nodes)  # srun refuses a step that has one of them
     report = examine(Settings(site=site, run_dir=str(directory)), [node for node in nodes if node not in gone])
     log.info(report.render())
     left = 0 if report.shared_fault else len(nodes) - len(gone) - len(report.bad_hosts)
     if left < needed:
         fix = (
-            "see the findings above" if report.shared_fault else f"resubmit with --exclude={hostlist.compress([*gone, *report.bad_hosts])}"
+            "see the findings above"
+            if report.shared_fault
+            else f"resubmit with --exclude={hostlist.compress([*gone, *report.bad_hosts])}"
         )
         raise FrontierError(f"{left} of {len(nodes)} nodes passed, {needed} are needed", fix, "preflight")
     return report.bad_hosts
@@ -134,7 +155,9 @@ def _job_has_gpus() -> bool:
 
 
 def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tuple[dict[str, Facts], dict[str, float]]:
-    """Facts and clock offset by host; a host that does not answer within `timeout_s` is missing. Raises FrontierError when none answers."""
+    """Facts and clock offset by host; a host that does not answer within `timeout_s` is missing. Raises
+    FrontierError when none answers.
+    """
     python = rank_python()  # in a container: libfabric and the plugin are looked for where the ranks will find them
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     count = len(nodes)
@@ -145,7 +168,13 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         file.write(settings.model_dump_json())
         file.flush()
         command = [
-            *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={hostlist.compress(nodes)}"),
+            *(
+                "srun",
+                f"--nodes={count}",
+                f"--ntasks={count}",
+                "--ntasks-per-node=1",
+                f"--nodelist={hostlist.compress(nodes)}",
+            ),
             *(
                 *([f"--gpus-per-node={settings.site.gpus_per_node}"] if _job_has_gpus() else []),
                 "--cpu-bind=none",
@@ -155,7 +184,9 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
             ),
             *(python, "-P", "-m", "frontier_llm.cluster.probe", file.name),
         ]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, errors="replace", env=environment())  # noqa: S603 a list
+        process = subprocess.Popen(  # noqa: S603 a list
+            command, stdout=subprocess.PIPE, stderr=complaints, errors="replace", env=environment()
+        )
         # srun's --time has a grain of a minute, and a hung node must not hold up the others' answers
         ends = [threading.Timer(timeout_s, process.terminate), threading.Timer(timeout_s + SRUN_GRACE_S, process.kill)]
         for end in ends:
@@ -174,7 +205,9 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
 
 
 def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, float]]:
-    """Facts by host, and each host's clock minus ours when a stamp arrived; of several that of the one with the least delay."""
+    """Facts by host, and each host's clock minus ours when a stamp arrived; of several that of the one with the
+    least delay.
+    """
     facts: dict[str, Facts] = {}
     offsets: dict[str, float] = {}
     for line in lines:
@@ -204,21 +237,30 @@ def judge(
     for name, expected, value, others in different_values(facts):
         remedy = "load the same modules in the job script; no settings in ~/.bashrc"
         hosts["environment", f"{name} is {value!r}, elsewhere {expected!r}", remedy, True] += others
-    return [NodeFinding(check, tuple(names), what, remedy, fatal) for (check, what, remedy, fatal), names in hosts.items()]
+    return [
+        NodeFinding(check, tuple(names), what, remedy, fatal) for (check, what, remedy, fatal), names in hosts.items()
+    ]
 
 
 def _checks(site: Site, fact: Facts, skew_s: float, needed_bytes: int, networked: bool) -> tuple[tuple[Any, ...], ...]:
     """What is looked at on a node: (whether it is wrong, check, what is wrong, remedy, fatal).
 
-    A job of one node uses no network, and Slurm gives it no access to Slingshot unless asked: what is missing there is not fatal.
+    A job of one node uses no network, and Slurm gives it no access to Slingshot unless asked: what is missing there is
+    not fatal.
     """
-    memory, wanted, bound = fact.gcd_memory_gib, site.tasks_per_node * site.cpus_per_task, site.bind == "gcd"
+    memory = fact.gcd_memory_gib
+    wanted = site.tasks_per_node * site.cpus_per_task
+    bound = site.bind == "gcd"
     weak = [gib for gib in memory if gib < MIN_GCD_GIB]
     single = "a job of one node does not need it; to test it: --network=single_node_vni"
     space = f"{format_bytes(fact.run_dir_free_bytes)} free, {format_bytes(needed_bytes)} needed for two checkpoints"
-    local = f"{format_bytes(fact.node_local_free_bytes)} free of the {format_bytes(MIN_LOCAL_BYTES)} for environment and caches"
+    local = (
+        f"{format_bytes(fact.node_local_free_bytes)} free of the {format_bytes(MIN_LOCAL_BYTES)} for environment "
+        f"and caches"
+    )
     tcp = f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)"
-    writable, roomy = not fact.run_dir_error, fact.run_dir_free_bytes >= needed_bytes
+    writable = not fact.run_dir_error
+    roomy = fact.run_dir_free_bytes >= needed_bytes
     return (
         (
             bound and len(memory) != site.gpus_per_node and not fact.gcds_refused,
@@ -226,7 +268,11 @@ def _checks(site: Site, fact: Facts, skew_s: float, needed_bytes: int, networked
         ),
         (
             bound and len(memory) != site.gpus_per_node and fact.gcds_refused > 0,
-            *("GCDs", f"cannot tell: the driver shows {len(memory)} of {site.gpus_per_node} and refuses {fact.gcds_refused} entries"),
+            *(
+                "GCDs",
+                f"cannot tell: the driver shows {len(memory)} of {site.gpus_per_node} and refuses "
+                f"{fact.gcds_refused} entries",
+            ),
             *("look from a step that has the node's GPUs (srun --gpus-per-node)", False),
         ),
         (
@@ -236,28 +282,58 @@ def _checks(site: Site, fact: Facts, skew_s: float, needed_bytes: int, networked
         ),
         (
             bound and fact.cores < wanted,
-            *("cores", f"{fact.cores} usable, {wanted} wanted", f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive", True),
+            *(
+                "cores",
+                f"{fact.cores} usable, {wanted} wanted",
+                f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive",
+                True,
+            ),
         ),
         (
             bool(fact.interfaces_down),
-            *("network", f"{', '.join(fact.interfaces_down)} down or missing", "exclude the node, and tell the site", True),
+            *(
+                "network",
+                f"{', '.join(fact.interfaces_down)} down or missing",
+                "exclude the node, and tell the site",
+                True,
+            ),
         ),
         (
             bool(fact.provider_error),
             *("libfabric", f"no {site.libfabric_provider} provider: {fact.provider_error}"),
-            *("load the site's libfabric module" if networked else single, networked and fact.provider_error != NO_FI_INFO),
+            *(
+                "load the site's libfabric module" if networked else single,
+                networked and fact.provider_error != NO_FI_INFO,
+            ),
         ),
         (
             bool(fact.plugin_error),
             *("RCCL plugin", tcp, "module load rccl-net-plugin, or bind the plugin into the container", networked),
         ),
         (not writable, "run directory", fact.run_dir_error, "choose a train.run_dir that every node can write", True),
-        (writable and not roomy, "run directory", space, "free space, ask for quota, or choose another train.run_dir", True),
+        (
+            writable and not roomy,
+            "run directory",
+            space,
+            "free space, ask for quota, or choose another train.run_dir",
+            True,
+        ),
         (
             writable and roomy and fact.run_dir_write_s > SLOW_WRITE_S,
-            *("run directory", f"{fact.run_dir_write_s:.1f} s to write 1 MiB", "another filesystem; tell the site", False),
+            *(
+                "run directory",
+                f"{fact.run_dir_write_s:.1f} s to write 1 MiB",
+                "another filesystem; tell the site",
+                False,
+            ),
         ),
-        (bool(fact.node_local_error), "local disk", fact.node_local_error, "ask for nodes with a local disk (--constraint=nvme)", True),
+        (
+            bool(fact.node_local_error),
+            "local disk",
+            fact.node_local_error,
+            "ask for nodes with a local disk (--constraint=nvme)",
+            True,
+        ),
         (
             not fact.node_local_error and fact.node_local_free_bytes < MIN_LOCAL_BYTES,
             *("local disk", local, "clean it, or exclude the node", True),

@@ -1,4 +1,6 @@
-"""What comes after a job whose run is not done: the same job requeued, or exactly one successor; and which hosts they avoid."""
+"""What comes after a job whose run is not done: the same job requeued, or exactly one successor; and which hosts
+they avoid.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def hand_on(job: BatchJob) -> int:
     run_dir.add_bad_hosts(job.directory, job.too_slow)
     if job.continue_with == "never":
         log.info("not continued: FRONTIER_LLM_CONTINUE=never")
-    elif job.continue_with == "requeue" and not job.untrusted:  # a requeued job may get the same nodes again, a new one excludes them
+    # a requeued job may get the same nodes again, a new one excludes them
+    elif job.continue_with == "requeue" and not job.untrusted:
         _requeue(job.allocation.job_id)
     elif (queued := run_dir.queued_job(job.directory)) not in ("", job.allocation.job_id) and slurm.is_active(queued):
         log.info(f"successor {queued} is already queued")
@@ -39,11 +42,15 @@ def _requeue(job_id: str) -> None:
 
 def _queue_successor(job: BatchJob) -> str:
     """The id of a job made by the run's own script; it starts when this one has ended, on none of the bad hosts."""
-    script, bad = job.directory / SCRIPT, run_dir.bad_hosts(job.directory)
+    script = job.directory / SCRIPT
+    bad = run_dir.bad_hosts(job.directory)
     if not script.is_file():
         fix = "start the run with frontier-llm submit, or use FRONTIER_LLM_CONTINUE=requeue"
         if bad:
-            fix = f"submit again, with sbatch --exclude={hostlist.compress(bad)} or with frontier-llm submit, which excludes them itself"
+            fix = (
+                f"submit again, with sbatch --exclude={hostlist.compress(bad)} or with frontier-llm submit, which "
+                f"excludes them itself"
+            )
         raise FrontierError(f"there is no {script}", fix, "successor")
     lead_s = measured_lead_s(job.directory) or round(job.lead_s)
     options = {

@@ -1,7 +1,8 @@
-"""What is installed in the interpreter that ranks run in: the record of its facts, and how another process asks for them.
+"""What is installed in the interpreter that ranks run in: the record of its facts, and how another process asks for
+them.
 
-`training/installed.py` collects the facts inside that interpreter. This module imports neither torch nor pydantic, so that it works in
-an interpreter that lacks both.
+`training/installed.py` collects the facts inside that interpreter. This module imports neither torch nor pydantic, so
+that it works in an interpreter that lacks both.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ class KernelFacts:
 
     architecture: str  # that was asked for
     digest: str  # sha256 of its manifest, which names each code object's digest; '' without a manifest
-    problems: tuple[Problem, ...]  # no manifest, other kernel sources, damaged code objects; each with the build command
+    # no manifest, other kernel sources, damaged code objects; each with the build command
+    problems: tuple[Problem, ...]
     built: tuple[str, ...]  # architectures that have a manifest
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What a run reads and writes, as the interpreter of the ranks sees it: a container sees other file systems than its host."""
+    """What a run reads and writes, as the interpreter of the ranks sees it: a container sees other file systems than
+    its host.
+    """
 
     problems: tuple[Problem, ...]  # of data and tokenizer
     run_dir_error: str  # why the run directory cannot be written; '' if it can
@@ -92,7 +96,8 @@ class Installation:
     def from_json(cls, line: str) -> Installation:
         """The inverse of `as_json`. Raises ValueError, KeyError or TypeError for another text."""
         fields: dict[str, Any] = json.loads(line)
-        kernels, inputs = fields["kernels"], fields["inputs"]
+        kernels = fields["kernels"]
+        inputs = fields["inputs"]
         if kernels is not None:
             kernels = KernelFacts(**{**kernels, "problems": _problems(kernels), "built": tuple(kernels["built"])})
         if inputs is not None:
@@ -120,12 +125,22 @@ def ask(
     words = [*command, COLLECTOR, architecture or "none", *(["-"] if run_text is not None else [])]
     try:
         done = subprocess.run(  # noqa: S603 a list
-            words, env=dict(environment), input=run_text or "", capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s
+            words,
+            env=dict(environment),
+            input=run_text or "",
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
         )
     except OSError as error:
-        raise FrontierError(f"cannot be started: {error.strerror}", "name another interpreter by FRONTIER_LLM_PYTHON", words[0]) from error
+        raise FrontierError(
+            f"cannot be started: {error.strerror}", "name another interpreter by FRONTIER_LLM_PYTHON", words[0]
+        ) from error
     except subprocess.TimeoutExpired as error:
-        raise FrontierError(f"no answer within {timeout_s:.0f} s", "is the file system of the environment slow?", words[0]) from error
+        raise FrontierError(
+            f"no answer within {timeout_s:.0f} s", "is the file system of the environment slow?", words[0]
+        ) from error
     for line in reversed(done.stdout.splitlines()):
         if line.startswith("{"):
             return Installation.from_json(line)
@@ -133,6 +148,8 @@ def ask(
     raise FrontierError("\n".join(complaint[-8:]), f"run it by hand: {' '.join(words)}", "the ranks' interpreter")
 
 
-def of_this_interpreter(architecture: str | None, environment: Mapping[str, str], python: str = sys.executable) -> Installation:
+def of_this_interpreter(
+    architecture: str | None, environment: Mapping[str, str], python: str = sys.executable
+) -> Installation:
     """`ask` an interpreter that has the environment of this process."""
     return ask((python, "-P", "-m"), environment, architecture)

@@ -1,14 +1,16 @@
 """The supervisor in the batch shell of a job: start the ranks, see how they end, and decide what comes next.
 
-    python -m frontier_llm.cli.job CONFIG [key=value …] [--strict] [--allow-change KEY]          (launch/job.sh runs this)
+    python -m frontier_llm.cli.job CONFIG [key=value …] [--strict] [--allow-change KEY]          (launch/job.sh runs
+    this)
 
 One attempt is one srun of every rank. After it the run is finished, or stopped by a person, or it goes on: inside this
-allocation when enough healthy nodes and time are left (a spare replaces a dead node), else as the same job requeued, or as
-one successor job. Three attempts without progress end the chain.
+allocation when enough healthy nodes and time are left (a spare replaces a dead node), else as the same job requeued, or
+as one successor job. Three attempts without progress end the chain.
 
-Environment: FRONTIER_LLM_SPARE_NODES (nodes of the allocation to keep in hand), FRONTIER_LLM_CONTINUE (requeue | successor | never),
-FRONTIER_LLM_MAX_NODE_HOURS (of all attempts together; then the run saves and ends), FRONTIER_LLM_SIGNAL_LEAD_S (as --signal),
-FRONTIER_LLM_PREFLIGHT (1 = doctor first); FRONTIER_LLM_SITE, FRONTIER_LLM_PYTHON and FRONTIER_LLM_RANK_PYTHON are set by launch/job.sh.
+Environment: FRONTIER_LLM_SPARE_NODES (nodes of the allocation to keep in hand), FRONTIER_LLM_CONTINUE (requeue |
+successor | never), FRONTIER_LLM_MAX_NODE_HOURS (of all attempts together; then the run saves and ends),
+FRONTIER_LLM_SIGNAL_LEAD_S (as --signal), FRONTIER_LLM_PREFLIGHT (1 = doctor first); FRONTIER_LLM_SITE,
+FRONTIER_LLM_PYTHON and FRONTIER_LLM_RANK_PYTHON are set by launch/job.sh.
 """
 
 from __future__ import annotations
@@ -36,17 +38,24 @@ RESERVE_S = 20.0  # before the walltime: what requeueing itself may take
 
 
 def supervise(job: BatchJob, admit: Callable[[BatchJob], None] = lambda job: None) -> int:
-    """Attempts until the run is finished, stopped, or handed on; the exit code of the batch script. `admit` may refuse what is left of the run."""
+    """Attempts until the run is finished, stopped, or handed on; the exit code of the batch script. `admit` may
+    refuse what is left of the run.
+    """
     refuse_second_holder(job)
     if what := damaged_lines(job.directory / "attempts.jsonl", run_dir.is_attempt):
         log.warn(f"attempts.jsonl: {what}; the node-hours of these starts are not counted")
     if (needed_s := measured_lead_s(job.directory)) is not None and needed_s > job.lead_s:
-        log.warn(f"a step and a save have taken so long that {job.lead_s:.0f} s before the walltime is late: --signal=USR1@{needed_s}")
+        log.warn(
+            f"a step and a save have taken so long that {job.lead_s:.0f} s before the walltime is late: "
+            f"--signal=USR1@{needed_s}"
+        )
     if not nothing_to_do(job):
         admit(job)
         refuse_short_walltime(job)
         if environ("FRONTIER_LLM_PREFLIGHT") == "1":
-            run_dir.add_bad_hosts(job.directory, preflight(job.site, job.directory, job.allocation.nodes, job.nodes_needed))
+            run_dir.add_bad_hosts(
+                job.directory, preflight(job.site, job.directory, job.allocation.nodes, job.nodes_needed)
+            )
     while not (reason := nothing_to_do(job)):
         nodes = choose_nodes(job)
         if len(nodes) < job.nodes_needed:
@@ -65,7 +74,9 @@ def supervise(job: BatchJob, admit: Callable[[BatchJob], None] = lambda job: Non
 
 
 def give_up(job: BatchJob, outcome: Outcome) -> int:
-    """The exit code after three attempts without progress. Raises FrontierError where the walltime was too short for any."""
+    """The exit code after three attempts without progress. Raises FrontierError where the walltime was too short for
+    any.
+    """
     step = run_dir.latest_step(job.directory)
     if outcome.cause == "interrupted":
         raise FrontierError(
@@ -85,7 +96,10 @@ def choose_nodes(job: BatchJob) -> tuple[str, ...]:
     unusable = {*bad, *job.untrusted}
     usable = [node for node in job.allocation.nodes if node not in unusable]
     if len(usable) < job.nodes_needed:
-        log.warn(f"{hostlist.compress(sorted(unusable))} failed; {len(usable)} nodes are left of the {job.nodes_needed} needed")
+        log.warn(
+            f"{hostlist.compress(sorted(unusable))} failed; {len(usable)} nodes are left of the {job.nodes_needed} "
+            f"needed"
+        )
     # a host that has failed before is used again only when no other is left, an untrusted one never
     best = sorted(usable, key=set(run_dir.bad_hosts(job.directory)).__contains__)[: job.nodes_needed]
     return tuple(node for node in usable if node in best)
@@ -109,12 +123,16 @@ def refuse_second_holder(job: BatchJob) -> None:
 
 
 def refuse_short_walltime(job: BatchJob) -> None:
-    """Raise FrontierError when the warning before the walltime is due already: ranks would save what they have just loaded, for ever."""
-    left_s, lead_s = slurm.time_left_s(job.allocation.job_id), job.lead_s
+    """Raise FrontierError when the warning before the walltime is due already: ranks would save what they have just
+    loaded, for ever.
+    """
+    left_s = slurm.time_left_s(job.allocation.job_id)
+    lead_s = job.lead_s
     if left_s is not None and left_s < lead_s:
         raise FrontierError(
             f"{left_s:.0f} s of walltime, but ranks are told to save {lead_s:.0f} s before its end",
-            f"sbatch --time={-(-2 * int(lead_s) // 60)} or more; or lower --signal and FRONTIER_LLM_SIGNAL_LEAD_S, both, "
+            f"sbatch --time={-(-2 * int(lead_s) // 60)} or more; or lower --signal and FRONTIER_LLM_SIGNAL_LEAD_S, "
+            f"both, "
             "if a step and a save need less",
             "walltime",
         )
@@ -122,7 +140,8 @@ def refuse_short_walltime(job: BatchJob) -> None:
 
 def nothing_to_do(job: BatchJob) -> str:
     """Why no further attempt is wanted: finished, or stopped by a person or its budget; '' when there is work."""
-    train, step = job.config.train, run_dir.latest_step(job.directory)
+    train = job.config.train
+    step = run_dir.latest_step(job.directory)
     end = run_dir.end(job.directory, train.steps, train.save_final)
     if end == "finished":
         return (
@@ -134,7 +153,10 @@ def nothing_to_do(job: BatchJob) -> str:
         return f"stopped at step {step} by {job.directory / run_dir.STOP_FILE}; delete it to go on"
     if job.budget_left_s <= job.lead_s:
         used = f"{run_dir.node_hours(job.directory):,.1f} of {job.max_node_hours:,.1f} node-hours are used"
-        return f"stopped at step {step}: {used}, and a further start would not save in time; a higher FRONTIER_LLM_MAX_NODE_HOURS goes on"
+        return (
+            f"stopped at step {step}: {used}, and a further start would not save in time; a higher "
+            f"FRONTIER_LLM_MAX_NODE_HOURS goes on"
+        )
     return ""
 
 
@@ -142,19 +164,26 @@ def attempt(job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
     """One srun of all ranks, once the last one's lock is stale, and what ended it in failure.json."""
     let_the_lock_go_stale(job, nodes[0])
     left_s = slurm.time_left_s(job.allocation.job_id)
-    outcome, _ = start_ranks(job, nodes, None if left_s is None else max(1.0, left_s - RESERVE_S), job.budget_left_s - job.lead_s)
+    outcome, _ = start_ranks(
+        job, nodes, None if left_s is None else max(1.0, left_s - RESERVE_S), job.budget_left_s - job.lead_s
+    )
     if outcome.failure is not None:
         write_failure(job.directory, outcome.failure, complete=True)
     return outcome
 
 
 def let_the_lock_go_stale(job: BatchJob, first: str) -> None:
-    """Rank 0 holds the checkpoints' lock. After a crash its next host can only tell by the silence that the old one is dead."""
+    """Rank 0 holds the checkpoints' lock. After a crash its next host can only tell by the silence that the old one
+    is dead.
+    """
     last = run_dir.last_attempt(job.directory)
     if last and last.failed and last.nodes[0] != first:
-        left_s = min(last.ended_unix_s + LOCK_STALE_S - time.time(), LOCK_STALE_S)  # the clock may have been set back since
+        # the clock may have been set back since
+        left_s = min(last.ended_unix_s + LOCK_STALE_S - time.time(), LOCK_STALE_S)
         if left_s > 0:
-            log.info(f"rank 0 moves from {last.nodes[0]} to {first}: waiting {left_s:.0f} s until the old lock is stale")
+            log.info(
+                f"rank 0 moves from {last.nodes[0]} to {first}: waiting {left_s:.0f} s until the old lock is stale"
+            )
             time.sleep(left_s)
 
 

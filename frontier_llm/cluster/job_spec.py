@@ -53,7 +53,9 @@ class BatchJob:
 
     @property
     def max_node_hours(self) -> float | None:
-        """What the run may use in all its jobs; None: no limit. Raises FrontierError for something that is no number."""
+        """What the run may use in all its jobs; None: no limit. Raises FrontierError for something that is no
+        number.
+        """
         text = environ("FRONTIER_LLM_MAX_NODE_HOURS")
         if not text:
             return None
@@ -78,11 +80,15 @@ class BatchJob:
     def too_slow(self) -> list[str]:
         """Hosts that were named slow as often as the site bears."""
         limit = self.site.exclude_slow_after
-        return [] if limit is None else [slow.host for slow in run_dir.slow_hosts(self.directory) if slow.times >= limit]
+        return (
+            [] if limit is None else [slow.host for slow in run_dir.slow_hosts(self.directory) if slow.times >= limit]
+        )
 
 
 def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_with: str | None = None) -> BatchJob:
-    """The job of this batch shell. Raises FrontierError for a bad config, layout or environment, before any rank starts."""
+    """The job of this batch shell. Raises FrontierError for a bad config, layout or environment, before any rank
+    starts.
+    """
     allocation = slurm.Allocation.from_environment()
     site = load_site()
     words, flags = split_flags(words)
@@ -103,7 +109,9 @@ def make_job(words: Sequence[str], program: tuple[str, ...] = TRAIN, continue_wi
         flags=flags,
     )
     if problems := plan_problems(config, job.world_size):
-        raise LayoutError([*problems, Problem("nodes", f"{job.nodes_needed} x {allocation.tasks_per_node} ranks", "sbatch --nodes=N")])
+        raise LayoutError(
+            [*problems, Problem("nodes", f"{job.nodes_needed} x {allocation.tasks_per_node} ranks", "sbatch --nodes=N")]
+        )
     return job
 
 
@@ -116,13 +124,19 @@ def spare_nodes(allocation: slurm.Allocation) -> int:
     """How many of its nodes to keep in hand. Raises FrontierError where none would be left to work."""
     text = environ("FRONTIER_LLM_SPARE_NODES") or "0"
     if not text.isdecimal() or int(text) >= len(allocation.nodes):
-        raise FrontierError(f"{text} of {len(allocation.nodes)} nodes", "keep at least one to work", "FRONTIER_LLM_SPARE_NODES")
+        raise FrontierError(
+            f"{text} of {len(allocation.nodes)} nodes", "keep at least one to work", "FRONTIER_LLM_SPARE_NODES"
+        )
     return int(text)
 
 
 def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(run file and overrides, flags of train) of what stood after the script's name. Raises FrontierError for a flag that train has not."""
-    others, flags, rest = list[str](), list[str](), list(words)
+    """(run file and overrides, flags of train) of what stood after the script's name. Raises FrontierError for a
+    flag that train has not.
+    """
+    others = list[str]()
+    flags = list[str]()
+    rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):

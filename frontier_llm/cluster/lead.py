@@ -9,14 +9,16 @@ from frontier_llm.cluster.sites import Site
 from frontier_llm.run import run_dir
 from frontier_llm.run.rank_env import environ
 
-MIN_LEAD_S, GRAIN_S = 120, 30
+MIN_LEAD_S = 120
+GRAIN_S = 30
 SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
 
 
 def lead_s(step_s: float, save_s: float) -> int:
     """Twice (a step + a save) + 60 s, in whole half minutes, at least two minutes.
 
-    A rank notices at the end of a step; a late step and a slow filesystem are allowed as much again; Slurm's clock has a grain of a minute.
+    A rank notices at the end of a step; a late step and a slow filesystem are allowed as much again; Slurm's clock has
+    a grain of a minute.
     """
     return max(MIN_LEAD_S, -(-int(2 * (step_s + save_s) + 60) // GRAIN_S) * GRAIN_S)
 
@@ -27,7 +29,9 @@ def job_lead_s(site: Site) -> float:
 
 
 def signal_lead_s(directory: Path, site: Site, expected_step_s: float = 0.0) -> int:
-    """The lead time for the next job of a run: from its own steps and saves, else the site's plus twice the expected step."""
+    """The lead time for the next job of a run: from its own steps and saves, else the site's plus twice the expected
+    step.
+    """
     if (measured := measured_lead_s(directory)) is not None:
         return measured
     return site.signal_lead_s + -(-int(2 * expected_step_s) // GRAIN_S) * GRAIN_S

@@ -64,7 +64,13 @@ class RankExit:
 
 def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """What `rank_env.discover` reads in a rank started here."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_PORT": port,
+    }
     return {
         **{name: str(value) for name, value in names.items()},
         "FRONTIER_LLM_LAUNCHER": "local",
@@ -76,7 +82,10 @@ def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 def thread_variables(num_ranks: int) -> dict[str, str]:
     """Share this computer's cores among its ranks. An exported OMP_NUM_THREADS wins over this."""
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    return {"OMP_NUM_THREADS": str(threads), ORIGINS: strict_json({"OMP_NUM_THREADS": "frontier_llm/cluster/local.py"}, indent=None)}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        ORIGINS: strict_json({"OMP_NUM_THREADS": "frontier_llm/cluster/local.py"}, indent=None),
+    }
 
 
 def run_local_ranks(
@@ -91,10 +100,10 @@ def run_local_ranks(
 ) -> int:
     """Run `program + argv` as `num_ranks` ranks and return the exit code of the first that failed, or 0.
 
-    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded,
-    once all ranks are started where the caller holds them back (`signals.held`); then the ranks do so too, until they listen.
-    After the first failure the others get SIGTERM, and SIGKILL `grace_s` later; failure.json in `run_dir`, where the ranks leave their own
-    record (default: `log_dir`), then says who was first.
+    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM, SIGUSR1
+    and SIGHUP are forwarded, once all ranks are started where the caller holds them back (`signals.held`); then the
+    ranks do so too, until they listen. After the first failure the others get SIGTERM, and SIGKILL `grace_s` later;
+    failure.json in `run_dir`, where the ranks leave their own record (default: `log_dir`), then says who was first.
     Raises FrontierError, before anything is touched, when somebody trains in `run_dir` already.
     Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
     """
@@ -107,9 +116,15 @@ def run_local_ranks(
 class _Ranks:
     """The running processes of one call of `run_local_ranks`."""
 
-    def __init__(self, num_ranks: int, command: list[str], env: Mapping[str, str], log_dir: Path, run_dir: Path, grace_s: float) -> None:
-        self.num_ranks, self.command, self.env, self.grace_s = num_ranks, command, env, grace_s
-        self.log_dir, self.run_dir = log_dir, run_dir
+    def __init__(
+        self, num_ranks: int, command: list[str], env: Mapping[str, str], log_dir: Path, run_dir: Path, grace_s: float
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.command = command
+        self.env = env
+        self.grace_s = grace_s
+        self.log_dir = log_dir
+        self.run_dir = run_dir
         self.place = place(run_dir)
         self.ended: queue.Queue[int] = queue.Queue()
         self.exits: list[RankExit] = []  # in the order of their ends
@@ -154,7 +169,9 @@ class _Ranks:
         if "OMP_NUM_THREADS" not in variables:
             variables.update(thread_variables(self.num_ranks))
         for rank in range(self.num_ranks):
-            log = os.fdopen(open_below(self.log_dir, f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
+            log = os.fdopen(
+                open_below(self.log_dir, f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0
+            )
             piped = rank == 0
             process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
                 self.command,
@@ -206,7 +223,14 @@ class _Ranks:
         code = self.processes[rank].returncode
         name = signal.Signals(-code).name if code < 0 else None
         stopped = self.stopping and code in (-signal.SIGTERM, -signal.SIGKILL)
-        return RankExit(rank, socket.gethostname(), 128 - code if code < 0 else code, name, str(self.log_dir / f"rank_{rank}.log"), stopped)
+        return RankExit(
+            rank,
+            socket.gethostname(),
+            128 - code if code < 0 else code,
+            name,
+            str(self.log_dir / f"rank_{rank}.log"),
+            stopped,
+        )
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self.processes:
@@ -218,15 +242,21 @@ class _Ranks:
         self._signal_all(signal.Signals(number))
 
     def _report(self, first: RankExit) -> None:
-        """Others first, the cause last, because the end of the output is what people read. A refusal that rank 0 has told stays the end.
+        """Others first, the cause last, because the end of the output is what people read. A refusal that rank 0 has
+        told stays the end.
 
-        The ranks' own record says who was first, unless they only missed another than the one that has been killed; without it the
-        first to end was.
+        The ranks' own record says who was first, unless they only missed another than the one that has been killed;
+        without it the first to end was.
         """
         record = read_failure(self.run_dir)
         named = next((end for end in self.exits if record and end.rank == record.rank), None)
-        if record is None or named is None or (record.evidence is Evidence.NOTICES and first.signal and named is not first):
-            named, lines = first, failure_lines(Path(first.log))
+        if (
+            record is None
+            or named is None
+            or (record.evidence is Evidence.NOTICES and first.signal and named is not first)
+        ):
+            named = first
+            lines = failure_lines(Path(first.log))
             cause = "refused" if first.exit_code == FrontierError.exit_code else "crash"
             record = Failure(first.how, Evidence.LOGS, cause, first.rank, first.host, message=tuple(lines))
         elif named.signal and not named.stopped_by_us:
@@ -237,13 +267,17 @@ class _Ranks:
             return
         for end in self.exits:
             if end is not named and end.exit_code:
-                print(f"{end.describe()} ({'stopped' if end.stopped_by_us else 'secondary'}; {end.log})", file=sys.stderr)
+                print(
+                    f"{end.describe()} ({'stopped' if end.stopped_by_us else 'secondary'}; {end.log})", file=sys.stderr
+                )
         verdict = record.describe() if named.stopped_by_us else f"{named.describe()}; it failed first"
         print(printable("\n".join([*lines, "", f"{verdict} ({named.log})"])), file=sys.stderr, flush=True)
 
 
 def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
-    """Pass a rank's output on line by line, to the terminal and into its log; either goes on without the other. A rank stands still while nobody reads."""
+    """Pass a rank's output on line by line, to the terminal and into its log; either goes on without the other. A
+    rank stands still while nobody reads.
+    """
     for line in source:
         with suppress(OSError):  # the disk is full
             log.write(line)

@@ -12,16 +12,24 @@ MANY_NODES = 8  # whose start OLCF has measured
 
 
 def scratch_note(request: JobRequest) -> str:
-    """A warning when the run directory is not on the site's scratch filesystem; '' when it is, or when nobody can tell."""
+    """A warning when the run directory is not on the site's scratch filesystem; '' when it is, or when nobody can
+    tell.
+    """
     scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
     if scratch is None or request.directory.is_relative_to(scratch):
         return ""
-    return f"{request.directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / request.directory.name}"
+    return (
+        f"{request.directory} is not on {scratch}, which is made for checkpoints: "
+        f"train.run_dir={scratch / request.directory.name}"
+    )
 
 
 def quota_note(request: JobRequest, checkpoint_bytes: float) -> str:
-    """A warning when the checkpoints that lie there at the same time come near the project's quota: statvfs sees the whole file system."""
-    train, quota_tb = request.config.train, request.site.scratch_quota_tb
+    """A warning when the checkpoints that lie there at the same time come near the project's quota: statvfs sees the
+    whole file system.
+    """
+    train = request.config.train
+    quota_tb = request.site.scratch_quota_tb
     if quota_tb is None or not request.saves or saves_nothing(train):
         return ""
     forever = train.steps // train.keep_every if train.keep_every else 0
@@ -29,8 +37,10 @@ def quota_note(request: JobRequest, checkpoint_bytes: float) -> str:
     if held_tb <= 0.8 * quota_tb:  # the rest is for data, logs and other runs
         return ""
     return (
-        f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are {held_tb:.0f} TB at the same time; "
-        f"a project may keep {quota_tb:.0f} TB on {request.site.name}'s scratch unless it has asked for more (train.keep_checkpoints, train.keep_every)"
+        f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are "
+        f"{held_tb:.0f} TB at the same time; "
+        f"a project may keep {quota_tb:.0f} TB on {request.site.name}'s scratch unless it has asked for more "
+        f"(train.keep_checkpoints, train.keep_every)"
     )
 
 
@@ -40,19 +50,29 @@ def start_note(request: JobRequest) -> str:
     if elsewhere or request.site.bind != "gcd" or request.all_nodes <= MANY_NODES:
         return ""
     return (
-        f"{request.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}: on Frontier eight took 51 s from "
-        "Orion, 4 min from NFS and 2 s from their own disks. Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz (docs/frontier.md, section 1) or "
+        f"{request.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}: on "
+        f"Frontier eight took 51 s from "
+        "Orion, 4 min from NFS and 2 s from their own disks. Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz "
+        "(docs/frontier.md, section 1) or "
         "FRONTIER_LLM_CONTAINER"
     )
 
 
 def device_note(request: JobRequest) -> str:
-    """A warning when the ranks of a site with GPUs would compute on its processors, or in wide types: left over from a test at home."""
+    """A warning when the ranks of a site with GPUs would compute on its processors, or in wide types: left over from
+    a test at home.
+    """
     dtype = request.config.precision.dtype
     if request.site.bind != "gcd":
         return ""
     if request.config.train.device == "cpu":
-        return f"train.device=cpu leaves the GPUs of {request.site.name} idle, and the job is charged for them; take the key out, or set train.device=auto"
+        return (
+            f"train.device=cpu leaves the GPUs of {request.site.name} idle, and the job is charged for them; take "
+            f"the key out, or set train.device=auto"
+        )
     if dtype in ("fp32", "fp64"):  # MI250X: 95.7 TFLOP/s of matrices either way, 383 in bf16 (AMD's data sheet)
-        return f"precision.dtype={dtype} has a quarter of the matrix rate of bf16 on {request.site.name} and larger activations; set precision.dtype=bf16"
+        return (
+            f"precision.dtype={dtype} has a quarter of the matrix rate of bf16 on {request.site.name} and larger "
+            f"activations; set precision.dtype=bf16"
+        )
     return ""

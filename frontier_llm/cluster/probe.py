@@ -24,8 +24,11 @@ from frontier_llm.machine.env import environment as machine_environment
 from frontier_llm.run.rank_env import environ, environment, node_name
 from frontier_llm.units import GIB
 
-TIME_MARK, FACTS_MARK = "probe-time ", "probe-facts "
-MORE_STAMPS, PAUSE_S = 3, 0.2  # on a busy node a stamp may be late by seconds, hardly all of them
+TIME_MARK = "probe-time "
+FACTS_MARK = "probe-facts "
+# on a busy node a stamp may be late by seconds, hardly all of them
+MORE_STAMPS = 3
+PAUSE_S = 0.2
 NO_FI_INFO = "fi_info is not on PATH"
 
 
@@ -81,8 +84,11 @@ def probe(settings: Settings) -> Facts:
 
 
 def gcd_memory_gib(root: Path) -> tuple[tuple[float, ...], int]:
-    """(memory of each GPU that the kernel driver (KFD) shows, how many entries it refuses to show); a CPU node of its topology has no SIMDs."""
-    sizes, refused = [], 0
+    """(memory of each GPU that the kernel driver (KFD) shows, how many entries it refuses to show); a CPU node of
+    its topology has no SIMDs.
+    """
+    sizes = []
+    refused = 0
     for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*")):
         try:
             properties = _properties(node / "properties")
@@ -117,7 +123,11 @@ def provider_error(provider: str | None) -> str:
     if tool is None:
         return NO_FI_INFO
     done = subprocess.run([tool, "-p", provider], capture_output=True, errors="replace", timeout=30, check=False)  # noqa: S603 a list
-    return "" if done.returncode == 0 and "provider" in done.stdout else (done.stderr.strip() or f"fi_info -p {provider} finds nothing")
+    return (
+        ""
+        if done.returncode == 0 and "provider" in done.stdout
+        else (done.stderr.strip() or f"fi_info -p {provider} finds nothing")
+    )
 
 
 def plugin_error(plugin: str | None) -> str:

@@ -1,4 +1,6 @@
-"""What the logs of ranks say about a failure: searched where no rank could write the record of it (frontier_llm.run.failure)."""
+"""What the logs of ranks say about a failure: searched where no rank could write the record of it
+(frontier_llm.run.failure).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pathlib import Path
 from frontier_llm.run.failure import lost_a_peer
 
 _TRACEBACK = "Traceback (most recent call last)"
-_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")  # between chained tracebacks
+# between chained tracebacks
+_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _REFUSAL = re.compile(r"frontier-llm [a-z]+: error")  # cli.main, above a FrontierError
 _HEADING = re.compile(rf"({re.escape(_TRACEBACK)}|{_REFUSAL.pattern}$)")
 TAIL_LINES = 40  # of a log without either
@@ -18,7 +21,9 @@ TAIL_BYTES = 1 << 20  # of a log that are searched: those of thousands of ranks 
 
 
 def failure_lines(log: Path) -> list[str]:
-    """The last Python traceback of a log, with the exceptions it was raised from; else the last refusal, else the log's last lines."""
+    """The last Python traceback of a log, with the exceptions it was raised from; else the last refusal, else the
+    log's last lines.
+    """
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
@@ -33,7 +38,9 @@ def failure_lines(log: Path) -> list[str]:
 
 
 def conclusion(message: Sequence[str]) -> Sequence[str]:
-    """What follows the frames of the last traceback, or the heading of the command's own errors: the exception, and what was said after it."""
+    """What follows the frames of the last traceback, or the heading of the command's own errors: the exception, and
+    what was said after it.
+    """
     headings = [number for number, line in enumerate(message) if _HEADING.match(line)]
     if not headings:
         return ()
@@ -44,7 +51,9 @@ def conclusion(message: Sequence[str]) -> Sequence[str]:
 
 
 def first_traceback(log_dir: Path) -> tuple[int | None, bool, tuple[str, ...]]:
-    """(rank, whether it only complains about a lost peer, its last traceback): the earliest cause, else the earliest complaint."""
+    """(rank, whether it only complains about a lost peer, its last traceback): the earliest cause, else the earliest
+    complaint.
+    """
     tracebacks: list[tuple[bool, int, int, tuple[str, ...]]] = []
     for path in log_dir.glob("rank_*.log"):
         lines = tuple(failure_lines(path))

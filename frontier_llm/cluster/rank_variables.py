@@ -1,7 +1,9 @@
-"""Set the variables of `machine.env` for the ranks of a run, before torch is imported: HIP reads some of them when its library is loaded.
+"""Set the variables of `machine.env` for the ranks of a run, before torch is imported: HIP reads some of them when its
+library is loaded.
 
-The supervisor exports them to the environment of srun. A rank sets those that differ between ranks, and all of them if another launcher
-(torchrun, mpirun, a bare srun) started it. ORIGINS tells a rank what the supervisor, the user, a module or the site file has set.
+The supervisor exports them to the environment of srun. A rank sets those that differ between ranks, and all of them if
+another launcher (torchrun, mpirun, a bare srun) started it. ORIGINS tells a rank what the supervisor, the user, a
+module or the site file has set.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from frontier_llm.run.rank_env import adopt, environ, environment, put
 from frontier_llm.units import strict_json
 
 ORIGINS = "FRONTIER_LLM_VARIABLE_ORIGINS"  # JSON: name of a variable -> what set it
-USER_NAMES, MODULE_NAMES = "FRONTIER_LLM_USER_VARIABLES", "FRONTIER_LLM_MODULE_VARIABLES"  # lists of names, from launch/job.sh
+# lists of names, from launch/job.sh
+USER_NAMES = "FRONTIER_LLM_USER_VARIABLES"
+MODULE_NAMES = "FRONTIER_LLM_MODULE_VARIABLES"
 
 
 def environment_name(machine: str) -> str:
@@ -57,17 +61,29 @@ def known_origins(variables: Mapping[str, str], site: Site | None = None) -> dic
 
 
 def expected_settings(wanted: Sequence[Variable], site: Site) -> list[Setting]:
-    """What the ranks of a job would get if it were submitted from this shell, before launch/job.sh has loaded the site's file."""
+    """What the ranks of a job would get if it were submitted from this shell, before launch/job.sh has loaded the
+    site's file.
+    """
     exported = environment()
     if MODULE_NAMES not in exported:
         extends_others = {name for name, value in site.environment.items() if "$" in value}
-        from_site = {name: value for name, value in site.environment.items() if name in extends_others or name not in exported}
-        exported = {**exported, **from_site, ORIGINS: strict_json(dict.fromkeys(from_site, _site_file(site)), indent=None)}
+        from_site = {
+            name: value for name, value in site.environment.items() if name in extends_others or name not in exported
+        }
+        exported = {
+            **exported,
+            **from_site,
+            ORIGINS: strict_json(dict.fromkeys(from_site, _site_file(site)), indent=None),
+        }
     return job_settings(wanted, site, site.cpus_per_task, exported)
 
 
-def job_settings(wanted: Sequence[Variable], site: Site, cpus_per_task: int, exported: Mapping[str, str]) -> list[Setting]:
-    """What the ranks of a job get if their parent has the environment `exported`. `wanted`: what the machine and the run need."""
+def job_settings(
+    wanted: Sequence[Variable], site: Site, cpus_per_task: int, exported: Mapping[str, str]
+) -> list[Setting]:
+    """What the ranks of a job get if their parent has the environment `exported`. `wanted`: what the machine and the
+    run need.
+    """
     exported = dict(exported)
     origins = known_origins(exported, site)
     if "OMP_NUM_THREADS" not in exported:
@@ -89,8 +105,9 @@ def step_variables(config: RunConfig, nodes: int, site: Site, cpus_per_task: int
 def set_rank_variables(config: RunConfig, place: RankEnv, folder: Path | None = None) -> list[Setting]:
     """Set what is missing in this rank's environment, and return every setting with its origin. May be called again.
 
-    Commands call this before they import torch. `folder` is the job's private folder on this node. Without it, values that contain it are
-    set only if the launcher has given the job's secret; the others follow when the rank joins (`train.join`).
+    Commands call this before they import torch. `folder` is the job's private folder on this node. Without it, values
+    that contain it are set only if the launcher has given the job's secret; the others follow when the rank joins
+    (`train.join`).
     """
     secret = environ(job_secret.VARIABLE)
     if folder is None and secret:

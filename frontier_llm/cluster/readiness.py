@@ -1,7 +1,7 @@
 """Is everything that a run needs installed at its site? Facts are asked of the ranks' interpreter and judged here.
 
-`submit` asks through launch/job.sh, hence with the site's modules; the batch script and `doctor` ask in the environment that job.sh has
-made. The judgement is `problems_of`, a pure function of the facts, the site, its machine and the run.
+`submit` asks through launch/job.sh, hence with the site's modules; the batch script and `doctor` ask in the environment
+that job.sh has made. The judgement is `problems_of`, a pure function of the facts, the site, its machine and the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from frontier_llm.units import format_bytes
 
 OLDEST_TORCH = (2, 10)  # setup.py refuses to build for an older one
 FRONTIER_PAGE = "docs/frontier.md, section 1"
-CHECKED = "torch and its build, the C++ libraries, the GPU kernels, the op back-ends, data, tokenizer, and the run directory"
+CHECKED = (
+    "torch and its build, the C++ libraries, the GPU kernels, the op back-ends, data, tokenizer, and the run directory"
+)
 
 
 class NotReadyError(FrontierError):
@@ -56,7 +58,9 @@ class Readiness:
         if self.problems:
             raise NotReadyError(self.problems)
         if not self.is_checkable:
-            raise NotReadyError(self.open_points[0], "run submit on a login node of the site; --dry-run shows the script here", "submit")
+            raise NotReadyError(
+                self.open_points[0], "run submit on a login node of the site; --dry-run shows the script here", "submit"
+            )
 
 
 def why_not_here(site: Site) -> str:
@@ -70,16 +74,21 @@ def why_not_here(site: Site) -> str:
 
 
 def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: Mapping[str, str]) -> Readiness:
-    """Check what the job will find, through launch/job.sh of a copy of the code. `variables` are those that sbatch will pass on."""
+    """Check what the job will find, through launch/job.sh of a copy of the code. `variables` are those that sbatch
+    will pass on.
+    """
     if reason := why_not_here(site):
         return Readiness(open_points=(f"{reason}. `submit` on the site checks {CHECKED}",), is_checkable=False)
     open_points: list[str] = []
     if archive := environ("FRONTIER_LLM_ENV_ARCHIVE"):
         open_points.append(
-            f"{archive} is unpacked in the job: checked here is the environment that is active, of which it should be a copy"
+            f"{archive} is unpacked in the job: checked here is the environment that is active, of which it should "
+            f"be a copy"
         )
         if not Path(archive).is_file():
-            return Readiness((Problem("FRONTIER_LLM_ENV_ARCHIVE", f"no file {archive}", f"conda-pack makes it ({FRONTIER_PAGE})"),))
+            return Readiness(
+                (Problem("FRONTIER_LLM_ENV_ARCHIVE", f"no file {archive}", f"conda-pack makes it ({FRONTIER_PAGE})"),)
+            )
     return Readiness(_problems_as_rank(site, config, directory, variables), tuple(open_points))
 
 
@@ -102,7 +111,9 @@ def _ask_here(site: Site, config: RunConfig | None) -> Installation:
     return ask((rank_python(), "-P", "-m"), environment(), architecture, None if config is None else dump(config))
 
 
-def _problems_as_rank(site: Site, config: RunConfig | None, directory: Path, variables: Mapping[str, str]) -> tuple[Problem, ...]:
+def _problems_as_rank(
+    site: Site, config: RunConfig | None, directory: Path, variables: Mapping[str, str]
+) -> tuple[Problem, ...]:
     """Ask the interpreter that launch/job.sh of a copy of the code chooses, and judge its facts."""
     architecture = load_machine(site.machine).device.architecture
     with tempfile.TemporaryDirectory(prefix="frontier-llm-check-") as folder:
@@ -133,13 +144,18 @@ def refuse_unready(job: BatchJob) -> None:
     name = slurm.cluster_name()
     if job.site.cluster is not None and name is not None and name != job.site.cluster:
         what = f"this job runs on cluster {name}; {job.site.name} is cluster {job.site.cluster}"
-        raise ConfigError(what, "export FRONTIER_LLM_SITE=NAME, or correct `cluster:` in the site file", "FRONTIER_LLM_SITE")
+        raise ConfigError(
+            what, "export FRONTIER_LLM_SITE=NAME, or correct `cluster:` in the site file", "FRONTIER_LLM_SITE"
+        )
     if problems := list(problems_of(_ask_here(job.site, job.config), job.site, job.config, job.directory)):
         raise ConfigError(problems)
 
 
-def problems_of(facts: Installation, site: Site, config: RunConfig | None = None, directory: Path | None = None) -> Iterator[Problem]:
-    """Everything that keeps these ranks from training on this site, each with the value found, the one expected, and the repair.
+def problems_of(
+    facts: Installation, site: Site, config: RunConfig | None = None, directory: Path | None = None
+) -> Iterator[Problem]:
+    """Everything that keeps these ranks from training on this site, each with the value found, the one expected, and
+    the repair.
 
     Without a run only what is installed is judged.
     """
@@ -151,7 +167,10 @@ def problems_of(facts: Installation, site: Site, config: RunConfig | None = None
     torch_problems = list(_torch_problems(facts, site, device, on_gpus))
     yield from torch_problems
     if facts.ops_error and not torch_problems:
-        what = f"frontier_llm.ops cannot be imported with {facts.torch.describe()} of {facts.executable}: {facts.ops_error}"
+        what = (
+            f"frontier_llm.ops cannot be imported with {facts.torch.describe()} of {facts.executable}: "
+            f"{facts.ops_error}"
+        )
         yield Problem("torch", what, f"install torch again ({FRONTIER_PAGE})")
     yield from _library_problems(facts)
     if config is not None:
@@ -163,7 +182,9 @@ def problems_of(facts: Installation, site: Site, config: RunConfig | None = None
 
 
 def needs_kernels(config: RunConfig) -> bool:
-    """Whether the run uses the prebuilt GPU kernels: `auto` takes them, and refuses to go on without, unless told to."""
+    """Whether the run uses the prebuilt GPU kernels: `auto` takes them, and refuses to go on without, unless told
+    to.
+    """
     wanted = {getattr(config.ops, group) for group in _op_groups(config)}
     automatic = "auto" in wanted and not config.ops.allow_fallback and config.precision.dtype != "fp64"
     return automatic or "triton" in wanted
@@ -177,14 +198,19 @@ def _op_groups(config: RunConfig) -> list[str]:
 
 def _torch_problems(facts: Installation, site: Site, device: Device, on_gpus: bool) -> Iterator[Problem]:
     torch = facts.torch
-    install = f"activate the environment that has the site's torch, or install it ({FRONTIER_PAGE}), or export FRONTIER_LLM_PYTHON"
+    install = (
+        f"activate the environment that has the site's torch, or install it ({FRONTIER_PAGE}), or export "
+        f"FRONTIER_LLM_PYTHON"
+    )
     if torch.error:
         yield Problem("torch", f"{facts.executable} cannot import torch: {torch.error}", install)
         return
     numbers = tuple(int(number) for number in re.findall(r"\d+", torch.version)[:2])
     if numbers < OLDEST_TORCH:
         yield Problem(
-            "torch", f"{facts.executable} has torch {torch.version}; at least {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} is needed", install
+            "torch",
+            f"{facts.executable} has torch {torch.version}; at least {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} is needed",
+            install,
         )
     if on_gpus and torch.vendor != device.vendor:
         what = f"{facts.executable} has {torch.describe()}; {site.name} has {device.vendor} GPUs ({device.name})"
@@ -198,7 +224,9 @@ def _library_problems(facts: Installation) -> Iterator[Problem]:
         if error:
             found.setdefault(error.replace(name, "").strip(), []).append(name)
     for error, names in found.items():
-        yield Problem(f"{facts.package}/_native", f"{', '.join(names)} {error}", f"with {facts.executable}: {BUILD_COMMAND}")
+        yield Problem(
+            f"{facts.package}/_native", f"{', '.join(names)} {error}", f"with {facts.executable}: {BUILD_COMMAND}"
+        )
     if facts.built_for and facts.built_for != facts.torch.version:
         what = f"{TORCH_OPS} was built for torch {facts.built_for}; {facts.executable} has torch {facts.torch.version}"
         yield Problem(f"{facts.package}/_native", what, f"build it again with this torch: {BUILD_COMMAND}")
@@ -208,7 +236,9 @@ def _provider_problems(facts: Installation, config: RunConfig) -> Iterator[Probl
     for group in _op_groups(config):
         wanted = getattr(config.ops, group)
         if error := facts.providers.get(wanted, ""):
-            yield Problem(f"ops.{group}={wanted}", error, f"install it where {facts.executable} finds it, or ops.{group}=auto")
+            yield Problem(
+                f"ops.{group}={wanted}", error, f"install it where {facts.executable} finds it, or ops.{group}=auto"
+            )
 
 
 def _kernel_problems(facts: Installation) -> Iterator[Problem]:
@@ -228,7 +258,9 @@ def _input_problems(facts: Installation, site: Site, config: RunConfig, director
     yield from facts.inputs.problems
     if facts.inputs.run_dir_error:
         yield Problem(
-            "train.run_dir", f"cannot be written: {facts.inputs.run_dir_error}", "free space there, or choose another train.run_dir"
+            "train.run_dir",
+            f"cannot be written: {facts.inputs.run_dir_error}",
+            "free space there, or choose another train.run_dir",
         )
     saves = 0 if saves_nothing(config.train) else 2
     needed_bytes = saves * state_bytes(config.model, config.optimizer.name, config.precision.dtype)

@@ -27,7 +27,9 @@ def recorded_position(run_dir: Path) -> Position | None:
 
 
 def epochs_read(run_dir: Path) -> dict[str, float]:
-    """Path → how often the run has trained on that dataset, at all lengths, by the newest checkpoint; none of synthetic data."""
+    """Path → how often the run has trained on that dataset, at all lengths, by the newest checkpoint; none of
+    synthetic data.
+    """
     position = recorded_position(run_dir)
     if position is None:
         return {}
@@ -42,7 +44,9 @@ def before_step(run_dir: Path, step: int) -> tuple[Position, int]:
     """
     trained = max((row["step"] for row in rows(run_dir) if row.get("kind") == "step"), default=0)
     if not 1 <= step <= trained:
-        raise DataError(f"step {step} is not one of the {trained} steps that were trained", "name one of them", str(run_dir))
+        raise DataError(
+            f"step {step} is not one of the {trained} steps that were trained", "name one of them", str(run_dir)
+        )
     known = [row for row in rows(run_dir) if row.get("kind") == "data" and row["step"] < step]
     try:
         row = known[-1]
@@ -60,7 +64,8 @@ def steps_done(run_dir: Path) -> Stretches:
     if position is not None:
         return position.steps_done
     progress = _progress(run_dir)
-    step, tokens = progress.get("step"), progress.get("tokens")
+    step = progress.get("step")
+    tokens = progress.get("tokens")
     if isinstance(step, int) and isinstance(tokens, int) and step > 0 and tokens > 0 and tokens % step == 0:
         return ((step, tokens // step),)
     return ()

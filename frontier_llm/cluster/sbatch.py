@@ -20,7 +20,8 @@ from frontier_llm.cluster.lead import lead_s
 from frontier_llm.cluster.sites import Site, format_walltime, load_site, root_dir, site_names
 from frontier_llm.errors import ConfigError
 
-_PLAIN = re.compile(r"[A-Za-z0-9_.,:/+=@%^\[\]-]*")  # nothing that a shell or an #SBATCH line would read as more than a word
+# nothing that a shell or an #SBATCH line would read as more than a word
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:/+=@%^\[\]-]*")
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,12 @@ class JobScript:
 
 BENCHMARK_LEAD_S = 60  # nothing is saved before the walltime
 
-# The walltime of a benchmark is about twice its start (10 minutes, assumed) and five steps at ORNL's published throughput.
-# A step of the largest two outlasts the site's lead time: ORNL's 48 (175B) and 7.5 (1T) tokens/s per GCD make 427 s and 853 s of these
-# batches. Saves, 12 bytes per parameter: 2.1 TB at BLOOM's measured 0.06 TB/s; 12 TB at twice that from three times as many GPUs (assumed).
+# The walltime of a benchmark is about twice its start (10 minutes, assumed) and five steps at ORNL's published
+# throughput.
+# A step of the largest two outlasts the site's lead time: ORNL's 48 (175B) and 7.5 (1T) tokens/s per GCD make 427 s and
+# 853 s of these
+# batches. Saves, 12 bytes per parameter: 2.1 TB at BLOOM's measured 0.06 TB/s; 12 TB at twice that from three times as
+# many GPUs (assumed).
 JOBS: tuple[JobScript, ...] = (
     JobScript(
         "train_22b",
@@ -85,7 +89,13 @@ JOBS: tuple[JobScript, ...] = (
         384,
         signal_lead_s=lead_s(step_s=853, save_s=120),
     ),
-    JobScript("train_small", "A first try: 15M parameters on one node, TP2 x PP2 x DP2", "configs/runs/train_small.yaml", 1, minutes=30),
+    JobScript(
+        "train_small",
+        "A first try: 15M parameters on one node, TP2 x PP2 x DP2",
+        "configs/runs/train_small.yaml",
+        1,
+        minutes=30,
+    ),
     JobScript(
         "weak_scaling",
         "One point of the weak series: sbatch -N NODES; the global batch grows with the nodes",
@@ -106,7 +116,8 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "weak_series",
-        "A whole weak series in one allocation, smallest point first: sbatch -N NODES; words: --nodes 16,32,64 [--spares N]",
+        "A whole weak series in one allocation, smallest point first: sbatch -N NODES; words: --nodes 16,32,64 "
+        "[--spares N]",
         "configs/runs/weak_scaling.yaml",
         64,
         program="frontier_llm.cli.main",
@@ -115,7 +126,8 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "strong_series",
-        "A whole strong series in one allocation, smallest point first: sbatch -N NODES; words: --nodes 64,128,256 [--spares N]",
+        "A whole strong series in one allocation, smallest point first: sbatch -N NODES; words: --nodes 64,128,256 "
+        "[--spares N]",
         "configs/runs/strong_scaling.yaml",
         256,
         program="frontier_llm.cli.main",
@@ -124,7 +136,8 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "tune",
-        "The fastest layout of GPT 22B, by trials of ten steps; queue it again to go on: slurm/tune.sbatch --budget-node-hours H",
+        "The fastest layout of GPT 22B, by trials of ten steps; queue it again to go on: slurm/tune.sbatch "
+        "--budget-node-hours H",
         "configs/runs/train_22b.yaml",
         16,
         program="frontier_llm.cli.main",
@@ -173,10 +186,16 @@ def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
         "output": "%x-%j.out",
         **site.sbatch,
     }
-    bad = [f"--{name}={value}" for name, value in options.items() if not _PLAIN.fullmatch(value) or not re.fullmatch(r"[a-z-]+", name)]
+    bad = [
+        f"--{name}={value}"
+        for name, value in options.items()
+        if not _PLAIN.fullmatch(value) or not re.fullmatch(r"[a-z-]+", name)
+    ]
     if bad:
         raise ConfigError(
-            f"not a plain word: {', '.join(bad)}", "use letters, digits and . , : / + = @ % [ ] -", f"sbatch options of {site.name}"
+            f"not a plain word: {', '.join(bad)}",
+            "use letters, digits and . , : / + = @ % [ ] -",
+            f"sbatch options of {site.name}",
         )
     return list(options.items())
 
@@ -189,7 +208,8 @@ def render(job: JobScript, site: Site) -> str:
     account = "-A PROJECT " if site.account == "required" else ""
     usage = (
         f"#     sbatch {account}slurm/{job.name}.sbatch [key=value ...] [--allow-change KEY]\n"
-        f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.\n"
+        f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and "
+        f"render again.\n"
     )
     return _TEMPLATE.format(
         about=job.about,
@@ -205,7 +225,8 @@ def render_site(site: Site) -> str:
     """What launch/job.sh sources on a site: modules and environment."""
     lines = [
         f"# Modules and environment of {site.name}, sourced by launch/job.sh.",
-        f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.",
+        f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and "
+        f"render again.",
         "# shellcheck shell=bash disable=SC2034",
         *(f"module use {shlex.quote(path)}" for path in site.module_paths),
         *(_module_load(module) for module in site.modules),
@@ -244,7 +265,9 @@ def _expandable(value: str) -> str:
     pieces = re.split(r"(\$[A-Za-z_][A-Za-z0-9_]*)", value)
     if len(pieces) == 1:
         return shlex.quote(value)
-    quoted = [f"${{{piece[1:]}:-}}" if piece.startswith("$") else re.sub(r'([\\"`$])', r"\\\1", piece) for piece in pieces]
+    quoted = [
+        f"${{{piece[1:]}:-}}" if piece.startswith("$") else re.sub(r'([\\"`$])', r"\\\1", piece) for piece in pieces
+    ]
     return '"' + "".join(quoted) + '"'
 
 

@@ -1,7 +1,8 @@
 """Sites as data: `slurm/sites/*.yaml` → `Site`, and its limits checked before anything is queued.
 
-A site file holds what an administrator decides: partitions with their limits by node count, account, modules, network flags,
-paths. What the hardware is lives in `configs/machines`; which RCCL and libfabric variables it wants, in `machine.env`.
+A site file holds what an administrator decides: partitions with their limits by node count, account, modules, network
+flags, paths. What the hardware is lives in `configs/machines`; which RCCL and libfabric variables it wants, in
+`machine.env`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Site(Section):
     environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded
 
     def scratch_dir(self, account: str, user: str) -> Path | None:
-        """The project's scratch directory, or None when the site file names none or it does not exist for this account."""
+        """The project's scratch directory, or None when the site file names none or it does not exist for this
+        account.
+        """
         if self.scratch is None:
             return None
         path = Path(self.scratch.replace("$PROJECT", account.lower()).replace("$USER", user))
@@ -72,7 +75,11 @@ class Site(Section):
 
     def limits(self, partition: str | None) -> tuple[Limit, ...]:
         """The bins of a partition, smallest first; empty when the site file states none."""
-        return tuple(sorted(self.partitions.get(partition or self.default_partition or "", ()), key=lambda limit: limit.max_nodes))
+        return tuple(
+            sorted(
+                self.partitions.get(partition or self.default_partition or "", ()), key=lambda limit: limit.max_nodes
+            )
+        )
 
     def max_minutes(self, nodes: int, partition: str | None = None) -> int | None:
         """The longest walltime of the bin that `nodes` falls into, or None without limits."""
@@ -81,7 +88,9 @@ class Site(Section):
 
 
 def root_dir() -> Path:
-    """The checkout, which holds slurm/, launch/ and configs/; or the prefix's share directory when installed from a wheel."""
+    """The checkout, which holds slurm/, launch/ and configs/; or the prefix's share directory when installed from a
+    wheel.
+    """
     checkout = Path(__file__).resolve().parents[2]
     return checkout if (checkout / "slurm").is_dir() else Path(sys.prefix) / "share" / "frontier_llm"
 
@@ -92,13 +101,17 @@ def site_names() -> list[str]:
 
 
 def load_site(name_or_path: str | None = None) -> Site:
-    """A shipped site by name, or a site file by path; by default FRONTIER_LLM_SITE, else `generic`. Raises ConfigError for an unknown name or a bad key."""
+    """A shipped site by name, or a site file by path; by default FRONTIER_LLM_SITE, else `generic`. Raises
+    ConfigError for an unknown name or a bad key.
+    """
     name_or_path = name_or_path or environ("FRONTIER_LLM_SITE") or "generic"
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         if name_or_path not in site_names():
             raise ConfigError(
-                f"no site {name_or_path!r}", suggest(name_or_path, site_names()) + "; or give the path of a site file", "--site"
+                f"no site {name_or_path!r}",
+                suggest(name_or_path, site_names()) + "; or give the path of a site file",
+                "--site",
             )
         path = root_dir() / "slurm" / "sites" / f"{name_or_path}.yaml"
     return build(Site, read_yaml(path), where=str(path))
@@ -119,7 +132,9 @@ def parse_walltime(text: str) -> int:
     """`walltime_s` in whole minutes, rounded up. Raises ConfigError."""
     seconds = walltime_s(text)
     if seconds is None:
-        raise ConfigError(f"{text!r} is not a time", "write minutes, hours:minutes:seconds or days-hours:minutes:seconds", "--time")
+        raise ConfigError(
+            f"{text!r} is not a time", "write minutes, hours:minutes:seconds or days-hours:minutes:seconds", "--time"
+        )
     return -(-seconds // 60)
 
 
@@ -143,12 +158,16 @@ def longer_jobs(site: Site, nodes: int, minutes: int, partition: str | None) -> 
 
 
 def whole_replicas(nodes: int, tasks_per_node: int, replica: int) -> list[int]:
-    """The node counts nearest to `nodes` on which replicas of so many ranks leave no rank over; `nodes` among them where it is one."""
+    """The node counts nearest to `nodes` on which replicas of so many ranks leave no rank over; `nodes` among them
+    where it is one.
+    """
     step = math.lcm(replica, tasks_per_node) // tasks_per_node
     return nearest(nodes, range(step, 2 * nodes + step + 1, step))
 
 
-def request_problems(site: Site, nodes: int, minutes: int | None, account: str | None, partition: str | None) -> Iterator[Problem]:
+def request_problems(
+    site: Site, nodes: int, minutes: int | None, account: str | None, partition: str | None
+) -> Iterator[Problem]:
     """Everything that the site would refuse, each with the limit and the nearest allowed value."""
     if site.account == "required" and not account:
         yield Problem("--account", f"{site.name} charges every job to a project", "pass -A PROJECT (e.g. -A ABC123)")
@@ -159,7 +178,8 @@ def request_problems(site: Site, nodes: int, minutes: int | None, account: str |
     if partition is not None and site.partitions and partition not in site.partitions:
         yield Problem("--partition", f"{site.name} has no partition {partition!r}", suggest(partition, site.partitions))
         return
-    limits, name = site.limits(partition), partition or site.default_partition
+    limits = site.limits(partition)
+    name = partition or site.default_partition
     longest = site.max_minutes(nodes, partition)
     if limits and longest is None:
         most = limits[-1].max_nodes

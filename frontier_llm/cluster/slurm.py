@@ -15,10 +15,27 @@ from frontier_llm.errors import FrontierError
 from frontier_llm.run import hostlist
 from frontier_llm.run.rank_env import environ
 
-ACTIVE = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING"})
+ACTIVE = frozenset(
+    {
+        "PENDING",
+        "RUNNING",
+        "CONFIGURING",
+        "COMPLETING",
+        "SUSPENDED",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "RESIZING",
+        "SIGNALING",
+    }
+)
 _NO_CLUSTER = re.compile(r"configuration source|Unable to contact slurm controller|Could not establish")
-_AWAY = re.compile(r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|did not answer within")
-PATIENCE_S, PAUSE_S = 900.0, 10.0  # a controller is restarted within minutes; a run of 384 nodes must not end for that
+_AWAY = re.compile(
+    r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|did not answer "
+    r"within"
+)
+# a controller is restarted within minutes; a run of 384 nodes must not end for that
+PATIENCE_S = 900.0
+PAUSE_S = 10.0
 _BAD_STATES = ("down", "drain", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
 
 
@@ -38,7 +55,9 @@ class Allocation:
         needed = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS_PER_NODE", "SLURMD_NODENAME")
         missing = [name for name in needed if environ(name) is None]
         if missing:
-            raise FrontierError(f"{', '.join(missing)} not set", "start this with sbatch, with --ntasks-per-node", "job")
+            raise FrontierError(
+                f"{', '.join(missing)} not set", "start this with sbatch, with --ntasks-per-node", "job"
+            )
         return cls(
             job_id=str(environ("SLURM_JOB_ID")),
             nodes=hostlist.expand(str(environ("SLURM_JOB_NODELIST"))),
@@ -48,15 +67,23 @@ class Allocation:
         )
 
 
-def call(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> str:
+def call(
+    command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 120.0
+) -> str:
     """stdout of a Slurm command. Raises FrontierError with its own message when it fails or does not exist."""
     try:
-        done = subprocess.run(list(command), cwd=cwd, env=env, capture_output=True, errors="replace", timeout=timeout_s, check=False)  # noqa: S603 a list
+        done = subprocess.run(  # noqa: S603 a list
+            list(command), cwd=cwd, env=env, capture_output=True, errors="replace", timeout=timeout_s, check=False
+        )
     except FileNotFoundError as error:
-        raise FrontierError(f"there is no {command[0]} here", "run this on a login node of a Slurm cluster", command[0]) from error
+        raise FrontierError(
+            f"there is no {command[0]} here", "run this on a login node of a Slurm cluster", command[0]
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise FrontierError(
-            f"{command[0]} did not answer within {timeout_s:.0f} s", "try again when the Slurm controller answers", command[0]
+            f"{command[0]} did not answer within {timeout_s:.0f} s",
+            "try again when the Slurm controller answers",
+            command[0],
         ) from error
     if done.returncode:
         complaint = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
@@ -66,7 +93,9 @@ def call(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, s
 
 
 def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
-    """`call` for the supervisor of a running job: a controller that is away is asked again. Only for commands that may be given twice."""
+    """`call` for the supervisor of a running job: a controller that is away is asked again. Only for commands that
+    may be given twice.
+    """
     started_s = time.monotonic()
     warned = False
     while True:
@@ -76,13 +105,17 @@ def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
             if not _AWAY.search(str(error)) or time.monotonic() - started_s > patience_s:
                 raise
             if not warned:
-                log.warn(f"the Slurm controller does not answer {command[0]}; asking again for {patience_s / 60:.0f} minutes")
+                log.warn(
+                    f"the Slurm controller does not answer {command[0]}; asking again for {patience_s / 60:.0f} minutes"
+                )
             warned = True
             time.sleep(PAUSE_S)
 
 
 def unhealthy(nodes: Sequence[str]) -> list[str]:
-    """Those of `nodes` that Slurm calls down, draining, failing or not answering, or that did not get the job's environment."""
+    """Those of `nodes` that Slurm calls down, draining, failing or not answering, or that did not get the job's
+    environment.
+    """
     text = ask(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
     states = [line.strip().split("|") for line in text.splitlines() if "|" in line]
     bad = set(hostlist.expand(environ("FRONTIER_LLM_BROKEN_NODES") or ""))  # launch/job.sh
@@ -92,7 +125,8 @@ def unhealthy(nodes: Sequence[str]) -> list[str]:
 
 def time_left_s(job_id: str) -> float | None:
     """Seconds until the job's walltime ends, or None when it has no limit."""
-    return walltime_s(ask(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]).strip())  # None: UNLIMITED, NOT_SET, INVALID
+    # None: UNLIMITED, NOT_SET, INVALID
+    return walltime_s(ask(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]).strip())
 
 
 def job_fields(job_id: str) -> dict[str, str]:

@@ -59,16 +59,21 @@ class Status:
     causes: tuple[str, ...]  # how each earlier attempt ended
     bad_hosts: tuple[str, ...]
     slow_hosts: tuple[Slow, ...]  # named as stragglers
-    blocked: dict[str, dict[str, int]]  # by axis: calls, p50_us and p99_us of how long one blocked on rank 0, at the last save
+    # by axis: calls, p50_us and p99_us of how long one blocked on rank 0, at the last save
+    blocked: dict[str, dict[str, int]]
     last_failure: str | None
     epochs: dict[str, float] = field(default_factory=dict)  # by path of each source, at the newest checkpoint
     damage: tuple[str, ...] = ()  # files that are damaged, and how; what they would tell is missing above
 
 
 def read_status(directory: Path) -> Status:
-    """The status of one run directory; its damaged files are named in `damage`. Raises FrontierError when it is none."""
+    """The status of one run directory; its damaged files are named in `damage`. Raises FrontierError when it is
+    none.
+    """
     if not directory.is_dir():
-        raise FrontierError("no such run directory", "give the path of a run directory, or none for all under runs/", str(directory))
+        raise FrontierError(
+            "no such run directory", "give the path of a run directory, or none for all under runs/", str(directory)
+        )
     if not any(os.path.lexists(directory / mark) for mark in RUN_MARKS):
         raise FrontierError("holds no run", f"a run has one of {', '.join(RUN_MARKS)}", str(directory))
     parts = RunParts(directory)
@@ -100,7 +105,11 @@ def read_status(directory: Path) -> Status:
         state=fields["JobState"].lower() if fields else "running" if living else end or "not queued",
         job_id=job_id,
         reason=fields.get("Reason") if fields.get("JobState") == "PENDING" else None,
-        nodes=fields["NodeList"] if fields.get("NodeList", "(null)") not in ("", "(null)") else living.host if living else None,
+        nodes=fields["NodeList"]
+        if fields.get("NodeList", "(null)") not in ("", "(null)")
+        else living.host
+        if living
+        else None,
         step=step,
         steps=target,
         tokens=last.get("consumed_tokens") or step * (samples or 0) * (length or 0) or None,
@@ -134,7 +143,9 @@ def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Probl
             problems += error.problems
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             what = f"cannot be shown: {type(error).__name__}: {error}"
-            problems.append(Problem(str(directory), what, "report this with the files of the run directory's top level"))
+            problems.append(
+                Problem(str(directory), what, "report this with the files of the run directory's top level")
+            )
     return statuses, problems
 
 
@@ -145,7 +156,9 @@ def _note_lines(parts: RunParts, name: str, is_sound: Callable[[Mapping[str, Any
 
 
 def _job_ids(parts: RunParts) -> list[str]:
-    """Ids of the job that started last and of the one that was queued last; a damaged file of one does not hide the other."""
+    """Ids of the job that started last and of the one that was queued last; a damaged file of one does not hide the
+    other.
+    """
     started = parts.read(lambda directory: str(last_start(directory).get("job_id", "")), "")
     queued = parts.read(run_dir.queued_job, "")
     return [job_id for job_id in dict.fromkeys((started, queued)) if job_id]
@@ -190,7 +203,9 @@ def _failure(directory: Path) -> Failure | None:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    """The run's own configuration, as it is written; empty where it has none yet. Raises FrontierError for a damaged file."""
+    """The run's own configuration, as it is written; empty where it has none yet. Raises FrontierError for a damaged
+    file.
+    """
     for name in ("config.yaml", "run.yaml"):
         if os.path.lexists(directory / name):
             read_text(directory / name)  # names what is not a file
@@ -199,7 +214,9 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _counted(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A configuration with the number of steps that its duration in tokens takes. Raises FrontierError for a duration that has no end."""
+    """A configuration with the number of steps that its duration in tokens takes. Raises FrontierError for a
+    duration that has no end.
+    """
     content: dict[str, Any] = in_steps(config, steps_done(directory))
     train = content.get("train")
     if isinstance(train, dict) and isinstance(train.get("steps"), TokenSteps):
@@ -214,7 +231,9 @@ def _blocked(directory: Path) -> dict[str, dict[str, int]]:
     if not isinstance(axes, dict):
         return {}
     keys = ("calls", "p50_us", "p99_us")
-    return {axis: row for axis, row in axes.items() if isinstance(row, dict) and all(is_count(row.get(key)) for key in keys)}
+    return {
+        axis: row for axis, row in axes.items() if isinstance(row, dict) and all(is_count(row.get(key)) for key in keys)
+    }
 
 
 def _job(ids: Sequence[str]) -> tuple[str | None, dict[str, str]]:
@@ -283,13 +302,23 @@ def _render_one(status: Status) -> str:
     facts.append(("checkpoint", f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"))
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
-        facts.append(("restarts", f"{status.restarts} ({', '.join(f'{count} {cause}' for cause, count in counts.items())})"))
+        facts.append(
+            ("restarts", f"{status.restarts} ({', '.join(f'{count} {cause}' for cause, count in counts.items())})")
+        )
     facts += [("waits", _waits(axis, row)) for axis, row in status.blocked.items()]
     facts += [("slow", _slow(slow, slow.host in status.bad_hosts)) for slow in status.slow_hosts]
-    facts += [("failure", status.last_failure or ""), ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else "")]
+    facts += [
+        ("failure", status.last_failure or ""),
+        ("excluded", hostlist.compress(status.bad_hosts) if status.bad_hosts else ""),
+    ]
     facts.append(("data", ", ".join(f"{path} {epochs:.3g} epochs" for path, epochs in status.epochs.items())))
     facts += [("damaged", text) for text in status.damage]
-    return "\n".join([f"{status.run_dir}   {job}{status.state}{where}{reason}", *(f"  {name:<11}{text}" for name, text in facts if text)])
+    return "\n".join(
+        [
+            f"{status.run_dir}   {job}{status.state}{where}{reason}",
+            *(f"  {name:<11}{text}" for name, text in facts if text),
+        ]
+    )
 
 
 def _progress(status: Status) -> str:

@@ -101,9 +101,13 @@ class Submission:
 
 def _whole_node_problems(request: JobRequest) -> Iterator[Problem]:
     """Nodes whose ranks cannot be cut into replicas; whoever asks for nodes is answered in nodes."""
-    parallel, per_node = request.config.parallel, request.site.tasks_per_node
+    parallel = request.config.parallel
+    per_node = request.site.tasks_per_node
     if request.nodes not in (valid := whole_replicas(request.nodes, per_node, parallel.model_ranks)):
-        what = f"{plural(request.nodes, 'node')} of {per_node} ranks are no whole replicas of tensor {parallel.tensor} x pipeline {parallel.pipeline}"
+        what = (
+            f"{plural(request.nodes, 'node')} of {per_node} ranks are no whole replicas of tensor "
+            f"{parallel.tensor} x pipeline {parallel.pipeline}"
+        )
         yield Problem("--nodes", what, f"--nodes {' or '.join(map(str, valid))}, or change the degrees")
 
 
@@ -111,9 +115,14 @@ def problems(request: JobRequest) -> Iterator[Problem]:
     """Everything that would fail later, found before sbatch is called: the site's limits, the layout, the names."""
     yield from request_problems(request.site, request.all_nodes, request.minutes, request.account, request.partition)
     if request.nodes >= 1:
-        yield from list(_whole_node_problems(request)) or plan_problems(request.config, request.nodes * request.site.tasks_per_node)
+        yield from list(_whole_node_problems(request)) or plan_problems(
+            request.config, request.nodes * request.site.tasks_per_node
+        )
     if request.slice_minutes is not None and 2 * request.lead_s > 60 * request.slice_minutes:
-        what = f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(request.lead_s)} before its end"
+        what = (
+            f"{format_walltime(request.slice_minutes)}, but saving begins {format_seconds(request.lead_s)} before "
+            f"its end"
+        )
         yield Problem("--time", what, more_time(request, -(-2 * request.lead_s // 60)))
     if request.qos in request.site.unchained_qos and request.continue_with != "never":
         what = f"{request.site.name} forbids jobs under {request.qos} to continue themselves"
@@ -141,7 +150,8 @@ def prepare(request: JobRequest) -> Submission:
     directory = request.directory
     job = JobScript(
         name=request.name or request.config.model.name,
-        about=f"{request.config.model.name} on {request.nodes * request.site.tasks_per_node} ranks, queued by frontier-llm submit",
+        about=f"{request.config.model.name} on {request.nodes * request.site.tasks_per_node} ranks, queued by "
+        f"frontier-llm submit",
         committed=False,
         config=str(directory / "run.yaml"),
         nodes=request.all_nodes,
@@ -193,8 +203,13 @@ def submit(request: JobRequest) -> Submission:
 
 
 def _frozen(request: JobRequest, code: Path) -> RunConfig:
-    """The configuration that the job reads: it names the run directory, and the copies of plugin files by paths relative to it."""
-    copies = {name: str(code.relative_to(request.directory) / place) for name, place in plugin_places(request.config.plugins).items()}
+    """The configuration that the job reads: it names the run directory, and the copies of plugin files by paths
+    relative to it.
+    """
+    copies = {
+        name: str(code.relative_to(request.directory) / place)
+        for name, place in plugin_places(request.config.plugins).items()
+    }
     return request.config.model_copy(
         update={
             "train": request.config.train.model_copy(update={"run_dir": str(request.directory)}),
@@ -229,7 +244,13 @@ def _refuse_busy(request: JobRequest) -> None:
     if limit is not None:
         mine = len(slurm.call(["squeue", "--me", "--noheader", "--format=%A"]).split())
         if mine >= limit:
-            busy.append(Problem("queue", f"{mine} of your jobs are queued; {request.site.name} takes {limit}", "wait, or scancel some"))
+            busy.append(
+                Problem(
+                    "queue",
+                    f"{mine} of your jobs are queued; {request.site.name} takes {limit}",
+                    "wait, or scancel some",
+                )
+            )
     if busy:
         raise ConfigError(busy)
 

@@ -1,4 +1,6 @@
-"""Which algorithm a collective takes, by operation, nodes and message size: a table in configs/algorithms, measured or estimated."""
+"""Which algorithm a collective takes, by operation, nodes and message size: a table in configs/algorithms, measured
+or estimated.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class AlgorithmTable(Section):
 
 _ALWAYS = {"nodes_from": 2, "bytes_from": 0, "algorithm": "hierarchical", "tag": "estimated", "source": "asked for"}
 FLAT = AlgorithmTable(rules=())
-HIERARCHICAL = AlgorithmTable.model_validate({"rules": tuple({"operation": operation, **_ALWAYS} for operation in get_args(Operation))})
+HIERARCHICAL = AlgorithmTable.model_validate(
+    {"rules": tuple({"operation": operation, **_ALWAYS} for operation in get_args(Operation))}
+)
 
 
 def load_algorithms(name_or_path: str) -> AlgorithmTable:

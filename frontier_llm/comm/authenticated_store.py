@@ -21,14 +21,18 @@ from frontier_llm.comm.door import Stranger, exactly, give_proof, same_user
 
 ANSWER_S = 30.0  # for the other end to answer what needs no waiting: then it is stopped or gone
 CONNECT_S = 10.0  # for a network's answer to one attempt
-MOST_PARTS, MOST_BYTES = 1 << 16, 64 << 20  # of a message, as in csrc/store_server.cpp; one of all of a machine's ids has some hundred
+# of a message, as in csrc/store_server.cpp; one of all of a machine's ids has some hundred
+MOST_PARTS = 1 << 16
+MOST_BYTES = 64 << 20
 
 Parts = list[bytes]
 Connect = Callable[[], socket.socket]  # raises OSError where nobody is there yet, Stranger where it is somebody else
 
 
 def socket_name(secret: bytes, port: int, first_local_rank: int) -> str:
-    """Abstract name of the Unix socket of a node: nobody else can take it beforehand. One per job and node (and per pretended node of a test)."""
+    """Abstract name of the Unix socket of a node: nobody else can take it beforehand. One per job and node (and per
+    pretended node of a test).
+    """
     return "\0frontier-llm-" + hmac.digest(secret, f"{port} {first_local_rank}".encode(), "sha256").hex()[:40]
 
 
@@ -80,15 +84,20 @@ def _as_bytes(value: str | bytes) -> bytes:
 class AuthenticatedStore(dist.Store):
     """The job's store as a rank sees it. Raises DistStoreError when the other end is gone.
 
-    torch's C++ (prefixes, gloo, RCCL's groups and their watchdogs) calls a store that is written in Python by names of its own, some of them
-    not Python's: every one that it can call is here. Queues and list_keys it cannot call, and no group needs them.
+    torch's C++ (prefixes, gloo, RCCL's groups and their watchdogs) calls a store that is written in Python by names of
+    its own, some of them not Python's: every one that it can call is here. Queues and list_keys it cannot call, and no
+    group needs them.
     """
 
     def __init__(self, connect: Connect, timeout_s: float, patient: bool = True, connections: int = 1000) -> None:
-        """Connect; if `patient`, try for up to `timeout_s`. At most `connections` at a time: with one, nobody may wait for a key."""
+        """Connect; if `patient`, try for up to `timeout_s`. At most `connections` at a time: with one, nobody may
+        wait for a key.
+        """
         super().__init__()
-        self.set_timeout(timedelta(seconds=timeout_s))  # kept by the C++ half, which hears of it from groups and prefixes too
-        self._connect, self._room = connect, threading.BoundedSemaphore(connections)
+        # kept by the C++ half, which hears of it from groups and prefixes too
+        self.set_timeout(timedelta(seconds=timeout_s))
+        self._connect = connect
+        self._room = threading.BoundedSemaphore(connections)
         self._idle: list[socket.socket] = []  # not one per thread: a thread of C++ is a new one to Python at each call
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -97,7 +106,9 @@ class AuthenticatedStore(dist.Store):
                 return
             except (OSError, Stranger) as error:
                 if not patient or time.monotonic() > deadline_s:
-                    raise dist.DistStoreError(f"no store of this job within {timeout_s if patient else 0:g} s: {error}") from error
+                    raise dist.DistStoreError(
+                        f"no store of this job within {timeout_s if patient else 0:g} s: {error}"
+                    ) from error
                 time.sleep(0.01)
 
     def _ask(self, operation: str, *arguments: bytes, within_s: float = 0.0) -> Parts:
@@ -107,7 +118,8 @@ class AuthenticatedStore(dist.Store):
                 connection = self._idle.pop() if self._idle else self._connect()
                 connection.settimeout(within_s + ANSWER_S)
                 send_parts(connection, operation.encode(), *arguments)
-                status, *values = receive_parts(connection)  # who fails here is not asked again: a late answer would be the next question's
+                # who fails here is not asked again: a late answer would be the next question's
+                status, *values = receive_parts(connection)
             except (OSError, Stranger) as error:
                 raise dist.DistStoreError(f"the store of this job is gone: {error}") from error
             self._idle.append(connection)
@@ -159,4 +171,6 @@ class AuthenticatedStore(dist.Store):
         """For another thread: this one, since each question has a connection of its own."""
         return self
 
-    deleteKey, getNumKeys = delete_key, num_keys  # the names by which torch's C++ calls them
+    # the names by which torch's C++ calls them
+    deleteKey = delete_key
+    getNumKeys = num_keys

@@ -21,7 +21,8 @@ def moved(x: Tensor, axis: Axis, there: Move, back: Move) -> Tensor:
 class _Moved(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, there: Move, back: Move) -> Tensor:
-        ctx.axis, ctx.back = axis, back
+        ctx.axis = axis
+        ctx.back = back
         return there(x, axis)
 
     @staticmethod

@@ -29,13 +29,18 @@ class Axis:
     # where it spans nodes evenly: the same collectives in two stages, on how many nodes, and for which calls
     hierarchical: Collectives | None = field(default=None, compare=False, repr=False)
     nodes: int = 1
-    levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)  # where rows go in two stages: its node, its rail
+    # where rows go in two stages: its node, its rail
+    levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)
-    turns: Turns | None = field(default=None, compare=False, repr=False)  # where only one communication may be in flight
-    baton: Baton | None = field(default=None, compare=False, repr=False)  # of whoever waits for rows, where there are experts
+    # where only one communication may be in flight
+    turns: Turns | None = field(default=None, compare=False, repr=False)
+    # of whoever waits for rows, where there are experts
+    baton: Baton | None = field(default=None, compare=False, repr=False)
 
     def collectives(self, operation: str, size_bytes: int) -> Collectives | None:
-        """What carries out a collective; bytes are the whole tensor's, as in the ledger, so that every rank chooses alike."""
+        """What carries out a collective; bytes are the whole tensor's, as in the ledger, so that every rank chooses
+        alike.
+        """
         chosen = self.algorithms.choose(operation, self.nodes, size_bytes)
         return self.hierarchical if self.hierarchical is not None and chosen == "hierarchical" else self.group
 

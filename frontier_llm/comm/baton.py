@@ -1,4 +1,6 @@
-"""Two halves of a rank's work of which one runs at a time: the other's compute takes place where a half would wait for what is on its way."""
+"""Two halves of a rank's work of which one runs at a time: the other's compute takes place where a half would wait
+for what is on its way.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,31 @@ class _Dropped(BaseException):
 class Baton:
     """One per rank. Each half is a plain call on a thread of its own, and who has the baton runs.
 
-    It changes hands where its holder says so (`pass_on`) and when a half ends, so the order is a matter of the program alone: the same on all ranks
-    that run the same two. On a GPU both submit to one stream; a half that comes back makes it wait behind the other's kernels, which is the overlap.
-    Whoever calls `pass_on` is the holder, whatever the thread: autograd runs a GPU's backward on one of its own.
+    It changes hands where its holder says so (`pass_on`) and when a half ends, so the order is a matter of the program
+    alone: the same on all ranks that run the same two. On a GPU both submit to one stream; a half that comes back makes
+    it wait behind the other's kernels, which is the overlap. Whoever calls `pass_on` is the holder, whatever the
+    thread: autograd runs a GPU's backward on one of its own.
     """
 
     def __init__(self) -> None:
         self._wakes: tuple[Semaphore, Semaphore]
-        self._holder, self._shared = 0, False  # while both halves have something left
+        # while both halves have something left
+        self._holder = 0
+        self._shared = False
         self._error: BaseException | None = None
         self._taken: Callable[[], object]
         self._second = ThreadPoolExecutor(1, "second half")  # one for good: it is started at the first pair
 
     def share(self, halves: Sequence[Half], run: Callable[[Half], None], turn: Callable[[Half], object]) -> None:
-        """Run two halves to their ends, the first from this thread; `turn` is told who has the baton, whenever it changes hands.
+        """Run two halves to their ends, the first from this thread; `turn` is told who has the baton, whenever it
+        changes hands.
 
         What one of them raises ends the other at its next turn, and is raised here.
         """
-        self._wakes, self._holder, self._shared, self._error = (Semaphore(0), Semaphore(0)), 0, True, None
+        self._wakes = (Semaphore(0), Semaphore(0))
+        self._holder = 0
+        self._shared = True
+        self._error = None
         self._taken = lambda: turn(halves[self._holder])
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 

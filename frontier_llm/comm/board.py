@@ -1,6 +1,8 @@
-"""Heartbeats and failure records that outlive the collectives: each rank posts where it stands, and any rank reads it while the others hang.
+"""Heartbeats and failure records that outlive the collectives: each rank posts where it stands, and any rank reads it
+while the others hang.
 
-They are keys of the job's store, over connections of their own, so that a thread may use them while the main thread waits.
+They are keys of the job's store, over connections of their own, so that a thread may use them while the main thread
+waits.
 """
 
 from __future__ import annotations
@@ -19,18 +21,25 @@ FIRST_HEARTBEAT_S = 5.0  # until the first heartbeat can be read back
 
 
 class Board:
-    """One rank's access. Every method raises RuntimeError (torch's DistStoreError) if the store is gone or does not answer."""
+    """One rank's access. Every method raises RuntimeError (torch's DistStoreError) if the store is gone or does not
+    answer.
+    """
 
     def __init__(self, timeout_s: float = 5.0, period_s: float = 0.25) -> None:
-        """Connect to the store that `comm.connect` has joined. `period_s`: the usual time between two calls of `post`."""
+        """Connect to the store that `comm.connect` has joined. `period_s`: the usual time between two calls of
+        `post`.
+        """
         self._store = open_store(timeout_s)
-        self._address, self._period_s = store_address(), period_s
+        self._address = store_address()
+        self._period_s = period_s
         self._heartbeats: Heartbeats | None = None
         self._posts = 0  # from Python
         self.outlives_rank_0 = self._address is not None
 
     def post(self, rank: int, notice: dict[str, Any]) -> None:
-        """Replace this rank's notice; "posts" in it numbers the posts. With TCPStore a C++ thread posts it again if the next one is late."""
+        """Replace this rank's notice; "posts" in it numbers the posts. With TCPStore a C++ thread posts it again if
+        the next one is late.
+        """
         if self._heartbeats is not None:
             self._heartbeats.update(notice)
         elif self._address is None:
@@ -43,7 +52,9 @@ class Board:
         self._store.set(f"{_PREFIX}/{rank}", json.dumps({**notice, "posts": self._posts}))
 
     def _begin_heartbeats(self, address: tuple[str, int], rank: int, notice: dict[str, Any]) -> None:
-        """Send the first heartbeat and read it back. If that fails, this rank posts from Python for the rest of the run."""
+        """Send the first heartbeat and read it back. If that fails, this rank posts from Python for the rest of the
+        run.
+        """
         key = f"{_PREFIX}/{rank}"
         try:
             heartbeats = Heartbeats(address, key, self._period_s)

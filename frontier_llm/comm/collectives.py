@@ -15,12 +15,15 @@ from frontier_llm.comm.group import DONE, Collectives, Pending
 class Started:
     """A collective or message, counted and begun; waiting is timed in the axis' ledger."""
 
-    def __init__(self, axis: Axis, operation: str, size_bytes: int, begin: Callable[[], Any], staged: bool = False) -> None:
+    def __init__(
+        self, axis: Axis, operation: str, size_bytes: int, begin: Callable[[], Any], staged: bool = False
+    ) -> None:
         """`begin` starts it. What is `staged` consists of others, which are in flight themselves.
 
         Some transports do their work in the start, others while they are waited for: both are timed.
         """
-        self._axis, self._in_flight = axis, not staged
+        self._axis = axis
+        self._in_flight = not staged
         self._begin: Callable[[], Any] | None = begin  # holds the tensors until the wait
         self._call = axis.ledger.add(axis.name, operation, size_bytes)
         axis.ledger.count_in_flight(self._in_flight)
@@ -50,7 +53,11 @@ class Started:
 def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Collectives], Pending]) -> Pending:
     """Begin a collective by whoever carries it out on this axis."""
     group = axis.collectives(operation, size_bytes)
-    return DONE if group is None else Started(axis, operation, size_bytes, lambda: start(group), staged=group is axis.hierarchical)
+    return (
+        DONE
+        if group is None
+        else Started(axis, operation, size_bytes, lambda: start(group), staged=group is axis.hierarchical)
+    )
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -105,21 +112,31 @@ def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pendi
 
 
 def start_all_to_all_into(arriving: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Begin to send part r of `x` to axis rank r and to receive part r of `arriving` from it; two different buffers of one shape."""
+    """Begin to send part r of `x` to axis rank r and to receive part r of `arriving` from it; two different buffers
+    of one shape.
+    """
     return _start(axis, "all_to_all", x.nbytes, lambda group: group.start_all_to_all_into(arriving, x))
 
 
-def start_all_to_all_rows(x: Tensor, received: Sequence[int], sent: Sequence[int], axis: Axis) -> tuple[Tensor, Pending]:
-    """Begin to send `sent[r]` rows of `x` to axis rank r, in axis order, and to receive `received[r]` from it; read the result after wait().
+def start_all_to_all_rows(
+    x: Tensor, received: Sequence[int], sent: Sequence[int], axis: Axis
+) -> tuple[Tensor, Pending]:
+    """Begin to send `sent[r]` rows of `x` to axis rank r, in axis order, and to receive `received[r]` from it; read the
+    result after wait().
 
-    Every rank sends at least one row to every rank: RCCL has hung where one had nothing to receive. Whoever has none sends one that nobody reads.
+    Every rank sends at least one row to every rank: RCCL has hung where one had nothing to receive. Whoever has none
+    sends one that nobody reads.
     """
-    assert min(*received, *sent) > 0 and sum(sent) == x.shape[0], "an all-to-all without rows between two ranks hangs RCCL"
+    assert min(*received, *sent) > 0 and sum(sent) == x.shape[0], (
+        "an all-to-all without rows between two ranks hangs RCCL"
+    )
     if axis.group is None:
         return x, DONE
     x, arriving = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
     group = axis.group
-    return arriving, Started(axis, "all_to_all", x.nbytes, lambda: group.start_all_to_all_rows_into(arriving, x, received, sent))
+    return arriving, Started(
+        axis, "all_to_all", x.nbytes, lambda: group.start_all_to_all_rows_into(arriving, x, received, sent)
+    )
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Who may speak to the job's store: ranks of this job, and nobody else.
 
-Within a node the kernel says whose process is at the other end of a Unix socket. Between nodes both ends prove that they know the job's secret, which is
-never sent: each answers the other's random challenge (HMAC-SHA256). What follows on the connection is neither encrypted nor signed (docs/security.md).
+Within a node the kernel says whose process is at the other end of a Unix socket. Between nodes both ends prove that
+they know the job's secret, which is never sent: each answers the other's random challenge (HMAC-SHA256). What follows
+on the connection is neither encrypted nor signed (docs/security.md).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from frontier_llm import log
 GREETING = b"frontier-llm rendezvous 1\n"
 CHALLENGE_BYTES = PROOF_BYTES = 32
 HANDSHAKE_S = 5.0  # a rank answers within a round trip
-MOST_UNKNOWN = 256  # connections that have not yet said who they are: what more come are closed, and a rank's is tried again
+# connections that have not yet said who they are: what more come are closed, and a rank's is tried again
+MOST_UNKNOWN = 256
 MOST_LINES = 20  # of the log, about strangers
 
 
@@ -30,18 +32,22 @@ class Stranger(Exception):
 
 def same_user(connection: socket.socket) -> None:
     """Raise Stranger where a Unix socket's other end belongs to another user."""
-    process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    process, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     if user != os.getuid():
         raise Stranger(f"process {process} belongs to another user (uid {user})")
 
 
 def require_proof(connection: socket.socket, secret: bytes) -> None:
     """The server's half of a handshake. Raises Stranger, or OSError when the other end leaves or takes too long."""
-    until_s, challenge = time.monotonic() + HANDSHAKE_S, secrets.token_bytes(CHALLENGE_BYTES)
+    until_s = time.monotonic() + HANDSHAKE_S
+    challenge = secrets.token_bytes(CHALLENGE_BYTES)
     connection.settimeout(HANDSHAKE_S)
     connection.sendall(GREETING + challenge)
     answer = _receive(connection, CHALLENGE_BYTES + PROOF_BYTES, until_s, GREETING)
-    theirs, proof = answer[:CHALLENGE_BYTES], answer[CHALLENGE_BYTES:]
+    theirs = answer[:CHALLENGE_BYTES]
+    proof = answer[CHALLENGE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"rank", challenge, theirs)):
         raise Stranger("it does not know the job's secret")
     connection.sendall(_proof(secret, b"server", theirs, challenge))
@@ -49,8 +55,11 @@ def require_proof(connection: socket.socket, secret: bytes) -> None:
 
 
 def give_proof(connection: socket.socket, secret: bytes) -> None:
-    """A rank's half. Raises Stranger where the server does not know the secret either; OSError where it takes us for a stranger."""
-    until_s, ours = time.monotonic() + HANDSHAKE_S, secrets.token_bytes(CHALLENGE_BYTES)
+    """A rank's half. Raises Stranger where the server does not know the secret either; OSError where it takes us for
+    a stranger.
+    """
+    until_s = time.monotonic() + HANDSHAKE_S
+    ours = secrets.token_bytes(CHALLENGE_BYTES)
     challenge = _receive(connection, CHALLENGE_BYTES, until_s, GREETING)
     connection.sendall(GREETING + ours + _proof(secret, b"rank", challenge, ours))
     if not hmac.compare_digest(_receive(connection, PROOF_BYTES, until_s), _proof(secret, b"server", ours, challenge)):
@@ -70,7 +79,9 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _receive(connection: socket.socket, size: int, until_s: float, greeting: bytes = b"") -> bytes:
-    """So many bytes after the greeting, by then, however they come. A stranger's first bytes give it away: no need to wait for as many as a rank sends."""
+    """So many bytes after the greeting, by then, however they come. A stranger's first bytes give it away: no need
+    to wait for as many as a rank sends.
+    """
     received = b""
     while len(received) < len(greeting) + size:
         connection.settimeout(max(until_s - time.monotonic(), 0.001))
@@ -94,9 +105,16 @@ class Door:
     """
 
     def __init__(
-        self, listener: socket.socket, admit: Callable[[socket.socket], None], serve: Callable[[socket.socket], None], where: str
+        self,
+        listener: socket.socket,
+        admit: Callable[[socket.socket], None],
+        serve: Callable[[socket.socket], None],
+        where: str,
     ) -> None:
-        self._listener, self._admit, self._serve, self._where = listener, admit, serve, where
+        self._listener = listener
+        self._admit = admit
+        self._serve = serve
+        self._where = where
         self._unknown = threading.BoundedSemaphore(MOST_UNKNOWN)
         self._lines = 0
         threading.Thread(target=self._accept, name="store door", daemon=True).start()

@@ -1,4 +1,6 @@
-"""Group: what moves bytes among the ranks of an axis. One face, three ways: torch.distributed, shared memory, hierarchical."""
+"""Group: what moves bytes among the ranks of an axis. One face, three ways: torch.distributed, shared memory,
+hierarchical.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def named(axis: str, ranks: Iterable[int], global_ranks: Sequence[int]) -> str:
 
 
 class Pending(Protocol):
-    """A collective or message under way. Its tensors stay alive and must not be written to until wait() has returned."""
+    """A collective or message under way. Its tensors stay alive and must not be written to until wait() has
+    returned.
+    """
 
     def wait(self) -> Any:
         """Block (on CPU) or make the current stream wait (on a GPU) until the result may be used."""
@@ -80,8 +84,12 @@ class Collectives(Protocol):
 class Group(Collectives, Protocol):
     """Collectives and messages among `size` > 1 ranks."""
 
-    def start_all_to_all_rows_into(self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
-        """The next `sent[r]` rows of this rank's `x` go to rank r; the next `received[r]` of `arriving` come from it."""
+    def start_all_to_all_rows_into(
+        self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
+        """The next `sent[r]` rows of this rank's `x` go to rank r; the next `received[r]` of `arriving` come from
+        it.
+        """
 
     def send(self, x: Tensor, to: int) -> Sending:
         """A message; messages to one rank arrive in order."""
@@ -90,14 +98,17 @@ class Group(Collectives, Protocol):
         """Post a receive; those from one rank are filled in the order in which they were posted."""
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
-        """Send to one rank and receive from another (or the same) as one operation: two would wait for each other on a GPU's stream."""
+        """Send to one rank and receive from another (or the same) as one operation: two would wait for each other on
+        a GPU's stream.
+        """
 
 
 class _Watched:
     """Work of torch.distributed whose failure names its axis and ranks."""
 
     def __init__(self, parts: Sequence[Any], explain: Callable[[Exception], RankFailure]) -> None:
-        self._parts, self._explain = parts, explain
+        self._parts = parts
+        self._explain = explain
 
     def wait(self) -> None:
         """See Pending. Raises RankFailure."""
@@ -115,12 +126,14 @@ class _Watched:
 class TorchGroup:
     """A process group of torch.distributed: RCCL or NCCL on GPUs, gloo on CPUs that do not share a host.
 
-    Its errors say neither operation nor axis ("Connection closed by peer", "Timed out"): ours do. Who failed first is not decided here
-    (training/guard/cause.py).
+    Its errors say neither operation nor axis ("Connection closed by peer", "Timed out"): ours do. Who failed first is
+    not decided here (training/guard/cause.py).
     """
 
     def __init__(self, process_group: Any, ranks: tuple[int, ...], name: str) -> None:
-        self.process_group, self._ranks, self._name = process_group, ranks, name
+        self.process_group = process_group
+        self._ranks = ranks
+        self._name = name
         self._rank = ranks.index(dist.get_rank())
         # else torch takes the GPU of this number among the node's, whichever the rank has chosen
         self._device_ids = [torch.cuda.current_device()] if dist.get_backend(process_group) == "nccl" else None
@@ -128,8 +141,13 @@ class TorchGroup:
     def _watch(self, what: str, start: Callable[[], Any], peer: int | None = None) -> _Watched:
         def explain(error: Exception) -> RankFailure:
             place = f"{what} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]})"
-            others = f"among {listed(self._ranks)}" if peer is None else f"with {named(self._name, [peer], self._ranks)}"
-            fix = "failure.json in the run directory names the rank that failed first; raise train.timeout_s only if it is merely slow"
+            others = (
+                f"among {listed(self._ranks)}" if peer is None else f"with {named(self._name, [peer], self._ranks)}"
+            )
+            fix = (
+                "failure.json in the run directory names the rank that failed first; raise train.timeout_s only if "
+                "it is merely slow"
+            )
             return RankFailure(f"{place} {others}, failed: {str(error).splitlines()[0]}", fix=fix)
 
         try:
@@ -140,7 +158,9 @@ class TorchGroup:
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
         """See Group."""
-        return self._watch("all_reduce", lambda: dist.all_reduce(x, op=_OPS[op], group=self.process_group, async_op=True))
+        return self._watch(
+            "all_reduce", lambda: dist.all_reduce(x, op=_OPS[op], group=self.process_group, async_op=True)
+        )
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
         """See Group."""
@@ -149,16 +169,24 @@ class TorchGroup:
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
         """See Group."""
         total = dist.ReduceOp.SUM
-        return self._watch("reduce_scatter", lambda: _reduce_scatter(scattered, x, op=total, group=self.process_group, async_op=True))
+        return self._watch(
+            "reduce_scatter", lambda: _reduce_scatter(scattered, x, op=total, group=self.process_group, async_op=True)
+        )
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
         """See Group."""
-        return self._watch("all_to_all", lambda: dist.all_to_all_single(arriving, x, group=self.process_group, async_op=True))
+        return self._watch(
+            "all_to_all", lambda: dist.all_to_all_single(arriving, x, group=self.process_group, async_op=True)
+        )
 
-    def start_all_to_all_rows_into(self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+    def start_all_to_all_rows_into(
+        self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
         """See Group."""
         sizes = list(received), list(sent)
-        return self._watch("all_to_all", lambda: dist.all_to_all_single(arriving, x, *sizes, group=self.process_group, async_op=True))
+        return self._watch(
+            "all_to_all", lambda: dist.all_to_all_single(arriving, x, *sizes, group=self.process_group, async_op=True)
+        )
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
         """See Group."""
@@ -167,7 +195,9 @@ class TorchGroup:
 
     def start_barrier(self) -> Pending:
         """See Group."""
-        return self._watch("barrier", lambda: dist.barrier(group=self.process_group, async_op=True, device_ids=self._device_ids))
+        return self._watch(
+            "barrier", lambda: dist.barrier(group=self.process_group, async_op=True, device_ids=self._device_ids)
+        )
 
     def send(self, x: Tensor, to: int) -> Sending:
         """See Group."""

@@ -47,10 +47,11 @@ def connect(
 ) -> None:
     """Join the job's store, then the default group.
 
-    `agree` is called between the two: what it raises ends this rank before any other rank is waited for in a collective.
-    With MPI there is no store, and it is not called.
-    Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others are not there
-    within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that started them.
+    `agree` is called between the two: what it raises ends this rank before any other rank is waited for in a
+    collective. With MPI there is no store, and it is not called.
+    Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others
+    are not there within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that
+    started them.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -66,9 +67,11 @@ def connect(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError, OSError) as error:
         raise RankFailure(
-            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the rendezvous at {meeting.address}:{meeting.port} "
+            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the rendezvous at "
+            f"{meeting.address}:{meeting.port} "
             f"within {timeout_s:.0f} s: {error}",
-            fix="check that every rank started, that the address is reachable from this node, and that the port is free",
+            fix="check that every rank started, that the address is reachable from this node, and that the port is "
+            "free",
         ) from error
 
 
@@ -76,7 +79,9 @@ def _require(backend: str) -> None:
     """Raise BackendError if torch was built without the back-end."""
     if not dist.is_backend_available(backend):
         raise BackendError(
-            f"this torch was built without {backend}", "choose comm.backend=auto, or install a torch that has it", "comm.backend"
+            f"this torch was built without {backend}",
+            "choose comm.backend=auto, or install a torch that has it",
+            "comm.backend",
         )
 
 
@@ -87,7 +92,8 @@ def disconnect() -> None:
     forget_stores()
 
 
-LEVELLED = ("tp", "cp", "dp", "dp.cp", "world")  # axes that may go inside nodes first, then across; their levels do not again
+# axes that may go inside nodes first, then across; their levels do not again
+LEVELLED = ("tp", "cp", "dp", "dp.cp", "world")
 
 
 class _Groups:
@@ -96,7 +102,10 @@ class _Groups:
     def __init__(self, global_rank: int, timeout_s: float, comm: CommConfig, ranks_per_node: int | None) -> None:
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         self._turns = Turns(self.device) if comm.in_flight == "one" else None
-        self._global_rank, self._timeout_s, self._comm, self._ranks_per_node = global_rank, timeout_s, comm, ranks_per_node
+        self._global_rank = global_rank
+        self._timeout_s = timeout_s
+        self._comm = comm
+        self._ranks_per_node = ranks_per_node
         self._baton = Baton()
         self._algorithms = load_algorithms(comm.algorithms)
         self._timeouts_s = comm.timeouts_s.model_dump()
@@ -107,12 +116,22 @@ class _Groups:
     def axis(self, name: str, ranks: tuple[int, ...], apart: int = 0) -> Axis:
         """The axis over `ranks`; collective over them and over nobody else.
 
-        `apart` > 0: rows go in two stages where it spans nodes, each of which then has a multiple of so many of its ranks.
+        `apart` > 0: rows go in two stages where it spans nodes, each of which then has a multiple of so many of its
+        ranks.
         """
         if len(ranks) == 1:
             return single(name, self._global_rank, self.ledger)
         rank = ranks.index(self._global_rank)
-        flat = Axis(name, rank, len(ranks), ranks, self._group(name, rank, ranks), self.ledger, turns=self._turns, baton=self._baton)
+        flat = Axis(
+            name,
+            rank,
+            len(ranks),
+            ranks,
+            self._group(name, rank, ranks),
+            self.ledger,
+            turns=self._turns,
+            baton=self._baton,
+        )
         if not apart and (name not in LEVELLED or not self._algorithms.rules):
             return flat
         node, rail = self._levels(name, ranks, apart)
@@ -121,20 +140,25 @@ class _Groups:
         if apart:
             self._log(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; rows go once to each node")
             return replace(flat, nodes=rail.size, levels=(node, rail))
-        self._log(f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; its algorithms come from comm.algorithms")
+        self._log(
+            f"comm: axis {name} spans {rail.size} nodes x {node.size} ranks; its algorithms come from comm.algorithms"
+        )
         return replace(flat, hierarchical=HierarchicalGroup(node, rail), nodes=rail.size, algorithms=self._algorithms)
 
     def counted_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         """An axis that may have one rank here and several elsewhere: a group is made either way.
 
-        torch names a group by its ranks and by how many groups the process has by then, so all ranks must create equally many.
+        torch names a group by its ranks and by how many groups the process has by then, so all ranks must create
+        equally many.
         """
         if len(ranks) == 1:
             _new_group(ranks, self._timeout_s)
         return self.axis(name, ranks)
 
     def _levels(self, name: str, ranks: tuple[int, ...], multiple: int) -> tuple[Axis, Axis]:
-        """(this rank's node, this rank's rail) of an axis with equally many ranks on each of its nodes, else two axes of one rank."""
+        """(this rank's node, this rank's rail) of an axis with equally many ranks on each of its nodes, else two
+        axes of one rank.
+        """
         if self._ranks_per_node is None:
             return single(name, self._global_rank), single(name, self._global_rank)
         by_node: dict[int, list[int]] = {}
@@ -144,7 +168,9 @@ class _Groups:
         node: tuple[int, ...] = (self._global_rank,)
         rail = node
         even = (
-            len({len(members) for members in nodes}) == 1 and list(chain(*nodes)) == list(ranks) and len(nodes[0]) % max(multiple, 1) == 0
+            len({len(members) for members in nodes}) == 1
+            and list(chain(*nodes)) == list(ranks)
+            and len(nodes[0]) % max(multiple, 1) == 0
         )
         if len(nodes) > 1 and even:  # not so for all groups of an axis where nodes are no multiple of them
             node = tuple(by_node[self._global_rank // self._ranks_per_node])
@@ -166,10 +192,17 @@ class _Groups:
         for channel in placement.streams:
             axis = channels[channel.value]
             limit_s = min(LIMIT_S, 0.9 * self._limit_s(axis.name))
-            first_use(limit_s, axis.name, axis.ranks, self.device, lambda: open_channel(axis, placement.streams[channel], self.device))  # noqa: B023
+            first_use(  # noqa: B023, RUF100
+                limit_s,
+                axis.name,
+                axis.ranks,
+                self.device,
+                lambda: open_channel(axis, placement.streams[channel], self.device),  # noqa: B023
+            )
 
     def _limit_s(self, name: str) -> float:
-        return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s  # dp.rail, dp.cp and pp.forward as their axis
+        # dp.rail, dp.cp and pp.forward as their axis
+        return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s
 
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
         group = self._new(name, rank, ranks)
@@ -183,12 +216,15 @@ class _Groups:
         if self._comm.transport == "torch" or (backend != "gloo" and self._comm.transport == "auto"):
             self._log(f"comm: {backend} through torch.distributed")
             return TorchGroup(process_group, ranks, name)
-        descriptor, reason = None, f"{backend} serves it, and only CPU ranks share memory"
+        descriptor = None
+        reason = f"{backend} serves it, and only CPU ranks share memory"
         if backend == "gloo":
             descriptor, reason = share_memory(process_group, rank, len(ranks))
         if descriptor is None:
             if self._comm.transport == "shm":
-                raise BackendError(f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm")
+                raise BackendError(
+                    f"axis {name} cannot use shared memory: {reason}", "choose the transport 'auto' or 'torch'", "comm"
+                )
             self._log(f"comm: {backend} sockets for axis {name}: {reason}")
             return TorchGroup(process_group, ranks, name)
         self._log("comm: shared memory between the ranks of this host")
@@ -221,16 +257,18 @@ def build_mesh(
     experts: bool = False,
     by_node: bool = False,
 ) -> Mesh:
-    """Every axis that `global_rank` belongs to, of `experts` too if there are any, each used once. Collective over the first `grid.world_size` ranks.
+    """Every axis that `global_rank` belongs to, of `experts` too if there are any, each used once. Collective over the
+    first `grid.world_size` ranks.
 
-    `placement` says which pipeline rank holds which virtual stage (None: one each, in order). Its messages of opposite directions between
-    the same two ranks must not queue behind each other: RCCL runs a pair's point-to-point calls in order on one stream. So every channel
-    of the placement has a communicator of its own, on which a pair has a single writer.
-    `comm.timeouts_s` has other time-outs than `timeout_s` for single axes. Axes that span several nodes of `ranks_per_node` consecutive
-    ranks take the algorithm that `comm.algorithms` gives for each call.
+    `placement` says which pipeline rank holds which virtual stage (None: one each, in order). Its messages of opposite
+    directions between the same two ranks must not queue behind each other: RCCL runs a pair's point-to-point calls in
+    order on one stream. So every channel of the placement has a communicator of its own, on which a pair has a single
+    writer. `comm.timeouts_s` has other time-outs than `timeout_s` for single axes. Axes that span several nodes of
+    `ranks_per_node` consecutive ranks take the algorithm that `comm.algorithms` gives for each call.
     `by_node`: rows go to experts in two stages where those span nodes.
-    With `comm.in_flight: one` each of this rank's communications ends before the next begins; "auto", which is the machine's matter, is many here.
-    Raises BackendError when `comm.transport` is 'shm' and an axis cannot use it, RankFailure where the first use of a group does not end.
+    With `comm.in_flight: one` each of this rank's communications ends before the next begins; "auto", which is the
+    machine's matter, is many here. Raises BackendError when `comm.transport` is 'shm' and an axis cannot use it,
+    RankFailure where the first use of a group does not end.
     """
     groups = _Groups(global_rank, timeout_s, comm, ranks_per_node)
     pipeline = grid.group("pp", global_rank)
@@ -245,9 +283,13 @@ def build_mesh(
         replicas=axes[joint] if joint in axes else groups.axis(joint, grid.group(joint, global_rank)),
         world=groups.axis("world", tuple(range(grid.world_size))),
         tied=tied,
-        channels={name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)},
+        channels={
+            name: groups.axis(f"pp.{name}", pipeline) for name in (channel.value for channel in placement.streams)
+        },
         ledger=groups.ledger,
-        ep=groups.axis("ep", grid.experts_group(global_rank) if experts else (global_rank,), grid.etp if by_node else 0),
+        ep=groups.axis(
+            "ep", grid.experts_group(global_rank) if experts else (global_rank,), grid.etp if by_node else 0
+        ),
         etp=groups.axis("etp", grid.split_experts_group(global_rank) if experts else (global_rank,)),
         edp=groups.axis("edp", grid.replicas_group(global_rank) if experts else (global_rank,)),
     )
@@ -258,7 +300,8 @@ def build_mesh(
 
 
 def process_group(axis: Axis, timeout_s: float) -> Any:
-    """A torch group over an axis' ranks, for libraries that bring their own collectives. Collective over the axis; call it on all ranks alike.
+    """A torch group over an axis' ranks, for libraries that bring their own collectives. Collective over the axis; call
+    it on all ranks alike.
 
     What they move is not in the ledger. A process that is alone and has no default group gets one.
     """
@@ -266,12 +309,15 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not dist.is_initialized():
         assert axis.size == 1, f"axis {axis.name} of {axis.size} ranks without a default group"
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
     return _new_group(axis.ranks, timeout_s)
 
 
 def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
-    """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in `folder`; for failures.
+    """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in
+    `folder`; for failures.
 
     Returns where they are. A disk that fails must not hide what this rank failed of: then they are nowhere, and why.
     """

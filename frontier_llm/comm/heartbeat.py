@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from frontier_llm.libraries import load_library
 
-VALIDATE, MAGIC = 0, 0x3C85F7CE  # c10d::detail::QueryType::VALIDATE, validationMagicNumber
+# c10d::detail::QueryType::VALIDATE, validationMagicNumber
+VALIDATE = 0
+MAGIC = 0x3C85F7CE
 KEY_PREFIX = "/"  # TCPStore's clients put it before each key
 CONNECT_S = 10.0
 LATE_FACTOR = 1.5  # of the usual pause between two texts from Python: after that the thread repeats the last text
@@ -49,8 +51,11 @@ class Heartbeats:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(struct.pack("<BI", VALIDATE, MAGIC))
-        self._library, self._lock = library, threading.Lock()
-        self._sender = library.fl_heartbeat_open(connection.detach(), f"{KEY_PREFIX}{key}".encode(), LATE_FACTOR * period_s)
+        self._library = library
+        self._lock = threading.Lock()
+        self._sender = library.fl_heartbeat_open(
+            connection.detach(), f"{KEY_PREFIX}{key}".encode(), LATE_FACTOR * period_s
+        )
 
     def update(self, notice: dict[str, Any]) -> None:
         """Send `notice` now, with its number added as "posts". Raises DistStoreError if the store is gone."""
@@ -70,6 +75,7 @@ class Heartbeats:
     def close(self) -> None:
         """Send no more."""
         with self._lock:
-            sender, self._sender = self._sender, None
+            sender = self._sender
+            self._sender = None
         if sender is not None:
             self._library.fl_heartbeat_close(sender)

@@ -1,13 +1,14 @@
 """Collectives in two stages for axes that span nodes: inside each node first, then between nodes along each rail.
 
-RCCL's all-gather and reduce-scatter are rings: n - 1 dependent hops, which at 2,048 GCDs costs 33 and 168 times what a hierarchical
-scheme does (PCCL, arXiv:2504.18658). Here the ranks of an axis stand on N nodes with k on each. Rank (node i, place l) reduces
-inside its node, then exchanges with the ranks of the same place on other nodes, its *rail*: every GCD speaks through the NIC
-nearest to it, all NICs work at once, and only 1/k of the data of a node crosses each.
+RCCL's all-gather and reduce-scatter are rings: n - 1 dependent hops, which at 2,048 GCDs costs 33 and 168 times what a
+hierarchical scheme does (PCCL, arXiv:2504.18658). Here the ranks of an axis stand on N nodes with k on each. Rank (node
+i, place l) reduces inside its node, then exchanges with the ranks of the same place on other nodes, its *rail*: every
+GCD speaks through the NIC nearest to it, all NICs work at once, and only 1/k of the data of a node crosses each.
 
-Between nodes: recursive halving and doubling over the circulant graph (Träff 2024, arXiv:2410.14234): ceil(log2 N) rounds and N - 1
-blocks for *any* N. Sums are made in an order that depends only on N and the rank: bitwise the same in every run, and an all-reduce
-gives every rank the same bits. Large tensors go in chunks, so that one is between nodes while the next is inside them.
+Between nodes: recursive halving and doubling over the circulant graph (Träff 2024, arXiv:2410.14234): ceil(log2 N)
+rounds and N - 1 blocks for *any* N. Sums are made in an order that depends only on N and the rank: bitwise the same in
+every run, and an all-reduce gives every rank the same bits. Large tensors go in chunks, so that one is between nodes
+while the next is inside them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm.axis import Axis
-from frontier_llm.comm.collectives import barrier, broadcast_, start_all_gather_into, start_all_to_all_into, start_reduce_scatter
+from frontier_llm.comm.collectives import (
+    barrier,
+    broadcast_,
+    start_all_gather_into,
+    start_all_to_all_into,
+    start_reduce_scatter,
+)
 from frontier_llm.comm.group import DONE, Pending
 from frontier_llm.comm.p2p import start_exchange
 
@@ -27,7 +34,9 @@ CHUNK_BYTES = 8 << 20  # per rank and stage; estimated: far into the flat part o
 
 
 def halving_skips(size: int) -> list[tuple[int, int]]:
-    """[(blocks held before, distance of the peer), …] of the reduce-scatter's rounds; the all-gather takes them backwards."""
+    """[(blocks held before, distance of the peer), …] of the reduce-scatter's rounds; the all-gather takes them
+    backwards.
+    """
     rounds = []
     while size > 1:
         rounds.append((size, (size + 1) // 2))
@@ -40,7 +49,9 @@ def halve(blocks_Np: Tensor, rail: Axis) -> Tensor:
     held = blocks_Np.roll(-rail.rank, 0)  # held[j] is the block of rank (rank + j) % N
     for before, skip in halving_skips(rail.size):
         incoming = torch.empty_like(held[: before - skip])
-        start_exchange(held[skip:before], (rail.rank + skip) % rail.size, incoming, (rail.rank - skip) % rail.size, rail).wait()
+        start_exchange(
+            held[skip:before], (rail.rank + skip) % rail.size, incoming, (rail.rank - skip) % rail.size, rail
+        ).wait()
         held[: before - skip] += incoming
     return held[0]
 
@@ -51,7 +62,11 @@ def double(block_p: Tensor, rail: Axis) -> Tensor:
     held[0] = block_p
     for before, skip in reversed(halving_skips(rail.size)):
         start_exchange(
-            held[: before - skip], (rail.rank - skip) % rail.size, held[skip:before], (rail.rank + skip) % rail.size, rail
+            held[: before - skip],
+            (rail.rank - skip) % rail.size,
+            held[skip:before],
+            (rail.rank + skip) % rail.size,
+            rail,
         ).wait()
     return held.roll(rail.rank, 0)
 
@@ -59,14 +74,20 @@ def double(block_p: Tensor, rail: Axis) -> Tensor:
 class _Staged:
     """Chunks that pass through two stages; the first chunk's first stage is under way when this exists.
 
-    On CPU the rest happens in wait(). On a GPU all of it is queued at once on the group's `stream`, and wait() makes the current
-    stream wait for this much of it: the host never blocks.
+    On CPU the rest happens in wait(). On a GPU all of it is queued at once on the group's `stream`, and wait() makes
+    the current stream wait for this much of it: the host never blocks.
     """
 
     def __init__(
-        self, first: Callable[[int], Any], second: Callable[[int, Any], None], chunks: int, stream: torch.cuda.Stream | None
+        self,
+        first: Callable[[int], Any],
+        second: Callable[[int, Any], None],
+        chunks: int,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        self._first, self._second, self._chunks = first, second, chunks
+        self._first = first
+        self._second = second
+        self._chunks = chunks
         self._finished = False
         self._end: torch.cuda.Event | None = None  # of what was queued on the stream
         if stream is None:
@@ -94,15 +115,22 @@ class _Staged:
 
 
 class HierarchicalGroup:
-    """Collectives over N nodes × k ranks, in axis order: rank = node * k + place. Both stages are counted in the axes' ledger."""
+    """Collectives over N nodes × k ranks, in axis order: rank = node * k + place. Both stages are counted in the
+    axes' ledger.
+    """
 
     def __init__(self, node: Axis, rail: Axis, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._node, self._rail, self._chunk_bytes = node, rail, chunk_bytes
-        self._rank, self._size = rail.rank * node.size + node.rank, node.size * rail.size
+        self._node = node
+        self._rail = rail
+        self._chunk_bytes = chunk_bytes
+        self._rank = rail.rank * node.size + node.rank
+        self._size = node.size * rail.size
         self._side: torch.cuda.Stream | None = None
 
     def _stream(self, x: Tensor) -> torch.cuda.Stream | None:
-        """One for the group, of the communicators' priority: a stream for each call would spread over all hardware queues, compute's too."""
+        """One for the group, of the communicators' priority: a stream for each call would spread over all hardware
+        queues, compute's too.
+        """
         if x.is_cuda and self._side is None:
             self._side = torch.cuda.Stream(x.device, priority=-1)
         return self._side
@@ -114,7 +142,9 @@ class HierarchicalGroup:
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
         """See Group."""
-        nodes, places, out = self._rail.size, self._node.size, scattered.view(-1)
+        nodes = self._rail.size
+        places = self._node.size
+        out = scattered.view(-1)
         x_Nkp = x.view(nodes, places, out.numel())
         cuts = self._chunks(out.numel(), x.element_size())
 
@@ -130,7 +160,9 @@ class HierarchicalGroup:
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
         """See Group."""
-        nodes, places, flat = self._rail.size, self._node.size, x.view(-1)
+        nodes = self._rail.size
+        places = self._node.size
+        flat = x.view(-1)
         gathered_Nkp = gathered.view(nodes, places, flat.numel())
         cuts = self._chunks(flat.numel(), x.element_size())
 
@@ -148,7 +180,9 @@ class HierarchicalGroup:
         return _Staged(between, inside, len(cuts), self._stream(x))
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
-        """See Group. A sum is a reduce-scatter and an all-gather; a maximum, which is of scalars and vectors only, one of gathered copies."""
+        """See Group. A sum is a reduce-scatter and an all-gather; a maximum, which is of scalars and vectors only,
+        one of gathered copies.
+        """
         if op != "sum":
             everyone = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
             self.start_all_gather_into(everyone, x).wait()
@@ -172,8 +206,11 @@ class HierarchicalGroup:
         return _Staged(lambda _: reducing, gather, 1, self._stream(x))
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
-        """See Group. Inside the node first, so that each rank holds what its rail is to get from the node; then between nodes."""
-        nodes, places = self._rail.size, self._node.size
+        """See Group. Inside the node first, so that each rank holds what its rail is to get from the node; then
+        between nodes.
+        """
+        nodes = self._rail.size
+        places = self._node.size
         x_kNp = x.view(nodes, places, -1).transpose(0, 1).contiguous()  # [to place, to node, …]
         from_node_kNp = x_kNp
         if places > 1:

@@ -1,4 +1,6 @@
-"""Memory that the processes of one host share: whether there can be any, a region without a name, and whether all ranks of a group see it."""
+"""Memory that the processes of one host share: whether there can be any, a region without a name, and whether all
+ranks of a group see it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def why_unavailable() -> str:
 @functools.cache
 def library() -> ctypes.CDLL:
     """What moves bytes through the memory (csrc/shm/). Raises BackendError when it is not there."""
-    pointer, whole, number, size = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
+    pointer = ctypes.c_void_p
+    whole = ctypes.c_int64
+    number = ctypes.c_int
+    size = ctypes.c_uint64
     functions: dict[str, tuple[Any, list[Any]]] = {
         "fl_shm_open": (pointer, [number, number, number, size, size, whole, ctypes.POINTER(whole)]),
         "fl_shm_close": (None, [pointer]),
@@ -53,18 +58,23 @@ def library() -> ctypes.CDLL:
 
 
 def host_identity() -> bytes:
-    """32 bytes that are equal for two processes exactly when both see the same boot of one kernel, the same /dev/shm and process ids."""
+    """32 bytes that are equal for two processes exactly when both see the same boot of one kernel, the same /dev/shm
+    and process ids.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     memory = MEMORY_DIR.stat()
-    text = f"{boot.read_text(encoding='ascii') if boot.exists() else os.uname().nodename} {memory.st_dev} {memory.st_ino} {os.readlink('/proc/self/ns/pid')}"
+    text = (
+        f"{boot.read_text(encoding='ascii') if boot.exists() else os.uname().nodename} {memory.st_dev} "
+        f"{memory.st_ino} {os.readlink('/proc/self/ns/pid')}"
+    )
     return hashlib.sha256(text.encode()).digest()
 
 
 def create_memory() -> tuple[int, str]:
     """(file descriptor, path for peers) of a new empty region, readable by this user only.
 
-    It never has a name of its own: a rank that is killed before all have opened it leaves nothing behind (named regions did, in one
-    of twenty kills at random instants of a start).
+    It never has a name of its own: a rank that is killed before all have opened it leaves nothing behind (named regions
+    did, in one of twenty kills at random instants of a start).
     """
     descriptor = os.open(MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -73,14 +83,16 @@ def create_memory() -> tuple[int, str]:
 def open_memory(path: str) -> int:
     """The file descriptor of a region that a peer has created and still holds. Raises OSError.
 
-    The path has come from a peer, so it is looked at before it is opened for writing: nothing but a nameless region, of a process of this user, will do.
+    The path has come from a peer, so it is looked at before it is opened for writing: nothing but a nameless region, of
+    a process of this user, will do.
     """
     match = _REGION.fullmatch(path)
     if match is None:
         raise PermissionError(errno.EPERM, "is no shared region", path)
     where = os.open(path, os.O_PATH | os.O_CLOEXEC)  # for looking alone
     try:
-        status, process = os.fstat(where), os.stat(f"/proc/{match[1]}")
+        status = os.fstat(where)
+        process = os.stat(f"/proc/{match[1]}")
         if not stat.S_ISREG(status.st_mode) or status.st_nlink or status.st_dev != MEMORY_DIR.stat().st_dev:
             raise PermissionError(errno.EPERM, "is no shared region", path)
         if {status.st_uid, process.st_uid} != {os.getuid()} or stat.S_IMODE(status.st_mode) & 0o077:
@@ -93,10 +105,12 @@ def open_memory(path: str) -> int:
 def share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, str]:
     """(descriptor of a region that every rank has opened, '') or (None, why not): all ranks get the same answer.
 
-    Collective over a gloo group. Two small messages: each rank says on which host it is, and rank 0 where peers find the region that it has made; then each
-    says whether it could open it.
+    Collective over a gloo group. Two small messages: each rank says on which host it is, and rank 0 where peers find
+    the region that it has made; then each says whether it could open it.
     """
-    descriptor, path, reason = None, "", why_unavailable()
+    descriptor = None
+    path = ""
+    reason = why_unavailable()
     if rank == 0 and not reason:
         try:
             descriptor, path = create_memory()

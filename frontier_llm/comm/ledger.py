@@ -1,4 +1,6 @@
-"""What was moved and how long it was waited for: calls, bytes and blocked time per (axis, operation), and a flight record of the last calls."""
+"""What was moved and how long it was waited for: calls, bytes and blocked time per (axis, operation), and a flight
+record of the last calls.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Call:
     started_s: float  # time.time()
     blocked_s: float = 0.0  # how long this rank has stood still for it
     finished: bool = False  # on this rank; on a GPU: enqueued
-    begun: float = field(default_factory=time.perf_counter)  # the same moment on the clock that intervals are measured with
+    # the same moment on the clock that intervals are measured with
+    begun: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
@@ -53,7 +56,8 @@ class Histogram:
 
     def quantile_us(self, share: float) -> int:
         """The upper edge of the bin in which that share of all calls is reached; 0 without calls."""
-        wanted, seen = share * sum(self.bins), 0
+        wanted = share * sum(self.bins)
+        seen = 0
         for index, count in enumerate(self.bins):
             seen += count
             if count and seen >= wanted:
@@ -65,8 +69,8 @@ class Histogram:
 class Ledger:
     """Counts of one rank. Bytes are the payload that the caller sees, not what the algorithm sends:
 
-    all_reduce, broadcast: the tensor; all_gather: the gathered result; reduce_scatter: the full input; send, recv: the message.
-    Axes of size 1 move nothing and are not counted.
+    all_reduce, broadcast: the tensor; all_gather: the gathered result; reduce_scatter: the full input; send, recv: the
+    message. Axes of size 1 move nothing and are not counted.
     """
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -74,8 +78,10 @@ class Ledger:
     blocked_s: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     latency: dict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=RECORDED_CALLS), repr=False)
-    observer: Callable[[Call, float, float], None] | None = field(default=None, repr=False)  # told of each blocked interval (timelines)
-    waits: list[Span] | None = field(default=None, repr=False)  # on a GPU, while a step is measured: what the stream stood still for
+    # told of each blocked interval (timelines)
+    observer: Callable[[Call, float, float], None] | None = field(default=None, repr=False)
+    # on a GPU, while a step is measured: what the stream stood still for
+    waits: list[Span] | None = field(default=None, repr=False)
     in_flight: int = 0  # communications that have begun and were not waited for to their end
     most_in_flight: int = 0
     _depth: int = field(default=0, repr=False)
@@ -95,7 +101,8 @@ class Ledger:
 
     @contextmanager
     def blocked(self, call: Call, last: bool = True) -> Iterator[None]:
-        """Record how long this rank stands still in the body; `last` ends the call. On a GPU only the stream waits: this is then the host's time.
+        """Record how long this rank stands still in the body; `last` ends the call. On a GPU only the stream waits:
+        this is then the host's time.
 
         A call made within another (a stage of a hierarchical collective) has its own latency, but the time counts once.
         """
@@ -126,7 +133,9 @@ class Ledger:
         return f"{call.axis} {call.operation} number {call.number}{'' if call.finished else ', unfinished'}"
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """By 'axis operation': calls, bytes, blocked seconds, quantiles of how long a call blocked, and the histogram itself."""
+        """By 'axis operation': calls, bytes, blocked seconds, quantiles of how long a call blocked, and the
+        histogram itself.
+        """
         return {
             f"{axis} {operation}": {
                 "calls": calls,
@@ -145,12 +154,23 @@ class Ledger:
         for (axis, _), histogram in self.latency.items():
             axes[axis].bins = [sum(pair) for pair in zip(axes[axis].bins, histogram.bins, strict=True)]
         return {
-            axis: {"calls": sum(axes[axis].bins), "p50_us": axes[axis].quantile_us(0.5), "p99_us": axes[axis].quantile_us(0.99)}
+            axis: {
+                "calls": sum(axes[axis].bins),
+                "p50_us": axes[axis].quantile_us(0.5),
+                "p99_us": axes[axis].quantile_us(0.99),
+            }
             for axis in sorted(axes)
         }
 
     def dump(self, path: Path, reason: str) -> None:
-        """Write the last calls of this rank, unfinished ones included, as JSON: what to compare between ranks after a hang."""
+        """Write the last calls of this rank, unfinished ones included, as JSON: what to compare between ranks after
+        a hang.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"reason": reason, "pid": os.getpid(), "time_s": time.time(), "calls": [asdict(call) for call in self.recent]}
+        content = {
+            "reason": reason,
+            "pid": os.getpid(),
+            "time_s": time.time(),
+            "calls": [asdict(call) for call in self.recent],
+        }
         write_replaced(path, strict_json(content).encode())

@@ -1,4 +1,6 @@
-"""Pipeline messages between neighbouring virtual stages: static shapes, asynchronous sends, receives posted ahead of their use."""
+"""Pipeline messages between neighbouring virtual stages: static shapes, asynchronous sends, receives posted ahead of
+their use.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class Receive:
     """A posted receive; `wait()` returns the tensor."""
 
     def __init__(self, buffer: Tensor, started: Started) -> None:
-        self._buffer, self._started = buffer, started
+        self._buffer = buffer
+        self._started = started
 
     def wait(self) -> Tensor:
         """The message, once it has arrived."""
@@ -25,10 +28,11 @@ class Receive:
 
 
 class Sends:
-    """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it; those are let go at the next send.
+    """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it; those are let go at
+    the next send.
 
-    At most `limit` per channel are outstanding; then the oldest is waited for. Any limit is enough for every schedule to end: ranks play
-    one order of communication (schedule/order.py).
+    At most `limit` per channel are outstanding; then the oldest is waited for. Any limit is enough for every schedule
+    to end: ranks play one order of communication (schedule/order.py).
     """
 
     def __init__(self, limit: int) -> None:
@@ -51,9 +55,12 @@ class Sends:
                 queue.popleft().wait()
 
 
-def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channel: Axis, source: int) -> Receive:
+def post_receive(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channel: Axis, source: int
+) -> Receive:
     """Post a receive from axis rank `source`; it overlaps with whatever is computed until `wait()`."""
-    group, buffer = channel.group, torch.empty(shape, dtype=dtype, device=device)
+    group = channel.group
+    buffer = torch.empty(shape, dtype=dtype, device=device)
     assert group is not None, "an axis of one rank has no one to receive from"
     return Receive(buffer, Started(channel, "recv", buffer.nbytes, lambda: group.receive(buffer, source)))
 
@@ -61,8 +68,9 @@ def post_receive(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 def open_channel(axis: Axis, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
     """Send one byte through every stream of a channel, so that no step has to open one. Collective over the pipeline.
 
-    RCCL makes a pair's communicator at their first message, and there the *host* waits for the peer: seconds of the first step, and a
-    receive that is posted ahead would be waited for. All ranks open the streams in one order, so none waits for another in a circle.
+    RCCL makes a pair's communicator at their first message, and there the *host* waits for the peer: seconds of the
+    first step, and a receive that is posted ahead would be waited for. All ranks open the streams in one order, so none
+    waits for another in a circle.
     """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     assert axis.group is not None, "an axis of one rank has no one to talk to"
@@ -74,13 +82,17 @@ def open_channel(axis: Axis, pairs: Sequence[tuple[int, int]], device: torch.dev
 
 
 def start_shift(x: Tensor, axis: Axis) -> tuple[Tensor, Started]:
-    """Begin to hand a contiguous tensor on to the next rank of the axis, the last one's to the first; what arrives may be read after wait()."""
+    """Begin to hand a contiguous tensor on to the next rank of the axis, the last one's to the first; what arrives
+    may be read after wait().
+    """
     incoming = torch.empty_like(x)
     return incoming, start_exchange(x, (axis.rank + 1) % axis.size, incoming, (axis.rank - 1) % axis.size, axis)
 
 
 def start_exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axis) -> Started:
-    """Begin to send to axis rank `to` and to receive from axis rank `source` at the same time; both contiguous, counted as send and recv."""
+    """Begin to send to axis rank `to` and to receive from axis rank `source` at the same time; both contiguous,
+    counted as send and recv.
+    """
     group = axis.group
     assert group is not None, "an axis of one rank has no one to exchange with"
     axis.ledger.add(axis.name, "send", outgoing.nbytes).finished = True

@@ -1,9 +1,9 @@
 """Where the ranks of a job meet: a key-value store, and how a rank connects to it.
 
-`torch` is torch's own TCPStore. Its server runs in a process of its own on rank 0's node (`comm.store_process`), so a rank 0 that is
-frozen or killed takes nothing from the others. It authenticates nobody (docs/security.md).
-`authenticated` is our server in rank 0's process (`comm.store_server`), which only this job's ranks can reach (`comm.door`). C++ threads of
-torch call it through Python, so they wait for the interpreter lock.
+`torch` is torch's own TCPStore. Its server runs in a process of its own on rank 0's node (`comm.store_process`), so a
+rank 0 that is frozen or killed takes nothing from the others. It authenticates nobody (docs/security.md).
+`authenticated` is our server in rank 0's process (`comm.store_server`), which only this job's ranks can reach
+(`comm.door`). C++ threads of torch call it through Python, so they wait for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from frontier_llm.comm.authenticated_store import ANSWER_S, AuthenticatedStore, Connect, connect_across, connect_here, socket_name
+from frontier_llm.comm.authenticated_store import (
+    ANSWER_S,
+    AuthenticatedStore,
+    Connect,
+    connect_across,
+    connect_here,
+    socket_name,
+)
 from frontier_llm.comm.door import Door, require_proof, same_user
 from frontier_llm.comm.store_launch import StoreProcess
 from frontier_llm.comm.store_process import JOB_KEY, raise_open_file_limit
@@ -74,7 +81,11 @@ def start_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
     """
     if rank != 0 or meeting.store != "torch" or _starting:
         return
-    listener = _listen(LOOPBACK, 0) if _has_free_choice_of_port(world_size, meeting) else _listen(meeting.address, meeting.port)
+    listener = (
+        _listen(LOOPBACK, 0)
+        if _has_free_choice_of_port(world_size, meeting)
+        else _listen(meeting.address, meeting.port)
+    )
     with listener:
         process = StoreProcess(listener, CONNECTIONS * world_size, _token(meeting), longest_s=max(60.0, 2 * timeout_s))
     _starting.append(process)
@@ -84,7 +95,8 @@ def start_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
 def join_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> dist.Store:
     """Connect to the job's store; rank 0 serves it.
 
-    Raises BackendError if the server may not open enough files, RuntimeError or OSError if the store is not reached in time.
+    Raises BackendError if the server may not open enough files, RuntimeError or OSError if the store is not reached in
+    time.
     """
     join = _join_torch if meeting.store == "torch" else _join_authenticated
     _joined.append(join(rank, world_size, meeting, timeout_s))
@@ -120,9 +132,11 @@ def forget_stores() -> None:
 
 
 def limit_answer_time() -> None:
-    """Give each of this process's connections to TCPStore a time limit for an answer, those of torch's own clients included.
+    """Give each of this process's connections to TCPStore a time limit for an answer, those of torch's own clients
+    included.
 
-    torch waits without limit for an answer that needs no waiting. With this option of the socket its call fails with "Socket Timeout".
+    torch waits without limit for an answer that needs no waiting. With this option of the socket its call fails with
+    "Socket Timeout".
     """
     address = store_address()
     if address is None:
@@ -168,7 +182,8 @@ def _join_torch(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
     while True:
         try:
             address = _store_address(world_size, meeting)
-            socket.create_connection(address, timeout=ANSWER_S).close()  # TCPStore's own client pauses for a second between attempts
+            # TCPStore's own client pauses for a second between attempts
+            socket.create_connection(address, timeout=ANSWER_S).close()
             store = _connect_torch(address, timeout_s)
             _check_token(store, meeting, deadline_s)
             return _Joined(store, "torch", functools.partial(_connect_torch, address), address)
@@ -194,7 +209,9 @@ def _connect_torch(address: tuple[str, int], timeout_s: float) -> dist.Store:
     """A client of TCPStore. Raises DistStoreError if the server does not answer within `timeout_s`."""
     host, port = address
     timeout = timedelta(seconds=timeout_s)
-    connecting = in_daemon(lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), "store connection")
+    connecting = in_daemon(
+        lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), "store connection"
+    )
     try:
         return connecting.result(timeout_s)
     except TimeoutError:
@@ -212,7 +229,9 @@ def _join_authenticated(rank: int, world_size: int, meeting: Meeting, timeout_s:
     if rank == 0:
         problem = raise_open_file_limit(CONNECTIONS * world_size)
         if problem is not None:
-            raise BackendError(f"rank 0: {problem}", "have the hard limit raised (ulimit -Hn), or set comm.store=torch", "comm.store")
+            raise BackendError(
+                f"rank 0: {problem}", "have the hard limit raised (ulimit -Hn), or set comm.store=torch", "comm.store"
+            )
         serve, close = open_server()
         _closing.append(close)
         _open_here(meeting, serve)
@@ -247,7 +266,8 @@ def _open_here(meeting: Meeting, serve: Callable[[socket.socket], None]) -> None
 def _listen(address: str, port: int) -> socket.socket:
     """Listen on the interface that the job uses.
 
-    A host whose own table maps its name to loopback (Debian's 127.0.1.1) cannot know that interface, so it listens on all.
+    A host whose own table maps its name to loopback (Debian's 127.0.1.1) cannot know that interface, so it listens on
+    all.
     """
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     is_hidden = str(where[0]).startswith("127.") and address not in ("localhost", LOOPBACK)

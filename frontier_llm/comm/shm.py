@@ -1,8 +1,9 @@
 """Shared memory as a Group: collectives and messages between CPU ranks of one host (csrc/shm/, loaded with ctypes).
 
-gloo sends every byte through a loopback socket and runs its own threads on the cores that should compute; here a rank copies
-what the others need into its slot and sums what it reads (measured by scripts/bench_comm_cpu.py, see docs/communication.md).
-A peer that dies or falls silent is an error that names axis and rank; the memory has no name and goes with its last process.
+gloo sends every byte through a loopback socket and runs its own threads on the cores that should compute; here a rank
+copies what the others need into its slot and sums what it reads (measured by scripts/bench_comm_cpu.py, see
+docs/communication.md). A peer that dies or falls silent is an error that names axis and rank; the memory has no name
+and goes with its last process.
 """
 
 from __future__ import annotations
@@ -23,21 +24,34 @@ from frontier_llm.errors import BackendError, RankFailure
 SLOT_BYTES = 512 * 1024  # one step of a collective; four of them per rank stay within a core's share of the cache
 ARENA_BYTES = 1 << 30  # messages under way between two ranks: address space only, memory is committed as it is used
 PIECE_BYTES = ARENA_BYTES // 8
-SPIN_NS = 50_000  # how long to poll before sleeping (a wake-up costs some 50 us); polling yields the core to whoever wants it
+# how long to poll before sleeping (a wake-up costs some 50 us); polling yields the core to whoever wants it
+SPIN_NS = 50_000
 SLICE_NS = 200_000_000  # between looks at the clock and at signals
 
 _KINDS = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "broadcast": 3, "all_to_all": 4}
 _TYPES = {
-    torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5, torch.uint8: 6,
-}  # fmt: skip
-_PENDING, _DEAD, _MISMATCH, _NO_SPACE = 1, -1, -2, -3
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.uint8: 6,
+}
+_PENDING = 1
+_DEAD = -1
+_MISMATCH = -2
+_NO_SPACE = -3
 
 
 class _Collective:
     """A collective under way; keeps its tensors alive."""
 
     def __init__(self, group: ShmGroup, number: int, what: str, tensors: tuple[Tensor, ...]) -> None:
-        self._group, self._number, self._what, self._tensors = group, number, what, tensors
+        self._group = group
+        self._number = number
+        self._what = what
+        self._tensors = tensors
 
     def wait(self) -> None:
         """Do this rank's part of it, and of those started before it."""
@@ -48,7 +62,10 @@ class _Message:
     """A posted receive."""
 
     def __init__(self, group: ShmGroup, source: int, buffer: Tensor) -> None:
-        self._group, self._source, self._buffer, self.arrived = group, source, buffer, False
+        self._group = group
+        self._source = source
+        self._buffer = buffer
+        self.arrived = False
 
     def take(self) -> None:
         """Copy the next message from the source into this receive's buffer."""
@@ -75,22 +92,30 @@ class _Together:
 
 
 class ShmGroup:
-    """The ranks of an axis that share a host. `start_…` hands over what peers need and returns; `wait` does this rank's reading.
+    """The ranks of an axis that share a host. `start_…` hands over what peers need and returns; `wait` does this rank's
+    reading.
 
     Raises RankFailure naming axis and rank when a peer dies (within about 20 ms of its death), has not come within
     `timeout_s`, or calls something else; BackendError when /dev/shm is full or the dtype is not one of _TYPES.
     """
 
     def __init__(self, name: str, rank: int, ranks: tuple[int, ...], descriptor: int, timeout_s: float) -> None:
-        self._name, self._rank, self._ranks, self._timeout_s = name, rank, ranks, timeout_s
+        self._name = name
+        self._rank = rank
+        self._ranks = ranks
+        self._timeout_s = timeout_s
         self.posted: dict[int, deque[_Message]] = defaultdict(deque)
         self._started: deque[_Collective] = deque()  # strong references: a caller may drop a Pending
         self._done = -1
         status = ctypes.c_int64(0)
         slot_bytes = max(SLOT_BYTES, 4096 * len(ranks))
-        self._region = library().fl_shm_open(descriptor, rank, len(ranks), slot_bytes, ARENA_BYTES, SPIN_NS, ctypes.byref(status))
+        self._region = library().fl_shm_open(
+            descriptor, rank, len(ranks), slot_bytes, ARENA_BYTES, SPIN_NS, ctypes.byref(status)
+        )
         if not self._region:
-            raise BackendError(f"cannot map shared memory for axis {name}: status {status.value}", self._room_fix(), "comm")
+            raise BackendError(
+                f"cannot map shared memory for axis {name}: status {status.value}", self._room_fix(), "comm"
+            )
 
     def __del__(self) -> None:
         if getattr(self, "_region", None):
@@ -116,9 +141,12 @@ class ShmGroup:
         assert arriving.shape == x.shape and arriving.dtype == x.dtype and x.numel() % len(self._ranks) == 0
         return self._start("all_to_all", x, arriving, x.numel() // len(self._ranks))
 
-    def start_all_to_all_rows_into(self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+    def start_all_to_all_rows_into(
+        self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
         """See Group. By messages: each is copied out at once, and in when it is waited for."""
-        outgoing, incoming = x.split(list(sent)), arriving.split(list(received))
+        outgoing = x.split(list(sent))
+        incoming = arriving.split(list(received))
         others = [(self._rank + step) % len(self._ranks) for step in range(1, len(self._ranks))]
         for peer in others:
             self.send(outgoing[peer], peer)
@@ -165,18 +193,28 @@ class ShmGroup:
         while self._started and self._started[0]._number <= number:
             self._started.popleft()
 
-    def _start(self, what: str, x: Tensor, out: Tensor, elements: int, take_max: bool = False, root: int = 0) -> Pending:
+    def _start(
+        self, what: str, x: Tensor, out: Tensor, elements: int, take_max: bool = False, root: int = 0
+    ) -> Pending:
         if x.dtype not in _TYPES:
-            raise BackendError(f"shared memory cannot {what} {x.dtype}", "use one of " + ", ".join(map(str, _TYPES)), f"axis {self._name}")
+            raise BackendError(
+                f"shared memory cannot {what} {x.dtype}",
+                "use one of " + ", ".join(map(str, _TYPES)),
+                f"axis {self._name}",
+            )
         assert x.is_contiguous() and out.is_contiguous() and x.device.type == "cpu"
-        number = library().fl_shm_start(self._region, _KINDS[what], _TYPES[x.dtype], take_max, root, x.data_ptr(), out.data_ptr(), elements)
+        number = library().fl_shm_start(
+            self._region, _KINDS[what], _TYPES[x.dtype], take_max, root, x.data_ptr(), out.data_ptr(), elements
+        )
         if number < 0:
             self._raise(number, what, 0.0)
         self._started.append(_Collective(self, number, what, (x, out)))
         return self._started[-1]
 
     def _until_done(self, what: str, function: Callable[..., int], *arguments: int) -> None:
-        """Repeat a call that pauses every SLICE_NS, so that Python sees signals, until it is done or the time-out is over."""
+        """Repeat a call that pauses every SLICE_NS, so that Python sees signals, until it is done or the time-out is
+        over.
+        """
         status = function(self._region, *arguments, SLICE_NS)
         started_s = time.monotonic()
         while status == _PENDING and time.monotonic() - started_s < self._timeout_s:
@@ -187,9 +225,14 @@ class ShmGroup:
     def _raise(self, status: int, what: str, waited_s: float) -> None:
         culprit = library().fl_shm_culprit(self._region)
         peer = named(self._name, [culprit], self._ranks) if culprit >= 0 else "a rank"
-        us = f"{what} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}) among {listed(self._ranks)}"
+        us = (
+            f"{what} on axis {self._name}, rank {self._rank} (global rank {self._ranks[self._rank]}) among "
+            f"{listed(self._ranks)}"
+        )
         if status == _DEAD:
-            raise RankFailure(f"{us}: {peer} has died or left", fix="its own log says why; look for the first rank that failed")
+            raise RankFailure(
+                f"{us}: {peer} has died or left", fix="its own log says why; look for the first rank that failed"
+            )
         if status == _PENDING:
             everyone = range(len(self._ranks))
             steps = [library().fl_shm_progress(self._region, rank) for rank in everyone]
@@ -201,7 +244,10 @@ class ShmGroup:
                 fix=f"see what {peer} is doing (py-spy dump); raise train.timeout_s if it is only slow",
             )
         if status == _MISMATCH:
-            raise RankFailure(f"{us}: {peer} is in another operation, or has another shape or dtype", fix="ranks must make the same calls")
+            raise RankFailure(
+                f"{us}: {peer} is in another operation, or has another shape or dtype",
+                fix="ranks must make the same calls",
+            )
         if status == _NO_SPACE:
             raise BackendError(f"{us}: no room in {MEMORY_DIR}", self._room_fix(), "comm")
         raise AssertionError(f"{us}: status {status}")
@@ -209,7 +255,9 @@ class ShmGroup:
     @staticmethod
     def _room_fix() -> str:
         free_mib = os.statvfs(MEMORY_DIR).f_bavail * os.statvfs(MEMORY_DIR).f_frsize >> 20
-        return f"{MEMORY_DIR} has {free_mib} MiB free: enlarge it (docker: --shm-size=2g), or choose the transport 'torch'"
+        return (
+            f"{MEMORY_DIR} has {free_mib} MiB free: enlarge it (docker: --shm-size=2g), or choose the transport 'torch'"
+        )
 
 
 def _pieces(x: Tensor) -> list[tuple[int, int]]:

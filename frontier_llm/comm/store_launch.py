@@ -20,7 +20,8 @@ from frontier_llm.run.threads import in_daemon
 
 # A launcher sends these to every process of the job. The store goes on for as long as ranks need it.
 SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}  # a node that is gone closes no connection
+# a node that is gone closes no connection
+KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 
 
 class StoreProcess:
@@ -61,7 +62,8 @@ class StoreProcess:
     def wait_until_ready(self, timeout_s: float) -> int:
         """The port on which the store answers.
 
-        Raises BackendError if the process may not open enough files, DistStoreError if it does not start within `timeout_s`.
+        Raises BackendError if the process may not open enough files, DistStoreError if it does not start within
+        `timeout_s`.
         """
         said = self._read_answer(timeout_s)
         last = said.splitlines()[-1] if said else "it said nothing"
@@ -69,7 +71,9 @@ class StoreProcess:
             raise dist.DistStoreError(f"the store's process did not start: {last}")
         answer = json.loads(last)
         if "problem" in answer:
-            raise BackendError(str(answer["problem"]), "have the hard limit raised (ulimit -Hn), or use fewer ranks", "comm.store")
+            raise BackendError(
+                str(answer["problem"]), "have the hard limit raised (ulimit -Hn), or use fewer ranks", "comm.store"
+            )
         return int(answer["port"])
 
     def _read_answer(self, timeout_s: float) -> str:

@@ -2,8 +2,8 @@
 
 It is run by its path (`python -P store_process.py`), so it imports torch and the standard library only.
 Standard input carries one line of JSON, the request, and then stays open for as long as rank 0 lives.
-Standard output carries one line of JSON, the answer: {"port": 21234}, or {"problem": "…"} if the store cannot be served.
-The process ends when rank 0 has gone and all other ranks have closed their connections.
+Standard output carries one line of JSON, the answer: {"port": 21234}, or {"problem": "…"} if the store cannot be
+served. The process ends when rank 0 has gone and all other ranks have closed their connections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ OWN_FILES = 1024  # open files that a process needs besides the connections: lib
 GRACE_S = 0.5  # without any connection after the end of rank 0
 POLL_S = 0.1
 # no GPU is touched, and no threads wait for work
-TORCH_VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+TORCH_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "ROCR_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def raise_open_file_limit(connections: int) -> str | None:
@@ -27,7 +32,10 @@ def raise_open_file_limit(connections: int) -> str | None:
     needed = connections + OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
-        return f"a process may open {hard} files here, and the store needs {needed}: up to {connections} connections and its own files"
+        return (
+            f"a process may open {hard} files here, and the store needs {needed}: up to {connections} connections "
+            f"and its own files"
+        )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     return None

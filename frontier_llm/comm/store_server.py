@@ -30,7 +30,8 @@ class NativeServer:
     """Answers its connections until it is closed."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library, self._server = library, library.fl_store_open()
+        self._library = library
+        self._server = library.fl_store_open()
 
     def serve(self, connection: socket.socket) -> None:
         """Take a connection over."""
@@ -41,7 +42,8 @@ class NativeServer:
 
     def close(self) -> None:
         """End all connections."""
-        server, self._server = self._server, None
+        server = self._server
+        self._server = None
         if server is not None:
             self._library.fl_store_close(server)
 

@@ -1,8 +1,10 @@
-"""Which rank is slow? Every so many steps all ranks tell how long they have computed; those that exceed their like are named.
+"""Which rank is slow? Every so many steps all ranks tell how long they have computed; those that exceed their like are
+named.
 
-A rank that waits for a slow one loses as much time as the slow one itself, so step times say nothing. What differs is *busy* time: the step
-without what was stood still for. Ranks are compared with those of the same pipeline stage (stages differ by design) and, because a layout
-may have no such peers, with their own past. The median of samples that lie apart is compared: a hiccup of a step or two is not seen.
+A rank that waits for a slow one loses as much time as the slow one itself, so step times say nothing. What differs is
+*busy* time: the step without what was stood still for. Ranks are compared with those of the same pipeline stage (stages
+differ by design) and, because a layout may have no such peers, with their own past. The median of samples that lie
+apart is compared: a hiccup of a step or two is not seen.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from frontier_llm.topology import Grid
 
 SAMPLES = 8  # steps of an interval whose busy time is measured, as far apart as they can be
 LATE_INTERVALS = 2  # in a row, and a rank is named: a busy spell of a machine may fill one
-MIN_PAST, MAX_PAST = 3, 16  # own intervals to compare with, at least and at most
+# own intervals to compare with, at least and at most
+MIN_PAST = 3
+MAX_PAST = 16
 MIN_PEERS = 4  # ranks of a stage that are enough to compare them with each other
 MIN_SHARE = 0.10  # of the usual busy time: less is not worth an operator's attention
 SPREADS = 6.0  # times the usual spread of busy times (median absolute deviation)
@@ -40,7 +44,10 @@ class Straggler:
     host: str = ""
 
     def __str__(self) -> str:
-        slower = f"{self.excess_s * 1e3:.0f} ms longer per step than the usual {self.usual_s * 1e3:.0f} ms ({self.slowdown:.1f} times)"
+        slower = (
+            f"{self.excess_s * 1e3:.0f} ms longer per step than the usual {self.usual_s * 1e3:.0f} ms "
+            f"({self.slowdown:.1f} times)"
+        )
         return f"global rank {self.global_rank}{f' on {self.host}' if self.host else ''} computes {slower}"
 
     @property
@@ -70,7 +77,8 @@ class StragglerDetector:
 
     def compare(self, busy_s: list[float]) -> list[Straggler]:
         """Ranks that have become stragglers with this interval; one that recovers may be named again later."""
-        late, named = {}, []
+        late = {}
+        named = []
         for rank, (usual, spread) in self._usual(busy_s).items():
             if (excess := busy_s[rank] - usual) > max(SPREADS * spread, MIN_SHARE * usual):
                 late[rank] = self._late.get(rank, 0) + 1
@@ -95,7 +103,9 @@ class StragglerDetector:
         return usual
 
     def _pace(self, busy_s: list[float]) -> float:
-        """How this interval compares with past ones on most ranks: long batches or a busy machine make no rank a straggler."""
+        """How this interval compares with past ones on most ranks: long batches or a busy machine make no rank a
+        straggler.
+        """
         if any(len(past) < MIN_PAST for past in self._past.values()) or not self._past:
             return 1.0
         ratios = sorted(busy_s[rank] / median(past) for rank, past in self._past.items())
@@ -105,12 +115,13 @@ class StragglerDetector:
 class BusyTime:
     """How long this rank itself was busy in the steps that were measured.
 
-    On the CPU that is a step's time less what the ledger says was blocked. A GPU's host does not stand still while its device waits for
-    a peer: there events on the compute stream tell both, and are read when `take` is called.
+    On the CPU that is a step's time less what the ledger says was blocked. A GPU's host does not stand still while its
+    device waits for a peer: there events on the compute stream tell both, and are read when `take` is called.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
-        self._ledger, self._on_gpu = ledger, device.type == "cuda"
+        self._ledger = ledger
+        self._on_gpu = device.type == "cuda"
         self._seconds: list[float] = []
         self._spans: list[tuple[Span, list[Span]]] = []  # on a GPU: a step, and what its stream has stood still for
 
@@ -126,7 +137,8 @@ class BusyTime:
                 self._ledger.waits = None
             self._spans.append(((begin, mark()), waits))
         else:
-            blocked_s, begin_s = sum(self._ledger.blocked_s.values()), time.perf_counter()
+            blocked_s = sum(self._ledger.blocked_s.values())
+            begin_s = time.perf_counter()
             yield
             self._seconds.append(time.perf_counter() - begin_s - sum(self._ledger.blocked_s.values()) + blocked_s)
 
@@ -136,7 +148,8 @@ class BusyTime:
             torch.cuda.synchronize()
             self._seconds = [_elapsed_s(step) - sum(map(_elapsed_s, waits)) for step, waits in self._spans]
             self._spans = []
-        busy_s, self._seconds = median(self._seconds), []
+        busy_s = median(self._seconds)
+        self._seconds = []
         return busy_s
 
 
@@ -153,13 +166,19 @@ class StragglerWatch:
 
     def __init__(self, mesh: Mesh, grid: Grid, device: torch.device, host: str, interval: int) -> None:
         """`interval` in steps; 0 = never."""
-        self._mesh, self._device, self._host, self._interval = mesh, device, host, interval if mesh.world.size > 1 else 0
+        self._mesh = mesh
+        self._device = device
+        self._host = host
+        self._interval = interval if mesh.world.size > 1 else 0
         self._detector = StragglerDetector([grid.coordinates(rank)["pp"] for rank in range(grid.world_size)])
-        self._busy, self._steps = BusyTime(mesh.ledger, device), 0
+        self._busy = BusyTime(mesh.ledger, device)
+        self._steps = 0
 
     @contextmanager
     def step(self) -> Iterator[list[Straggler]]:
-        """Around a training step; in the last one of an interval the list is filled at its end, collectively over the world."""
+        """Around a training step; in the last one of an interval the list is filled at its end, collectively over
+        the world.
+        """
         stragglers: list[Straggler] = []
         if not self._interval:
             yield stragglers

@@ -1,4 +1,5 @@
-"""Which network do the collectives really use? RCCL says so in its log; a silent fall to TCP costs a factor of 16 and is an error.
+"""Which network do the collectives really use? RCCL says so in its log; a silent fall to TCP costs a factor of 16 and
+is an error.
 
 Without the OFI plugin RCCL uses sockets: 1 GiB over two Frontier nodes takes 308 ms instead of 19 (measured 2026, see
 docs/communication.md). The lines that are read are those of NCCL 2.10-2.27, RCCL 2.20 and aws-ofi-nccl 1.3-1.19.
@@ -30,7 +31,9 @@ class TransportInUse:
 
     def __str__(self) -> str:
         plugin = f" (OFI plugin {self.plugin}, provider {self.provider})" if self.provider else ""
-        rdma = f", GPU RDMA on {self.gpu_rdma_channels} of {self.channels} channels between nodes" if self.channels else ""
+        rdma = (
+            f", GPU RDMA on {self.gpu_rdma_channels} of {self.channels} channels between nodes" if self.channels else ""
+        )
         return f"{self.network or 'unknown network'}{plugin}{rdma}"
 
 
@@ -51,13 +54,22 @@ def check_transport(in_use: TransportInUse, host: str) -> None:
     """Raise BackendError unless collectives between nodes use libfabric's Slingshot provider and GPU RDMA."""
     if in_use.network in ("Socket", "IB", ""):
         what = f"RCCL uses {in_use.network or 'a network that its log does not name'} between nodes, not libfabric"
-        fix = "module load rccl-net-plugin (or put aws-ofi-nccl on LD_LIBRARY_PATH); frontier-llm doctor says what is missing"
+        fix = (
+            "module load rccl-net-plugin (or put aws-ofi-nccl on LD_LIBRARY_PATH); frontier-llm doctor says what "
+            "is missing"
+        )
     elif in_use.provider != PROVIDER:
         what = f"the OFI plugin selected provider {in_use.provider or '(none)'!r}, not {PROVIDER!r}"
         fix = f"export FI_PROVIDER={PROVIDER}"
     elif in_use.gpu_rdma_channels < in_use.channels:
-        what = f"{in_use.channels - in_use.gpu_rdma_channels} of {in_use.channels} channels between nodes copy through host memory"
-        fix = "bind each rank to its GCD (launch/bind_gcd.sh); on Frontier export NCCL_NET_GDR_LEVEL=PHB, which hangs on LUMI"
+        what = (
+            f"{in_use.channels - in_use.gpu_rdma_channels} of {in_use.channels} channels between nodes copy "
+            f"through host memory"
+        )
+        fix = (
+            "bind each rank to its GCD (launch/bind_gcd.sh); on Frontier export NCCL_NET_GDR_LEVEL=PHB, which "
+            "hangs on LUMI"
+        )
     else:
         return
     raise BackendError(what, fix, host)

@@ -1,7 +1,7 @@
 """One communication of a rank after the other: each begins when the one before it has ended.
 
-Two or three communicators in flight hang on gfx90a with recent RCCL, even when all ranks issue them in one order (ROCm/rccl#2191). One is
-always enough: ranks play restrictions of one order (schedule/order.py).
+Two or three communicators in flight hang on gfx90a with recent RCCL, even when all ranks issue them in one order
+(ROCm/rccl#2191). One is always enough: ranks play restrictions of one order (schedule/order.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from frontier_llm.comm.group import DONE, Sending
 
 
 class Turns:
-    """One per rank. On a CPU the host waits; on a GPU the device does, on a stream through which all communication is issued.
+    """One per rank. On a CPU the host waits; on a GPU the device does, on a stream through which all communication is
+    issued.
 
-    There each call is enqueued behind the compute so far and behind the end of the call before it; compute waits only for what it needs.
+    There each call is enqueued behind the compute so far and behind the end of the call before it; compute waits only
+    for what it needs.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -52,4 +52,7 @@ def broadcast_json(value: Any, axis: Axis, device: torch.device) -> Any:
 
 def maximum(values: list[int], axis: Axis, device: torch.device) -> list[int]:
     """Element-wise maximum over the ranks. Collective."""
-    return [int(value) for value in all_reduce_(torch.tensor(values, dtype=torch.int64, device=device), axis, "max").tolist()]
+    return [
+        int(value)
+        for value in all_reduce_(torch.tensor(values, dtype=torch.int64, device=device), axis, "max").tolist()
+    ]

@@ -1,7 +1,7 @@
 """Every group is used once at the start, one after the other, each within a time limit.
 
-A communicator is made at its first use, and there things hang: on LUMI the first collective of a second group in 13 of 17 starts, always where
-several groups met for the first time at once. Found here, the group has a name.
+A communicator is made at its first use, and there things hang: on LUMI the first collective of a second group in 13 of
+17 starts, always where several groups met for the first time at once. Found here, the group has a name.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from frontier_llm.errors import RankFailure
 from frontier_llm.failpoints import hit
 from frontier_llm.run.threads import in_daemon
 
-LIMIT_S = 180.0  # of one group, or nine tenths of its own time-out: the back-end would end the process then, without naming the group
+# of one group, or nine tenths of its own time-out: the back-end would end the process then, without naming the group
+LIMIT_S = 180.0
 _REMEDY = (
-    "start again: such hangs come and go. Again the same group: leave out a node that is in it (slurm --exclude), see that the network's plugin "
-    "is loaded (frontier-llm doctor), and on Slingshot that FI_MR_CACHE_MONITOR is what docs/lumi.md says; LIMIT: train.timeout_s"
+    "start again: such hangs come and go. Again the same group: leave out a node that is in it (slurm --exclude), "
+    "see that the network's plugin "
+    "is loaded (frontier-llm doctor), and on Slingshot that FI_MR_CACHE_MONITOR is what docs/lumi.md says; LIMIT: "
+    "train.timeout_s"
 )
 
 
-def first_use(limit_s: float, name: str, ranks: Sequence[int], device: torch.device, work: Callable[[], object]) -> None:
+def first_use(
+    limit_s: float, name: str, ranks: Sequence[int], device: torch.device, work: Callable[[], object]
+) -> None:
     """Do the first communication of a group. Raises RankFailure naming it where that takes longer than `limit_s`.
 
     It is done in a thread, because making a communicator blocks the host where nothing can interrupt it.

@@ -1,4 +1,6 @@
-"""The user's DeepSpeed JSON and the run file, made one: what the run file decides is filled in, and refused where the JSON disagrees."""
+"""The user's DeepSpeed JSON and the run file, made one: what the run file decides is filled in, and refused where
+the JSON disagrees.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError, Problem
 
-INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"  # built against the torch that is there, which it must not replace
+# built against the torch that is there, which it must not replace
+INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
 
 # DeepSpeed features that another part of this program does, or that change what is trained
 _ELSEWHERE = {
@@ -39,13 +42,16 @@ _ELSEWHERE = {
     "curriculum_learning": "data.*",
     "zero_optimization.zenflow": "nothing: asynchronous updates give other losses",
     "zero_optimization.elastic_checkpoint": "train.save_interval",
-    "zero_optimization.round_robin_gradients": "nothing: with it DeepSpeed says wrongly where a parameter's state lies, which checkpoints must know",
+    "zero_optimization.round_robin_gradients": "nothing: with it DeepSpeed says wrongly where a parameter's state "
+    "lies, which checkpoints must know",
     "zero_optimization.mics_shard_size": "nothing: the optimizer state is split over all of dp",
 }
 
 
 def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
-    """What DeepSpeed is configured with. Raises ConfigError naming every key of the JSON that contradicts the run file."""
+    """What DeepSpeed is configured with. Raises ConfigError naming every key of the JSON that contradicts the run
+    file.
+    """
     given = given_settings(config)
     ours = _ours(config, microbatches)
     where = config.optimizer.deepspeed_config or ""
@@ -55,7 +61,11 @@ def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
         if key in _ELSEWHERE and not _is_off(value)
     ]
     problems += [
-        Problem(f"{where}: {key}", f"is {value!r}, the run file says {ours[key][0]!r}", f"remove it or make it agree with {ours[key][1]}")
+        Problem(
+            f"{where}: {key}",
+            f"is {value!r}, the run file says {ours[key][0]!r}",
+            f"remove it or make it agree with {ours[key][1]}",
+        )
         for key, value in _leaves(given)
         if key in ours and value not in ("auto", ours[key][0])
     ]
@@ -71,13 +81,18 @@ def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         (merged.setdefault(section, {}) if section else merged)[name] = value
     merged.setdefault("communication_data_type", "fp32")
-    merged["gradient_clipping"] = 0.0  # clipping is part of the step, for every engine: the norm comes before the decision to skip
+    # clipping is part of the step, for every engine: the norm comes before the decision to skip
+    merged["gradient_clipping"] = 0.0
     return merged
 
 
 def _without_auto(given: dict[str, Any]) -> dict[str, Any]:
     """What is "auto" is left to DeepSpeed's defaults, or is filled in."""
-    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in given.items() if value != "auto"}
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in given.items()
+        if value != "auto"
+    }
 
 
 def _ours(config: RunConfig, microbatches: int) -> dict[str, tuple[Any, str]]:
@@ -90,7 +105,10 @@ def _ours(config: RunConfig, microbatches: int) -> dict[str, tuple[Any, str]]:
         "gradient_clipping": (config.optimizer.clip_norm, "optimizer.clip_norm"),
         "bf16.enabled": (config.precision.dtype == "bf16", "precision.dtype"),
         "fp16.enabled": (False, "precision.dtype"),
-        "zero_optimization.overlap_comm": (False, "parallel.zero=1: gradients are handed over once, after the last backward"),
+        "zero_optimization.overlap_comm": (
+            False,
+            "parallel.zero=1: gradients are handed over once, after the last backward",
+        ),
     }
 
 

@@ -1,10 +1,11 @@
-"""Durations as people write them, "20B tokens" or "2 epochs", become optimizer steps before anything else reads the run file.
+"""Durations as people write them, "20B tokens" or "2 epochs", become optimizer steps before anything else reads the run
+file.
 
-A step of a phase takes its global batch times its sequence length in tokens; an epoch is every token of data.train once, whatever the
-weights of a blend. What does not come out even is rounded up.
+A step of a phase takes its global batch times its sequence length in tokens; an epoch is every token of data.train
+once, whatever the weights of a blend. What does not come out even is rounded up.
 
-A run that has done steps counts those as they were, and the steps to come as the configuration says. So a run whose batch has changed
-ends after the tokens that its run file names. `resolved` counts anew where a checkpoint is known.
+A run that has done steps counts those as they were, and the steps to come as the configuration says. So a run whose
+batch has changed ends after the tokens that its run file names. `resolved` counts anew where a checkpoint is known.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ if TYPE_CHECKING:
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)([kmbt]?) ?(steps?|tokens?|epochs?)", re.IGNORECASE)
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_FROM_START = (("train", "steps"), ("optimizer", "warmup_steps"), ("optimizer", "decay_steps"))  # counted from the run's first step
-_INTERVALS = (("train", "eval_interval"), ("train", "save_interval"), ("train", "keep_every"), ("train", "log_interval"))
+# counted from the run's first step
+_FROM_START = (("train", "steps"), ("optimizer", "warmup_steps"), ("optimizer", "decay_steps"))
+_INTERVALS = (
+    ("train", "eval_interval"),
+    ("train", "save_interval"),
+    ("train", "keep_every"),
+    ("train", "log_interval"),
+)
 ENDLESS = 10**12  # steps
 
 
@@ -36,7 +43,9 @@ def resolved(config: RunConfig, done: Stretches) -> RunConfig:
     from frontier_llm.config.schema import RunConfig
 
     durations = [config.train.steps, config.optimizer.warmup_steps, config.optimizer.decay_steps]
-    if not done or not any(isinstance(value, TokenSteps) for value in [*durations, *(phase.steps for phase in config.train.phases)]):
+    if not done or not any(
+        isinstance(value, TokenSteps) for value in [*durations, *(phase.steps for phase in config.train.phases)]
+    ):
         return config
     content = config.model_dump(mode="json", exclude_unset=True)
     if config.train.phases and config.train.steps == sum(phase.steps for phase in config.train.phases):
@@ -45,10 +54,11 @@ def resolved(config: RunConfig, done: Stretches) -> RunConfig:
 
 
 def in_steps(content: Any, done: Stretches = ()) -> Any:
-    """A run's mapping with whole steps in place of durations, and train.steps as the sum of its phases where it says nothing.
+    """A run's mapping with whole steps in place of durations, and train.steps as the sum of its phases where it says
+    nothing.
 
-    `done`: the steps that the run has trained. What is no duration stays as it is, for the schema to judge. Raises ConfigError for an epoch of data that are not there, and for an
-    interval in tokens where steps differ in size.
+    `done`: the steps that the run has trained. What is no duration stays as it is, for the schema to judge. Raises
+    ConfigError for an epoch of data that are not there, and for an interval in tokens where steps differ in size.
     """
     if not isinstance(content, Mapping) or not isinstance(train := content.get("train", {}), Mapping):
         return content
@@ -58,11 +68,13 @@ def in_steps(content: Any, done: Stretches = ()) -> Any:
     sizes = [_tokens_per_step(content, phase) for phase in phases or [{}]]
     if None in sizes:  # the schema says what is missing
         return content
-    tokens_per_step, lengths = [size for size in sizes if size is not None], [ENDLESS]
+    tokens_per_step = [size for size in sizes if size is not None]
+    lengths = [ENDLESS]
     if phases:
         lengths = _phase_lengths(content, tokens_per_step, done)
         written = [
-            {**phase, "steps": length} if isinstance(phase, Mapping) else phase for phase, length in zip(phases, lengths, strict=True)
+            {**phase, "steps": length} if isinstance(phase, Mapping) else phase
+            for phase, length in zip(phases, lengths, strict=True)
         ]
         content = _with(content, "train", "phases", written)
         if not all(isinstance(length, int) and length > 0 for length in lengths):
@@ -79,7 +91,9 @@ def _phase_lengths(content: Mapping[str, Any], tokens_per_step: Sequence[int], d
     for number, (phase, size) in enumerate(zip(content["train"]["phases"], tokens_per_step, strict=True)):
         data = _value(phase, "data", "train") or _value(content, "data", "train")
         first = sum(length for length in lengths if isinstance(length, int))
-        length = _steps(f"train.phases.{number}.steps", _get(phase, "steps"), [*_after(done, first), (ENDLESS, size)], data)
+        length = _steps(
+            f"train.phases.{number}.steps", _get(phase, "steps"), [*_after(done, first), (ENDLESS, size)], data
+        )
         lengths.append(length)
     return lengths
 
@@ -95,15 +109,23 @@ def _after(stretches: Stretches, steps: int) -> list[tuple[int, int]]:
     return left
 
 
-def _of_run(content: Mapping[str, Any], planned: list[tuple[int, int]], stretches: list[tuple[int, int]]) -> Mapping[str, Any]:
-    """Steps for what counts over the run. `planned`: the stretches of its phases; `stretches`: those that it has done, and the rest."""
+def _of_run(
+    content: Mapping[str, Any], planned: list[tuple[int, int]], stretches: list[tuple[int, int]]
+) -> Mapping[str, Any]:
+    """Steps for what counts over the run. `planned`: the stretches of its phases; `stretches`: those that it has
+    done, and the rest.
+    """
     for section, key in _FROM_START:
         from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"  # a length, not a place
-        content = _resolved(content, section, key, _of_end(stretches, _value(content, "train", "steps")) if from_end else stretches)
+        content = _resolved(
+            content, section, key, _of_end(stretches, _value(content, "train", "steps")) if from_end else stretches
+        )
     for section, key in _INTERVALS:
         value = _value(content, section, key)
         if len({size for _, size in planned}) > 1 and isinstance(value, str) and "step" not in value:
-            raise ConfigError(f"{value!r}, but the steps of the run's phases differ in size", "give it in steps", f"{section}.{key}")
+            raise ConfigError(
+                f"{value!r}, but the steps of the run's phases differ in size", "give it in steps", f"{section}.{key}"
+            )
         content = _resolved(content, section, key, planned)
     return content
 
@@ -112,14 +134,17 @@ def _of_end(stretches: list[tuple[int, int]], end: Any) -> list[tuple[int, int]]
     """The stretches of a run of `end` steps, from its end."""
     if not isinstance(end, int):
         return stretches
-    lengths, first = [], 0
+    lengths = []
+    first = 0
     for length, size in stretches:
         lengths.append((max(0, min(length, end - first)), size))
         first += length
     return [*reversed(lengths)]
 
 
-def _resolved(content: Mapping[str, Any], section: str, key: str, stretches: Iterable[tuple[int, int]]) -> Mapping[str, Any]:
+def _resolved(
+    content: Mapping[str, Any], section: str, key: str, stretches: Iterable[tuple[int, int]]
+) -> Mapping[str, Any]:
     value = _value(content, section, key)
     steps = _steps(f"{section}.{key}", value, stretches, _value(content, "data", "train"))
     if (section, key) in _INTERVALS and isinstance(steps, TokenSteps):
@@ -132,16 +157,19 @@ def _steps(where: str, value: Any, stretches: Iterable[tuple[int, int]], data: A
     match = _DURATION.fullmatch(_plain(value)) if isinstance(value, str) else None
     if match is None:
         return value
-    number, unit = float(match[1]) * _COUNTS[match[2].lower()], match[3].lower().rstrip("s")
+    number = float(match[1]) * _COUNTS[match[2].lower()]
+    unit = match[3].lower().rstrip("s")
     if unit == "step":
         return math.ceil(number)
     tokens = math.ceil(number if unit == "token" else number * _epoch(where, data))
-    left, steps = tokens, 0
+    left = tokens
+    steps = 0
     for length, size in stretches:
         needed = -(-left // size)
         if needed <= length:
             return TokenSteps(steps + needed, tokens)
-        steps, left = steps + length, left - length * size
+        steps = steps + length
+        left = left - length * size
     return TokenSteps(steps, tokens)
 
 
@@ -156,12 +184,17 @@ def _epoch(where: str, data: Any) -> int:
             total += stored_tokens(str(path))
         except (OSError, ValueError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else "is no Megatron dataset"
-            raise ConfigError(f"counts epochs of {path}: {reason}", "make the data first, or give it in steps or tokens", where) from error
+            raise ConfigError(
+                f"counts epochs of {path}: {reason}", "make the data first, or give it in steps or tokens", where
+            ) from error
     return total
 
 
 def _tokens_per_step(content: Any, phase: Any) -> int | None:
-    sizes = [_value(phase, *key) or _value(content, *key) for key in (("batch", "global_batch"), ("model", "sequence_length"))]
+    sizes = [
+        _value(phase, *key) or _value(content, *key)
+        for key in (("batch", "global_batch"), ("model", "sequence_length"))
+    ]
     return sizes[0] * sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None
 
 

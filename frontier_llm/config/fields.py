@@ -34,7 +34,9 @@ NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
 
 
 class TokenSteps(int):
-    """Optimizer steps that a duration in tokens takes. It keeps the tokens, because the steps follow from what a run has done (`durations`)."""
+    """Optimizer steps that a duration in tokens takes. It keeps the tokens, because the steps follow from what a run
+    has done (`durations`).
+    """
 
     tokens: int
 
@@ -62,7 +64,8 @@ def _written(value: Any) -> Any:
 StepCount = Annotated[PositiveInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
 WarmupSteps = Annotated[NonNegativeInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
 
-# Sizes have bounds of their own. They lie far above any model and machine, so that a mistyped digit is refused at once: a million layers
+# Sizes have bounds of their own. They lie far above any model and machine, so that a mistyped digit is refused at once:
+# a million layers
 # keep the layout's check busy for minutes.
 LayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
 DenseLayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=65_536)]
@@ -81,7 +84,9 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 def _path(text: str) -> str:
-    """`~` is the home directory, as in a shell; a variable would mean another file for everybody who reads the run's record."""
+    """`~` is the home directory, as in a shell; a variable would mean another file for everybody who reads the run's
+    record.
+    """
     if "$" in text:
         raise ValueError("must be a path without variables (on the command line the shell replaces them)")
     return os.path.expanduser(text)
@@ -92,7 +97,9 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 def first_fault(error: ValidationError) -> str:
-    """What is wrong first with a file that a program wrote, on one line; what is wrong with a person's file `load.as_problem` words."""
+    """What is wrong first with a file that a program wrote, on one line; what is wrong with a person's file
+    `load.as_problem` words.
+    """
     fault = error.errors(include_url=False, include_input=False)[0]
     return ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))[:400]
 
@@ -120,7 +127,8 @@ def _holds_boolean(value: Any) -> bool:
 class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)  # JSON has neither
+    # JSON has neither
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

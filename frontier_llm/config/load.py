@@ -1,7 +1,7 @@
 """YAML + `base:` + `key=value` -> one frozen RunConfig, or every violation at once.
 
-`base:` may stand at the root (another run file) and in `model:` (a model file); a plain string `model: gpt-22b` means the
-same as `model: {base: gpt-22b}`. Values merge deeply, the nearer file wins, command-line overrides win over all.
+`base:` may stand at the root (another run file) and in `model:` (a model file); a plain string `model: gpt-22b` means
+the same as `model: {base: gpt-22b}`. Values merge deeply, the nearer file wins, command-line overrides win over all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
 
-MAXIMUM_BYTES = 1 << 17  # of a file or value of YAML, which takes a second or two to parse; the largest that is shipped has 10 KB
+# of a file or value of YAML, which takes a second or two to parse; the largest that is shipped has 10 KB
+MAXIMUM_BYTES = 1 << 17
 MAXIMUM_NODES = 100_000  # of a file or value of YAML, aliases unfolded; the shipped files stay below 1,000
 
 
@@ -41,13 +42,15 @@ def available(kind: str) -> list[str]:
 
 
 def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
-    """Resolve a shipped name ('gpt-22b') or a path (relative to the file that mentions it, then to the working directory).
+    """Resolve a shipped name ('gpt-22b') or a path (relative to the file that mentions it, then to the working
+    directory).
 
     Raises ConfigError with the closest shipped name.
     """
     candidates = [Path(name)] if relative_to is None else [relative_to / name, Path(name)]
     for path in candidates:
-        if path.suffix in (".yaml", ".yml") and os.path.isfile(path):  # Path.is_file() raises for a name that is too long
+        # Path.is_file() raises for a name that is too long
+        if path.suffix in (".yaml", ".yml") and os.path.isfile(path):
             return path
     shipped = available(kind)
     if name in shipped:
@@ -58,7 +61,10 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     elif os.path.isfile(name):
         fix = f"{name} is there, but a {kind[:-1]} file is YAML: let its name end in .yaml"
     elif kind == "runs" and name in available("models"):
-        fix = f"{name} is a model: name a run that trains it, or write a run file with `model: {name}`; runs: {', '.join(shipped)}"
+        fix = (
+            f"{name} is a model: name a run that trains it, or write a run file with `model: {name}`; runs: "
+            f"{', '.join(shipped)}"
+        )
     raise ConfigError(f"no {kind[:-1]} file {name!r}", fix=fix)
 
 
@@ -69,9 +75,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
             content = _parse(file.read(MAXIMUM_BYTES + 1).decode())
     except ConfigError as error:
         raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
-    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:  # ValueError: not UTF-8, or a date that is none
+    # ValueError: not UTF-8, or a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         reason = str(error).replace('in "<unicode string>", ', "")
-        raise ConfigError(f"cannot read: {reason}", where=str(path), fix="check that the file is UTF-8 YAML and readable") from error
+        raise ConfigError(
+            f"cannot read: {reason}", where=str(path), fix="check that the file is UTF-8 YAML and readable"
+        ) from error
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"a {type(content).__name__}"
         raise ConfigError(f"holds {held}, not a mapping", where=str(path), fix="write `key: value` lines")
@@ -79,7 +88,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """YAML's value. Raises ConfigError for a key written twice and for aliases that unfold to more than MAXIMUM_NODES."""
+    """YAML's value. Raises ConfigError for a key written twice and for aliases that unfold to more than
+    MAXIMUM_NODES.
+    """
     if len(text) > MAXIMUM_BYTES:
         raise ConfigError(f"holds more than {MAXIMUM_BYTES} bytes", "write less: no file of ours needs a tenth of it")
     loader = yaml.SafeLoader(text)
@@ -88,14 +99,19 @@ def _parse(text: str) -> Any:
         if node is None:
             return None
         if _unfolded(node, {}) > MAXIMUM_NODES:
-            raise ConfigError(f"holds more than {MAXIMUM_NODES} values when its aliases are unfolded", "write fewer values, or no aliases")
+            raise ConfigError(
+                f"holds more than {MAXIMUM_NODES} values when its aliases are unfolded",
+                "write fewer values, or no aliases",
+            )
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
 def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
-    """How many values a node stands for, each alias counted as what it names; checks the keys of each mapping once on the way."""
+    """How many values a node stands for, each alias counted as what it names; checks the keys of each mapping once
+    on the way.
+    """
     if node not in sizes:
         sizes[node] = MAXIMUM_NODES + 1  # of a node inside itself
         children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
@@ -126,7 +142,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compose(path: Path, kind: str) -> tuple[dict[str, Any], list[Path]]:
-    """(content of a file on top of its `base:` files' content, these files, nearest first). Raises ConfigError for a circle."""
+    """(content of a file on top of its `base:` files' content, these files, nearest first). Raises ConfigError for a
+    circle.
+    """
     files = [path.resolve()]
     return _on_its_bases(_expanded(path), kind, path.parent, files), files
 
@@ -143,7 +161,9 @@ def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, fi
     path = find_file(str(content["base"]), kind, directory).resolve()
     files.append(path)
     if path in files[:-1]:
-        raise ConfigError(f"`base:` goes in a circle: {' -> '.join(map(str, files))}", fix="remove one of these `base:` lines")
+        raise ConfigError(
+            f"`base:` goes in a circle: {' -> '.join(map(str, files))}", fix="remove one of these `base:` lines"
+        )
     below = _on_its_bases(_expanded(path), kind, path.parent, files)
     return merge(below, {key: value for key, value in content.items() if key != "base"})
 
@@ -159,7 +179,9 @@ def _expand_model(content: dict[str, Any], directory: Path | None) -> dict[str, 
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """['train.steps=5', 'data.train=null'] -> nested mapping; values are YAML. Raises ConfigError for a word without '='."""
+    """['train.steps=5', 'data.train=null'] -> nested mapping; values are YAML. Raises ConfigError for a word without
+    '='.
+    """
     nested: dict[str, Any] = {}
     problems = []
     for word in overrides:
@@ -169,7 +191,8 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             continue
         try:
             value = _parse(text)
-        except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none, a number of thousands of digits
+        # ValueError: a date that is none, a number of thousands of digits
+        except (yaml.YAMLError, ValueError, RecursionError):
             value = text
         *parents, leaf = key.split(".")
         target = nested
@@ -178,7 +201,9 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 target[parent] = {"base": target[parent]}
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
-                problems.append(Problem(word, f"{parent!r} is already given a value that has no keys", "drop one of the two"))
+                problems.append(
+                    Problem(word, f"{parent!r} is already given a value that has no keys", "drop one of the two")
+                )
                 target = {}
         target[leaf] = value
     if problems:
@@ -197,7 +222,11 @@ def _unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...
     key = str(location[-1])
     if closest(key, names):
         return suggest(key, names)
-    elsewhere = [f"{name}.{key}" for name, field in model_type.model_fields.items() if key in getattr(field.annotation, "model_fields", {})]
+    elsewhere = [
+        f"{name}.{key}"
+        for name, field in model_type.model_fields.items()
+        if key in getattr(field.annotation, "model_fields", {})
+    ]
     return f"did you mean {elsewhere[0]!r}?" if elsewhere else suggest(key, names)
 
 
@@ -240,26 +269,43 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     if error["type"] == "extra_forbidden":
         return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
     if error["type"] == "missing" and isinstance(error["loc"][-1], int):
-        return Problem(where.rpartition(".")[0], f"must have at least {error['loc'][-1] + 1} entries; got {list(error['input'])}", "")
+        return Problem(
+            where.rpartition(".")[0],
+            f"must have at least {error['loc'][-1] + 1} entries; got {list(error['input'])}",
+            "",
+        )
     if error["type"] == "missing":
-        return Problem(where, "is required", f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""))
+        return Problem(
+            where,
+            "is required",
+            f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""),
+        )
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
-    said = error["msg"].removeprefix("Value error, ").replace("Input should", "must")  # may hold braces of the user's own
+    # may hold braces of the user's own
+    said = error["msg"].removeprefix("Value error, ").replace("Input should", "must")
     rule = _RULES[error["type"]].format(**limits) if error["type"] in _RULES else said
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
     value = repr(error["input"])
-    return Problem(where, f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}", f"did you mean {near!r}?" if near else "")
+    return Problem(
+        where,
+        f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}",
+        f"did you mean {near!r}?" if near else "",
+    )
 
 
 def _joined(problems: list[Problem]) -> list[Problem]:
-    """One problem per place: alternatives that all failed are named together, unless the fault lies deeper inside one of them."""
+    """One problem per place: alternatives that all failed are named together, unless the fault lies deeper inside
+    one of them.
+    """
     by_place: dict[str, Problem] = {}
     for problem in problems:
         if any(other.where.startswith(f"{problem.where}.") for other in problems):
             continue
         other = by_place.get(problem.where)
         if other is not None and "; got " in problem.what:
-            problem = replace(other, what=f"{other.what.partition('; got ')[0]}, or {problem.what.removeprefix('must be ')}")
+            problem = replace(
+                other, what=f"{other.what.partition('; got ')[0]}, or {problem.what.removeprefix('must be ')}"
+            )
         by_place[problem.where] = problem
     return list(by_place.values())
 
@@ -270,7 +316,9 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
         return model_type.model_validate(content)
     except ValidationError as error:
         problems = _joined([as_problem(model_type, detail) for detail in error.errors()])
-        raise ConfigError([Problem(f"{where}: {p.where}" if where else p.where, p.what, p.fix) for p in problems]) from None
+        raise ConfigError(
+            [Problem(f"{where}: {p.where}" if where else p.where, p.what, p.fix) for p in problems]
+        ) from None
 
 
 def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
@@ -278,7 +326,8 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
 
     Raises ConfigError listing every unknown key (with the closest valid one), missing key and wrong value.
     """
-    path, overrides = find_file(name_or_path, "runs"), list(overrides)
+    path = find_file(name_or_path, "runs")
+    overrides = list(overrides)
     content, _ = compose(path, "runs")
     over = plugin_paths(_expand_model(parse_overrides(overrides), None), Path.cwd(), "command line")
     try:
@@ -286,14 +335,18 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
     except ConfigError as error:
         typed = [word.partition("=")[0] for word in overrides]
         raise ConfigError(
-            [replace(p, where=f"{'command line' if _within(p.where, typed) else path}: {p.where}") for p in error.problems]
+            [
+                replace(p, where=f"{'command line' if _within(p.where, typed) else path}: {p.where}")
+                for p in error.problems
+            ]
         ) from None
     import_plugins(config.plugins)
     return config
 
 
 def own_run_file(run_dir: Path) -> Path | None:
-    """The run file in a run directory, if it belongs to this user: config.yaml of a run that has started, else run.yaml.
+    """The run file in a run directory, if it belongs to this user: config.yaml of a run that has started, else
+    run.yaml.
 
     Its plugins may be imported. None for a directory without one, or with one of another user.
     """

@@ -23,7 +23,9 @@ from frontier_llm.config.fields import (
 
 
 class RopeScaling(Section):
-    """A longer context than the one that a model was trained with: rotations are slowed down, all of them or those that turn seldom."""
+    """A longer context than the one that a model was trained with: rotations are slowed down, all of them or those
+    that turn seldom.
+    """
 
     kind: Literal["llama3", "linear", "ntk", "yarn"] = "llama3"  # which rotations: docs/long_context.md (since 0.2)
     factor: PositiveFloat  # by which rotations are slowed down
@@ -31,27 +33,37 @@ class RopeScaling(Section):
     high_freq_factor: PositiveFloat = 4.0  # llama3: and from which it is fast; those between are blended
     beta_slow: PositiveFloat = 1.0  # yarn: turns within the original context up to which a rotation is slow (since 0.2)
     beta_fast: PositiveFloat = 32.0  # yarn: and from which it is fast (since 0.2)
-    original_sequence_length: SequenceLength | None = None  # context that the model was trained with before, in tokens; for llama3 and yarn
+    # context that the model was trained with before, in tokens; for llama3 and yarn
+    original_sequence_length: SequenceLength | None = None
 
 
 class MoeConfig(Section):
-    """A mixture of experts in place of the MLP: each token goes to the few experts that a router chooses for it (docs/moe.md)."""
+    """A mixture of experts in place of the MLP: each token goes to the few experts that a router chooses for it
+    (docs/moe.md).
+    """
 
     experts: Annotated[int, Field(ge=2, le=65536)]  # E, of each layer (since 0.2)
     top_k: ExpertCount  # experts that each token goes to (since 0.2)
     expert_hidden: Width | None = None  # width of an expert; None = ffn_hidden (since 0.2)
     dense_layers: DenseLayerCount = 0  # first layers that keep an ordinary MLP, of ffn_hidden (since 0.2)
-    shared_hidden: OptionalWidth = 0  # width of the expert that every token passes beside its own ones; 0 = none (since 0.2)
+    # width of the expert that every token passes beside its own ones; 0 = none (since 0.2)
+    shared_hidden: OptionalWidth = 0
     shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of the token (since 0.2)
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits, over all experts (since 0.2)
-    normalise: bool = True  # a token's weights sum to 1; with softmax the same as a softmax over the chosen alone (since 0.2)
+    # a token's weights sum to 1; with softmax the same as a softmax over the chosen alone (since 0.2)
+    normalise: bool = True
     scale: PositiveFloat = 1.0  # of a token's weights, after that (since 0.2)
-    selection_bias: bool = False  # a bias for each expert, moved towards an even load, decides who is chosen and nothing else (since 0.2)
+    # a bias for each expert, moved towards an even load, decides who is chosen and nothing else (since 0.2)
+    selection_bias: bool = False
     bias_rate: NonNegativeFloat = 1e-3  # by which it moves after each step (since 0.2)
-    capacity: PositiveFloat | None = None  # rows over its even share that an expert takes of a rank's microbatch; None = all (since 0.2)
-    balance: Literal["sequence", "microbatch", "global"] = "sequence"  # what the load is even over: docs/moe.md (since 0.2)
-    balance_weight: NonNegativeFloat = 0.01  # of the balance loss of each layer, logged without it as router-balance (since 0.2)
-    z_weight: NonNegativeFloat = 0.0  # of the mean squared log-sum-exp of the router's logits, logged as router-z (since 0.2)
+    # rows over its even share that an expert takes of a rank's microbatch; None = all (since 0.2)
+    capacity: PositiveFloat | None = None
+    # what the load is even over: docs/moe.md (since 0.2)
+    balance: Literal["sequence", "microbatch", "global"] = "sequence"
+    # of the balance loss of each layer, logged without it as router-balance (since 0.2)
+    balance_weight: NonNegativeFloat = 0.01
+    # of the mean squared log-sum-exp of the router's logits, logged as router-z (since 0.2)
+    z_weight: NonNegativeFloat = 0.0
 
 
 class ModelConfig(Section):
@@ -67,27 +79,35 @@ class ModelConfig(Section):
     vocab_size: VocabularySize  # the tokenizer's true size; see padded_vocab_size
     vocab_multiple: VocabularySize = 128  # rows of the embedding are padded to this, whatever the layout
     sequence_length: SequenceLength  # S, the context in tokens
-    position: Literal["learned", "rope", "alibi"] = "rope"  # a table of vectors, rotated queries and keys, or a slope on the scores
+    # a table of vectors, rotated queries and keys, or a slope on the scores
+    position: Literal["learned", "rope", "alibi"] = "rope"
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"  # of every block and before the head
     norm_eps: PositiveFloat = 1e-5  # added to the variance (rmsnorm: the mean square)
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "swiglu"  # of the MLP; the -glu have a gate and so a third matrix
+    # of the MLP; the -glu have a gate and so a third matrix
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "swiglu"
     bias: bool = False  # of the linear layers
     qkv_bias: bool | None = None  # of the query, key and value projection (Qwen 2 has only this one); None = bias
     norm_bias: bool = False  # of LayerNorm
     norm_plus_one: bool = False  # RMSNorm's weight is added to 1 (Gemma) (since 0.2)
-    norm_placement: Literal["pre", "post", "both"] = "pre"  # of what a block takes in, of what it adds (OLMo 2), or of both (since 0.2)
-    qk_norm: Literal["head", "full"] | None = None  # RMSNorm of queries and keys, by head (Qwen 3) or over all (OLMo) (since 0.2)
+    # of what a block takes in, of what it adds (OLMo 2), or of both (since 0.2)
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    # RMSNorm of queries and keys, by head (Qwen 3) or over all (OLMo) (since 0.2)
+    qk_norm: Literal["head", "full"] | None = None
     parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
     tied_embeddings: bool = False  # the output head is the token embedding
     rope_theta: PositiveFloat = 10000.0  # base of the rotations' wavelengths
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
-    sliding_window: PositiveInt | None = None  # tokens that a query sees, itself included; None = all before it (since 0.2)
-    full_attention_every: LayerCount | None = None  # with a window: each n-th layer sees all (Gemma 2: 2); None = none does (since 0.2)
+    # tokens that a query sees, itself included; None = all before it (since 0.2)
+    sliding_window: PositiveInt | None = None
+    # with a window: each n-th layer sees all (Gemma 2: 2); None = none does (since 0.2)
+    full_attention_every: LayerCount | None = None
     score_width: Width | None = None  # scores are q·k over its root; None = head_dim (since 0.2)
-    score_softcap: PositiveFloat | None = None  # x in x tanh(score / x), attention's scores bounded softly; None = as they are (since 0.2)
+    # x in x tanh(score / x), attention's scores bounded softly; None = as they are (since 0.2)
+    score_softcap: PositiveFloat | None = None
     logit_softcap: PositiveFloat | None = None  # the same of the logits (since 0.2)
     scaled_embedding: bool = False  # token embeddings times the root of hidden (Gemma) (since 0.2)
-    dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0  # share of what embedding, attention and MLP give that training zeroes (since 0.2)
+    # share of what embedding, attention and MLP give that training zeroes (since 0.2)
+    dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0
     rope_scaling: RopeScaling | None = None  # None = rotations as trained
     alibi_max_bias: PositiveFloat = 8.0  # x in 2^(-x n / A), the slope of head n of A
     init_std: PositiveFloat = 0.02  # of normal initial weights; output projections use init_std / sqrt(2 * layers)
@@ -126,7 +146,11 @@ class ModelConfig(Section):
     @property
     def routed_layers(self) -> range:
         """Layers that have experts."""
-        return range(self.layers, self.layers) if self.moe is None else range(min(self.moe.dense_layers, self.layers), self.layers)
+        return (
+            range(self.layers, self.layers)
+            if self.moe is None
+            else range(min(self.moe.dense_layers, self.layers), self.layers)
+        )
 
     @property
     def padded_vocab_size(self) -> int:

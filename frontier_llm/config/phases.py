@@ -1,7 +1,9 @@
-"""A run as its phases: each is the run's own configuration with a few keys changed, over the same mesh and the same weights.
+"""A run as its phases: each is the run's own configuration with a few keys changed, over the same mesh and the same
+weights.
 
-A run without `train.phases` is one phase. Steps are counted over the whole run, so the learning rate, checkpoints and intervals know
-nothing of phases. How much of its data a run has read is not computed from phases: it is recorded (`data/position.py`).
+A run without `train.phases` is one phase. Steps are counted over the whole run, so the learning rate, checkpoints and
+intervals know nothing of phases. How much of its data a run has read is not computed from phases: it is recorded
+(`data/position.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def phases_of(run: RunConfig) -> tuple[RunPhase, ...]:
     if not run.train.phases:
         return (RunPhase(1, run, 0, run.train.steps),)
     configs = [_changed(run, phase) for phase in run.train.phases]
-    borders = [min(step, run.train.steps) for step in accumulate((phase.steps for phase in run.train.phases), initial=0)]
+    borders = [
+        min(step, run.train.steps) for step in accumulate((phase.steps for phase in run.train.phases), initial=0)
+    ]
     borders[-1] = run.train.steps
     phases: list[RunPhase] = []
     for number, (config, (first, end)) in enumerate(zip(configs, pairwise(borders), strict=True), 1):

@@ -1,7 +1,8 @@
 """A user's own Python beside a run: modules that register schedules, optimizers, losses and so on (docs/extending.md).
 
-A plugin is code and part of a run's identity. A checkpoint records each plugin's name, path and digest as data. Code is imported only from
-files that the user named: in the run file that is started, in the run file of the user's own run directory, or with `--plugin`.
+A plugin is code and part of a run's identity. A checkpoint records each plugin's name, path and digest as data. Code is
+imported only from files that the user named: in the run file that is started, in the run file of the user's own run
+directory, or with `--plugin`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ _executed: dict[str, str] = {}  # path of a .py file → digest of the bytes tha
 
 
 def import_plugins(names: Iterable[str]) -> None:
-    """Import each once: the path of a .py file, the name of an installed package's entry point, or a module's dotted name.
+    """Import each once: the path of a .py file, the name of an installed package's entry point, or a module's dotted
+    name.
 
     Raises ConfigError naming what cannot be imported.
     """
@@ -68,7 +70,9 @@ def import_plugins(names: Iterable[str]) -> None:
 
 
 def record_of(name: str) -> PluginRecord:
-    """Name, path and digest of a plugin, without importing it. Raises ConfigError if there is no such file or module."""
+    """Name, path and digest of a plugin, without importing it. Raises ConfigError if there is no such file or
+    module.
+    """
     try:
         path = _file_path(name) if name.endswith(".py") else _module_path(name)
         digest = _executed.get(str(path)) or _digest(path)
@@ -92,18 +96,22 @@ def recorded_names(config: Mapping[str, Any]) -> tuple[PluginRecord, ...]:
 def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], own: Sequence[str], where: str) -> None:
     """Import the plugins that a saved run was trained with, from files that the user named.
 
-    `given` are those named with --plugin; a file that differs from the recorded one is used, with a warning. `own` are those that
-    the run file of the user's own run directory names; they must be the recorded ones. Raises ConfigError, before anything of `own` is
-    imported, if a recorded plugin is in neither or has changed.
+    `given` are those named with --plugin; a file that differs from the recorded one is used, with a warning. `own` are
+    those that the run file of the user's own run directory names; they must be the recorded ones. Raises ConfigError,
+    before anything of `own` is imported, if a recorded plugin is in neither or has changed.
     """
     import_plugins(given)
-    supplied, available = records_of(given), tuple(_records_that_exist(own))
+    supplied = records_of(given)
+    available = tuple(_records_that_exist(own))
     problems: list[Problem] = []
     wanted: list[str] = []
     for plugin in recorded:
         if (match := _match(plugin, supplied)) is not None:
             if _differs(plugin, match):
-                log.warn(f"{where} was trained with {plugin}; {match.path} is used instead, which has sha256 {match.sha256[:SHOWN_DIGITS]}")
+                log.warn(
+                    f"{where} was trained with {plugin}; {match.path} is used instead, which has sha256 "
+                    f"{match.sha256[:SHOWN_DIGITS]}"
+                )
             continue
         match = _match(plugin, available)
         if match is None:
@@ -111,7 +119,9 @@ def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], o
             problems.append(Problem(where, what, f"read that file, then add --plugin {_likely_path(plugin)}"))
         elif _differs(plugin, match):
             what = f"was trained with the plugin {plugin}, and {match.path} has sha256 {match.sha256[:SHOWN_DIGITS]}"
-            problems.append(Problem(where, what, f"restore that file, or add --plugin {match.path} to use it as it is now"))
+            problems.append(
+                Problem(where, what, f"restore that file, or add --plugin {match.path} to use it as it is now")
+            )
         else:
             wanted.append(match.name)
     if problems:
@@ -120,7 +130,8 @@ def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], o
 
 
 def plugin_paths(content: Mapping[str, Any], directory: Path, where: str) -> dict[str, Any]:
-    """A run file's content with the paths of its .py plugins made absolute. They are relative to `directory`, that of the file.
+    """A run file's content with the paths of its .py plugins made absolute. They are relative to `directory`, that of
+    the file.
 
     A path that exists only relative to the working directory, as earlier versions read it, is taken with a notice.
     """
@@ -143,7 +154,9 @@ def _placed(name: str, directory: Path, where: str) -> str:
     if path.is_file() or not elsewhere.is_file():
         return str(path)
     relative = os.path.relpath(elsewhere, directory.resolve())
-    log.info(f"{where}: plugins: {name} is not beside that file and is taken from the working directory; write {relative}")
+    log.info(
+        f"{where}: plugins: {name} is not beside that file and is taken from the working directory; write {relative}"
+    )
     return str(elsewhere)
 
 
@@ -178,7 +191,9 @@ def _likely_path(plugin: PluginRecord) -> str:
 
 def _not_importable(name: str, error: Exception) -> ConfigError:
     installed = ", ".join(sorted(entry_points(group=GROUP).names))
-    fix = "give the path of a .py file, or a module that this Python can import" + (f", or one of {installed}" if installed else "")
+    fix = "give the path of a .py file, or a module that this Python can import" + (
+        f", or one of {installed}" if installed else ""
+    )
     return ConfigError(f"{name} cannot be imported: {error}", fix, "plugins")
 
 

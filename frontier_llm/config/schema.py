@@ -1,7 +1,7 @@
 """What a run is, as frozen strict models: an unknown key, a wrong type or an impossible value never gets past here.
 
-Each section is one class; a comment after a field says what it means and in which unit. Nothing here is derived from the
-world size: that is `topology.plan`. Nothing here imports anything of the package but its errors.
+Each section is one class; a comment after a field says what it means and in which unit. Nothing here is derived from
+the world size: that is `topology.plan`. Nothing here imports anything of the package but its errors.
 """
 
 from __future__ import annotations
@@ -39,16 +39,23 @@ class ParallelConfig(Section):
     data: Degree | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp)
     context: Degree = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp (since 0.2)
     context_attention: Literal["auto", "gather", "ring", "heads"] = "auto"  # how they attend to each other (since 0.2)
-    expert: Degree = 1  # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
-    expert_tensor: Degree = 1  # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
-    expert_all_to_all: Literal["auto", "flat", "hierarchical"] = "auto"  # to nodes: a row per expert, or one per node (since 0.2)
-    chunks: LayerCount = 1  # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved; a V has 2
+    # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
+    expert: Degree = 1
+    # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
+    expert_tensor: Degree = 1
+    # to nodes: a row per expert, or one per node (since 0.2)
+    expert_all_to_all: Literal["auto", "flat", "hierarchical"] = "auto"
+    # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved; a V has 2
+    chunks: LayerCount = 1
     schedule: str = "1f1b"  # see docs/schedules.md: 1f1b, interleaved, zb-h1, zb-v, v-half, …, or what was registered
     sequence_parallel: bool = False  # Megatron's: activations between blocks are split over tp along the sequence
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
-    data_mode: Literal["zero", "fsdp"] = "zero"  # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
-    data_shard: Degree | None = None  # fsdp: neighbouring replicas that share out one copy of the weights; None = all (since 0.2)
-    zero: Literal[0, 1, 2, 3] = 1  # 1 = the optimizer state is split over dp; 2 and 3 stand in records of older runs and are refused
+    # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
+    data_mode: Literal["zero", "fsdp"] = "zero"
+    # fsdp: neighbouring replicas that share out one copy of the weights; None = all (since 0.2)
+    data_shard: Degree | None = None
+    # 1 = the optimizer state is split over dp; 2 and 3 stand in records of older runs and are refused
+    zero: Literal[0, 1, 2, 3] = 1
     stage_layers: tuple[LayerCount, ...] | None = None  # layers of each virtual stage in order; None = balanced
 
     @property
@@ -67,8 +74,10 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
 
-    name: str = "adamw"  # or muon, lion, adafactor, or what was registered; checked by the registry in blueprint.optimizers (since 0.2)
-    engine: Literal["native", "deepspeed"] = "native"  # who sums gradients and splits the state: this program, or DeepSpeed's ZeRO-1
+    # or muon, lion, adafactor, or what was registered; checked by the registry in blueprint.optimizers (since 0.2)
+    name: str = "adamw"
+    # who sums gradients and splits the state: this program, or DeepSpeed's ZeRO-1
+    engine: Literal["native", "deepspeed"] = "native"
     deepspeed_config: str | None = None  # a DeepSpeed JSON that is passed on; keys that this file decides are refused
     lr: PositiveFloat = 3e-4  # the highest learning rate, after warm-up
     min_lr: NonNegativeFloat = 3e-5  # where the decay ends
@@ -76,20 +85,26 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8  # added to the root of the second moment
     weight_decay: NonNegativeFloat = 0.1  # of matrices, times the learning rate, per step
     clip_norm: NonNegativeFloat = 1.0  # 0 = no clipping
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # after warm-up; wsd stays at lr until its decay
+    # after warm-up; wsd stays at lr until its decay
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     warmup_steps: WarmupSteps = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
     decay_steps: WarmupSteps | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
     momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's (since 0.2)
-    validated: Literal["before", "after"] = "before"  # after: update before all ranks are done, undo where that was wrong (since 0.2)
-    heads: Literal["together", "groups"] = "together"  # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
+    # after: update before all ranks are done, undo where that was wrong (since 0.2)
+    validated: Literal["before", "after"] = "before"
+    # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
+    heads: Literal["together", "groups"] = "together"
 
 
 class PrecisionConfig(Section):
     """Working precision; gradients always accumulate and are summed in fp32 (fp64 under fp64)."""
 
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"  # of weights in the model, activations and messages; fp64 is for tests
-    gradient_wire: Literal["full", "bf16"] = "full"  # what gradients travel as between replicas; bf16: half the bytes of fp32
-    initial_loss_scale: PositiveFloat | None = None  # fp16 only, of the step's mean loss; None = 1024 for each token of the batch
+    # of weights in the model, activations and messages; fp64 is for tests
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    # what gradients travel as between replicas; bf16: half the bytes of fp32
+    gradient_wire: Literal["full", "bf16"] = "full"
+    # fp16 only, of the step's mean loss; None = 1024 for each token of the batch
+    initial_loss_scale: PositiveFloat | None = None
     loss_scale_window: PositiveInt = 1000  # fp16: steps without overflow before the scale doubles
     min_loss_scale: PositiveFloat = 1.0  # fp16: an overflow never makes the scale smaller
 
@@ -99,7 +114,8 @@ class DataSource(Section):
 
     path: PathText  # prefix: the path without .bin/.idx
     weight: PositiveFloat = 1.0  # share of the samples, relative to the other sources
-    max_epochs: PositiveFloat | None = None  # a run that goes through it more often, over all its phases, is refused (since 0.2)
+    # a run that goes through it more often, over all its phases, is refused (since 0.2)
+    max_epochs: PositiveFloat | None = None
 
 
 Blend = tuple[DataSource, ...] | Literal["synthetic"]
@@ -111,20 +127,28 @@ def _sources(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _sources(one) for name, one in value.items()}
     paths = [value] if isinstance(value, str) and value != "synthetic" else value
-    return [{"path": item} if isinstance(item, str) else item for item in paths] if isinstance(paths, (list, tuple)) else paths
+    return (
+        [{"path": item} if isinstance(item, str) else item for item in paths]
+        if isinstance(paths, (list, tuple))
+        else paths
+    )
 
 
 class DataConfig(Section):
-    """Token datasets by prefix (path without .bin/.idx), alone or in a list; `synthetic` needs no files and suits benchmarks."""
+    """Token datasets by prefix (path without .bin/.idx), alone or in a list; `synthetic` needs no files and suits
+    benchmarks.
+    """
 
-    train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"  # what is trained on; a path, a list of paths, or of {path, weight}
+    # what is trained on; a path, a list of paths, or of {path, weight}
+    train: tuple[DataSource, ...] | Literal["synthetic"] = "synthetic"
     validation: tuple[DataSource, ...] | Literal["synthetic"] | Mapping[SetName, Blend] | None = (
         None  # what is evaluated on, or {name: it, …}
     )
     allow_synthetic: bool = False  # a long and costly run on synthetic data is meant (since 0.2)
     tokenizer: PathText | None = None  # sentencepiece .model, Hugging Face tokenizer.json, or hf://OWNER/NAME
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
-    packing: Literal["concatenate", "best-fit"] = "concatenate"  # documents end to end and cut, or kept whole where they fit (since 0.2)
+    # documents end to end and cut, or kept whole where they fit (since 0.2)
+    packing: Literal["concatenate", "best-fit"] = "concatenate"
     seed: NonNegativeInt = 1234  # decides the order of documents and samples
     cache_dir: PathText | None = None  # sample indices; None = beside the data
 
@@ -155,10 +179,13 @@ class OpsConfig(Section):
     cross_entropy: Literal["auto", "reference", "cpu", "triton"] = "auto"  # loss over the vocabulary that tp splits
     adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # the optimizer's update of all weights
     linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
-    experts: Literal["auto", "reference", "cpu", "triton"] = "auto"  # tokens' rows to experts, products with their weights (since 0.2)
+    # tokens' rows to experts, products with their weights (since 0.2)
+    experts: Literal["auto", "reference", "cpu", "triton"] = "auto"
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
-    attention_table: str = "shipped"  # what `auto` takes for attention: a name in configs/attention, or what ops tune wrote (since 0.2)
-    allow_fallback: bool = False  # on a GPU, `auto` goes on, far slower, where its prebuilt kernels are missing (since 0.2)
+    # what `auto` takes for attention: a name in configs/attention, or what ops tune wrote (since 0.2)
+    attention_table: str = "shipped"
+    # on a GPU, `auto` goes on, far slower, where its prebuilt kernels are missing (since 0.2)
+    allow_fallback: bool = False
     no_jit: bool = False  # any attempt to compile while training is an error
 
 
@@ -178,17 +205,26 @@ class TimeoutConfig(Section):
 class CommConfig(Section):
     """How bytes move between ranks."""
 
-    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"  # torch.distributed's: gloo on CPUs, nccl (= RCCL on ROCm) on GPUs
-    transport: Literal["auto", "shm", "torch"] = "auto"  # auto: shared memory between CPU ranks of one host, else torch.distributed
-    overlap_gradients: bool = True  # a bucket's sum over dp starts under the last backward; False: after it, for comparison
-    overlap_messages: bool = True  # pipeline messages go on under the compute beside them; False: each is waited for where the order has it
-    bucket_elements: PositiveInt = 40_000_000  # of a bucket of gradients and weights; Megatron-LM's default, 160 MB of fp32
-    overlap_weights: bool = False  # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
-    overlap_experts: bool = True  # rows to experts travel beside another microbatch, in schedules that pair them: dualpipe-v (since 0.2)
+    # torch.distributed's: gloo on CPUs, nccl (= RCCL on ROCm) on GPUs
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    # auto: shared memory between CPU ranks of one host, else torch.distributed
+    transport: Literal["auto", "shm", "torch"] = "auto"
+    # a bucket's sum over dp starts under the last backward; False: after it, for comparison
+    overlap_gradients: bool = True
+    # pipeline messages go on under the compute beside them; False: each is waited for where the order has it
+    overlap_messages: bool = True
+    # of a bucket of gradients and weights; Megatron-LM's default, 160 MB of fp32
+    bucket_elements: PositiveInt = 40_000_000
+    # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
+    overlap_weights: bool = False
+    # rows to experts travel beside another microbatch, in schedules that pair them: dualpipe-v (since 0.2)
+    overlap_experts: bool = True
     tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
-    store: Literal["auto", "torch", "authenticated", "direct", "node"] = "auto"  # where ranks meet; auto, direct, node: torch's TCPStore
+    # where ranks meet; auto, direct, node: torch's TCPStore
+    store: Literal["auto", "torch", "authenticated", "direct", "node"] = "auto"
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
-    in_flight: Literal["auto", "one", "many"] = "auto"  # communications at a time; auto: as the machine file says (since 0.2)
+    # communications at a time; auto: as the machine file says (since 0.2)
+    in_flight: Literal["auto", "one", "many"] = "auto"
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
 
@@ -234,13 +270,16 @@ class PhaseBatch(Section):
 class PhaseData(Section):
     """Of the data: what is trained on."""
 
-    train: tuple[DataSource, ...] | Literal["synthetic"] | None = None  # this phase's blend; None = data.train (since 0.2)
+    # this phase's blend; None = data.train (since 0.2)
+    train: tuple[DataSource, ...] | Literal["synthetic"] | None = None
 
     _paths = field_validator("train", mode="before")(_sources)
 
 
 class PhaseConfig(Section):
-    """A stretch of a run: how long it lasts, and what is other in it than the rest of the run file says (`config/phases.py`)."""
+    """A stretch of a run: how long it lasts, and what is other in it than the rest of the run file says
+    (`config/phases.py`).
+    """
 
     steps: StepCount  # optimizer steps, or as text "20B tokens", "2 epochs" (since 0.2)
     model: PhaseModel = PhaseModel()
@@ -256,20 +295,26 @@ def recompute_modes(value: Any) -> str:
     modes = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     modes = [str(mode).strip() for mode in modes]
     if not modes or set(modes) - set(RECOMPUTE):
-        raise ValueError("must be none, selective or full, or a list of them, which repeats through each virtual stage's layers")
+        raise ValueError(
+            "must be none, selective or full, or a list of them, which repeats through each virtual stage's layers"
+        )
     return ",".join(modes)
 
 
 Recompute = Annotated[str, BeforeValidator(recompute_modes)]
 
-# of train.loss_weights: mean squared log-sum-exp of the model's logits, over the targets that count (PaLM, arXiv:2204.02311)
+# of train.loss_weights: mean squared log-sum-exp of the model's logits, over the targets that count (PaLM,
+# arXiv:2204.02311)
 OUTPUT_Z = "output-z"
 
 
 class EvalTask(Section):
-    """Under its name, a file of multiple-choice questions, as `frontier-llm evaluate --task` takes it: `{piqa: piqa.jsonl}`, or these keys."""
+    """Under its name, a file of multiple-choice questions, as `frontier-llm evaluate --task` takes it: `{piqa:
+    piqa.jsonl}`, or these keys.
+    """
 
-    path: PathText  # JSONL: LLM Foundry's form, or that of lm-evaluation-harness for the tasks that it is known for (since 0.2)
+    # JSONL: LLM Foundry's form, or that of lm-evaluation-harness for the tasks that it is known for (since 0.2)
+    path: PathText
     shots: NonNegativeInt = 0  # solved examples before each question, from the same file (since 0.2)
     limit: NonNegativeInt = 0  # questions; 0 = all (since 0.2)
 
@@ -277,7 +322,9 @@ class EvalTask(Section):
 def _tasks(value: Any) -> Any:
     """A path alone is a task without examples."""
     return (
-        {name: {"path": task} if isinstance(task, str) else task for name, task in value.items()} if isinstance(value, Mapping) else value
+        {name: {"path": task} if isinstance(task, str) else task for name, task in value.items()}
+        if isinstance(value, Mapping)
+        else value
     )
 
 
@@ -285,25 +332,35 @@ class TrainConfig(Section):
     """How long, how often, and where the results go."""
 
     run_dir: PathText = "runs/default"  # where records, logs and checkpoints go
-    steps: StepCount = 100  # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
-    phases: tuple[PhaseConfig, ...] = ()  # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
+    # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
+    steps: StepCount = 100
+    # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
+    phases: tuple[PhaseConfig, ...] = ()
     seed: NonNegativeInt = 1234  # initial weights, and dropout's masks
-    recompute: Recompute = "none"  # by backward, not kept: none, selective (attention's inside), full (layers), or a list of these by layer
-    loss_weights: Mapping[str, float] = {}  # of further loss terms: output-z, or what was registered (model.losses.register) (since 0.2)
+    # by backward, not kept: none, selective (attention's inside), full (layers), or a list of these by layer
+    recompute: Recompute = "none"
+    # of further loss terms: output-z, or what was registered (model.losses.register) (since 0.2)
+    loss_weights: Mapping[str, float] = {}
     log_interval: PositiveInt = 1  # steps between lines of the log
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64  # of each set of data.validation, in each evaluation
-    eval_tasks: Mapping[SetName, EvalTask] = {}  # {piqa: piqa.jsonl, …}: multiple-choice questions, asked in each evaluation (since 0.2)
+    # {piqa: piqa.jsonl, …}: multiple-choice questions, asked in each evaluation (since 0.2)
+    eval_tasks: Mapping[SetName, EvalTask] = {}
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
-    save_final: bool = True  # a checkpoint after the last step; False with save_interval=0: none when stopped either (since 0.2)
-    save_lag_steps: NonNegativeInt | None = None  # after its copy, until training waits for a save not yet on disk; None = interval / 10
+    # a checkpoint after the last step; False with save_interval=0: none when stopped either (since 0.2)
+    save_final: bool = True
+    # after its copy, until training waits for a save not yet on disk; None = interval / 10
+    save_lag_steps: NonNegativeInt | None = None
     keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
-    keep_best: str | None = None  # validation, or validation/NAME: a better one is saved at once, kept, and named in BEST (since 0.2)
+    # validation, or validation/NAME: a better one is saved at once, kept, and named in BEST (since 0.2)
+    keep_best: str | None = None
     tensorboard: bool = True  # also write the metrics for TensorBoard
-    observers: tuple[str, ...] = ()  # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
+    # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
+    observers: tuple[str, ...] = ()
     profile: ProfileConfig | None = None  # steps whose trace is written; None = none (since 0.2)
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU that the machine file states; cpu: without any check; cuda: also ROCm
+    # auto: the GPU that the machine file states; cpu: without any check; cuda: also ROCm
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
     timeout_s: PositiveFloat = 600.0  # of any collective; comm.timeouts_s has one for each axis
 
@@ -313,15 +370,19 @@ class TrainConfig(Section):
 class GuardConfig(Section):
     """What the run watches for, and what it does about it."""
 
-    spike_sigmas: NonNegativeFloat = 0.0  # a step whose loss or gradient norm is this far above the last ones' mean is a spike; 0 = off
+    # a step whose loss or gradient norm is this far above the last ones' mean is a spike; 0 = off
+    spike_sigmas: NonNegativeFloat = 0.0
     spike_window: Annotated[int, Field(ge=2, le=1_000_000)] = 128  # accepted steps that make the mean
     spike_action: Literal["skip", "rewind"] = "skip"  # leave the step out; or go back and leave data out
     rewind_steps: PositiveInt = 100  # go back at least so far before the spike
     rewind_skip_steps: PositiveInt = 200  # steps' worth of data that is left out, counted from where it went back to
     max_skips_in_row: PositiveInt = 100  # skipped steps after which the run stops
-    recompute_interval: NonNegativeInt = 0  # steps between computing one step twice on all replicas, to find wrong arithmetic; 0 = never
-    straggler_interval: NonNegativeInt = 25  # steps between comparisons of how long each rank computes; 0 = never (since 0.2)
-    replica_check_interval: NonNegativeInt = 100  # steps between comparisons of all copies, also before each save; 0 = never
+    # steps between computing one step twice on all replicas, to find wrong arithmetic; 0 = never
+    recompute_interval: NonNegativeInt = 0
+    # steps between comparisons of how long each rank computes; 0 = never (since 0.2)
+    straggler_interval: NonNegativeInt = 25
+    # steps between comparisons of all copies, also before each save; 0 = never
+    replica_check_interval: NonNegativeInt = 100
 
 
 class RunConfig(Section):
@@ -338,7 +399,8 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     guard: GuardConfig = GuardConfig()
     machine: str = "local"  # name of a file in configs/machines, or a path
-    plugins: tuple[str, ...] = ()  # modules or .py files that register schedules, optimizers, losses: docs/extending.md (since 0.2)
+    # modules or .py files that register schedules, optimizers, losses: docs/extending.md (since 0.2)
+    plugins: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,6 @@
-"""Rules of a model's shape and of the optimizer that no world size can change; the layout's rules live in topology.plan."""
+"""Rules of a model's shape and of the optimizer that no world size can change; the layout's rules live in
+topology.plan.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ def model_problems(model: ModelConfig) -> list[Problem]:
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind in ("llama3", "yarn") and scaling.original_sequence_length is None:
         what = f"{scaling.kind} is relative to the context of before, which is not given"
-        problems.append(Problem("model.rope_scaling.original_sequence_length", what, f"set it, e.g. {model.sequence_length // 4}"))
+        problems.append(
+            Problem("model.rope_scaling.original_sequence_length", what, f"set it, e.g. {model.sequence_length // 4}")
+        )
     if scaling is not None and scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
         what = f"beta_fast {scaling.beta_fast} is not above beta_slow {scaling.beta_slow}"
         problems.append(Problem("model.rope_scaling", what, "YaRN has 32 and 1"))
     if scaling is not None and scaling.kind == "ntk" and rotary_dim(model) <= 2:
-        problems.append(Problem("model.rope_scaling.kind", "ntk has nothing to spread with a single rotation", "use linear"))
+        problems.append(
+            Problem("model.rope_scaling.kind", "ntk has nothing to spread with a single rotation", "use linear")
+        )
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
         what = f"high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}"
         problems.append(Problem("model.rope_scaling", what, "Llama 3.1 has 1 and 4"))
@@ -37,7 +43,11 @@ def model_problems(model: ModelConfig) -> list[Problem]:
     if model.norm == "rmsnorm" and model.norm_bias:
         problems.append(Problem("model.norm_bias", "rmsnorm has no bias", "set norm_bias: false or norm: layernorm"))
     if model.norm == "layernorm" and model.norm_plus_one:
-        problems.append(Problem("model.norm_plus_one", "layernorm's weight stands alone", "set norm_plus_one: false or norm: rmsnorm"))
+        problems.append(
+            Problem(
+                "model.norm_plus_one", "layernorm's weight stands alone", "set norm_plus_one: false or norm: rmsnorm"
+            )
+        )
     if model.full_attention_every and model.sliding_window is None:
         what = "there is no window that the other layers would have"
         problems.append(Problem("model.full_attention_every", what, "set sliding_window, or leave it out"))
@@ -47,17 +57,27 @@ def model_problems(model: ModelConfig) -> list[Problem]:
 def _moe_problems(model: ModelConfig, moe: MoeConfig) -> list[Problem]:
     problems = []
     if moe.top_k > moe.experts:
-        problems.append(Problem("model.moe.top_k", f"{moe.top_k} of {moe.experts} experts", f"set top_k to {moe.experts} or fewer"))
+        problems.append(
+            Problem("model.moe.top_k", f"{moe.top_k} of {moe.experts} experts", f"set top_k to {moe.experts} or fewer")
+        )
     if moe.dense_layers >= model.layers:
         what = f"{moe.dense_layers} of {model.layers} layers are dense, so that none has experts"
-        problems.append(Problem("model.moe.dense_layers", what, f"set it to {model.layers - 1} or fewer, or leave moe out"))
+        problems.append(
+            Problem("model.moe.dense_layers", what, f"set it to {model.layers - 1} or fewer, or leave moe out")
+        )
     if moe.shared_gate and not moe.shared_hidden:
-        problems.append(Problem("model.moe.shared_gate", "there is no shared expert", "set moe.shared_hidden, or shared_gate: false"))
+        problems.append(
+            Problem(
+                "model.moe.shared_gate", "there is no shared expert", "set moe.shared_hidden, or shared_gate: false"
+            )
+        )
     return problems
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
-    """A learning rate that would rise where its schedule says that it falls: fine-tuning's small lr beside pretraining's default min_lr."""
+    """A learning rate that would rise where its schedule says that it falls: fine-tuning's small lr beside
+    pretraining's default min_lr.
+    """
     if optimizer.schedule == "constant" or optimizer.min_lr <= optimizer.lr:
         return []
     what = f"{optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}, so that the learning rate would rise"
@@ -66,20 +86,26 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
 
 def phase_note(config: RunConfig) -> str:
     """A warning for a run that ends before its last phase has begun; '' where there is nothing to say."""
-    reached, written = len(phases_of(config)), len(config.train.phases)
+    reached = len(phases_of(config))
+    written = len(config.train.phases)
     if reached >= written:
         return ""
     total = sum(phase.steps for phase in config.train.phases)
-    return f"train.steps={config.train.steps} ends the run in phase {reached} of {written}; leave train.steps out, or set it to the {total} steps of all"
+    return (
+        f"train.steps={config.train.steps} ends the run in phase {reached} of {written}; leave train.steps out, "
+        f"or set it to the {total} steps of all"
+    )
 
 
 def warmup_note(config: RunConfig) -> str:
     """A warning for a run that ends before its learning rate is up; '' where there is nothing to say."""
-    warmup, steps = config.optimizer.warmup_steps, config.train.steps
+    warmup = config.optimizer.warmup_steps
+    steps = config.train.steps
     if warmup < steps:
         return ""
     return (
-        f"optimizer.warmup_steps={warmup} is not over when the run ends at train.steps={steps}: the learning rate only ever rises; "
+        f"optimizer.warmup_steps={warmup} is not over when the run ends at train.steps={steps}: the learning rate "
+        f"only ever rises; "
         f"set e.g. optimizer.warmup_steps={steps // 10}"
     )
 

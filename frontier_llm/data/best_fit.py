@@ -1,11 +1,13 @@
-"""Samples of whole documents: packed best-fit into sequences, and cut only where they are longer than one (arXiv:2404.10830).
+"""Samples of whole documents: packed best-fit into sequences, and cut only where they are longer than one
+(arXiv:2404.10830).
 
-A sequence has S + 1 tokens, S of them inputs. A document that fits is one piece; a longer one is cut into pieces of S + 1 tokens that overlap by one,
-so that each of its tokens is a target once. The pieces, in the order of a permutation keyed by the seed, are taken in windows of 65,536; each window
-is packed for itself, the longest piece first, into the sequence where it leaves the least room (csrc/sample_index.cpp). What room is left is
-padding: the sequence's last token repeated, never learnt. What is packed with what is the same in every epoch; an epoch has an
-order of its own, of windows and of the sequences inside each. So sample k is a pure function of (seed, k), on any layout, and a
-rank keeps one window: 2 MB, and 0.125 byte per document.
+A sequence has S + 1 tokens, S of them inputs. A document that fits is one piece; a longer one is cut into pieces of S +
+1 tokens that overlap by one, so that each of its tokens is a target once. The pieces, in the order of a permutation
+keyed by the seed, are taken in windows of 65,536; each window is packed for itself, the longest piece first, into the
+sequence where it leaves the least room (csrc/sample_index.cpp). What room is left is padding: the sequence's last token
+repeated, never learnt. What is packed with what is the same in every epoch; an epoch has an order of its own, of
+windows and of the sequences inside each. So sample k is a pure function of (seed, k), on any layout, and a rank keeps
+one window: 2 MB, and 0.125 byte per document.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class PackedSamples:
     def __init__(self, dataset: IndexedDataset, sequence_length: int, key: int, cache_dir: Path | None = None) -> None:
         """As DocumentSamples."""
         check_readable(dataset)
-        self.dataset, self.sequence_length = dataset, sequence_length
+        self.dataset = dataset
+        self.sequence_length = sequence_length
         self.key = key
         self._cache_dir = cache_dir
         self._window, self._epoch = functools.lru_cache(2)(self._pack), functools.lru_cache(2)(self._order)
@@ -58,13 +61,20 @@ class PackedSamples:
         """Pieces before every 64th document; u64[ceil(documents / 64) + 1]."""
         documents = self.dataset.document_count
         return self._cached(
-            "pieces", -(-documents // BLOCK) + 1, "fl_count_pieces", *self._documents, documents, self.sequence_length, BLOCK
+            "pieces",
+            -(-documents // BLOCK) + 1,
+            "fl_count_pieces",
+            *self._documents,
+            documents,
+            self.sequence_length,
+            BLOCK,
         )
 
     @functools.cached_property
     def packed(self) -> NDArray[np.uint64]:
         """Sequences of each window."""
-        documents, windows = self.dataset.document_count, -(-int(self._pieces[-1]) // WINDOW)
+        documents = self.dataset.document_count
+        windows = -(-int(self._pieces[-1]) // WINDOW)
         order = (documents, self.sequence_length, BLOCK, self._pieces, self.key, WINDOW)
         return self._cached("packed", windows, "fl_count_packed", *self._documents, *order)
 
@@ -83,24 +93,29 @@ class PackedSamples:
             call(function, *arguments, threads(), out, where=self.dataset.prefix)
 
         parameters = (self.key, self.sequence_length, BLOCK, WINDOW)
-        return index_table(self.dataset, length, lambda: index_path(self.dataset, self._cache_dir, purpose, *parameters), build)
+        return index_table(
+            self.dataset, length, lambda: index_path(self.dataset, self._cache_dir, purpose, *parameters), build
+        )
 
     def _pack(self, number: int) -> _Window:
         dataset = self.dataset
-        starts, out = np.empty(WINDOW + 1, np.int64), np.empty((4, WINDOW), np.int64)
+        starts = np.empty(WINDOW + 1, np.int64)
+        out = np.empty((4, WINDOW), np.int64)
         tables = (*self._documents, dataset.sequence_pointers, dataset.document_count)
         order = (self.sequence_length, BLOCK, self._pieces, self.key, WINDOW, number)
         sequences = call("fl_pack", *tables, *order, starts, *out, where=dataset.prefix)
         if sequences != self.packed[number]:
-            raise DataError(FAILURES[-2], where=dataset.prefix, fix="delete the cache directory named in data.cache_dir")
+            raise DataError(
+                FAILURES[-2], where=dataset.prefix, fix="delete the cache directory named in data.cache_dir"
+            )
         _, offsets, sizes, document_bytes = out
         return _Window(starts, offsets, sizes, document_bytes // dataset.dtype.itemsize + offsets)
 
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(The windows in the epoch's order, samples of the epoch before each)."""
-        order = permute(self.packed.size, derive_key("windows", self.key, epoch), np.arange(self.packed.size, dtype=np.uint64)).astype(
-            np.int64
-        )
+        order = permute(
+            self.packed.size, derive_key("windows", self.key, epoch), np.arange(self.packed.size, dtype=np.uint64)
+        ).astype(np.int64)
         return order, np.concatenate([[0], np.cumsum(self.packed[order].astype(np.int64))])
 
     def prepare(self, samples: int) -> None:
@@ -114,7 +129,9 @@ class PackedSamples:
         turn = int(np.searchsorted(before, place, side="right")) - 1
         window = int(order[turn])
         inside = np.array([place - int(before[turn])], np.uint64)
-        return window, int(permute(int(self.packed[window]), derive_key("sequences", self.key, epoch, window), inside)[0])
+        return window, int(
+            permute(int(self.packed[window]), derive_key("sequences", self.key, epoch, window), inside)[0]
+        )
 
     def parts(self, k: int) -> Iterator[tuple[int, int]]:
         """See DatasetSamples."""
@@ -123,13 +140,17 @@ class PackedSamples:
         for piece in range(int(window.starts[sequence]), int(window.starts[sequence + 1])):
             yield int(window.tokens[piece]), int(window.lengths[piece])
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+    def fill(
+        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.int64]:
         """See SampleStream; padding counts as a piece of its own."""
         number, sequence = self.locate(k)
         window = self._window(number)
-        filled, lengths = 0, []
+        filled = 0
+        lengths = []
         for piece in range(int(window.starts[sequence]), int(window.starts[sequence + 1])):
-            start, length = int(window.tokens[piece]), int(window.lengths[piece])
+            start = int(window.tokens[piece])
+            length = int(window.lengths[piece])
             tokens_S1[filled : filled + length] = self.dataset.read(start, length)
             if learnt_S1 is not None:
                 learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
@@ -147,7 +168,8 @@ class PackedSamples:
         """See SampleStream; padding repeats the token before it."""
         number, sequence = self.locate(k)
         window = self._window(number)
-        first, last = int(window.starts[sequence]), int(window.starts[sequence + 1])
+        first = int(window.starts[sequence])
+        last = int(window.starts[sequence + 1])
         ends = np.cumsum(window.lengths[first:last])
         place = min(place, int(ends[-1]) - 1)
         piece = int(np.searchsorted(ends, place, side="right"))

@@ -1,9 +1,9 @@
 """Blends: which source gives sample k of the run, and which of its samples, as a pure function of k.
 
-After any n samples each source has given n * weight samples, off by less than one. Weights become whole numbers over a common
-period; one period is laid out by the compiled scheduler (csrc/sample_index.cpp, fl_blend) and then repeats, so any k is found at
-once. Weights whose common denominator is at most 2^22 (0.7/0.2/0.1; 3:5:11; six decimals) are exact; others are rounded to
-multiples of 2^-22, which shifts a source by less than one sample in four million.
+After any n samples each source has given n * weight samples, off by less than one. Weights become whole numbers over a
+common period; one period is laid out by the compiled scheduler (csrc/sample_index.cpp, fl_blend) and then repeats, so
+any k is found at once. Weights whose common denominator is at most 2^22 (0.7/0.2/0.1; 3:5:11; six decimals) are exact;
+others are rounded to multiples of 2^-22, which shifts a source by less than one sample in four million.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ MAXIMUM_SOURCES = 1 << 16
 def whole_weights(weights: Sequence[float]) -> list[int]:
     """The smallest whole numbers in the proportion of `weights`, summing to at most 2^22.
 
-    Decimals mean what is written (0.1 is one tenth). Raises DataError for a weight that is not a positive number, or one too
-    small beside the others to be given a sample in four million.
+    Decimals mean what is written (0.1 is one tenth). Raises DataError for a weight that is not a positive number, or
+    one too small beside the others to be given a sample in four million.
     """
     bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
     if bad or not weights:
-        raise DataError(f"blend weights must be positive numbers, found {list(weights)}", fix="remove the source, or give it a weight > 0")
+        raise DataError(
+            f"blend weights must be positive numbers, found {list(weights)}",
+            fix="remove the source, or give it a weight > 0",
+        )
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
     whole = [int(fraction * scale) for fraction in exact]
@@ -58,7 +61,8 @@ class Blend:
         """`counts`: samples of each source per period."""
         if len(counts) > MAXIMUM_SOURCES:
             raise DataError(f"{len(counts)} sources in one blend", fix=f"join datasets; at most {MAXIMUM_SOURCES}")
-        self.counts, self.period = tuple(counts), sum(counts)
+        self.counts = tuple(counts)
+        self.period = sum(counts)
         self._source = np.zeros(self.period, np.uint16)
         if len(counts) > 1:
             call("fl_blend", np.array(self.counts, np.uint64), len(self.counts), self.period, self._source)
@@ -76,4 +80,5 @@ class Blend:
         return source, self.before(k, source)
 
 
-blend_of = functools.lru_cache(maxsize=8)(Blend)  # by tuples of whole weights: a table of 6 bytes per slot of the period each
+# by tuples of whole weights: a table of 6 bytes per slot of the period each
+blend_of = functools.lru_cache(maxsize=8)(Blend)

@@ -1,8 +1,9 @@
 """Arrays that one process computes and all others map: written under another name, renamed into place, never pickled.
 
-Correctness rests on the rename alone. The lock file only saves work: of thousands of ranks one computes, the others wait; if the
-lock stops changing for `STALE_S` its holder is taken for dead and a waiter computes instead. A lock that is taken over twice costs
-work, not correctness. It needs nothing of the file system but exclusive creation and rename, so it holds on Lustre without flock.
+Correctness rests on the rename alone. The lock file only saves work: of thousands of ranks one computes, the others
+wait; if the lock stops changing for `STALE_S` its holder is taken for dead and a waiter computes instead. A lock that
+is taken over twice costs work, not correctness. It needs nothing of the file system but exclusive creation and rename,
+so it holds on Lustre without flock.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
     fix = f"delete {path}; it is made anew"
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
+    # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
+    except Exception as error:
         raise DataError(f"is not a .npy array: {error}", where=str(path), fix=fix) from error
     if array.shape != (length,) or array.dtype != np.dtype(dtype):
         what = f"expected {np.dtype(dtype)}[{length}], found {array.dtype}{list(array.shape)}"
@@ -59,7 +61,9 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 
 @contextmanager
 def held(lock: Path, purpose: str = "") -> Iterator[bool]:
-    """Hold the lock file, touching it every few seconds (compiled code releases the GIL); False where somebody else holds it."""
+    """Hold the lock file, touching it every few seconds (compiled code releases the GIL); False where somebody else
+    holds it.
+    """
     try:
         write_durably(lock, f"{socket.gethostname()} {os.getpid()} {purpose}\n".encode())
     except FileExistsError:
@@ -77,12 +81,15 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
 
 
 def is_alive(lock: Path) -> bool:
-    """Whether a lock's holder lives: its process on this host, else a heartbeat within STALE_S; False for a lock that is gone."""
+    """Whether a lock's holder lives: its process on this host, else a heartbeat within STALE_S; False for a lock
+    that is gone.
+    """
     with suppress(FileNotFoundError):
         host, pid = (*lock.read_text(encoding="utf-8").split(), "", "")[:2]
         if host == socket.gethostname():
             return Path(f"/proc/{pid}").exists()
-        touched_ns, since = lock.stat().st_mtime_ns, time.monotonic()
+        touched_ns = lock.stat().st_mtime_ns
+        since = time.monotonic()
         while time.monotonic() - since < STALE_S:  # by this host's own clock: file servers' clocks differ
             time.sleep(POLL_S)
             if lock.stat().st_mtime_ns != touched_ns:

@@ -1,4 +1,6 @@
-"""Where a dataset is made: nothing that is there is lost unasked, one process at a time makes it, and what cannot be written is named."""
+"""Where a dataset is made: nothing that is there is lost unasked, one process at a time makes it, and what cannot be
+written is named.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,17 @@ def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> Datase
         return meta
     if not overwrite:
         fix = "choose another --output, or add --overwrite to replace it"
-        raise DataError("is a dataset made from other inputs, or with another tokenizer or options", where=str(prefix), fix=fix)
+        raise DataError(
+            "is a dataset made from other inputs, or with another tokenizer or options", where=str(prefix), fix=fix
+        )
     return None
 
 
 @contextlib.contextmanager
 def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
-    """Hold the prefix's lock. Raises DataError naming the live process that holds it; and, with this `fix`, for files that cannot be written."""
+    """Hold the prefix's lock. Raises DataError naming the live process that holds it; and, with this `fix`, for
+    files that cannot be written.
+    """
     lock = Path(f"{prefix}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +51,11 @@ def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
             if is_alive(lock):
                 host, pid, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?")[:3]
                 what = f"process {pid} on {host} is making it from {'the same' if other == digest else 'other'} inputs"
-                raise DataError(what, where=str(lock.with_suffix("")), fix="wait until it has ended, or choose another --output")
+                raise DataError(
+                    what, where=str(lock.with_suffix("")), fix="wait until it has ended, or choose another --output"
+                )
             lock.unlink(missing_ok=True)
     except OSError as error:
-        raise DataError(f"cannot write: {error.strerror or error}", where=str(error.filename or prefix), fix=fix) from error
+        raise DataError(
+            f"cannot write: {error.strerror or error}", where=str(error.filename or prefix), fix=fix
+        ) from error

@@ -1,7 +1,7 @@
 """The documents inside a piece of an input, and its damage.
 
-Damage (a line that is no JSON, bytes that are no UTF-8, a stream that ends too soon) is yielded where it is found, named by file and
-line, and left to the caller's policy.
+Damage (a line that is no JSON, bytes that are no UTF-8, a stream that ends too soon) is yielded where it is found,
+named by file and line, and left to the caller's policy.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ from frontier_llm.units import format_bytes
 
 BLOCK_BYTES = 1 << 20
 ARRAY_HINT = "; a file with one large JSON value? It takes one object per line: jq -c '.[]' FILE > FILE.jsonl"
-DAMAGE_FIX = "mend the input (iconv -f LATIN1 -t UTF-8 for text in another encoding), or leave such inputs out with --skip-damaged"
+DAMAGE_FIX = (
+    "mend the input (iconv -f LATIN1 -t UTF-8 for text in another encoding), or leave such inputs out with "
+    "--skip-damaged"
+)
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-GROUP_OF_LARGEST = 8  # times as much as the largest value: what a row group of parquet, or one page, which is decoded whole, may hold
+# times as much as the largest value: what a row group of parquet, or one page, which is decoded whole, may hold
+GROUP_OF_LARGEST = 8
 PASSED_BYTES = MAXIMUM_BYTES  # of a line that is too long already: how far a packed file is read on for the next one
-CHUNK_BYTES = 4 << 20  # a longer text file becomes one document of several sequences, cut at newlines, so that memory stays bounded
+# a longer text file becomes one document of several sequences, cut at newlines, so that memory stays bounded
+CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Text:
-    """Some text; `ends_document` is False when the same document goes on in the next one, `learnt` where it is only read."""
+    """Some text; `ends_document` is False when the same document goes on in the next one, `learnt` where it is only
+    read.
+    """
 
     text: str
     ends_document: bool = True
@@ -75,26 +82,37 @@ def read(
 ) -> Iterator[Text | Damage]:
     """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column.
 
-    `prompt_key` names a JSON field whose text comes before it, to be read and not learnt; a piece of another kind is then damage.
+    `prompt_key` names a JSON field whose text comes before it, to be read and not learnt; a piece of another kind is
+    then damage.
 
-    A line, a parquet value, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is held in memory. So is a page or row group of
-    parquet of more than GROUP_OF_LARGEST times as much.
+    A line, a parquet value, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is
+    held in memory. So is a page or row group of parquet of more than GROUP_OF_LARGEST times as much.
     """
     if prompt_key is not None and piece.kind != "jsonl":
         yield Damage(_name(piece), f"is no JSONL, and has no field {prompt_key!r} beside its text (--prompt-key)")
         return
     if piece.kind in ("parquet", "mds"):
-        yield from _read_parquet(piece, text_key, max_bytes) if piece.kind == "parquet" else _read_mds(piece, text_key, max_bytes)
+        yield from (
+            _read_parquet(piece, text_key, max_bytes)
+            if piece.kind == "parquet"
+            else _read_mds(piece, text_key, max_bytes)
+        )
         return
     path = located(piece.path)
     unpacked = _Unpacked(path) if path.suffix in PACKED_SUFFIXES else None
     with io.BufferedReader(unpacked, BLOCK_BYTES) if unpacked else path.open("rb") as content:
-        yield from _read_whole(piece, content) if piece.kind == "text" else _read_lines(piece, content, text_key, max_bytes, prompt_key)
+        yield from (
+            _read_whole(piece, content)
+            if piece.kind == "text"
+            else _read_lines(piece, content, text_key, max_bytes, prompt_key)
+        )
     if unpacked and unpacked.damage:
         yield Damage(_name(piece), unpacked.damage)
 
 
-def _read_lines(piece: InputPiece, content: IO[bytes], text_key: str, max_bytes: int, prompt_key: str | None) -> Iterator[Text | Damage]:
+def _read_lines(
+    piece: InputPiece, content: IO[bytes], text_key: str, max_bytes: int, prompt_key: str | None
+) -> Iterator[Text | Damage]:
     for number, line in enumerate(_lines(piece, content, max_bytes)):
         if number == 0 and piece.start == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -132,7 +150,9 @@ def _field(record: dict[str, Any] | None, text_key: str) -> str:
     if record is None:
         return ""
     if text_key not in record:
-        raise DataError(f"has no key {text_key!r}; {suggest(text_key, list(record)[:20])}; --text-key and --prompt-key name others")
+        raise DataError(
+            f"has no key {text_key!r}; {suggest(text_key, list(record)[:20])}; --text-key and --prompt-key name others"
+        )
     return _usable(record[text_key], text_key)
 
 
@@ -155,8 +175,13 @@ def _decode(line: bytes) -> str:
 
 
 def _read_whole(piece: InputPiece, content: IO[bytes]) -> Iterator[Text | Damage]:
-    """One document; a file above CHUNK_BYTES comes in several texts. A chunk that is not UTF-8 is left out and named."""
-    line, open_document, encoding = 1, False, "utf-8-sig"  # the first chunk may begin with a byte order mark
+    """One document; a file above CHUNK_BYTES comes in several texts. A chunk that is not UTF-8 is left out and
+    named.
+    """
+    # the first chunk may begin with a byte order mark
+    line = 1
+    open_document = False
+    encoding = "utf-8-sig"
     for chunk, last in _chunks(content):
         try:
             text = chunk.decode(encoding)
@@ -168,13 +193,16 @@ def _read_whole(piece: InputPiece, content: IO[bytes]) -> Iterator[Text | Damage
             open_document = (open_document or bool(text)) and not last
             if text:
                 yield Text(text, last)
-        line, encoding = line + chunk.count(b"\n"), "utf-8"
+        line = line + chunk.count(b"\n")
+        encoding = "utf-8"
     if open_document:
         yield Text("", True)
 
 
 def _chunks(content: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """(about CHUNK_BYTES of the content, whether they are the last), cut at newlines where there are any, else between characters."""
+    """(about CHUNK_BYTES of the content, whether they are the last), cut at newlines where there are any, else
+    between characters.
+    """
     held = b""
     while block := content.read(BLOCK_BYTES):
         held += block
@@ -195,7 +223,8 @@ def _character_end(data: bytes) -> int:
 def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[bytes]:
     """Lines whose first byte lies in the piece, newline included; of a longer line the first `max_bytes` + 1.
 
-    In a packed file a line that goes on for PASSED_BYTES more ends the reading: a megabyte may unpack to a gigabyte, 3.4 CPU seconds.
+    In a packed file a line that goes on for PASSED_BYTES more ends the reading: a megabyte may unpack to a gigabyte,
+    3.4 CPU seconds.
     """
     if piece.start:
         content.seek(piece.start - 1)
@@ -205,7 +234,9 @@ def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[by
         ends = len(line) <= max_bytes or _end_line(content, line, PASSED_BYTES if unpacked else None)
         yield line
         if unpacked and not ends:
-            unpacked.damage = f"unpacks to one line of more than {format_bytes(max_bytes + PASSED_BYTES)}, the rest is left out"
+            unpacked.damage = (
+                f"unpacks to one line of more than {format_bytes(max_bytes + PASSED_BYTES)}, the rest is left out"
+            )
             return
 
 
@@ -251,7 +282,8 @@ def _lines_before(piece: InputPiece) -> int:
     """Lines that begin before the piece; reads the file up to there, so only asked when something is damaged."""
     if piece.start == 0:
         return 0
-    count, left = 0, piece.start
+    count = 0
+    left = piece.start
     with Path(piece.path).open("rb") as handle:
         while left > 0 and (block := handle.read(min(BLOCK_BYTES, left))):
             count += block.count(b"\n")
@@ -268,13 +300,16 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
         if text_key not in columns:
             nested = text_key in file.schema_arrow.names
             why = f"column {text_key!r} is nested, not a string" if nested else f"has no column {text_key!r}"
-            yield Damage(_name(piece), f"{why}; {suggest(text_key, [name for name in columns if '.' not in name][:20])}")
+            yield Damage(
+                _name(piece), f"{why}; {suggest(text_key, [name for name in columns if '.' not in name][:20])}"
+            )
             return
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
         for group in range(piece.start, piece.stop):
             described = file.metadata.row_group(group)
             page_bytes = largest_page_bytes(piece.path, described, columns[text_key])
-            most_bytes, text_bytes = GROUP_OF_LARGEST * max_bytes, 0
+            most_bytes = GROUP_OF_LARGEST * max_bytes
+            text_bytes = 0
             if page_bytes > most_bytes:
                 raise DataError(TOO_LARGE.format(format_bytes(most_bytes) + " in a page"))
             # each may come from a page of its own, or be the same long one of a dictionary

@@ -1,4 +1,5 @@
-"""The Hugging Face Hub by name: a dataset's files through `datasets`, a tokenizer's through huggingface_hub. Nothing of theirs is executed.
+"""The Hugging Face Hub by name: a dataset's files through `datasets`, a tokenizer's through huggingface_hub. Nothing of
+theirs is executed.
 
 dataset://OWNER/NAME?subset=S&split=train&revision=R      an input; also a directory of this machine
 hf://OWNER/NAME@REVISION                                  a tokenizer
@@ -20,15 +21,16 @@ from frontier_llm.errors import DataError, FrontierError, not_installed, suggest
 from frontier_llm.units import format_bytes
 
 HUB = "hf://"
-FILES, CONFIG = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"), "tokenizer_config.json"
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+CONFIG = "tokenizer_config.json"
 PARTS = ("subset", "split", "revision")
 
 
 def dataset_files(url: str) -> list[str]:
     """The paths and URLs of a split's files, at the commit that `revision` is now.
 
-    `datasets` says which files a subset and a split have; our own readers read them, within our bounds. Raises DataError for a split or subset
-    that is not there, UnreachableError where the Hub cannot be asked.
+    `datasets` says which files a subset and a split have; our own readers read them, within our bounds. Raises
+    DataError for a split or subset that is not there, UnreachableError where the Hub cannot be asked.
     """
     try:
         from datasets import load_dataset_builder
@@ -38,15 +40,22 @@ def dataset_files(url: str) -> list[str]:
     chosen = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := [key for key in chosen if key not in PARTS]:
         raise DataError(f"{unknown[0]!r} is no part of a dataset", where=url, fix=suggest(unknown[0], PARTS))
-    subset, split, revision = chosen.get("subset"), chosen.get("split", "train"), chosen.get("revision")
+    subset = chosen.get("subset")
+    split = chosen.get("split", "train")
+    revision = chosen.get("revision")
     local = Path(unquote(name)).expanduser()
     try:
         builder = load_dataset_builder(str(local) if local.is_dir() else name, subset, revision=revision)
         splits = builder.config.data_files or {}
     except ValueError as error:
-        raise DataError(f"cannot be opened: {reason_of(error)}", where=url, fix="choose another subset: ?subset=NAME") from None
+        raise DataError(
+            f"cannot be opened: {reason_of(error)}", where=url, fix="choose another subset: ?subset=NAME"
+        ) from None
     except Exception as error:  # its own, huggingface_hub's and the network library's have no common base
-        fix = f"{name} is no directory here; of the Hub: check the name, the network, and HF_TOKEN where it is private or gated"
+        fix = (
+            f"{name} is no directory here; of the Hub: check the name, the network, and HF_TOKEN where it is "
+            f"private or gated"
+        )
         raise UnreachableError(f"cannot be opened: {reason_of(error)}", where=url, fix=fix) from None
     if split not in splits:
         raise DataError(f"has no split {split!r}", where=url, fix=suggest(split, map(str, splits)))
@@ -56,8 +65,9 @@ def dataset_files(url: str) -> list[str]:
 def tokenizer_directory(spec: str) -> Path:
     """Where the files of a tokenizer of the Hub lie, in its client's cache.
 
-    The Hub is asked only where they are not there yet, so a compute node needs no network; a revision that moved is noticed by the digest of what
-    it made. Raises UnreachableError where it cannot be asked, DataError for a repository without a tokenizer.
+    The Hub is asked only where they are not there yet, so a compute node needs no network; a revision that moved is
+    noticed by the digest of what it made. Raises UnreachableError where it cannot be asked, DataError for a repository
+    without a tokenizer.
     """
     if (cached := cached_tokenizer(spec)) is not None and (cached / CONFIG).is_file():
         return cached
@@ -69,7 +79,11 @@ def tokenizer_directory(spec: str) -> Path:
         if not sizes.keys() & set(FILES):
             raise DataError(f"has none of {', '.join(FILES)}", where=spec, fix="name a repository with a tokenizer")
         if max(sizes.values()) > lifted(MAXIMUM_BYTES):
-            raise DataError(f"has a file of more than {format_bytes(lifted(MAXIMUM_BYTES))}, which no tokenizer has", where=spec, fix=LIFT)
+            raise DataError(
+                f"has a file of more than {format_bytes(lifted(MAXIMUM_BYTES))}, which no tokenizer has",
+                where=spec,
+                fix=LIFT,
+            )
         paths = [hub.hf_hub_download(name, file, revision=revision) for file in sizes]
         return Path(paths[0]).parent
     except DataError:
@@ -77,7 +91,10 @@ def tokenizer_directory(spec: str) -> Path:
     except Exception as error:  # of its network library, which depends on its version, and its own
         if cached is not None:
             return cached
-        fix = "check the name, the network, and HF_TOKEN where it is private or gated; without a network, fetch it elsewhere into this HF_HOME"
+        fix = (
+            "check the name, the network, and HF_TOKEN where it is private or gated; without a network, fetch it "
+            "elsewhere into this HF_HOME"
+        )
         fix += " (`frontier-llm data tokenize` and `hf download` do)"
         raise UnreachableError(f"cannot be fetched: {reason_of(error)}", where=spec, fix=fix) from None
 
@@ -90,12 +107,16 @@ def cached_tokenizer(spec: str) -> Path | None:
 
 
 def _named(spec: str) -> tuple[str, str | None]:
-    """(OWNER/NAME, the revision). Raises DataError for what cannot be a repository of the Hub: its parts name folders of the local cache."""
+    """(OWNER/NAME, the revision). Raises DataError for what cannot be a repository of the Hub: its parts name
+    folders of the local cache.
+    """
     name, _, revision = spec.removeprefix(HUB).partition("@")
     part = r"(?!\.)(?!.*\.\.)[A-Za-z0-9._-]{1,96}(?<!\.)"
     if not re.fullmatch(f"({part}/)?{part}", name) or not re.fullmatch(r"(?!.*\.\.)[A-Za-z0-9._/-]{0,255}", revision):
         raise DataError(
-            "is not the name of a tokenizer of the Hub", where=spec[:200], fix="write hf://OWNER/NAME or hf://OWNER/NAME@REVISION"
+            "is not the name of a tokenizer of the Hub",
+            where=spec[:200],
+            fix="write hf://OWNER/NAME or hf://OWNER/NAME@REVISION",
         )
     return name, revision or None
 

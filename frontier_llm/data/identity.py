@@ -1,4 +1,6 @@
-"""Which data a run trains on, by content: another path to the same tokens is the same dataset, and other tokens at a path are another."""
+"""Which data a run trains on, by content: another path to the same tokens is the same dataset, and other tokens at a
+path are another.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Dataset(NamedTuple):
 
 
 def datasets_of(configs: Iterable[RunConfig]) -> dict[str, Dataset]:
-    """Path → dataset of everything that any phase trains on; nothing of synthetic data. Raises DataError for one that cannot be read."""
+    """Path → dataset of everything that any phase trains on; nothing of synthetic data. Raises DataError for one
+    that cannot be read.
+    """
     blends = [phase.config.data.train for config in configs for phase in phases_of(config)]
     paths = dict.fromkeys(source.path for blend in blends if not isinstance(blend, str) for source in blend)
     opened = {path: IndexedDataset(path, scan=False) for path in paths}
@@ -32,10 +36,13 @@ def identities(datasets: Mapping[str, Dataset]) -> dict[str, str]:
 
 def wanted(config: RunConfig, datasets: Mapping[str, Dataset]) -> Wanted:
     """What one phase trains on; `datasets` has an entry for each of its paths."""
-    blend, data = config.data.train, config.data
+    blend = config.data.train
+    data = config.data
     sources = (
         (Source(dataset=SYNTHETIC, path=SYNTHETIC, tokens=0, weight=1.0),)
         if isinstance(blend, str)
-        else tuple(Source(datasets[one.path].identity, one.path, datasets[one.path].tokens, one.weight) for one in blend)
+        else tuple(
+            Source(datasets[one.path].identity, one.path, datasets[one.path].tokens, one.weight) for one in blend
+        )
     )
     return Wanted(sources, config.model.sequence_length, data.packing, data.seed)

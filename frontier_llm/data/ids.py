@@ -9,7 +9,8 @@ from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
 
 CHUNK_TOKENS = 1 << 24
-SCANNED_TOKENS = 1 << 26  # a dataset of unknown ids is scanned before the start up to here: 128 MB, some tenths of a second
+# a dataset of unknown ids is scanned before the start up to here: 128 MB, some tenths of a second
+SCANNED_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class IdScan:
         return self.outside is None
 
 
-def scan(prefix: str, vocab_size: int | None = None, progress: Callable[[int, int], None] = lambda done, of: None) -> IdScan:
+def scan(
+    prefix: str, vocab_size: int | None = None, progress: Callable[[int, int], None] = lambda done, of: None
+) -> IdScan:
     """Read every entry of the index and every token; `vocab_size` None = that of the dataset's record, if there is one.
 
     `progress` is given the number of tokens that have been read, and of all. Raises DataError for a damaged dataset.
@@ -45,7 +48,8 @@ def scan(prefix: str, vocab_size: int | None = None, progress: Callable[[int, in
     outside: str | None = None
     for start in range(0, dataset.token_count, CHUNK_TOKENS):
         chunk = dataset.tokens[start : start + CHUNK_TOKENS]
-        low, high = int(chunk.min()), int(chunk.max())
+        low = int(chunk.min())
+        high = int(chunk.max())
         smallest = low if smallest is None else min(smallest, low)
         largest = high if largest is None else max(largest, high)
         is_outside = low < 0 or (vocab_size is not None and high >= vocab_size)
@@ -60,7 +64,8 @@ def scan(prefix: str, vocab_size: int | None = None, progress: Callable[[int, in
 
 
 def known_largest_id(prefix: str) -> int | None:
-    """The largest id as it was recorded when the dataset was made; of a small dataset without that record by reading it.
+    """The largest id as it was recorded when the dataset was made; of a small dataset without that record by reading
+    it.
 
     None if it is not known. Raises DataError for a damaged record or dataset.
     """

@@ -1,7 +1,8 @@
-"""Tokens that others made -> `<prefix>.bin/.idx/.meta.json`: Mosaic MDS token columns, OLMo `.npy`, nanoGPT `.bin`, NumPy arrays.
+"""Tokens that others made -> `<prefix>.bin/.idx/.meta.json`: Mosaic MDS token columns, OLMo `.npy`, nanoGPT `.bin`,
+NumPy arrays.
 
-All of these are streams of ids with an end-of-document id between documents; samples that were packed to a fixed length are joined
-again and cut where the documents really end. Megatron `.bin/.idx` needs no import.
+All of these are streams of ids with an end-of-document id between documents; samples that were packed to a fixed length
+are joined again and cut where the documents really end. Megatron `.bin/.idx` needs no import.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def import_tokens(
 
     Nothing is done when the same files, tokenizer and options already made it.
 
-    `dtype` is the type of headerless files (.npy of OLMo, .bin of nanoGPT) and of MDS `bytes` columns (None there: int64). Raises
-    DataError for missing files, unknown kinds, and any id outside the tokenizer's vocabulary, with file and offset; for a directory that cannot
-    be written, a dataset of other inputs at `prefix` (unless `overwrite`), and while another process is making one there.
+    `dtype` is the type of headerless files (.npy of OLMo, .bin of nanoGPT) and of MDS `bytes` columns (None there:
+    int64). Raises DataError for missing files, unknown kinds, and any id outside the tokenizer's vocabulary, with file
+    and offset; for a directory that cannot be written, a dataset of other inputs at `prefix` (unless `overwrite`), and
+    while another process is making one there.
     """
     codec = load_tokenizer(tokenizer)
     known = f"known endings: {', '.join(SUFFIXES)}; text goes through `frontier-llm data tokenize`"
@@ -59,7 +61,9 @@ def import_tokens(
     with sole_maker(prefix, digest, "check space and permissions, then run the same command again"):
         with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
             unfinished = 0
-            for block in (block for path in files for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes)):
+            for block in (
+                block for path in files for block in _blocks(path, dtype, column, codec.vocab_size, max_bytes)
+            ):
                 unfinished = _write(writer, block, codec.eod, unfinished)
             if unfinished:
                 writer.end_document()
@@ -67,26 +71,39 @@ def import_tokens(
                 raise DataError("the inputs hold no tokens", where=str(prefix), fix="check the input paths")
         # the text's size is not known, so text_bytes is 0 and no bits per byte are reported
         counts = codec.vocab_size, codec.eod, writer.document_count, writer.token_count
-        meta = DatasetMeta(codec.name, codec.digest, *counts, text_bytes=0, inputs_digest=digest, largest_id=writer.largest_id)
+        meta = DatasetMeta(
+            codec.name, codec.digest, *counts, text_bytes=0, inputs_digest=digest, largest_id=writer.largest_id
+        )
         write_meta(prefix, meta)
-    log.info(f"{prefix}: {format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {len(files)} files")
+    log.info(
+        f"{prefix}: {format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {len(files)} "
+        f"files"
+    )
     return meta
 
 
-def _blocks(path: Path | RemoteFile, dtype: str | None, column: str, vocab_size: int, max_bytes: int) -> Iterator[NDArray[Any]]:
+def _blocks(
+    path: Path | RemoteFile, dtype: str | None, column: str, vocab_size: int, max_bytes: int
+) -> Iterator[NDArray[Any]]:
     """The file's ids in blocks, all inside the vocabulary."""
     is_mds = path.name.endswith(MDS_SUFFIXES)
     arrays = read_tokens(path, column, dtype or "int64", max_bytes) if is_mds else _raw(path, dtype)
     position = 0
     for array in arrays:
         if array.dtype.kind not in "iu":
-            raise DataError(f"holds {array.dtype}, not token ids", where=str(path), fix="name the files or the --column of the tokens")
+            raise DataError(
+                f"holds {array.dtype}, not token ids",
+                where=str(path),
+                fix="name the files or the --column of the tokens",
+            )
         for start in range(0, array.size, BLOCK_TOKENS):
             block = array[start : start + BLOCK_TOKENS]
             bad = np.flatnonzero((block < 0) | (block >= vocab_size))
             if bad.size:
                 what = f"token {position + start + int(bad[0])} is {block[bad[0]]}, the vocabulary has {vocab_size}"
-                raise DataError(what, where=str(path), fix="give the tokenizer that made it, and its --dtype (uint16, uint32, …)")
+                raise DataError(
+                    what, where=str(path), fix="give the tokenizer that made it, and its --dtype (uint16, uint32, …)"
+                )
             yield block
         position += array.size
 
@@ -99,13 +116,17 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
                 raise DataError("has a header", where=str(path), fix="download it first, and give its path")
             try:
                 array = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
-            except Exception as error:  # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
+            # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
+            except Exception as error:
                 raise DataError(f"cannot be read: {error}", where=str(path), fix="copy it again") from error
             yield array
             return
         if dtype is None:
-            raise DataError("has no header that says its type", where=str(path), fix="add --dtype uint16 (or uint32, int32, int64)")
-        wanted, size = np.dtype(dtype).newbyteorder("<"), path.stat().st_size
+            raise DataError(
+                "has no header that says its type", where=str(path), fix="add --dtype uint16 (or uint32, int32, int64)"
+            )
+        wanted = np.dtype(dtype).newbyteorder("<")
+        size = path.stat().st_size
         if size % wanted.itemsize:
             what = f"its {size} bytes are no whole number of {dtype} tokens"
             raise DataError(what, where=str(path), fix="give the right --dtype, or copy it again: it may be truncated")
@@ -115,11 +136,14 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
 
 
 def _write(writer: IndexedWriter, block: NDArray[Any], eod: int, unfinished: int) -> int:
-    """Append a block, ending a document after every `eod`; returns how many tokens of an unfinished document lie before the next."""
+    """Append a block, ending a document after every `eod`; returns how many tokens of an unfinished document lie
+    before the next.
+    """
     start = 0
     for end in (np.flatnonzero(block == eod) + 1).tolist():
         writer.add_document(block[start:end])
-        start, unfinished = end, 0
+        start = end
+        unfinished = 0
     if start < block.size:
         writer.add_sequence(block[start:])
         unfinished += block.size - start

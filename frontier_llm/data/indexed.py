@@ -1,7 +1,8 @@
-"""Megatron's indexed dataset, `.bin` + `.idx`: the format and a memory-mapped reader; indexed_writer.py writes it, byte-compatible both ways.
+"""Megatron's indexed dataset, `.bin` + `.idx`: the format and a memory-mapped reader; indexed_writer.py writes it,
+byte-compatible both ways.
 
-`.bin` holds the tokens, C order, no header. `.idx` is little-endian (read from megatron-core 0.16.1's indexed_dataset.py and
-checked byte for byte against it in the tests):
+`.bin` holds the tokens, C order, no header. `.idx` is little-endian (read from megatron-core 0.16.1's
+indexed_dataset.py and checked byte for byte against it in the tests):
 
     offset  type     content
     0       9 bytes  magic "MMIDIDX\\0\\0"
@@ -37,7 +38,8 @@ VERSION = 1
 DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name).newbyteorder("<") for code, name in DTYPE_NAMES.items()}
 DTYPE_CODES = {dtype.newbyteorder("="): code for code, dtype in DTYPES.items()}
 READ_ONLY = 1  # mode of a sequence whose tokens are read and not learnt
-SCAN_LIMIT = 1 << 20  # sequences that are checked one by one on every open (20 MB of .idx); larger ones when the sample index is built
+# sequences that are checked one by one on every open (20 MB of .idx); larger ones when the sample index is built
+SCAN_LIMIT = 1 << 20
 SCAN_CHUNK = 1 << 20
 DIGEST_BLOCK_BYTES = 1 << 16
 SAMPLE_BLOCK_BYTES = 1 << 12  # of .bin
@@ -62,19 +64,22 @@ def idx_path(prefix: str | Path) -> Path:
 class IndexedDataset:
     """A dataset opened for reading; both files are memory-mapped, so opening costs the same at any size.
 
-    `sequence_lengths` i32[S], `sequence_pointers` i64[S], `document_indices` i64[D] and `tokens` are views of the files.
+    `sequence_lengths` i32[S], `sequence_pointers` i64[S], `document_indices` i64[D] and `tokens` are views of the
+    files.
     """
 
     def __init__(self, prefix: str | Path, scan: bool | None = None) -> None:
         """Open and validate.
 
-        Header, file sizes and the ends of every table are always checked; `scan` also checks every entry (None: when there are
-        at most 2^20 sequences). Raises DataError naming the file, the byte offset, what was expected and what was found.
+        Header, file sizes and the ends of every table are always checked; `scan` also checks every entry (None: when
+        there are at most 2^20 sequences). Raises DataError naming the file, the byte offset, what was expected and what
+        was found.
         """
         self.prefix = str(prefix)
         _require_files(self.prefix)
         path = idx_path(prefix)
-        self._index_file = path.open("rb", buffering=0)  # stays open: `_index` compares its size before each use of the map
+        # stays open: `_index` compares its size before each use of the map
+        self._index_file = path.open("rb", buffering=0)
         size_bytes = os.fstat(self._index_file.fileno()).st_size
         self._map = np.memmap(self._index_file, dtype=np.uint8, mode="r") if size_bytes else np.zeros(0, np.uint8)
         code, self.sequence_count, documents_plus_1 = _read_header(path, self._map)
@@ -84,12 +89,20 @@ class IndexedDataset:
         offsets = [HEADER.size, HEADER.size + sizes[0], HEADER.size + sizes[0] + sizes[1], HEADER.size + sum(sizes)]
         if self._map.size not in (offsets[3], offsets[3] + self.sequence_count):
             wanted = f"{offsets[3]} bytes for {self.sequence_count} sequences and {self.document_count} documents"
-            raise _damaged(path, 18, wanted, f"{self._map.size} bytes", "the file is truncated or was written in part; make it anew")
+            raise _damaged(
+                path,
+                18,
+                wanted,
+                f"{self._map.size} bytes",
+                "the file is truncated or was written in part; make it anew",
+            )
         self._offsets = offsets
         bin_bytes = bin_path(prefix).stat().st_size
         self._check_ends(path, bin_bytes, offsets)
         self.token_count = bin_bytes // self.dtype.itemsize
-        self.tokens: NDArray[Any] = np.memmap(bin_path(prefix), self.dtype, "r") if self.token_count else np.zeros(0, self.dtype)
+        self.tokens: NDArray[Any] = (
+            np.memmap(bin_path(prefix), self.dtype, "r") if self.token_count else np.zeros(0, self.dtype)
+        )
         self._file: FileIO | None = None
         self.scanned = False
         if scan or (scan is None and self.sequence_count <= SCAN_LIMIT):
@@ -120,34 +133,51 @@ class IndexedDataset:
         return self._index()[start:stop].view(np.ndarray).view(dtype)
 
     def _index(self) -> NDArray[np.uint8]:
-        """The mapped .idx. Raises DataError if the file has been cut since: reading beyond its end would end the process by SIGBUS."""
+        """The mapped .idx. Raises DataError if the file has been cut since: reading beyond its end would end the
+        process by SIGBUS.
+        """
         path = idx_path(self.prefix)
         try:
             size_bytes = os.fstat(self._index_file.fileno()).st_size
         except OSError as error:
             raise _unreadable(path, error) from error
         if size_bytes < self._map.size:
-            fix = "the file was cut while it was in use; restore it and start again: the run goes on from its checkpoint"
+            fix = (
+                "the file was cut while it was in use; restore it and start again: the run goes on from its checkpoint"
+            )
             raise _damaged(path, size_bytes, f"{self._map.size} bytes, as at the start", f"{size_bytes}", fix)
         return self._map
 
     def _check_ends(self, path: Path, bin_bytes: int, offsets: list[int]) -> None:
         """First and last entry of each table, and the size of .bin; O(1)."""
-        first_document, last_document = int(self.document_indices[0]), int(self.document_indices[-1])
+        first_document = int(self.document_indices[0])
+        last_document = int(self.document_indices[-1])
         if first_document != 0 or last_document != self.sequence_count:
             wanted = f"document indices from 0 to {self.sequence_count}"
-            raise _damaged(path, offsets[2], wanted, f"{first_document} to {last_document}", "the index is damaged; make it anew")
+            raise _damaged(
+                path, offsets[2], wanted, f"{first_document} to {last_document}", "the index is damaged; make it anew"
+            )
         end_bytes = 0
         if self.sequence_count:
             end_bytes = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if bin_bytes != end_bytes:
             fix = "the two files are not of one dataset, or .bin was copied in part; copy or tokenize again"
-            raise _damaged(bin_path(self.prefix), min(bin_bytes, end_bytes), f"{end_bytes} bytes, as {path.name} says", f"{bin_bytes}", fix)
+            raise _damaged(
+                bin_path(self.prefix),
+                min(bin_bytes, end_bytes),
+                f"{end_bytes} bytes, as {path.name} says",
+                f"{bin_bytes}",
+                fix,
+            )
 
     def scan(self) -> None:
-        """Check every entry: lengths >= 0, pointers without gaps, document indices that never fall. Raises DataError at the first bad one."""
-        itemsize, expected = self.dtype.itemsize, 0
-        lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * self.sequence_count
+        """Check every entry: lengths >= 0, pointers without gaps, document indices that never fall. Raises DataError
+        at the first bad one.
+        """
+        itemsize = self.dtype.itemsize
+        expected = 0
+        lengths_at = HEADER.size
+        pointers_at = HEADER.size + 4 * self.sequence_count
         documents_at = pointers_at + 8 * self.sequence_count
         for start in range(0, self.sequence_count, SCAN_CHUNK):
             lengths = self.sequence_lengths[start : start + SCAN_CHUNK].astype(np.int64)
@@ -156,13 +186,19 @@ class IndexedDataset:
             starts = ends - lengths * itemsize
             for at in np.flatnonzero((lengths < 0) | (pointers != starts))[:1].tolist():
                 if lengths[at] < 0:
-                    raise self._bad_entry(lengths_at + 4 * (start + at), f"a length >= 0 for sequence {start + at}", lengths[at])
-                raise self._bad_entry(pointers_at + 8 * (start + at), f"pointer {starts[at]} for sequence {start + at}", pointers[at])
+                    raise self._bad_entry(
+                        lengths_at + 4 * (start + at), f"a length >= 0 for sequence {start + at}", lengths[at]
+                    )
+                raise self._bad_entry(
+                    pointers_at + 8 * (start + at), f"pointer {starts[at]} for sequence {start + at}", pointers[at]
+                )
             expected = int(ends[-1])
         for start in range(0, self.document_count, SCAN_CHUNK):
             chunk = self.document_indices[start : start + SCAN_CHUNK + 1]
             for at in (np.flatnonzero(chunk[1:] < chunk[:-1])[:1] + 1).tolist():
-                raise self._bad_entry(documents_at + 8 * (start + at), f"document index {start + at} >= {chunk[at - 1]}", chunk[at])
+                raise self._bad_entry(
+                    documents_at + 8 * (start + at), f"document index {start + at} >= {chunk[at - 1]}", chunk[at]
+                )
         self.scanned = True
 
     def _bad_entry(self, offset: int, expected: str, entry: np.integer[Any]) -> DataError:
@@ -199,7 +235,8 @@ class IndexedDataset:
         modes = self.modes
         if modes is None or not count:
             return np.ones(count, np.bool_)
-        pointers, size = self.sequence_pointers, self.dtype.itemsize
+        pointers = self.sequence_pointers
+        size = self.dtype.itemsize
         first = int(np.searchsorted(pointers, start * size, side="right")) - 1
         last = int(np.searchsorted(pointers, (start + count) * size, side="left"))
         borders = np.append(np.maximum(pointers[first:last] // size, start), start + count)
@@ -208,8 +245,9 @@ class IndexedDataset:
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Tokens [start, start + count) by one pread.
 
-        Unlike a page fault in the memory map it releases the GIL, so a background thread that waits for a disk does not stop the
-        training thread, and a parallel file system sees one request of the right size. Raises DataError when the file has shrunk or cannot be read.
+        Unlike a page fault in the memory map it releases the GIL, so a background thread that waits for a disk does not
+        stop the training thread, and a parallel file system sees one request of the right size. Raises DataError when
+        the file has shrunk or cannot be read.
         """
         size = self.dtype.itemsize
         inside = 0 <= start <= start + count <= self.token_count  # else of a damaged index
@@ -226,16 +264,22 @@ class IndexedDataset:
 
     @property
     def one_sequence_per_document(self) -> bool:
-        """True when document d is sequence d (what tokenizing text gives): D = S + 1 and every document has one sequence."""
+        """True when document d is sequence d (what tokenizing text gives): D = S + 1 and every document has one
+        sequence.
+        """
         if self.document_count != self.sequence_count:
             return False
-        chunks = ((start, self.document_indices[start : start + SCAN_CHUNK]) for start in range(0, self.document_count + 1, SCAN_CHUNK))
+        chunks = (
+            (start, self.document_indices[start : start + SCAN_CHUNK])
+            for start in range(0, self.document_count + 1, SCAN_CHUNK)
+        )
         return all(np.array_equal(chunk, np.arange(start, start + chunk.size)) for start, chunk in chunks)
 
     def digest(self) -> str:
         """Identity of the index's content: sizes and 256 evenly spaced 64 KiB blocks of .idx (all of it up to 16 MiB).
 
-        Reading all of a billion documents' index takes 20 GB on every rank; the sample index detects what this could miss.
+        Reading all of a billion documents' index takes 20 GB on every rank; the sample index detects what this could
+        miss.
         """
         state = hashlib.sha256(struct.pack("<QQ", self._map.size, self.token_count))
         for start in _evenly(self._map.size, DIGEST_BLOCK_BYTES):
@@ -247,21 +291,26 @@ class IndexedDataset:
 
         One rank reads it at each start: a megabyte, where hashing a terabyte of tokens would take ten minutes.
         """
-        state, count = hashlib.sha256(self.digest().encode()), SAMPLE_BLOCK_BYTES // self.dtype.itemsize
+        state = hashlib.sha256(self.digest().encode())
+        count = SAMPLE_BLOCK_BYTES // self.dtype.itemsize
         for start in _evenly(self.token_count, count):
             state.update(self.read(start, min(count, self.token_count - start)).tobytes())
         return state.hexdigest()
 
 
 def _evenly(size: int, block: int) -> list[int]:
-    """Where DIGEST_BLOCKS evenly spaced blocks begin, the first and the last among them; every block where there are not more."""
+    """Where DIGEST_BLOCKS evenly spaced blocks begin, the first and the last among them; every block where there are
+    not more.
+    """
     last = -(-size // block) - 1
     return sorted({number * last // (DIGEST_BLOCKS - 1) * block for number in range(DIGEST_BLOCKS)}) if size else []
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
-        f"cannot be read: {error.strerror}", where=str(path), fix="check its permissions and its disk, or restore it from a copy"
+        f"cannot be read: {error.strerror}",
+        where=str(path),
+        fix="check its permissions and its disk, or restore it from a copy",
     )
 
 
@@ -276,10 +325,16 @@ def _require_files(prefix: str) -> None:
         return
     siblings = [str(path.with_suffix("")) for path in Path(prefix).parent.glob("*.idx")]
     near = closest(prefix, siblings)
-    fix = f"did you mean {near!r}?" if near else "give the path without .bin/.idx; make one with `frontier-llm data tokenize`"
+    fix = (
+        f"did you mean {near!r}?"
+        if near
+        else "give the path without .bin/.idx; make one with `frontier-llm data tokenize`"
+    )
     if prefix.endswith((".bin", ".idx")):
         fix = f"give the path without its ending: {prefix[:-4]}"
-    raise DataError("no such file" + "".join(f", nor {path.name}" for path in missing[1:]), where=str(missing[0]), fix=fix)
+    raise DataError(
+        "no such file" + "".join(f", nor {path.name}" for path in missing[1:]), where=str(missing[0]), fix=fix
+    )
 
 
 def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]:
@@ -291,7 +346,13 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]
     if not head.startswith(MAGIC):
         raise _damaged(path, 0, f"magic {MAGIC!r}", repr(head[:9]), "this is no Megatron .idx file; check the path")
     if len(head) < HEADER.size:
-        raise _damaged(path, len(head), f"a header of {HEADER.size} bytes", f"{len(head)} bytes", "the file is truncated; make it anew")
+        raise _damaged(
+            path,
+            len(head),
+            f"a header of {HEADER.size} bytes",
+            f"{len(head)} bytes",
+            "the file is truncated; make it anew",
+        )
     _, version, code, sequences, documents = HEADER.unpack(head)
     rules = [
         (9, version, version == VERSION, f"version {VERSION}"),
@@ -300,7 +361,9 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]
     ]
     for offset, value, holds, expected in rules:
         if not holds:
-            raise _damaged(path, offset, expected, str(value), "the header is damaged or of a newer format; make the file anew")
+            raise _damaged(
+                path, offset, expected, str(value), "the header is damaged or of a newer format; make the file anew"
+            )
     return code, sequences, documents
 
 

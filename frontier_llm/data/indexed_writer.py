@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frontier_llm.data.indexed import DTYPE_CODES, HEADER, MAGIC, READ_ONLY, SCAN_CHUNK, VERSION, IndexedDataset, bin_path, idx_path
+from frontier_llm.data.indexed import (
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    READ_ONLY,
+    SCAN_CHUNK,
+    VERSION,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+)
 from frontier_llm.data.meta import meta_path
 from frontier_llm.errors import DataError
 from frontier_llm.files import NamedFile
@@ -22,8 +32,8 @@ from frontier_llm.files import NamedFile
 class IndexedWriter:
     """Write a dataset one sequence at a time in bounded memory; nothing appears under the final names before `finish`.
 
-    Lengths and document indices are spooled to files beside the target, so a billion documents need no more memory than one.
-    As a context manager it finishes on success and leaves nothing behind on an error.
+    Lengths and document indices are spooled to files beside the target, so a billion documents need no more memory than
+    one. As a context manager it finishes on success and leaves nothing behind on an error.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | str) -> None:
@@ -31,12 +41,18 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype)
         if self.dtype.newbyteorder("=") not in DTYPE_CODES:
             valid = ", ".join(sorted(str(dtype) for dtype in DTYPE_CODES))
-            raise DataError(f"the format has no code for dtype {self.dtype}", where=self.prefix, fix=f"use one of {valid}")
+            raise DataError(
+                f"the format has no code for dtype {self.dtype}", where=self.prefix, fix=f"use one of {valid}"
+            )
         self.sequence_count = self.document_count = self.token_count = 0
         self.largest_id: int | None = None  # of the tokens so far
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = {kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents", "modes")}
-        self._bin, self._lengths, self._documents, self._modes = (self._create(kind) for kind in ("bin", "lengths", "documents", "modes"))
+        self._temporary = {
+            kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents", "modes")
+        }
+        self._bin, self._lengths, self._documents, self._modes = (
+            self._create(kind) for kind in ("bin", "lengths", "documents", "modes")
+        )
         self._any_mode = False
         self._documents.write(struct.pack("<q", 0))
 
@@ -48,7 +64,11 @@ class IndexedWriter:
         array = np.asarray(tokens)
         converted = array.astype(self.dtype.newbyteorder("<"), copy=False)
         if array.size and array.dtype != self.dtype and not np.array_equal(converted, array):
-            raise DataError(f"tokens up to {array.max()} do not fit {self.dtype}", where=self.prefix, fix="use optimal_dtype(vocab_size)")
+            raise DataError(
+                f"tokens up to {array.max()} do not fit {self.dtype}",
+                where=self.prefix,
+                fix="use optimal_dtype(vocab_size)",
+            )
         self._bin.write(converted.tobytes())
         self._lengths.write(struct.pack("<i", array.size))
         self._modes.write(struct.pack("b", 0 if learnt else READ_ONLY))
@@ -75,11 +95,18 @@ class IndexedWriter:
     def append(self, other: IndexedDataset) -> None:
         """Append all documents of another dataset of the same dtype, streaming."""
         if other.dtype.newbyteorder("=") != self.dtype.newbyteorder("="):
-            raise DataError(f"is {other.dtype}, not {self.dtype}", where=other.prefix, fix="join datasets of one tokenizer only")
+            raise DataError(
+                f"is {other.dtype}, not {self.dtype}", where=other.prefix, fix="join datasets of one tokenizer only"
+            )
         documents = (self._documents, other.document_indices[1:], self.sequence_count)
         modes = np.broadcast_to(np.zeros(1, np.int8), other.sequence_count) if other.modes is None else other.modes
         self._any_mode |= other.modes is not None
-        tables = (self._bin, other.tokens, 0), (self._lengths, other.sequence_lengths, 0), (self._modes, modes, 0), documents
+        tables = (
+            (self._bin, other.tokens, 0),
+            (self._lengths, other.sequence_lengths, 0),
+            (self._modes, modes, 0),
+            documents,
+        )
         for spool, table, shift in tables:
             for start in range(0, table.size, SCAN_CHUNK):
                 spool.write((table[start : start + SCAN_CHUNK] + shift).astype(table.dtype).tobytes())
@@ -90,7 +117,9 @@ class IndexedWriter:
         self.token_count += other.token_count
 
     def finish(self) -> None:
-        """Write the index, flush to disk and rename into place; the .idx comes last, so that it vouches for the .bin."""
+        """Write the index, flush to disk and rename into place; the .idx comes last, so that it vouches for the
+        .bin.
+        """
         self._bin.flush()
         os.fsync(self._bin.fileno())
         with self._create("idx") as idx:
@@ -111,7 +140,8 @@ class IndexedWriter:
                 shutil.copyfileobj(self._modes, idx)
             idx.flush()
             os.fsync(idx.fileno())
-        for old in (meta_path(self.prefix), idx_path(self.prefix)):  # neither record nor index may ever stand beside another .bin
+        # neither record nor index may ever stand beside another .bin
+        for old in (meta_path(self.prefix), idx_path(self.prefix)):
             old.unlink(missing_ok=True)
         self._temporary["bin"].replace(bin_path(self.prefix))
         self._temporary["idx"].replace(idx_path(self.prefix))

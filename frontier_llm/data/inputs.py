@@ -1,7 +1,7 @@
 """Text inputs: which files there are, and how they are cut into pieces of work; documents.py reads them.
 
-A piece is a byte range of a file of lines, a range of row groups of a parquet file, or a whole file. Pieces depend on the files
-alone, never on the number of workers.
+A piece is a byte range of a file of lines, a range of row groups of a parquet file, or a whole file. Pieces depend on
+the files alone, never on the number of workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 
-MAXIMUM_BYTES = 128 << 20  # of a line, and of an MDS shard (Mosaic's own default is 64 MiB) after decompression; --max-mib
+# of a line, and of an MDS shard (Mosaic's own default is 64 MiB) after decompression; --max-mib
+MAXIMUM_BYTES = 128 << 20
 MAXIMUM_FOOTER_BYTES = 32 << 20  # of a parquet file: some 100,000 columns of row groups
 BUFFER_BYTES = 1 << 20  # of a parquet column read at a time; pyarrow's default is all that a row group has of it
 DATASET = "dataset://"  # of the Hub by name (hub.py)
@@ -35,7 +36,9 @@ Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
 
 @dataclass(frozen=True)
 class InputPiece:
-    """Part of a file that one worker reads: bytes [start, stop), or row groups of a parquet file; all of a compressed file."""
+    """Part of a file that one worker reads: bytes [start, stop), or row groups of a parquet file; all of a
+    compressed file.
+    """
 
     path: str  # of this machine, or a URL
     kind: Kind
@@ -55,7 +58,8 @@ def find_inputs(
     content: str = "text, JSONL, parquet or MDS",
     known: str = f"known endings: {', '.join(SUFFIXES)}, and {'/'.join(PACKED_SUFFIXES)} of text and JSONL",
 ) -> list[Path | RemoteFile]:
-    """The files, and every file of a known kind in the directories (recursively, sorted by path); also of URLs and of datasets of the Hub.
+    """The files, and every file of a known kind in the directories (recursively, sorted by path); also of URLs and of
+    datasets of the Hub.
 
     Raises DataError naming every path that is missing or of an unknown kind, and for a directory without inputs.
     """
@@ -68,16 +72,26 @@ def find_inputs(
             fix = suggest(Path(path).name, siblings[:20]) if siblings else "check the path"
             problems.append(Problem(path, "no such file or directory", fix))
             continue
-        shards = {_folder(file) for file in files if ".mds" in file.name}  # index.json beside them only repeats what they say
-        inside = [file for file in files if is_input(file) and not (file.name == "index.json" and _folder(file) in shards)]
+        # index.json beside them only repeats what they say
+        shards = {_folder(file) for file in files if ".mds" in file.name}
+        inside = [
+            file for file in files if is_input(file) and not (file.name == "index.json" and _folder(file) in shards)
+        ]
         if [str(file) for file in files] == [str(located(path))] and not inside:
             problems.append(Problem(str(files[0]), f"unknown kind {files[0].suffix!r}", known))
         elif not inside:
-            others = f"{known}; of a dataset of the Hub try &revision=refs/convert/parquet" if path.startswith(DATASET) else known
+            others = (
+                f"{known}; of a dataset of the Hub try &revision=refs/convert/parquet"
+                if path.startswith(DATASET)
+                else known
+            )
             problems.append(Problem(str(located(path)), f"holds no {content} files", others))
         elif len(inside) < len(files):
             other = next(file.name for file in files if file not in inside)
-            log.info(f"{located(path)}: read {plural(len(inside), 'file')}, left {len(files) - len(inside)} of other kinds, e.g. {other}")
+            log.info(
+                f"{located(path)}: read {plural(len(inside), 'file')}, left {len(files) - len(inside)} of other "
+                f"kinds, e.g. {other}"
+            )
         inputs += inside
     if problems or not inputs:
         raise DataError(problems or "none given", where="inputs", fix=f"name files or directories of {content}")
@@ -109,7 +123,9 @@ def _plain_suffix(path: Path | RemoteFile) -> str:
 def cut(path: str | Path | RemoteFile, documents: Literal["file", "line"], piece_bytes: int) -> list[InputPiece]:
     """The pieces of one file; `documents` says whether a text file is one document or one per line."""
     path = located(path)
-    size, suffix, name = path.stat().st_size, _plain_suffix(path), path.url if isinstance(path, RemoteFile) else str(path)
+    size = path.stat().st_size
+    suffix = _plain_suffix(path)
+    name = path.url if isinstance(path, RemoteFile) else str(path)
     if suffix == ".parquet":
         return _cut_parquet(name, size, piece_bytes)
     if suffix == ".mds":
@@ -130,17 +146,22 @@ def _cut_parquet(path: str, size: int, piece_bytes: int) -> list[InputPiece]:
         metadata = open_parquet(path).metadata
     except (OSError, ValueError):  # pyarrow's errors; reading the piece reports it as damage
         return [InputPiece(path, "parquet", 0, 1, size)]
-    pieces, start, held = [], 0, 0
+    pieces = []
+    start = 0
+    held = 0
     for group in range(metadata.num_row_groups):
         held += metadata.row_group(group).total_byte_size
         if held >= piece_bytes or group == metadata.num_row_groups - 1:
             pieces.append(InputPiece(path, "parquet", start, group + 1, held))
-            start, held = group + 1, 0
+            start = group + 1
+            held = 0
     return pieces
 
 
 def open_parquet(path: str | Path) -> Any:
-    """A pyarrow.parquet.ParquetFile, which reads a column as a stream. Raises ValueError for a footer that no file has."""
+    """A pyarrow.parquet.ParquetFile, which reads a column as a stream. Raises ValueError for a footer that no file
+    has.
+    """
     place = located(path)
     with place.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 8, 0))
@@ -152,7 +173,9 @@ def open_parquet(path: str | Path) -> Any:
 def open_packed(path: Path | RemoteFile) -> Any:
     """The content of a compressed file, as a binary file: gzip members or zstd frames, one after another."""
     return (
-        gzip.open(_readable(path)) if path.suffix == ".gz" else _pyarrow("pyarrow", path).input_stream(_readable(path), compression="zstd")
+        gzip.open(_readable(path))
+        if path.suffix == ".gz"
+        else _pyarrow("pyarrow", path).input_stream(_readable(path), compression="zstd")
     )
 
 
@@ -165,4 +188,6 @@ def _pyarrow(module: str, path: Path | RemoteFile) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise BackendError(f"reading this needs pyarrow: {error}", where=str(path), fix="pip install 'frontier-llm[data]'") from error
+        raise BackendError(
+            f"reading this needs pyarrow: {error}", where=str(path), fix="pip install 'frontier-llm[data]'"
+        ) from error

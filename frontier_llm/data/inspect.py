@@ -21,12 +21,17 @@ PERCENTILES = (0, 25, 50, 75, 99, 100)
 
 
 def inspect(
-    prefix: str, tokenizer: str | None = None, samples: int = 3, top: int = 20, characters: int = 200, sequence_length: int = 0
+    prefix: str,
+    tokenizer: str | None = None,
+    samples: int = 3,
+    top: int = 20,
+    characters: int = 200,
+    sequence_length: int = 0,
 ) -> dict[str, Any]:
     """A JSON-ready description of a dataset; every entry of the index is checked on the way.
 
-    `tokenizer` None = the one in the record, when it is still there; with a `sequence_length` also what sequences of so many tokens cut. Raises DataError for damage, and for a tokenizer that did not
-    make the data.
+    `tokenizer` None = the one in the record, when it is still there; with a `sequence_length` also what sequences of so
+    many tokens cut. Raises DataError for damage, and for a tokenizer that did not make the data.
     """
     dataset = IndexedDataset(prefix, scan=True)
     dataset.check_token_ids()
@@ -34,12 +39,17 @@ def inspect(
     spec = tokenizer or (recorded_tokenizer(prefix, meta.tokenizer) if meta is not None else None)
     codec = load_tokenizer(spec) if spec else None
     if codec is not None and meta is not None and codec.digest != meta.tokenizer_digest:
-        raise DataError(f"did not make {prefix}: that was {meta.tokenizer}", where=codec.name, fix=f"give --tokenizer {meta.tokenizer}")
+        raise DataError(
+            f"did not make {prefix}: that was {meta.tokenizer}",
+            where=codec.name,
+            fix=f"give --tokenizer {meta.tokenizer}",
+        )
     counts = _histogram(dataset)
     shares = counts[counts > 0] / max(dataset.token_count, 1)
     order = np.argsort(-counts, kind="stable")[:top]
     starts = np.array([dataset.document_start(document) for document in range(dataset.document_count + 1)])
-    lengths, count = np.diff(starts), dataset.document_count
+    lengths = np.diff(starts)
+    count = dataset.document_count
     documents = sorted({number * count // samples for number in range(samples)}) if count else []
     report: dict[str, Any] = {
         "prefix": prefix,
@@ -53,7 +63,9 @@ def inspect(
         "unigram_entropy_bits": float(-(shares * np.log2(shares)).sum()),
         "document_lengths": {f"p{p}": int(np.percentile(lengths, p)) for p in PERCENTILES} if lengths.size else {},
         "top_tokens": [
-            {"id": int(i), "count": int(counts[i]), "text": codec.decode([int(i)]) if codec else None} for i in order if counts[i]
+            {"id": int(i), "count": int(counts[i]), "text": codec.decode([int(i)]) if codec else None}
+            for i in order
+            if counts[i]
         ],
         "samples": [_sample(dataset, document, codec, characters) for document in documents],
     }
@@ -63,7 +75,12 @@ def inspect(
         report["truncated"] = truncation(lengths, sequence_length)
         report["best_fit"] = best_fit(dataset, lengths, sequence_length)
     if meta is not None:
-        report |= {"tokenizer": meta.tokenizer, "tokenizer_digest": meta.tokenizer_digest, "vocab_size": meta.vocab_size, "eod": meta.eod}
+        report |= {
+            "tokenizer": meta.tokenizer,
+            "tokenizer_digest": meta.tokenizer_digest,
+            "vocab_size": meta.vocab_size,
+            "eod": meta.eod,
+        }
         report["damaged"] = meta.damaged
         if meta.text_bytes:  # not known of imported tokens
             report |= {"text_bytes": meta.text_bytes, "bytes_per_token": meta.bytes_per_token}
@@ -74,13 +91,17 @@ def inspect(
 def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
     """How many tokens are parted from the beginning of their document by sequences of this length.
 
-    Training lays documents end to end and cuts every S tokens, so a cut falls anywhere: token p of a document has lost its beginning with
-    probability p / S (`expected_tokens`). However documents were packed, those past S of a longer one would have (`unavoidable_tokens`).
+    Training lays documents end to end and cuts every S tokens, so a cut falls anywhere: token p of a document has lost
+    its beginning with probability p / S (`expected_tokens`). However documents were packed, those past S of a longer
+    one would have (`unavoidable_tokens`).
     """
-    S, lengths = sequence_length, lengths.astype(np.float64)
+    S = sequence_length
+    lengths = lengths.astype(np.float64)
     total = max(float(lengths.sum()), 1.0)
-    within, beyond = np.minimum(lengths, S), np.maximum(lengths - S, 0.0)
-    expected, unavoidable = float((within * (within - 1) / (2 * S) + beyond).sum()), float(beyond.sum())
+    within = np.minimum(lengths, S)
+    beyond = np.maximum(lengths - S, 0.0)
+    expected = float((within * (within - 1) / (2 * S) + beyond).sum())
+    unavoidable = float(beyond.sum())
     return {
         "sequence_length": S,
         "longer_documents": int((lengths > S).sum()),
@@ -92,7 +113,9 @@ def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str,
 
 
 def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
-    """The same of `data.packing: best-fit`, which parts only what no sequence can hold, and pads: as one seed packs it, and others hardly differ."""
+    """The same of `data.packing: best-fit`, which parts only what no sequence can hold, and pads: as one seed packs
+    it, and others hardly differ.
+    """
     if not dataset.token_count:
         return {}
     samples = PackedSamples(dataset, sequence_length, order_key("best-fit", 0, 0))
@@ -111,7 +134,8 @@ def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_le
 
 
 def recorded_tokenizer(prefix: str, name: str) -> str | None:
-    """Where the tokenizer lies that a dataset's record names: at its path, beside the dataset when both were moved, or fetched before; None: gone.
+    """Where the tokenizer lies that a dataset's record names: at its path, beside the dataset when both were moved, or
+    fetched before; None: gone.
 
     The Hub is not asked: a record may be a stranger's.
     """
@@ -132,7 +156,9 @@ def _histogram(dataset: IndexedDataset) -> np.ndarray[Any, np.dtype[np.int64]]:
             at = start + int(np.argmin(chunk))
             offset = at * dataset.dtype.itemsize
             raise DataError(
-                f"at byte {offset}: token id {chunk.min()} is negative", where=str(bin_path(dataset.prefix)), fix="tokenize again"
+                f"at byte {offset}: token id {chunk.min()} is negative",
+                where=str(bin_path(dataset.prefix)),
+                fix="tokenize again",
             )
         more = np.bincount(chunk, minlength=counts.size)
         more[: counts.size] += counts

@@ -15,7 +15,9 @@ def derive_key(*parts: object) -> int:
 
 
 def order_key(kind: Packing | Literal["synthetic"], seed: int, number: int) -> int:
-    """The order of the samples of stream `number` of a run (`data/position.py`), or of the source at that place of a held-out set."""
+    """The order of the samples of stream `number` of a run (`data/position.py`), or of the source at that place of a
+    held-out set.
+    """
     if kind == "synthetic":
         first = derive_key("synthetic", seed)
         return first if number == 0 else derive_key("phase", first, number + 1)

@@ -4,8 +4,9 @@ Samples of a run are numbered from 0 (`data/position.py`). A step consumes the n
 
     first of the step + microbatch * (micro_batch * dp) + dp_rank * micro_batch + row
 
-is row `row` of that microbatch on that data-parallel rank. So the union over ranks and microbatches is the same set of samples
-for every dp and micro_batch that divide the global batch, and pipeline and tensor ranks of one replica read the same rows.
+is row `row` of that microbatch on that data-parallel rank. So the union over ranks and microbatches is the same set of
+samples for every dp and micro_batch that divide the global batch, and pipeline and tensor ranks of one replica read the
+same rows.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ VALIDATION_SEED_OFFSET = 1  # the validation stream's order has a seed of its ow
 class SampleBatch:
     """B samples of S + 1 tokens: inputs are [:, :-1], targets [:, 1:].
 
-    With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0 (queries attend only keys of equal number)
-    and `loss_mask_BS` is False where the target begins another document than the input belongs to. It is False too where a target is read
-    and not learnt. Each is None where nothing is masked so.
+    With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0 (queries attend only keys of
+    equal number) and `loss_mask_BS` is False where the target begins another document than the input belongs to. It is
+    False too where a target is read and not learnt. Each is None where nothing is masked so.
     """
 
     tokens_BS1: NDArray[np.int64]
@@ -80,18 +81,23 @@ class Batches:
     ) -> None:
         """`first_sample`: number of the sample that step 0 would begin with if all steps had been as large as these.
 
-        `vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background (0: none).
+        `vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background
+        (0: none).
         """
         rows = micro_batch * dp
         if global_batch % rows:
             what = f"global_batch {global_batch} is not a multiple of micro_batch {micro_batch} x dp {dp} = {rows}"
             raise DataError(what, fix=f"set batch.global_batch to a multiple of {rows}, or change batch.micro_batch")
-        self.samples, self._first_sample = samples, first_sample
-        self.global_batch, self.micro_batch = global_batch, micro_batch
-        self.dp_rank, self.dp = dp_rank, dp
+        self.samples = samples
+        self._first_sample = first_sample
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.dp_rank = dp_rank
+        self.dp = dp
         self.microbatches = global_batch // (micro_batch * dp)  # per step
         self.vocab_size = vocab_size
-        self.reset_at_documents, self.masks_targets = reset_at_documents, reset_at_documents or samples.masked
+        self.reset_at_documents = reset_at_documents
+        self.masks_targets = reset_at_documents or samples.masked
         self._read_ahead = range(read_ahead + 1)
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         # a step's microbatches are asked for again by other chunks of the stage, so they stay while they are small
@@ -100,11 +106,18 @@ class Batches:
 
     def sample_ids(self, step: int, index: int) -> range:
         """Numbers in the run of the samples in a microbatch of a step."""
-        first = self._first_sample + step * self.global_batch + index * self.micro_batch * self.dp + self.dp_rank * self.micro_batch
+        first = (
+            self._first_sample
+            + step * self.global_batch
+            + index * self.micro_batch * self.dp
+            + self.dp_rank * self.micro_batch
+        )
         return range(first, first + self.micro_batch)
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
-        """Microbatch `index` (0 … microbatches - 1) of step `step` (0 …). Raises DataError for a token outside the vocabulary."""
+        """Microbatch `index` (0 … microbatches - 1) of step `step` (0 …). Raises DataError for a token outside the
+        vocabulary.
+        """
         if not 0 <= index < self.microbatches:
             raise IndexError(f"microbatch {index} of {self.microbatches}")
         if self._pool is None:
@@ -121,13 +134,16 @@ class Batches:
         ids = self.sample_ids(step, index)
         tokens = np.empty((len(ids), self.samples.sequence_length + 1), np.int64)
         learnt = np.ones(tokens.shape, np.bool_) if self.samples.masked else None
-        lengths = [self.samples.fill(k, tokens[row], None if learnt is None else learnt[row]) for row, k in enumerate(ids)]
+        lengths = [
+            self.samples.fill(k, tokens[row], None if learnt is None else learnt[row]) for row, k in enumerate(ids)
+        ]
         if self.vocab_size is not None and (tokens.max() >= self.vocab_size or tokens.min() < 0):
             row, place = np.argwhere((tokens >= self.vocab_size) | (tokens < 0))[0]
             origin = self.samples.origin(ids[row], int(place))
             what = f"sample {ids[row]} holds token {tokens[row, place]}, the vocabulary has {self.vocab_size}"
             fix = (
-                "train with the tokenizer that made the data, or raise model.vocab_size; `frontier-llm data check` finds all such datasets"
+                "train with the tokenizer that made the data, or raise model.vocab_size; `frontier-llm data check` "
+                "finds all such datasets"
             )
             raise DataError(what, fix, "" if origin is None else str(origin))
         targets = None if learnt is None else learnt[:, 1:].copy()
@@ -144,24 +160,34 @@ class Batches:
 
 
 def open_samples(run: RunConfig, split: str = "train") -> BlendedSamples:
-    """The samples of one of `run.data.splits`, numbered from its beginning: of a held-out set, or of the run's first blend.
+    """The samples of one of `run.data.splits`, numbered from its beginning: of a held-out set, or of the run's first
+    blend.
 
     Raises DataError for missing or damaged files.
     """
     sources = run.data.splits[split]
     seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
     if isinstance(sources, str):
-        return BlendedSamples([SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)], lambda k: (0, k))
+        return BlendedSamples(
+            [SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)], lambda k: (0, k)
+        )
     # held-out sets are cut as ever, so that losses of runs that pack differently compare
     packing = run.data.packing if split == "train" else "concatenate"
-    streams = [_open_dataset(run, source.path, packing, order_key(packing, seed, place)) for place, source in enumerate(sources)]
+    streams = [
+        _open_dataset(run, source.path, packing, order_key(packing, seed, place))
+        for place, source in enumerate(sources)
+    ]
     return BlendedSamples(streams, blend_of(tuple(whole_weights([source.weight for source in sources]))).locate)
 
 
 def open_run(run: RunConfig, position: Position) -> BlendedSamples:
-    """The samples of the run by number, from `position` on for as long as its blend is dealt. Raises DataError as `open_samples`."""
+    """The samples of the run by number, from `position` on for as long as its blend is dealt. Raises DataError as
+    `open_samples`.
+    """
     first = position.samples
-    return BlendedSamples([open_stream(run, stream) for stream in position.current], lambda k: position.sample(k - first))
+    return BlendedSamples(
+        [open_stream(run, stream) for stream in position.current], lambda k: position.sample(k - first)
+    )
 
 
 def open_stream(run: RunConfig, stream: Stream) -> SampleStream:
@@ -183,12 +209,16 @@ def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", re
 
 
 def open_run_batches(run: RunConfig, position: Position, step: int, dp_rank: int, dp: int) -> Batches:
-    """This data-parallel rank's microbatches of what a run trains on from `position` on, where `step` steps are done."""
+    """This data-parallel rank's microbatches of what a run trains on from `position` on, where `step` steps are
+    done.
+    """
     first = position.samples - step * run.batch.global_batch
     return _batches(run, open_run(run, position), dp_rank, dp, first_sample=first)
 
 
-def _batches(run: RunConfig, samples: SampleStream, dp_rank: int, dp: int, read_ahead: int = 4, first_sample: int = 0) -> Batches:
+def _batches(
+    run: RunConfig, samples: SampleStream, dp_rank: int, dp: int, read_ahead: int = 4, first_sample: int = 0
+) -> Batches:
     return Batches(
         samples,
         run.batch.global_batch,
@@ -203,7 +233,9 @@ def _batches(run: RunConfig, samples: SampleStream, dp_rank: int, dp: int, read_
 
 
 def prepare_indices(run: RunConfig, position: Position = START) -> None:
-    """Build the sample indices of the rest of the run ahead of it, on one core of any node; the ranks then only map them."""
+    """Build the sample indices of the rest of the run ahead of it, on one core of any node; the ranks then only map
+    them.
+    """
     for phase, after in course(run, position, datasets_of([run])):
         for stream in after.current:
             _prepare(open_stream(phase.config, stream), stream.taken)
@@ -221,8 +253,8 @@ def _prepare(samples: SampleStream, count: int) -> None:
 def data_problems(run: RunConfig, position: Position = START) -> list[Problem]:
     """Everything wrong with the run's data, found by one process before ranks start.
 
-    Missing or damaged files, a dataset that is empty or too short, a tokenizer that cannot be read, a tokenizer or vocabulary that does not
-    match, a dataset that is read more often than it may be.
+    Missing or damaged files, a dataset that is empty or too short, a tokenizer that cannot be read, a tokenizer or
+    vocabulary that does not match, a dataset that is read more often than it may be.
     """
     problems: list[Problem] = []
     digest = None
@@ -233,7 +265,9 @@ def data_problems(run: RunConfig, position: Position = START) -> list[Problem]:
             problems += _vocabulary(run, tokenizer.vocab_size, run.data.tokenizer)
         except FrontierError as error:
             problems += error.problems
-    for phase, (split, sources) in ((each, item) for each in phases_of(run) for item in each.config.data.splits.items()):
+    for phase, (split, sources) in (
+        (each, item) for each in phases_of(run) for item in each.config.data.splits.items()
+    ):
         if isinstance(sources, str):
             continue
         if (mistake := _mistake(split, [source.path for source in sources])) is not None:
@@ -261,7 +295,9 @@ def _key(split: str) -> str:
 def _mistake(split: str, paths: list[str]) -> Problem | None:
     """What is no list of datasets at all."""
     if not paths:
-        return Problem(_key(split), "is an empty list", "name a dataset" + (", or write null" if split != "train" else ""))
+        return Problem(
+            _key(split), "is an empty list", "name a dataset" + (", or write null" if split != "train" else "")
+        )
     for path in paths:
         if re.match(r"[\d.]+ \S", path):
             fix = f"{_key(split)}=[{{path: PREFIX, weight: {path.split()[0]}}}, …]"
@@ -272,19 +308,30 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
 
 
 def _too_short(run: RunConfig, split: str, samples: SampleStream) -> list[Problem]:
-    """Datasets without one whole sequence, and training data without one whole batch: every step would show the same tokens again."""
+    """Datasets without one whole sequence, and training data without one whole batch: every step would show the same
+    tokens again.
+    """
     assert isinstance(samples, BlendedSamples)
     datasets = [stream.dataset for stream in samples.streams if isinstance(stream, DocumentSamples | PackedSamples)]
-    S, batch_tokens = run.model.sequence_length, run.batch.global_batch * run.model.sequence_length
+    S = run.model.sequence_length
+    batch_tokens = run.batch.global_batch * run.model.sequence_length
     problems = [
-        Problem(_key(split), f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1", "give more data")
+        Problem(
+            _key(split),
+            f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1",
+            "give more data",
+        )
         for dataset in datasets
         if dataset.token_count <= S
     ]
     tokens = sum(dataset.token_count for dataset in datasets)
     if split == "train" and not problems and tokens < batch_tokens:
-        what = f"holds {tokens} tokens, less than one batch of {run.batch.global_batch} sequences of {S} ({batch_tokens})"
-        problems.append(Problem("data.train", what, f"give more data, or set batch.global_batch to at most {tokens // S}"))
+        what = (
+            f"holds {tokens} tokens, less than one batch of {run.batch.global_batch} sequences of {S} ({batch_tokens})"
+        )
+        problems.append(
+            Problem("data.train", what, f"give more data, or set batch.global_batch to at most {tokens // S}")
+        )
     return problems
 
 
@@ -297,10 +344,14 @@ def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
 
 
 def _tokenizer_problems(run: RunConfig) -> list[Problem]:
-    """Datasets of any phase or held-out set that another tokenizer made than the first one. With data.tokenizer `_mismatch` compares them."""
+    """Datasets of any phase or held-out set that another tokenizer made than the first one. With data.tokenizer
+    `_mismatch` compares them.
+    """
     if run.data.tokenizer is not None:
         return []
-    sources = [(split, source.path) for split, blend in _all_splits(run) if not isinstance(blend, str) for source in blend]
+    sources = [
+        (split, source.path) for split, blend in _all_splits(run) if not isinstance(blend, str) for source in blend
+    ]
     first: tuple[str, DatasetMeta] | None = None
     problems: list[Problem] = []
     for split, path in dict.fromkeys(sources):
@@ -332,11 +383,19 @@ def _mismatch(run: RunConfig, path: str, digest: str | None) -> list[Problem]:
     problems = [] if meta is None else _vocabulary(run, meta.vocab_size, f"the tokenizer that made {path}")
     if not problems and (largest := known_largest_id(path)) is not None and largest >= run.model.vocab_size:
         what = f"{run.model.vocab_size} ids, and {path} holds the id {largest}"
-        fix = f"train with the tokenizer that made the data, or set model.vocab_size={largest + 1} or more; `frontier-llm data check` shows the place"
+        fix = (
+            f"train with the tokenizer that made the data, or set model.vocab_size={largest + 1} or more; "
+            f"`frontier-llm data check` shows the place"
+        )
         problems.append(Problem("model.vocab_size", what, fix))
     if meta is None:
         return problems
     if digest is not None and digest != meta.tokenizer_digest:
-        what = f"{run.data.tokenizer} (sha256 {digest[:12]}) did not make {path}: that was {meta.tokenizer} ({meta.tokenizer_digest[:12]})"
-        problems.append(Problem("data.tokenizer", what, f"set data.tokenizer to {meta.tokenizer}, or tokenize the text again"))
+        what = (
+            f"{run.data.tokenizer} (sha256 {digest[:12]}) did not make {path}: that was {meta.tokenizer} "
+            f"({meta.tokenizer_digest[:12]})"
+        )
+        problems.append(
+            Problem("data.tokenizer", what, f"set data.tokenizer to {meta.tokenizer}, or tokenize the text again")
+        )
     return problems

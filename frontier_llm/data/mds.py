@@ -1,12 +1,13 @@
 """Mosaic Streaming's MDS shards: one column of every sample, read without the streaming package.
 
-A shard (format version 2, read from mosaicml-streaming 0.13.0 and checked against shards that it wrote) is little-endian:
+A shard (format version 2, read from mosaicml-streaming 0.13.0 and checked against shards that it wrote) is
+little-endian:
 
     u32 n | u32 offsets[n + 1], absolute | UTF-8 JSON with column_names, column_encodings, column_sizes | samples
 
-A sample is a u32 size for each column of variable size, then the columns' bytes, in the order of column_names. Token columns are
-`ndarray:DTYPE[:shape]`, `ndarray` (the type is stored with each value) or `bytes` (LLM Foundry: int64 unless told otherwise).
-`pkl` columns run code when they are read and are refused.
+A sample is a u32 size for each column of variable size, then the columns' bytes, in the order of column_names. Token
+columns are `ndarray:DTYPE[:shape]`, `ndarray` (the type is stored with each value) or `bytes` (LLM Foundry: int64
+unless told otherwise). `pkl` columns run code when they are read and are refused.
 """
 
 from __future__ import annotations
@@ -27,13 +28,28 @@ from frontier_llm.errors import DataError, FrontierError, suggest
 from frontier_llm.units import format_bytes
 
 SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
-VALUE_DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4", 64: "u8", 65: "i8", 66: "f8"}
+VALUE_DTYPES = {
+    8: "u1",
+    9: "i1",
+    16: "u2",
+    17: "i2",
+    18: "f2",
+    32: "u4",
+    33: "i4",
+    34: "f4",
+    64: "u8",
+    65: "i8",
+    66: "f8",
+}
 
 
-def open_column(path: str | Path | RemoteFile, column: str, max_bytes: int = MAXIMUM_BYTES) -> tuple[str, Iterator[bytes]]:
+def open_column(
+    path: str | Path | RemoteFile, column: str, max_bytes: int = MAXIMUM_BYTES
+) -> tuple[str, Iterator[bytes]]:
     """A column's declared encoding and its raw value in every sample.
 
-    Raises DataError for a file that is no shard or has no such column, and, while iterating, with the byte offset of a damaged sample.
+    Raises DataError for a file that is no shard or has no such column, and, while iterating, with the byte offset of a
+    damaged sample.
     """
     shard = located(path)
     data, header = _open(shard, max_bytes)
@@ -70,20 +86,26 @@ def read_texts(path: str | Path | RemoteFile, column: str, max_bytes: int = MAXI
         try:
             yield value.decode()
         except UnicodeDecodeError as error:
-            raise DataError(f"sample {sample} is not UTF-8: {error.reason}", where=str(path), fix="copy it again") from error
+            raise DataError(
+                f"sample {sample} is not UTF-8: {error.reason}", where=str(path), fix="copy it again"
+            ) from error
 
 
 def read_tokens(
     path: str | Path | RemoteFile, column: str, bytes_dtype: str = "int64", max_bytes: int = MAXIMUM_BYTES
 ) -> Iterator[NDArray[Any]]:
-    """A column of token arrays; `bytes_dtype` says what a `bytes` column holds. Raises DataError for other encodings."""
+    """A column of token arrays; `bytes_dtype` says what a `bytes` column holds. Raises DataError for other
+    encodings.
+    """
     encoding, values = open_column(path, column, max_bytes)
     decode = _token_decoder(path, encoding, column, bytes_dtype)
     for sample, value in enumerate(values):
         try:
             yield decode(value)
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise DataError(f"sample {sample} holds no token array: {error}", where=str(path), fix="copy it again") from error
+            raise DataError(
+                f"sample {sample} holds no token array: {error}", where=str(path), fix="copy it again"
+            ) from error
 
 
 def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any]]:
@@ -94,7 +116,8 @@ def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any
         if len(data) > max_bytes:
             raise DataError(TOO_LARGE.format(format_bytes(max_bytes)), where=str(path))
         count = int.from_bytes(data[:4], "little")
-        first, last = struct.unpack_from("<I", data, 4)[0], struct.unpack_from("<I", data, 4 + 4 * count)[0]
+        first = struct.unpack_from("<I", data, 4)[0]
+        last = struct.unpack_from("<I", data, 4 + 4 * count)[0]
         header = json.loads(data[8 + 4 * count : first])
         if not all(size is None or (isinstance(size, int) and size >= 0) for size in header["column_sizes"]):
             raise ValueError(f"column_sizes {header['column_sizes']}")
@@ -106,21 +129,29 @@ def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any
             f"is no MDS shard: {error}", where=str(path), fix="copy it again, or give the directory of an MDS dataset"
         ) from error
     if last != len(data):
-        raise DataError(f"at byte {4 + 4 * count}: expected {last} bytes, found {len(data)}", where=str(path), fix="copy it again")
+        raise DataError(
+            f"at byte {4 + 4 * count}: expected {last} bytes, found {len(data)}", where=str(path), fix="copy it again"
+        )
     if len(set(columns.values())) != 1:
         counts = ", ".join(f"{number} {key}" for key, number in columns.items())
         raise DataError(f"its header lists {counts}, not the same number of each", where=str(path), fix="copy it again")
     return data, header
 
 
-def _token_decoder(path: str | Path | RemoteFile, encoding: str, column: str, bytes_dtype: str) -> Callable[[bytes], NDArray[Any]]:
+def _token_decoder(
+    path: str | Path | RemoteFile, encoding: str, column: str, bytes_dtype: str
+) -> Callable[[bytes], NDArray[Any]]:
     kind, _, rest = encoding.partition(":")
     dtype, _, shape = rest.partition(":")
     if kind == "bytes":
         return lambda value: np.frombuffer(value, np.dtype(bytes_dtype).newbyteorder("<"))
     if kind != "ndarray":
         why = ", which runs code when it is read" if kind == "pkl" else ""
-        raise DataError(f"column {column!r} is {encoding}{why}; tokens are ndarray or bytes", where=str(path), fix="name another --column")
+        raise DataError(
+            f"column {column!r} is {encoding}{why}; tokens are ndarray or bytes",
+            where=str(path),
+            fix="name another --column",
+        )
 
     def decode(value: bytes) -> NDArray[Any]:
         at, name = (0, dtype) if dtype else (1, VALUE_DTYPES[value[0]])

@@ -1,4 +1,6 @@
-"""`<prefix>.meta.json`: which tokenizer made a dataset and what went in, so that a mismatch is refused before ranks start."""
+"""`<prefix>.meta.json`: which tokenizer made a dataset and what went in, so that a mismatch is refused before ranks
+start.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ MAXIMUM_BYTES = 16 << 20  # of a record; a hundred damaged inputs by name take k
 
 @dataclass(frozen=True)
 class DatasetMeta:
-    """What is recorded beside a dataset. `text_bytes` (UTF-8, before tokenization) turns a loss per token into bits per byte."""
+    """What is recorded beside a dataset. `text_bytes` (UTF-8, before tokenization) turns a loss per token into bits
+    per byte.
+    """
 
     tokenizer: str  # file name, for people
     tokenizer_digest: str
@@ -53,7 +57,11 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
     if not path.exists():
         return None
     if path.stat().st_size > MAXIMUM_BYTES:
-        raise DataError(f"is larger than {format_bytes(MAXIMUM_BYTES)}: no record of ours", where=str(path), fix="tokenize the text again")
+        raise DataError(
+            f"is larger than {format_bytes(MAXIMUM_BYTES)}: no record of ours",
+            where=str(path),
+            fix="tokenize the text again",
+        )
     from pydantic import TypeAdapter, ValidationError  # tokenization workers start without it
 
     from frontier_llm.config.fields import first_fault

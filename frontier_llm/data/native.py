@@ -36,7 +36,9 @@ _SIGNATURES = {  # by function: argument kinds, p = pointer, u = u64
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The shared library; raises BackendError with the build command when it is missing, foreign or of another version."""
+    """The shared library; raises BackendError with the build command when it is missing, foreign or of another
+    version.
+    """
     kinds = {"p": ctypes.c_void_p, "u": ctypes.c_uint64}
     functions = {name: (ctypes.c_int64, [kinds[kind] for kind in arguments]) for name, arguments in _SIGNATURES.items()}
     return load_library("libsample_index.so", functions)
@@ -47,7 +49,11 @@ def call(name: str, *arguments: Any, where: str = "") -> int:
     pointers = [argument.ctypes.data if isinstance(argument, np.ndarray) else argument for argument in arguments]
     result = int(getattr(library(), name)(*pointers))
     if result < 0:
-        fix = "run `frontier-llm data inspect` on the dataset" if result != -2 else "delete the cache directory named in data.cache_dir"
+        fix = (
+            "run `frontier-llm data inspect` on the dataset"
+            if result != -2
+            else "delete the cache directory named in data.cache_dir"
+        )
         raise DataError(FAILURES.get(result, f"{name} failed with code {result}"), where=where, fix=fix)
     return result
 

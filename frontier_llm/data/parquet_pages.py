@@ -1,7 +1,8 @@
 """What decoding a parquet column would take, from the headers of its pages and before anything is decoded.
 
-The footer's totals are the author's word; a decoder allocates what each page's own header says, up to 2 GiB, from a page of some kilobytes. Headers are Thrift's
-compact protocol (parquet-format, PageHeader): field 2 is the size after decompression, field 3 the size in the file.
+The footer's totals are the author's word; a decoder allocates what each page's own header says, up to 2 GiB, from a
+page of some kilobytes. Headers are Thrift's compact protocol (parquet-format, PageHeader): field 2 is the size after
+decompression, field 3 the size in the file.
 """
 
 from __future__ import annotations
@@ -13,19 +14,26 @@ from frontier_llm.data.remote import located
 from frontier_llm.errors import DataError
 
 MOST_PAGES = 1 << 16  # of a column in a row group; writers make one per MiB
-HEADER_BYTES, LONGEST_HEADER_BYTES = 4 << 10, 1 << 20  # longer ones hold long values as statistics
-ROWS_PER_BYTE = 64  # at most, above a million: runs of equal values take next to nothing in the file, and each is a document
+# longer ones hold long values as statistics
+HEADER_BYTES = 4 << 10
+LONGEST_HEADER_BYTES = 1 << 20
+# at most, above a million: runs of equal values take next to nothing in the file, and each is a document
+ROWS_PER_BYTE = 64
 _DEEPEST = 16
-_UNCOMPRESSED, _COMPRESSED = 2, 3
+_UNCOMPRESSED = 2
+_COMPRESSED = 3
 
 
 def largest_page_bytes(path: str | Path, group: Any, column: int) -> int:
-    """The largest page of a column, decompressed; `group` is pyarrow's metadata of the row group. Raises DataError for damaged headers."""
+    """The largest page of a column, decompressed; `group` is pyarrow's metadata of the row group. Raises DataError
+    for damaged headers.
+    """
     chunk = group.column(column)
     start = chunk.data_page_offset
     if chunk.dictionary_page_offset:
         start = min(start, chunk.dictionary_page_offset)
-    stop, largest = start + chunk.total_compressed_size, 0
+    stop = start + chunk.total_compressed_size
+    largest = 0
     if group.num_rows > (1 << 20) + ROWS_PER_BYTE * chunk.total_compressed_size:
         raise DataError(f"claims {group.num_rows} rows in {chunk.total_compressed_size} bytes", where=str(path))
     with located(path).open("rb") as file:
@@ -33,7 +41,8 @@ def largest_page_bytes(path: str | Path, group: Any, column: int) -> int:
             if start == stop:
                 return largest
             header_bytes, sizes = _read_header(file, start, path)
-            uncompressed, compressed = sizes.get(_UNCOMPRESSED, -1), sizes.get(_COMPRESSED, -1)
+            uncompressed = sizes.get(_UNCOMPRESSED, -1)
+            compressed = sizes.get(_COMPRESSED, -1)
             if uncompressed < 0 or compressed < 0 or start + header_bytes + compressed > stop:
                 raise DataError(f"has a damaged page at byte {start}", where=str(path))
             largest = max(largest, uncompressed)
@@ -60,7 +69,8 @@ class _Compact:
     """Thrift's compact protocol, as far as skipping over it takes."""
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+        self.data = data
+        self.at = 0
 
     def struct(self, depth: int) -> dict[int, int]:
         """The whole numbers among a struct's own fields."""

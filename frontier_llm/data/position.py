@@ -1,15 +1,15 @@
 """Where a run is in its data: which samples each source has given, and which one comes next.
 
-A stream is one dataset, cut into samples of one length in one way, in one order. Its samples are read in order, each at most once.
-A blend deals samples of the run out to streams. Three pure functions act on a position:
+A stream is one dataset, cut into samples of one length in one way, in one order. Its samples are read in order, each at
+most once. A blend deals samples of the run out to streams. Three pure functions act on a position:
 
     enter    deal from these sources from here on: streams that were read before go on, others begin
     sample   the stream and the index in it of the sample at an offset from here
     advance  the position after steps of equal size
 
-A phase, a change of the configuration and a resume call `enter`. A rewind and `--leave-out` call `leave_out`, which moves on
-without training. The number of a sample in the run is the number of samples dealt before it. Ranks, microbatches and restarts
-do not enter.
+A phase, a change of the configuration and a resume call `enter`. A rewind and `--leave-out` call `leave_out`, which
+moves on without training. The number of a sample in the run is the number of samples dealt before it. Ranks,
+microbatches and restarts do not enter.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Stream(_Record):
     packing: Packing
     order: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # key of its order
     taken: Count  # samples that it has given, those that were left out included
-    left_out: Annotated[tuple[Range, ...], Field(max_length=MAXIMUM_RANGES)] = ()  # (first sample, samples) that nothing was trained on
+    # (first sample, samples) that nothing was trained on
+    left_out: Annotated[tuple[Range, ...], Field(max_length=MAXIMUM_RANGES)] = ()
     retired: bool = False  # another stream of the dataset has replaced it
 
     @property
@@ -87,7 +88,11 @@ class Stream(_Record):
 
     def is_of(self, dataset: str, sequence_length: int, packing: str) -> bool:
         """Whether it goes on where a blend names this dataset in samples of this length."""
-        return not self.retired and (self.dataset, self.sequence_length, self.packing) == (dataset, sequence_length, packing)
+        return not self.retired and (self.dataset, self.sequence_length, self.packing) == (
+            dataset,
+            sequence_length,
+            packing,
+        )
 
     def after(self, samples: int, left_out: bool) -> Stream:
         """After so many further samples were dealt."""
@@ -117,7 +122,8 @@ class Position(_Record):
     streams: Annotated[tuple[Stream, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of first use
     blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of streams
     dealt: Count = 0  # samples since this blend began
-    stretches: Annotated[tuple[Stretch, ...], Field(max_length=1 << 16)] = ()  # the steps done, neighbours of equal size together
+    # the steps done, neighbours of equal size together
+    stretches: Annotated[tuple[Stretch, ...], Field(max_length=1 << 16)] = ()
 
     @property
     def samples(self) -> int:
@@ -157,8 +163,9 @@ class Position(_Record):
     def enter(self, wanted: Wanted) -> Position:
         """Deal from these sources from here on.
 
-        A source goes on in the stream of its dataset, length and packing, the n-th mention of a dataset in the n-th such stream. Without
-        one it begins a stream. If streams and proportions are those of the blend already, it goes on where it is.
+        A source goes on in the stream of its dataset, length and packing, the n-th mention of a dataset in the n-th
+        such stream. Without one it begins a stream. If streams and proportions are those of the blend already, it goes
+        on where it is.
         """
         streams = list(self.streams)
         while streams and not streams[-1].taken:  # a stream begins with its first sample
@@ -170,10 +177,14 @@ class Position(_Record):
                 number = len(streams)
                 streams.append(_new_stream(source, wanted, number))
             else:
-                streams[number] = streams[number].model_copy(update={"path": source.path, "dataset_tokens": source.tokens})
+                streams[number] = streams[number].model_copy(
+                    update={"path": source.path, "dataset_tokens": source.tokens}
+                )
             numbers.append(number)
         weights = whole_weights([source.weight for source in wanted.sources])
-        blend = tuple(Share(stream=number, weight=weight) for number, weight in sorted(zip(numbers, weights, strict=True)))
+        blend = tuple(
+            Share(stream=number, weight=weight) for number, weight in sorted(zip(numbers, weights, strict=True))
+        )
         dealt = self.dealt if blend == self.blend else 0
         return self.model_copy(update={"streams": tuple(streams), "blend": blend, "dealt": dealt})
 
@@ -201,7 +212,8 @@ class Position(_Record):
         return self._dealt(samples, left_out=True)
 
     def _dealt(self, samples: int, left_out: bool) -> Position:
-        blend, streams = blend_of(self.weights), list(self.streams)
+        blend = blend_of(self.weights)
+        streams = list(self.streams)
         for place, share in enumerate(self.blend):
             count = blend.before(self.dealt + samples, place) - blend.before(self.dealt, place)
             streams[share.stream] = streams[share.stream].after(count, left_out)
@@ -209,7 +221,10 @@ class Position(_Record):
 
     def restart(self, dataset: str) -> Position:
         """Have a dataset begin anew, in another order, when it is entered next."""
-        streams = [stream.model_copy(update={"retired": True}) if stream.dataset == dataset else stream for stream in self.streams]
+        streams = [
+            stream.model_copy(update={"retired": True}) if stream.dataset == dataset else stream
+            for stream in self.streams
+        ]
         return self.model_copy(update={"streams": tuple(streams)})
 
     def tokens_of(self, dataset: str) -> int:
@@ -226,7 +241,9 @@ class Position(_Record):
         return self.tokens_of(dataset) / size if size else None
 
     def faults(self, step: int, samples: int, tokens: int) -> Iterator[str]:
-        """What cannot be true of a run that has done `step` steps with so many samples and tokens. Fields have their types and bounds."""
+        """What cannot be true of a run that has done `step` steps with so many samples and tokens. Fields have their
+        types and bounds.
+        """
         for number, stream in enumerate(self.streams):
             name = f"position.streams.{number}"
             ranges = [*stream.left_out, (stream.taken, 1)]
@@ -249,7 +266,9 @@ class Position(_Record):
         numbers = [share.stream for share in self.blend]
         if not numbers and self.streams:
             yield "position.blend is empty although streams were read"
-        if any(left >= right for left, right in pairwise(numbers)) or any(number >= len(self.streams) for number in numbers):
+        if any(left >= right for left, right in pairwise(numbers)) or any(
+            number >= len(self.streams) for number in numbers
+        ):
             yield f"position.blend names streams {numbers} of {len(self.streams)}"
             return
         if len({(stream.sequence_length, stream.packing, stream.retired) for stream in self.current}) > 1:
@@ -264,7 +283,10 @@ class Position(_Record):
             yield f"position.dealt is {self.dealt}, but its streams have taken {taken}"
         for share, stream in zip(self.blend, self.current, strict=True):
             if stream.taken < self.dealt * share.weight // period:
-                yield f"position.dealt is {self.dealt}, more than position.streams.{share.stream}.taken {stream.taken} allows"
+                yield (
+                    f"position.dealt is {self.dealt}, more than position.streams.{share.stream}.taken "
+                    f"{stream.taken} allows"
+                )
 
 
 START = Position()

@@ -27,7 +27,9 @@ class ReadSample:
     text: str | None  # its beginning; None without the tokenizer that made the data
 
 
-def samples_of_step(run: RunConfig, position: Position, global_batch: int, most: int, characters: int) -> Iterator[ReadSample]:
+def samples_of_step(
+    run: RunConfig, position: Position, global_batch: int, most: int, characters: int
+) -> Iterator[ReadSample]:
     """The first `most` samples of the step that follows `position`. Raises DataError for data that cannot be read."""
     codecs: dict[str, Tokenizer | None] = {}
     for offset in range(min(most, global_batch)):

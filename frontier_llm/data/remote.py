@@ -1,7 +1,8 @@
-"""Files named by URL (s3://, gs://, hf://, https://, …), read in place through fsspec, with as much of pathlib's face as our readers use.
+"""Files named by URL (s3://, gs://, hf://, https://, …), read in place through fsspec, with as much of pathlib's face
+as our readers use.
 
-What such a URL may carry to be let in (USER:SECRET@, a signed query) is used and never shown: not in messages, records or digests. Credentials
-come from where each client looks for them by itself (AWS_*, HF_TOKEN, …).
+What such a URL may carry to be let in (USER:SECRET@, a signed query) is used and never shown: not in messages, records
+or digests. Credentials come from where each client looks for them by itself (AWS_*, HF_TOKEN, …).
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any, BinaryIO, NamedTuple
 from frontier_llm.errors import FrontierError, Problem, not_installed
 
 BUFFER_BYTES = 1 << 20  # handed on at a time; fsspec itself asks for 5 MiB
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 PACKAGES |= dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs")
 AGAIN = "check the address, the network and the credentials, then run the same command again: finished parts are kept"
 # what stores call their mark of a file's content, the strictest first; the first that is there is taken
@@ -25,7 +34,9 @@ VERSIONS += ["mtime", "LastModified", "Last-Modified", "last_modified", "updated
 
 
 class UnreachableError(FrontierError):
-    """What lies elsewhere and cannot be read now. Never damage: --skip-damaged must not leave data out because a network failed."""
+    """What lies elsewhere and cannot be read now. Never damage: --skip-damaged must not leave data out because a
+    network failed.
+    """
 
 
 class Stat(NamedTuple):
@@ -56,7 +67,8 @@ class RemoteFile:
 
     def __init__(self, url: str, size_bytes: int | None = None, version: str = "") -> None:
         """The size and version as a listing gave them; None: asked for when they are needed."""
-        self.url, self._stat = url, None if size_bytes is None else Stat(size_bytes, version)
+        self.url = url
+        self._stat = None if size_bytes is None else Stat(size_bytes, version)
         self.name = PurePosixPath(str(self)).name
 
     def __str__(self) -> str:
@@ -92,7 +104,8 @@ class _Content(io.RawIOBase):
     """An fsspec file whose errors are UnreachableError, so that no reader takes a lost connection for damage."""
 
     def __init__(self, url: str, content: Any) -> None:
-        self._url, self._content = url, content
+        self._url = url
+        self._content = content
 
     def readable(self) -> bool:
         return True
@@ -127,13 +140,17 @@ def located(path: str | Path | RemoteFile) -> Path | RemoteFile:
 
 
 def identity_of(path: Path | RemoteFile) -> tuple[str, int, int | str]:
-    """What a plan says of an input's content: its name, its size, and when it changed or its store's mark of the content."""
+    """What a plan says of an input's content: its name, its size, and when it changed or its store's mark of the
+    content.
+    """
     stat = path.stat()
     return str(path), stat.st_size, stat.version if isinstance(stat, Stat) else stat.st_mtime_ns
 
 
 def remote_files(url: str) -> list[RemoteFile]:
-    """The file of a URL, every file below it, or those of a pattern with `*`, sorted by path. Over http a URL is one file."""
+    """The file of a URL, every file below it, or those of a pattern with `*`, sorted by path. Over http a URL is one
+    file.
+    """
     with _reached(url):
         files, path = _file_system(url)
         if "*" in path:
@@ -143,13 +160,17 @@ def remote_files(url: str) -> list[RemoteFile]:
             if info["type"] != "directory":
                 return [RemoteFile(url, *_stat(without_secrets(url), info))]
             listing = files.find(path, detail=True)
-        inside = sorted((files.unstrip_protocol(name), info) for name, info in listing.items() if info["type"] == "file")
+        inside = sorted(
+            (files.unstrip_protocol(name), info) for name, info in listing.items() if info["type"] == "file"
+        )
         return [RemoteFile(name, *_stat(name, info)) for name, info in inside]
 
 
 def _stat(name: str, info: dict[str, Any]) -> Stat:
     if info.get("size") is None:
-        raise UnreachableError("its server does not say how large it is", where=name, fix="download it first, and give its path")
+        raise UnreachableError(
+            "its server does not say how large it is", where=name, fix="download it first, and give its path"
+        )
     marks = (info[key] for key in VERSIONS if info.get(key) is not None)
     return Stat(int(info["size"]), str(next(marks, "")))
 
@@ -163,7 +184,9 @@ def _file_system(url: str) -> tuple[Any, str]:
     protocol = url.partition("://")[0].lower()
     if "::" in url:
         what = "is a chain of URLs: what is unpacked inside of fsspec has no bounds"
-        raise FrontierError(what, where=without_secrets(url), fix="give the file itself; gzip and zstd are unpacked here")
+        raise FrontierError(
+            what, where=without_secrets(url), fix="give the file itself; gzip and zstd are unpacked here"
+        )
     try:
         files, path = url_to_fs(url)
     except ImportError:
@@ -171,7 +194,9 @@ def _file_system(url: str) -> tuple[Any, str]:
             not_installed(PACKAGES.get(protocol, f"the fsspec client of {protocol}://"), where=without_secrets(url))
         ) from None
     except ValueError as error:
-        raise FrontierError(without_secrets(str(error)), where=without_secrets(url), fix=f"known: {', '.join(PACKAGES)}") from None
+        raise FrontierError(
+            without_secrets(str(error)), where=without_secrets(url), fix=f"known: {', '.join(PACKAGES)}"
+        ) from None
     return files, str(path)
 
 
@@ -183,7 +208,9 @@ def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
     except FrontierError:
         raise
     except FileNotFoundError:
-        raise UnreachableError("no such file or directory there, or it may not be read", where=without_secrets(url), fix=fix) from None
+        raise UnreachableError(
+            "no such file or directory there, or it may not be read", where=without_secrets(url), fix=fix
+        ) from None
     except Exception as error:
         if "range requests" in str(error):
             fix = "its server cannot give parts of a file: download it first, and give its path"

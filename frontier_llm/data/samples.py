@@ -1,12 +1,14 @@
 """Sample k of a run is a pure function of (seed, k): random access into a shuffled, endless stream of documents.
 
-Epoch e is all documents, each ending in its end-of-document token, joined in the order of the permutation keyed by (seed, e).
-The stream of epochs is cut every S tokens; a cut gives S + 1 tokens, the last of them being the first of the next cut, so every
-token of an epoch is a model input exactly once and a target exactly once. Cuts cross documents and epochs. The samples that
-begin in epoch e come in the order of a second permutation keyed by (seed, e), so neighbours of one long document part.
+Epoch e is all documents, each ending in its end-of-document token, joined in the order of the permutation keyed by
+(seed, e). The stream of epochs is cut every S tokens; a cut gives S + 1 tokens, the last of them being the first of the
+next cut, so every token of an epoch is a model input exactly once and a target exactly once. Cuts cross documents and
+epochs. The samples that begin in epoch e come in the order of a second permutation keyed by (seed, e), so neighbours of
+one long document part.
 
-With T tokens per epoch, epoch e owns samples ceil(e T / S) ... ceil((e+1) T / S) - 1: closed forms, so resuming at any k scans
-nothing. Both permutations are computed on the fly; the one stored table is the running token count at every 64th document.
+With T tokens per epoch, epoch e owns samples ceil(e T / S) ... ceil((e+1) T / S) - 1: closed forms, so resuming at any
+k scans nothing. Both permutations are computed on the fly; the one stored table is the running token count at every
+64th document.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ class SampleStream(Protocol):
     sequence_length: int  # S
     masked: bool  # some tokens are read and not learnt
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
-        """Write sample k into `tokens_S1`, and into `learnt_S1` whether each is learnt; return the lengths of the pieces of documents it is
-        made of (they sum to S + 1).
+    def fill(
+        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.int64]:
+        """Write sample k into `tokens_S1`, and into `learnt_S1` whether each is learnt; return the lengths of the
+        pieces of documents it is made of (they sum to S + 1).
         """
 
     def origin(self, k: int, place: int) -> Origin | None:
@@ -67,7 +71,9 @@ class DatasetSamples(SampleStream, Protocol):
     dataset: IndexedDataset
 
     def prepare(self, samples: int) -> None:
-        """Build and cache the indices that the first `samples` samples need, where they are large enough to be cached."""
+        """Build and cache the indices that the first `samples` samples need, where they are large enough to be
+        cached.
+        """
 
     def parts(self, k: int) -> Iterator[tuple[int, int]]:
         """The parts of documents that sample k is made of: first token in .bin, tokens. Padding is none of them."""
@@ -79,7 +85,9 @@ def threads() -> int:
 
 
 class Pieces(NamedTuple):
-    """Parts of documents in stream order: `lengths` tokens of `documents` from `offsets`; `starts` is where they lie in .bin."""
+    """Parts of documents in stream order: `lengths` tokens of `documents` from `offsets`; `starts` is where they lie
+    in .bin.
+    """
 
     documents: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -88,7 +96,8 @@ class Pieces(NamedTuple):
 
 
 def documents_of(dataset: IndexedDataset) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """What the compiled functions ask of a dataset's documents, every entry checked: the sequences' lengths, and where documents begin among them.
+    """What the compiled functions ask of a dataset's documents, every entry checked: the sequences' lengths, and where
+    documents begin among them.
 
     None where document d is sequence d: one random read per document instead of two.
     """
@@ -98,7 +107,9 @@ def documents_of(dataset: IndexedDataset) -> tuple[NDArray[Any], NDArray[Any] | 
 
 
 def index_path(dataset: IndexedDataset, cache_dir: Path | None, purpose: str, *parameters: object) -> Path:
-    """Where a table of the dataset's documents is cached, by default beside the data; the name is a digest of all that determines it."""
+    """Where a table of the dataset's documents is cached, by default beside the data; the name is a digest of all
+    that determines it.
+    """
     identity = "/".join(map(str, (dataset.digest(), *parameters, ABI)))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
     prefix = Path(dataset.prefix)
@@ -108,7 +119,9 @@ def index_path(dataset: IndexedDataset, cache_dir: Path | None, purpose: str, *p
 def index_table(
     dataset: IndexedDataset, length: int, path: Callable[[], Path], build: Callable[[NDArray[np.uint64]], None]
 ) -> NDArray[np.uint64]:
-    """A table that `build` fills: of a large dataset mapped from the file at `path()`, of a small one made in memory."""
+    """A table that `build` fills: of a large dataset mapped from the file at `path()`, of a small one made in
+    memory.
+    """
     if dataset.document_count >= CACHE_FROM_DOCUMENTS:
         return cached_array(path(), length, np.uint64, build)
     table = np.empty(length, np.uint64)
@@ -140,7 +153,8 @@ class EpochIndex:
         return index_table(self.dataset, self._entries, lambda: self.path(epoch), lambda out: self._build(epoch, out))
 
     def _build(self, epoch: int, out: NDArray[np.uint64]) -> None:
-        dataset, started_s = self.dataset, time.monotonic()
+        dataset = self.dataset
+        started_s = time.monotonic()
         arguments = (*documents_of(dataset), dataset.document_count, self.order_key(epoch), BLOCK, threads(), out)
         call("fl_build", *arguments, where=dataset.prefix)
         if dataset.document_count >= CACHE_FROM_DOCUMENTS:
@@ -159,7 +173,9 @@ class EpochIndex:
 
 
 def check_readable(dataset: IndexedDataset) -> None:
-    """Raises DataError for a dataset without tokens or with tokens that are not whole numbers, BackendError where the compiled index is missing."""
+    """Raises DataError for a dataset without tokens or with tokens that are not whole numbers, BackendError where
+    the compiled index is missing.
+    """
     if dataset.token_count == 0:
         raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
     dataset.check_token_ids()
@@ -172,7 +188,8 @@ class DocumentSamples:
     def __init__(self, dataset: IndexedDataset, sequence_length: int, key: int, cache_dir: Path | None = None) -> None:
         """`key` decides the order; two keys have unrelated orders."""
         check_readable(dataset)
-        self.dataset, self.masked = dataset, dataset.modes is not None
+        self.dataset = dataset
+        self.masked = dataset.modes is not None
         self.sequence_length = sequence_length
         self.key = key
         self.index = EpochIndex(dataset, key, cache_dir)
@@ -201,9 +218,12 @@ class DocumentSamples:
         shuffled = int(permute(count, derive_key("samples", self.key, epoch), np.array([k - first], np.uint64))[0])
         return epoch, (first + shuffled) * self.sequence_length - epoch * self.dataset.token_count
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+    def fill(
+        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.int64]:
         """See SampleStream."""
-        filled, lengths = 0, []
+        filled = 0
+        lengths = []
         for start, length in self.parts(k):
             tokens_S1[filled : filled + length] = self.dataset.read(start, length)
             if learnt_S1 is not None:
@@ -220,7 +240,8 @@ class DocumentSamples:
             pieces = self.index.pieces(epoch, token, left)
             yield from zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
             left -= int(pieces.lengths.sum())
-            epoch, token = epoch + 1, 0
+            epoch = epoch + 1
+            token = 0
 
     def origin(self, k: int, place: int) -> Origin:
         """See SampleStream."""
@@ -233,7 +254,8 @@ class DocumentSamples:
                 inside = place - int(ends[piece] - pieces.lengths[piece])
                 return Origin(self.dataset, int(pieces.starts[piece]) + inside)
             place -= int(ends[-1])
-            epoch, token = epoch + 1, 0
+            epoch = epoch + 1
+            token = 0
 
 
 class BlendedSamples:
@@ -241,11 +263,14 @@ class BlendedSamples:
 
     def __init__(self, streams: Sequence[SampleStream], locate: Callable[[int], tuple[int, int]]) -> None:
         """`locate(k)`: the place in `streams` of the stream that gives sample k, and the index in it."""
-        self.streams, self.masked = streams, any(stream.masked for stream in streams)
+        self.streams = streams
+        self.masked = any(stream.masked for stream in streams)
         self.locate = locate
         self.sequence_length = streams[0].sequence_length
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+    def fill(
+        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.int64]:
         """See SampleStream."""
         place, index = self.locate(k)
         return self.streams[place].fill(index, tokens_S1, learnt_S1)
@@ -259,8 +284,9 @@ class BlendedSamples:
 class SyntheticSamples:
     """Pseudo-random tokens with structure that a model can learn, without any file; for benchmarks and tests.
 
-    A fixed cycle through (at most 1024 of) the vocabulary is walked; at each step, with probability 1/16, the walk jumps to a
-    random place and a new document begins. The best possible loss is about ln(16)/16 + (15/16) ln(16/15) + ln(V')/16 nats.
+    A fixed cycle through (at most 1024 of) the vocabulary is walked; at each step, with probability 1/16, the walk
+    jumps to a random place and a new document begins. The best possible loss is about ln(16)/16 + (15/16) ln(16/15) +
+    ln(V')/16 nats.
     """
 
     masked = False
@@ -271,12 +297,16 @@ class SyntheticSamples:
         first = order_key("synthetic", seed, 0)
         self.key = first if key is None else key
         self.places = min(vocab_size, 1024)
-        self._cycle = np.random.Philox(key=first).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
+        self._cycle = (
+            np.random.Philox(key=first).random_raw(vocab_size).argsort(kind="stable")[: self.places].astype(np.int64)
+        )
 
     def origin(self, k: int, place: int) -> None:
         """See SampleStream."""
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+    def fill(
+        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.int64]:
         """See SampleStream."""
         count = tokens_S1.size
         # raw words of a counter-based generator: the same in every numpy version

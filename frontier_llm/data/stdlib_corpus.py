@@ -1,7 +1,8 @@
-"""A corpus that every machine has: the source files of its own Python standard library (about 30 MB of real text, no download).
+"""A corpus that every machine has: the source files of its own Python standard library (about 30 MB of real text, no
+download).
 
-The files are listed in order of their relative path; one in twenty, chosen by the digest of that path, is held out for validation.
-The text is kept exactly (decode(encode(text)) == text), so that bits per byte means what it says.
+The files are listed in order of their relative path; one in twenty, chosen by the digest of that path, is held out for
+validation. The text is kept exactly (decode(encode(text)) == text), so that bits per byte means what it says.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def source_files(root: Path | None = None) -> list[Path]:
     files = sorted((path for path in files if _text(path)), key=lambda path: path.relative_to(root).as_posix())
     if len(files) < 2 * HELD_OUT_ONE_IN:
         what = f"only {len(files)} Python source files"
-        raise DataError(what, where=str(root), fix="this Python ships without its sources; use `frontier-llm data tokenize` on other text")
+        raise DataError(
+            what,
+            where=str(root),
+            fix="this Python ships without its sources; use `frontier-llm data tokenize` on other text",
+        )
     return files
 
 
@@ -56,9 +61,14 @@ def held_out(path: Path, root: Path) -> bool:
 
 
 def prepare(
-    directory: str | Path, vocab_size: int = 4096, root: Path | None = None, workers: int | None = None, tokenizer: str | None = None
+    directory: str | Path,
+    vocab_size: int = 4096,
+    root: Path | None = None,
+    workers: int | None = None,
+    tokenizer: str | None = None,
 ) -> StdlibCorpus:
-    """Train and validation datasets in `directory`, and their tokenizer unless one is given; what is there and still fits is used again.
+    """Train and validation datasets in `directory`, and their tokenizer unless one is given; what is there and still
+    fits is used again.
 
     Raises DataError when the library has no sources, or the directory cannot be written.
     """
@@ -70,18 +80,28 @@ def prepare(
     try:
         model = load_tokenizer(tokenizer) if tokenizer else _tokenizer(directory, train, vocab_size)
     except OSError as error:
-        raise DataError(f"cannot write: {error.strerror or error}", where=str(directory), fix="choose a directory you can write") from error
+        raise DataError(
+            f"cannot write: {error.strerror or error}", where=str(directory), fix="choose a directory you can write"
+        ) from error
     options = TokenizeOptions(shard_bytes=SHARD_BYTES)
     prefixes = {"train": train, "validation": validation}
-    metas = {split: tokenize(paths, directory / split, model.name, options, workers, overwrite=True) for split, paths in prefixes.items()}
-    return StdlibCorpus(model.name, str(directory / "train"), str(directory / "validation"), metas["train"], metas["validation"])
+    metas = {
+        split: tokenize(paths, directory / split, model.name, options, workers, overwrite=True)
+        for split, paths in prefixes.items()
+    }
+    return StdlibCorpus(
+        model.name, str(directory / "train"), str(directory / "validation"), metas["train"], metas["validation"]
+    )
 
 
 def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer:
-    """`tokenizer.model` of these files and this size; the digest of both stands beside it, so a stale one is made anew."""
+    """`tokenizer.model` of these files and this size; the digest of both stands beside it, so a stale one is made
+    anew.
+    """
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in train]
     digest = hashlib.sha256(repr((stats, vocab_size, TRAINING_BYTES)).encode()).hexdigest()
-    path, record = directory / "tokenizer.model", directory / "tokenizer.made-from"
+    path = directory / "tokenizer.model"
+    record = directory / "tokenizer.made-from"
     if path.exists() and record.exists() and record.read_text(encoding="utf-8") == digest:
         return load_tokenizer(path)
     log.info(f"training a tokenizer of {vocab_size} pieces on the Python standard library")

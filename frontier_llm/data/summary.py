@@ -14,11 +14,14 @@ from frontier_llm.data.position import START, SYNTHETIC, Position
 from frontier_llm.errors import Problem
 from frontier_llm.units import format_count
 
-MANY_EPOCHS = 4  # up to here repeated tokens teach almost as much as new ones (Muennighoff et al. 2023, arXiv:2305.16264)
+# up to here repeated tokens teach almost as much as new ones (Muennighoff et al. 2023, arXiv:2305.16264)
+MANY_EPOCHS = 4
 
 
 def log_datasets(run: RunConfig, position: Position = START) -> None:
-    """One line per dataset, and a warning for each that is trained on more than MANY_EPOCHS times. The datasets are sound already."""
+    """One line per dataset, and a warning for each that is trained on more than MANY_EPOCHS times. The datasets are
+    sound already.
+    """
     _log_training(run, position)
     for split, blend in run.data.held_out.items():
         name = f"data.{split.replace('/', '.')}"
@@ -42,7 +45,10 @@ def also_trained_on(run: RunConfig) -> Iterator[str]:
             path = trained.get(IndexedDataset(source.path, scan=False).identity())
             if path is not None:
                 same = "" if path == source.path else f" as {path}"
-                yield f"data.{split.replace('/', '.')}: {source.path} is also trained on{same}: its loss says nothing about new text"
+                yield (
+                    f"data.{split.replace('/', '.')}: {source.path} is also trained on{same}: its loss says "
+                    f"nothing about new text"
+                )
 
 
 def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
@@ -56,7 +62,9 @@ def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
     for source in sources:
         if source.max_epochs is not None:
             identity = datasets[source.path].identity
-            limits[identity] = min(limits.get(identity, (source.max_epochs, source.path)), (source.max_epochs, source.path))
+            limits[identity] = min(
+                limits.get(identity, (source.max_epochs, source.path)), (source.max_epochs, source.path)
+            )
     for identity, (limit, path) in limits.items():
         tokens = datasets[path].tokens
         epochs = end.tokens_of(identity) / tokens
@@ -75,13 +83,30 @@ def news(before: Position, after: Position) -> Iterator[str]:
             continue
         elsewhere = [other for other in before.streams if other.dataset == stream.dataset and other.tokens_read]
         for other in elsewhere:
-            where = f"at sequence length {other.sequence_length}" if other.sequence_length != stream.sequence_length else "in another order"
-            what = f"{format_count(other.tokens_read)} of its {format_count(stream.dataset_tokens)} tokens were read {where}"
+            where = (
+                f"at sequence length {other.sequence_length}"
+                if other.sequence_length != stream.sequence_length
+                else "in another order"
+            )
+            what = (
+                f"{format_count(other.tokens_read)} of its {format_count(stream.dataset_tokens)} tokens were read "
+                f"{where}"
+            )
             yield f"{stream.path} begins anew at sequence length {stream.sequence_length}: {what}"
-        smaller = [other for other in before.streams if other.path == stream.path and other.dataset != stream.dataset and other.tokens_read]
+        smaller = [
+            other
+            for other in before.streams
+            if other.path == stream.path and other.dataset != stream.dataset and other.tokens_read
+        ]
         for other in smaller[-1:]:
-            what = f"{format_count(other.dataset_tokens)} tokens were there, of which {format_count(other.tokens_read)} were read"
-            yield f"{stream.path} is a new source of {format_count(stream.dataset_tokens)} tokens: {what}; it is read from its beginning"
+            what = (
+                f"{format_count(other.dataset_tokens)} tokens were there, of which "
+                f"{format_count(other.tokens_read)} were read"
+            )
+            yield (
+                f"{stream.path} is a new source of {format_count(stream.dataset_tokens)} tokens: {what}; it is "
+                f"read from its beginning"
+            )
 
 
 def _sources(run: RunConfig) -> Iterator[DataSource]:
@@ -98,10 +123,13 @@ def _end(run: RunConfig, position: Position) -> Position:
 
 def _log_training(run: RunConfig, position: Position) -> None:
     begin = position
-    read: dict[tuple[tuple[str, float], ...], Counter[int]] = {}  # by (path, share) of each member: tokens of each in its blend
+    # by (path, share) of each member: tokens of each in its blend
+    read: dict[tuple[tuple[str, float], ...], Counter[int]] = {}
     for _, after in course(run, position, datasets_of([run])):
         total = sum(after.weights)
-        members = tuple((stream.path, share.weight / total) for stream, share in zip(after.current, after.blend, strict=True))
+        members = tuple(
+            (stream.path, share.weight / total) for stream, share in zip(after.current, after.blend, strict=True)
+        )
         tokens = read.setdefault(members, Counter())
         for place, share in enumerate(after.blend):
             before = position.streams[share.stream].tokens_read if share.stream < len(position.streams) else 0
@@ -117,7 +145,10 @@ def _log_training(run: RunConfig, position: Position) -> None:
     for stream in {stream.dataset: stream for stream in position.streams if stream.dataset_tokens}.values():
         epochs = position.tokens_of(stream.dataset) / stream.dataset_tokens
         if epochs > MANY_EPOCHS:
-            what = f"the run goes {epochs:.1f} times through {stream.path}; beyond {MANY_EPOCHS} epochs a model learns little more from it"
+            what = (
+                f"the run goes {epochs:.1f} times through {stream.path}; beyond {MANY_EPOCHS} epochs a model "
+                f"learns little more from it"
+            )
             log.warn(f"{what} (arXiv:2305.16264): give more data, less weight or fewer train.steps")
 
 

@@ -1,7 +1,8 @@
 """Text files -> `<prefix>.bin/.idx/.meta.json`, in parallel, resumable, the same bytes for any number of workers.
 
-The inputs are cut into shards by their sizes alone. Each shard becomes a small dataset in `<prefix>.parts-<digest>/`; its `.json` is
-written last and vouches for it. A run that was killed finds those and makes only the rest. The parts are joined in order.
+The inputs are cut into shards by their sizes alone. Each shard becomes a small dataset in `<prefix>.parts-<digest>/`;
+its `.json` is written last and vouches for it. A run that was killed finds those and makes only the rest. The parts are
+joined in order.
 """
 
 from __future__ import annotations
@@ -89,9 +90,10 @@ def tokenize(
 ) -> DatasetMeta:
     """Make the dataset `prefix` from files and directories; returns what is recorded beside it.
 
-    `workers` None = one per core this process may use. Nothing is done when the same inputs, tokenizer and options already made
-    it. Raises DataError for missing, empty or (unless skipped) damaged inputs, for a directory that cannot be written, for a dataset
-    of other inputs at `prefix` (unless `overwrite`), and while another process is making one there.
+    `workers` None = one per core this process may use. Nothing is done when the same inputs, tokenizer and options
+    already made it. Raises DataError for missing, empty or (unless skipped) damaged inputs, for a directory that cannot
+    be written, for a dataset of other inputs at `prefix` (unless `overwrite`), and while another process is making one
+    there.
     """
     options = options or TokenizeOptions()
     codec = load_tokenizer(tokenizer)
@@ -101,8 +103,13 @@ def tokenize(
     if (before := existing_dataset(prefix, digest, overwrite)) is not None:
         return before
     directory = Path(f"{prefix}.parts-{digest[:12]}")
-    jobs = [ShardWork(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options) for number, pieces in enumerate(shards)]
-    with sole_maker(prefix, digest, "check space and permissions, then run the same command again: finished parts are kept"):
+    jobs = [
+        ShardWork(pieces, str(directory / f"{number:06}"), tokenizer, codec.digest, options)
+        for number, pieces in enumerate(shards)
+    ]
+    with sole_maker(
+        prefix, digest, "check space and permissions, then run the same command again: finished parts are kept"
+    ):
         directory.mkdir(exist_ok=True)
         try:
             parts = _run(jobs, workers or len(os.sched_getaffinity(0)), str(prefix))
@@ -113,14 +120,18 @@ def tokenize(
                 directory.rmdir()  # when no part was finished
     if meta is None:
         damaged = sum(part.damaged for part in parts)
-        what = "the corpus is empty: no document in it" + (f" ({damaged} damaged inputs were skipped)" if damaged else "")
+        what = "the corpus is empty: no document in it" + (
+            f" ({damaged} damaged inputs were skipped)" if damaged else ""
+        )
         raise DataError(what, where=str(prefix), fix="check the input paths and --text-key")
     _report(str(prefix), meta)
     return meta
 
 
 def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:
-    """Digest of everything that decides the result; a file's content is taken to be unchanged when size and time are."""
+    """Digest of everything that decides the result; a file's content is taken to be unchanged when size and time
+    are.
+    """
     paths = sorted({piece.path for shard in shards for piece in shard})
     stats = [identity_of(located(path)) for path in paths]
     deciding = {name: value for name, value in asdict(options).items() if name != "max_bytes" and value is not None}
@@ -143,9 +154,18 @@ def _run(jobs: list[ShardWork], workers: int, prefix: str) -> list[ShardReport]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[tokens]} tokens"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task, tokens = bar.add_task("tokenizing", total=sum(job.size_bytes for job in jobs), tokens="0"), 0
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+    )
+    with Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
+    ) as bar:
+        task = bar.add_task("tokenizing", total=sum(job.size_bytes for job in jobs), tokens="0")
+        tokens = 0
         for number, part in itertools.chain(list(parts.items()), _make_all(jobs, missing, min(workers, len(missing)))):
             parts[number] = part
             tokens += part.tokens
@@ -189,11 +209,16 @@ def _codec(spec: str, digest: str) -> Tokenizer:
 
 def make_part(job: ShardWork) -> ShardReport:
     """Tokenize one shard into its part (in a worker process); the report file comes last."""
-    codec, options = _codec(job.tokenizer, job.tokenizer_digest), job.options
+    codec = _codec(job.tokenizer, job.tokenizer_digest)
+    options = job.options
     text_bytes = damaged = 0
     examples: list[str] = []
     with IndexedWriter(job.prefix, optimal_dtype(codec.vocab_size)) as writer:
-        for item in (item for piece in job.pieces for item in read(piece, options.text_key, options.max_bytes, options.prompt_key)):
+        for item in (
+            item
+            for piece in job.pieces
+            for item in read(piece, options.text_key, options.max_bytes, options.prompt_key)
+        ):
             if isinstance(item, Damage):
                 if not options.skip_damaged:
                     raise DataError(item.why, where=item.where, fix=DAMAGE_FIX)
@@ -236,5 +261,8 @@ def _report(prefix: str, meta: DatasetMeta) -> None:
         log.warn(f"left out {example}")
     if meta.damaged > 20:
         log.warn(f"left out {meta.damaged} damaged inputs in all; the first {EXAMPLES} are named in {prefix}.meta.json")
-    result = f"{format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from {format_bytes(meta.text_bytes)} of text"
+    result = (
+        f"{format_count(meta.documents)} documents, {format_count(meta.tokens)} tokens from "
+        f"{format_bytes(meta.text_bytes)} of text"
+    )
     log.info(f"{prefix}: {result} ({meta.bytes_per_token:.2f} bytes per token)")

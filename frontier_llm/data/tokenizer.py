@@ -47,7 +47,9 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Each UTF-8 byte is an id, 256 ends a document; needs no file."""
 
-    name, vocab_size, eod = "bytes", 257, 256
+    name = "bytes"
+    vocab_size = 257
+    eod = 256
     digest = hashlib.sha256(b"frontier_llm bytes 257").hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -65,16 +67,22 @@ class SentencePieceTokenizer:
     def __init__(self, path: str | Path) -> None:
         import sentencepiece
 
-        self.name, self.path, self.digest = str(path), Path(path), _digest(Path(path))
+        self.name = str(path)
+        self.path = Path(path)
+        self.digest = _digest(Path(path))
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
             raise DataError(
-                "is no sentencepiece model", where=str(path), fix="give a .model file, or the tokenizer.json of another kind"
+                "is no sentencepiece model",
+                where=str(path),
+                fix="give a .model file, or the tokenizer.json of another kind",
             ) from error
         self.vocab_size, self.eod = self._model.vocab_size(), self._model.eos_id()
         if self.eod < 0:
-            raise DataError("has no end-of-sentence id to end documents with", where=str(path), fix="train it with eos_id >= 0")
+            raise DataError(
+                "has no end-of-sentence id to end documents with", where=str(path), fix="train it with eos_id >= 0"
+            )
         pieces = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in META_SPACE.encode()]
         self._meta_space = pieces if all(self._model.is_byte(piece) for piece in pieces) else None
 
@@ -100,17 +108,24 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         merges = _merges_beside(Path(path))
-        self.name, self.path, self.digest = str(path), Path(path), _digest(Path(path), *filter(None, [merges]))
+        self.name = str(path)
+        self.path = Path(path)
+        self.digest = _digest(Path(path), *filter(None, [merges]))
         try:
             if merges:
                 self._model = _byte_level(tokenizers.models.BPE.from_file(str(path), str(merges)))
                 ends = [name for name in END_OF_DOCUMENT_NAMES if self._model.token_to_id(name) is not None]
-                self._model.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in ends])
+                self._model.add_special_tokens(
+                    [tokenizers.AddedToken(name, special=True, normalized=False) for name in ends]
+                )
             else:
                 self._model = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"is no Hugging Face tokenizer: {error}", where=str(path), fix="give a tokenizer.json file") from error
-        self.as_file: str | Path = str(self._model.to_str(pretty=True)) if merges else Path(path)  # tokenizer.json, or its content
+            raise DataError(
+                f"is no Hugging Face tokenizer: {error}", where=str(path), fix="give a tokenizer.json file"
+            ) from error
+        # tokenizer.json, or its content
+        self.as_file: str | Path = str(self._model.to_str(pretty=True)) if merges else Path(path)
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
@@ -124,7 +139,9 @@ class HuggingFaceTokenizer:
             try:
                 declared = dict(json.loads(config.read_text(encoding="utf-8"))).get("eos_token")
             except (ValueError, TypeError, RecursionError) as error:
-                raise DataError(f"holds no JSON object: {error}", where=str(config), fix="fetch the file again, or remove it") from error
+                raise DataError(
+                    f"holds no JSON object: {error}", where=str(config), fix="fetch the file again, or remove it"
+                ) from error
             declared = declared.get("content") if isinstance(declared, dict) else declared
             names = [declared] if isinstance(declared, str) else []
         for name in (*names, *END_OF_DOCUMENT_NAMES):
@@ -156,7 +173,9 @@ def _merges_beside(vocabulary: Path) -> Path | None:
 
 
 def _byte_level(model: Any) -> Any:
-    """A tokenizer of GPT-2's kind around a byte-pair model; Megatron-LM's --vocab-file and --merge-file name its two files."""
+    """A tokenizer of GPT-2's kind around a byte-pair model; Megatron-LM's --vocab-file and --merge-file name its two
+    files.
+    """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
 
     tokenizer = Tokenizer(model)
@@ -166,7 +185,8 @@ def _byte_level(model: Any) -> Any:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer named by `bytes`, a `.model` file, a `.json` file, a directory that holds one or GPT-2's pair, or hf://OWNER/NAME of the Hub.
+    """The tokenizer named by `bytes`, a `.model` file, a `.json` file, a directory that holds one or GPT-2's pair, or
+    hf://OWNER/NAME of the Hub.
 
     Raises DataError for a missing or foreign file.
     """
@@ -200,7 +220,10 @@ def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
             raise DataError(what, where=str(path), fix="give the tokenizer's file")
         path = file
     if not path.is_file():
-        fix = "give a tokenizer's file or directory, hf://OWNER/NAME to fetch one from the Hub, train one with `frontier-llm data tokenizer`, or give `bytes`"
+        fix = (
+            "give a tokenizer's file or directory, hf://OWNER/NAME to fetch one from the Hub, train one with "
+            "`frontier-llm data tokenizer`, or give `bytes`"
+        )
         raise DataError("no such tokenizer", where=str(path), fix=fix)
     for file in filter(None, (path, _merges_beside(path), path.with_name("tokenizer_config.json"))):
         if file.is_file() and file.stat().st_size == 0:  # also files of /proc, which may be endless
@@ -231,12 +254,14 @@ def train_sentencepiece(
 ) -> SentencePieceTokenizer:
     """Train a lossless byte-pair model and write it to `path`: decode(encode(text)) == text for every text.
 
-    Byte fallback, no normalisation, no added or dropped spaces; a newline is a piece of its own. Raises DataError for an empty
-    corpus or a vocabulary too large for it.
+    Byte fallback, no normalisation, no added or dropped spaces; a newline is a piece of its own. Raises DataError for
+    an empty corpus or a vocabulary too large for it.
     """
     import sentencepiece
 
-    lines = _some(line for text in take_bytes(texts, sample_bytes) for line in text.split("\n") if line and "\0" not in line)
+    lines = _some(
+        line for text in take_bytes(texts, sample_bytes) for line in text.split("\n") if line and "\0" not in line
+    )
     model = io.BytesIO()
     options: dict[str, Any] = {
         "model_type": "bpe", "vocab_size": vocab_size, "byte_fallback": True, "character_coverage": 0.9995,
@@ -260,18 +285,26 @@ def _refusal(reason: str, vocab_size: int) -> DataError:
         return DataError(f"the text yields no more than {most[1]} pieces, fewer than {vocab_size}", fix)
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
         fix = f"set --vocab-size to at least {least[1]}"
-        return DataError(f"{vocab_size} pieces are too few: every byte and the characters of the text take {least[1]}", fix)
-    return DataError(f"sentencepiece refused: {reason.rpartition('] ')[2]}", fix="give other text, or another --vocab-size")
+        return DataError(
+            f"{vocab_size} pieces are too few: every byte and the characters of the text take {least[1]}", fix
+        )
+    return DataError(
+        f"sentencepiece refused: {reason.rpartition('] ')[2]}", fix="give other text, or another --vocab-size"
+    )
 
 
-def train_huggingface(texts: Iterable[str], path: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES) -> HuggingFaceTokenizer:
+def train_huggingface(
+    texts: Iterable[str], path: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES
+) -> HuggingFaceTokenizer:
     """Train a byte-level byte-pair tokenizer (GPT-2's kind, lossless) and write `tokenizer.json` to `path`."""
     from tokenizers import models, pre_tokenizers, trainers
 
     texts = _some(take_bytes(texts, sample_bytes))
     model = _byte_level(models.BPE())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
     with _ended_by_ctrl_c():
         model.train_from_iterator(texts, trainer)
     write_atomically(Path(path), model.to_str(pretty=True))  # not model.save: it raises a bare Exception on a full disk
@@ -280,7 +313,9 @@ def train_huggingface(texts: Iterable[str], path: str | Path, vocab_size: int, s
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Training is one call into C++ or Rust that hears no signal for half a minute: Ctrl-C ends the process itself; nothing is on disk yet."""
+    """Training is one call into C++ or Rust that hears no signal for half a minute: Ctrl-C ends the process itself;
+    nothing is on disk yet.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

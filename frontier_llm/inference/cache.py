@@ -1,8 +1,10 @@
-"""Attention that remembers: keys and values of earlier tokens stay in a cache, so that a new token costs one row of work.
+"""Attention that remembers: keys and values of earlier tokens stay in a cache, so that a new token costs one row of
+work.
 
-It stands in the model's place for the attention op (`Ops.attention`), so the transformer itself is the one that trains. Slot t of a row
-holds the token at position t. Prompts of unequal length are padded on the right: a padded slot is seen by no earlier position, and
-is overwritten when its row's generation reaches it, before any query may look at it. So no mask for padding exists at all.
+It stands in the model's place for the attention op (`Ops.attention`), so the transformer itself is the one that trains.
+Slot t of a row holds the token at position t. Prompts of unequal length are padded on the right: a padded slot is seen
+by no earlier position, and is overwritten when its row's generation reaches it, before any query may look at it. So no
+mask for padding exists at all.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ class KeyValueCache:
         return self._length == 0
 
     def begin(self, positions_SB: Tensor) -> None:
-        """Start a forward pass over tokens at these positions, consecutive in each row; each layer then calls `extend` once, in order."""
+        """Start a forward pass over tokens at these positions, consecutive in each row; each layer then calls
+        `extend` once, in order.
+        """
         self.is_prefill = self.is_empty  # its tokens stand at positions 0, 1, … and see only each other
-        self._positions_SB, self._layer = positions_SB, 0
+        self._positions_SB = positions_SB
+        self._layer = 0
         self._biases: dict[int, Tensor] = {}  # by window
         low, high = (int(place) for place in positions_SB.aminmax())
         self._length = max(self._length, high + 1)
@@ -53,8 +58,11 @@ class KeyValueCache:
         return keys[:, :, : self._length], values[:, :, : self._length]
 
     def bias(self, scores: Scores, dtype: torch.dtype) -> Tensor | None:
-        """What is added to a pass's scores, (B, 1 or a, S, T), made once for all of its layers with one window; None where nothing is."""
-        alibi_slopes_a, window = scores.alibi_slopes_a, scores.window or self._length
+        """What is added to a pass's scores, (B, 1 or a, S, T), made once for all of its layers with one window; None
+        where nothing is.
+        """
+        alibi_slopes_a = scores.alibi_slopes_a
+        window = scores.window or self._length
         if self._sees_all and alibi_slopes_a is None and self._length <= window:
             return None
         if window not in self._biases:
@@ -67,14 +75,18 @@ class KeyValueCache:
 
 
 class RememberingAttention:
-    """The attention op of an inference model: with a cache it sees earlier tokens, without one it is the training op."""
+    """The attention op of an inference model: with a cache it sees earlier tokens, without one it is the training
+    op.
+    """
 
     def __init__(self, attention: Callable[[Tensor, Tensor, Tensor, Scores], Tensor]) -> None:
         self._attention = attention
         self.cache: KeyValueCache | None = None
 
     def __call__(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
-        """o_SBaD; see ops.reference.attention. Documents are a matter of training: a cache holds one document per row."""
+        """o_SBaD; see ops.reference.attention. Documents are a matter of training: a cache holds one document per
+        row.
+        """
         if self.cache is not None:
             assert scores.documents_BS is None
             k_BgTD, v_BgTD = self.cache.extend(k_SBgD, v_SBgD)
@@ -85,11 +97,14 @@ class RememberingAttention:
 
 def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scores: Scores, bias: Tensor | None) -> Tensor:
     """Attention of queries to all slots, with `bias` (B, 1 or a, S, T) added to the scores; o_SBaD."""
-    queries, q_BaSD = q_SBaD.shape[2] // k_BgTD.shape[1], q_SBaD.permute(1, 2, 0, 3)
+    queries = q_SBaD.shape[2] // k_BgTD.shape[1]
+    q_BaSD = q_SBaD.permute(1, 2, 0, 3)
     if scores.softcap:  # torch's kernel has none
         k_BaTD, v_BaTD = (x.repeat_interleave(queries, dim=1) for x in (k_BgTD, v_BgTD))
         capped_BaST = softcapped(scores.scale * (q_BaSD @ k_BaTD.transpose(-2, -1)), scores.softcap)
         o_BaSD = torch.softmax(capped_BaST if bias is None else capped_BaST + bias, dim=-1) @ v_BaTD
     else:
-        o_BaSD = F.scaled_dot_product_attention(q_BaSD, k_BgTD, v_BgTD, attn_mask=bias, scale=scores.scale, enable_gqa=queries > 1)
+        o_BaSD = F.scaled_dot_product_attention(
+            q_BaSD, k_BgTD, v_BgTD, attn_mask=bias, scale=scores.scale, enable_gqa=queries > 1
+        )
     return o_BaSD.permute(2, 0, 1, 3)

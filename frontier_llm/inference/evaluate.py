@@ -34,15 +34,16 @@ class TaskResult:
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Tokens of a context and of its continuation, cut where the context's own tokens end.
 
-    They are encoded together, as in lm_eval, so that the boundary is one the model has seen; spaces at the context's end belong to
-    the continuation. An empty context is the end of a document.
+    They are encoded together, as in lm_eval, so that the boundary is one the model has seen; spaces at the context's
+    end belong to the continuation. An empty context is the end of a document.
     """
     spaces = len(context) - len(context.rstrip())
     if spaces:
         context, continuation = context[:-spaces], context[-spaces:] + continuation
     if not context:
         return [tokenizer.eod], tokenizer.encode(continuation)
-    whole, head = tokenizer.encode(context + continuation), tokenizer.encode(context)
+    whole = tokenizer.encode(context + continuation)
+    head = tokenizer.encode(context)
     return head, whole[len(head) :]
 
 
@@ -62,15 +63,26 @@ class Asked:
         def accuracy(sizes: Iterable[int]) -> float:
             return _accuracy(task, self.options, [value / size for value, size in zip(scores, sizes, strict=True)])
 
-        by_sum, by_token = accuracy([1] * len(scores)), accuracy(len(continuation) for _, continuation in self.pairs)
+        by_sum = accuracy([1] * len(scores))
+        by_token = accuracy(len(continuation) for _, continuation in self.pairs)
         by_character = accuracy(max(len(option.continuation) - len(task.delimiter), 1) for option in self.options)
-        return TaskResult(task.name, task.format, self.shots, len(task.prompts), by_sum, None if task.is_schema else by_character, by_token)
+        return TaskResult(
+            task.name,
+            task.format,
+            self.shots,
+            len(task.prompts),
+            by_sum,
+            None if task.is_schema else by_character,
+            by_token,
+        )
 
 
 def ask(tokenizer: Tokenizer, task: Task, shots: int = 0, pool: Task | None = None) -> Asked:
     """The task behind `shots` solved examples of the `pool`, or of itself."""
     options = requests(task, shots, pool)
-    return Asked(task, shots, options, [encode_pair(tokenizer, option.context, option.continuation) for option in options])
+    return Asked(
+        task, shots, options, [encode_pair(tokenizer, option.context, option.continuation) for option in options]
+    )
 
 
 def evaluate_task(

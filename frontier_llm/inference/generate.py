@@ -18,7 +18,11 @@ from frontier_llm.inference.score import outside
 
 @torch.inference_mode()
 def stream(
-    model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True, first_row: int = 0
+    model: InferenceModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    use_cache: bool = True,
+    first_row: int = 0,
 ) -> Iterator[list[int | None]]:
     """Yield each new token of every row as it is chosen (None for rows that have ended); a stop token is yielded too.
 
@@ -43,7 +47,8 @@ class _Batch:
     """Rows of unequal length, padded on the right."""
 
     def __init__(self, model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        self.model, self.sampling = model, sampling
+        self.model = model
+        self.sampling = sampling
         self.lengths = [len(prompt) for prompt in prompts]
         self.limits = [min(length + sampling.max_new_tokens, model.config.sequence_length) for length in self.lengths]
         self.ended = [length >= limit for length, limit in zip(self.lengths, self.limits, strict=True)]
@@ -55,8 +60,11 @@ class _Batch:
             self.seen_BV[row, list(prompt)] = True
 
     def last_hidden(self, cache: KeyValueCache | None) -> Tensor | None:
-        """Hidden state (B, H) of each row's last token, on the last stage; with a filled cache only those tokens pass the model."""
-        device, last_B = self.model.device, torch.tensor(self.lengths) - 1
+        """Hidden state (B, H) of each row's last token, on the last stage; with a filled cache only those tokens
+        pass the model.
+        """
+        device = self.model.device
+        last_B = torch.tensor(self.lengths) - 1
         if cache is not None and not cache.is_empty:
             tokens_1B = self.tokens_SB.gather(0, last_B[None]).to(device)
             x_1BH = self.model.hidden(tokens_1B, last_B[None].to(device), cache)
@@ -81,14 +89,21 @@ class _Batch:
 def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
     """Raises ConfigError with every prompt that is empty, fills the context or holds a token outside the vocabulary."""
     problems = []
-    S, V = model.sequence_length, model.vocab_size
+    S = model.sequence_length
+    V = model.vocab_size
     for row, prompt in enumerate(prompts):
         where = f"prompt {row}"
         if not prompt:
-            problems.append(Problem(where, "holds no token", "start it with the end-of-document token, or give some text"))
+            problems.append(
+                Problem(where, "holds no token", "start it with the end-of-document token, or give some text")
+            )
         elif len(prompt) >= S:
-            problems.append(Problem(where, f"{len(prompt)} tokens leave no room in a context of {S}", f"give at most {S - 1}"))
+            problems.append(
+                Problem(where, f"{len(prompt)} tokens leave no room in a context of {S}", f"give at most {S - 1}")
+            )
         if prompt and (token := outside(prompt, V)) is not None:
-            problems.append(Problem(where, f"holds token {token}, the vocabulary has {V}", "use the tokenizer of the training data"))
+            problems.append(
+                Problem(where, f"holds token {token}, the vocabulary has {V}", "use the tokenizer of the training data")
+            )
     if problems or not prompts:
         raise ConfigError(problems or "there is no prompt", fix="give one")

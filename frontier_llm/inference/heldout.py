@@ -40,27 +40,38 @@ def held_out(
     on_batch: Callable[[int], object] = lambda done: None,
     positions: int = 1,
 ) -> HeldOut:
-    """Score a dataset's tokens in their order, in windows of S targets that see only their own window; `windows` 0 = all of them.
+    """Score a dataset's tokens in their order, in windows of S targets that see only their own window; `windows` 0 =
+    all of them.
 
-    The windows are evenly spaced over the dataset when not all are taken; the loss is also given in `positions` equal stretches of them. Collective over the world. Raises DataError for a dataset
-    without a single window or with tokens outside the vocabulary.
+    The windows are evenly spaced over the dataset when not all are taken; the loss is also given in `positions` equal
+    stretches of them. Collective over the world. Raises DataError for a dataset without a single window or with tokens
+    outside the vocabulary.
     """
-    dataset, S = IndexedDataset(prefix), model.config.sequence_length
+    dataset = IndexedDataset(prefix)
+    S = model.config.sequence_length
     dataset.check_token_ids()
     available = max(0, dataset.token_count - 1) // S
     if available == 0:
-        raise DataError(f"holds {dataset.token_count} tokens, less than one window of {S} + 1", where=prefix, fix="give a larger dataset")
+        raise DataError(
+            f"holds {dataset.token_count} tokens, less than one window of {S} + 1",
+            where=prefix,
+            fix="give a larger dataset",
+        )
     count = min(windows or available, available)
     places = [index * available // count * S for index in range(count)]
     texts = [np.asarray(dataset.tokens[place : place + S + 1], np.int64).tolist() for place in places]
-    if (token := outside([edge for text in texts for edge in (min(text), max(text))], model.config.vocab_size)) is not None:
+    if (
+        token := outside([edge for text in texts for edge in (min(text), max(text))], model.config.vocab_size)
+    ) is not None:
         what = f"holds token {token}, the model's vocabulary has {model.config.vocab_size}"
         raise DataError(what, where=prefix, fix="tokenize the text with the model's own tokenizer")
     scores = score(model, [(text[:1], text[1:]) for text in texts], batch_size, on_batch, positions)
     tokens = sum(entry.tokens for entry in scores)
     loss = -math.fsum(entry.log_probability for entry in scores) / tokens
     sizes = [len(part) for part in np.array_split(np.arange(S), positions)]
-    by_position = [-math.fsum(entry.parts[part] for entry in scores) / (len(scores) * size) for part, size in enumerate(sizes)]
+    by_position = [
+        -math.fsum(entry.parts[part] for entry in scores) / (len(scores) * size) for part, size in enumerate(sizes)
+    ]
     meta = read_meta(prefix)
     bits = loss / math.log(2) / meta.bytes_per_token if meta is not None and meta.text_bytes else None
     return HeldOut(prefix, tokens, loss, bits, tuple(by_position))

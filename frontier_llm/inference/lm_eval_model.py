@@ -1,9 +1,9 @@
 """A model class for lm-evaluation-harness: `lm_eval run --model frontier-llm --model_args path=runs/mine --tasks …`.
 
-Releases of lm_eval after 0.4.13 find it by the entry point `lm_eval.models` that this package declares. 0.4.13 and older know their own
-table alone; the command `frontier-lm-eval` (`main` here) is their command line, with all its options and models, in a process where
-ours is registered. Arguments: path (run directory, checkpoint or Hugging Face directory), tokenizer, dtype, device, batch_size.
-In Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
+Releases of lm_eval after 0.4.13 find it by the entry point `lm_eval.models` that this package declares. 0.4.13 and
+older know their own table alone; the command `frontier-lm-eval` (`main` here) is their command line, with all its
+options and models, in a process where ours is registered. Arguments: path (run directory, checkpoint or Hugging Face
+directory), tokenizer, dtype, device, batch_size. In Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ DEFAULT_NEW_TOKENS = 256  # lm_eval's own default
 
 @register_model("frontier-llm")
 class FrontierLM(TemplateLM):
-    """One process, one device. For models larger than that: `frontier-llm evaluate` runs tensor-, pipeline- and data-parallel."""
+    """One process, one device. For models larger than that: `frontier-llm evaluate` runs tensor-, pipeline- and
+    data-parallel.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class FrontierLM(TemplateLM):
         self.batch_size_per_gpu = int(batch_size) if str(batch_size).isdigit() else 8
         place = _device(device)
         plan = inference_plan(opened.source.model, 1, 1, 1)
-        self.model = build_inference_model(opened.source, plan, serial_mesh(), place, dtype or opened.dtype, OpsConfig())
+        self.model = build_inference_model(
+            opened.source, plan, serial_mesh(), place, dtype or opened.dtype, OpsConfig()
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -69,9 +73,13 @@ class FrontierLM(TemplateLM):
         """Ids of a text; never with special ids at its ends."""
         return self.tokens.encode(string)
 
-    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
         """(sum of log-probabilities, greedy) per (texts, context ids, continuation ids)."""
-        scores = score(self.model, [(context, continuation) for _, context, continuation in requests], self.batch_size_per_gpu)
+        scores = score(
+            self.model, [(context, continuation) for _, context, continuation in requests], self.batch_size_per_gpu
+        )
         return [(entry.log_probability, entry.greedy) for entry in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -85,14 +93,18 @@ class FrontierLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Text up to a stop string, per (context, generation arguments); those of equal arguments are continued in batches."""
+        """Text up to a stop string, per (context, generation arguments); those of equal arguments are continued in
+        batches.
+        """
         asked = [_generation(request.args[1]) for request in requests]
         texts = [""] * len(requests)
         for how in dict.fromkeys(asked):
             sampling, stops = how
             numbers = [number for number, other in enumerate(asked) if other == how]
             prompts = [self._fitting(requests[number].args[0], sampling.max_new_tokens) for number in numbers]
-            completions = complete(self.model, self.tokens, prompts, sampling, stops, batch_size=self.batch_size_per_gpu)
+            completions = complete(
+                self.model, self.tokens, prompts, sampling, stops, batch_size=self.batch_size_per_gpu
+            )
             for number, completion in zip(numbers, completions, strict=True):
                 texts[number] = completion.text
         return texts
@@ -109,12 +121,16 @@ def _generation(options: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
     until = options.get("until") or []
     wanted = int(options.get("max_gen_toks", options.get("max_new_tokens", DEFAULT_NEW_TOKENS)))
     temperature = float(options.get("temperature", 1.0)) if options.get("do_sample", False) else 0.0
-    sampling = Sampling(wanted, temperature, top_p=float(options.get("top_p", 1.0)), min_p=float(options.get("min_p", 0.0)))
+    sampling = Sampling(
+        wanted, temperature, top_p=float(options.get("top_p", 1.0)), min_p=float(options.get("min_p", 0.0))
+    )
     return sampling, (until,) if isinstance(until, str) else tuple(until)
 
 
 def _device(wanted: str | None) -> torch.device:
-    """lm_eval's command line asks for cuda:0 when its user names no device, so that cannot be an error without a GPU."""
+    """lm_eval's command line asks for cuda:0 when its user names no device, so that cannot be an error without a
+    GPU.
+    """
     if torch.cuda.is_available():
         return torch.device(wanted or "cuda")
     if wanted not in (None, "cpu"):

@@ -1,4 +1,6 @@
-"""One rank's part of a model that only infers: the training stage with weights alone, no gradients, no optimizer state."""
+"""One rank's part of a model that only infers: the training stage with weights alone, no gradients, no optimizer
+state.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,26 @@ from frontier_llm.topology import ParallelPlan, make_plan
 
 
 def inference_run(
-    model: ModelConfig, tensor: int, pipeline: int, world_size: int, device: Literal["auto", "cpu", "cuda"] = "auto", expert: int = 1
+    model: ModelConfig,
+    tensor: int,
+    pipeline: int,
+    world_size: int,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    expert: int = 1,
 ) -> RunConfig:
-    """A run whose layout is that of inference; data-parallel replicas share the requests. Raises ConfigError for experts that replicas would share."""
+    """A run whose layout is that of inference; data-parallel replicas share the requests. Raises ConfigError for
+    experts that replicas would share.
+    """
     if tensor % expert:
-        what = f"{expert} does not divide tensor {tensor}: tensor ranks share out the experts, since replicas work for themselves"
+        what = (
+            f"{expert} does not divide tensor {tensor}: tensor ranks share out the experts, since replicas work "
+            f"for themselves"
+        )
         raise ConfigError(what, f"use one of {nearest(expert, divisors(tensor))}", "parallel.expert")
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert)
-    return RunConfig(model=model, parallel=parallel, batch=BatchConfig(global_batch=world_size), train=TrainConfig(device=device))
+    return RunConfig(
+        model=model, parallel=parallel, batch=BatchConfig(global_batch=world_size), train=TrainConfig(device=device)
+    )
 
 
 def inference_plan(model: ModelConfig, tensor: int, pipeline: int, world_size: int, expert: int = 1) -> ParallelPlan:
@@ -37,7 +51,9 @@ def inference_plan(model: ModelConfig, tensor: int, pipeline: int, world_size: i
 
 @dataclass
 class InferenceModel:
-    """What one rank needs to run its stage. Every method is collective over tp and pp; each dp replica works for itself."""
+    """What one rank needs to run its stage. Every method is collective over tp and pp; each dp replica works for
+    itself.
+    """
 
     config: ModelConfig
     mesh: Mesh
@@ -52,8 +68,11 @@ class InferenceModel:
         shape = (self.stage.spec.num_layers, 2, rows, kv_heads, slots, self.config.dim_per_head)
         return KeyValueCache(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
-    def hidden(self, tokens_SB: Tensor, positions_SB: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor | None:
-        """Play the pipeline once, stage after stage. Returns (S, B, H) before the final norm on the last stage, None on others.
+    def hidden(
+        self, tokens_SB: Tensor, positions_SB: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor | None:
+        """Play the pipeline once, stage after stage. Returns (S, B, H) before the final norm on the last stage, None on
+        others.
 
         `positions_SB` are given with a cache; without one the tokens are whole sequences.
         """
@@ -62,7 +81,8 @@ class InferenceModel:
         if cache is not None:
             assert positions_SB is not None
             cache.begin(positions_SB)
-        x, pp = None, self.mesh.pp
+        x = None
+        pp = self.mesh.pp
         if not self.stage.spec.embedding:
             shape = (*tokens_SB.shape, self.config.hidden)
             x = post_receive(shape, self.dtype, self.device, self.mesh.channels["forward"], pp.rank - 1).wait()
@@ -86,12 +106,18 @@ class InferenceModel:
 def build_inference_model(
     source: WeightSource, plan: ParallelPlan, mesh: Mesh, device: torch.device, dtype: str, ops: OpsConfig
 ) -> InferenceModel:
-    """Allocate this rank's stage and fill it from `source`, rectangle by rectangle. Raises BackendError for a missing op."""
+    """Allocate this rank's stage and fill it from `source`, rectangle by rectangle. Raises BackendError for a
+    missing op.
+    """
     working = working_dtype(dtype)
-    needs = AttentionNeeds(window=source.model.sliding_window is not None, softcap=source.model.score_softcap is not None)
+    needs = AttentionNeeds(
+        window=source.model.sliding_window is not None, softcap=source.model.score_softcap is not None
+    )
     selected = select_ops(ops, device.type, working, needs)
     attention = RememberingAttention(selected.attention)
-    context = LayerContext(mesh.tp, False, selected.but(attention=attention), WeightGradients(), working, ep=mesh.ep, etp=plan.grid.etp)
+    context = LayerContext(
+        mesh.tp, False, selected.but(attention=attention), WeightGradients(), working, ep=mesh.ep, etp=plan.grid.etp
+    )
     (stage,) = build_stages(source.model, plan.stages_of(mesh.pp.rank), context, device)
     load_weights(source, materialise(stage, device))
     return InferenceModel(source.model, mesh, device, working, stage, attention)

@@ -1,5 +1,5 @@
-"""Does a model find again what it has read far back? Random tokens are hidden in held-out text, their first half stands once more at its end,
-and the model is asked for the second half.
+"""Does a model find again what it has read far back? Random tokens are hidden in held-out text, their first half stands
+once more at its end, and the model is asked for the second half.
 
 No tokenizer and no language are needed, and no answer can be guessed: what a model recalls it has attended to.
 """
@@ -41,14 +41,24 @@ def lengths_up_to(window: int) -> list[int]:
 
 
 def needles(
-    model: InferenceModel, prefix: str, samples: int, batch_size: int = 1, on_batch: Callable[[int], object] = lambda done: None
+    model: InferenceModel,
+    prefix: str,
+    samples: int,
+    batch_size: int = 1,
+    on_batch: Callable[[int], object] = lambda done: None,
 ) -> list[Recall]:
-    """Recall by length and depth, `samples` needles each in other text. Collective over the world. Raises DataError for too little text."""
-    dataset, window = IndexedDataset(prefix), model.config.sequence_length
+    """Recall by length and depth, `samples` needles each in other text. Collective over the world. Raises DataError
+    for too little text.
+    """
+    dataset = IndexedDataset(prefix)
+    window = model.config.sequence_length
     lengths = lengths_up_to(window)
     room = lengths[0] - 4 * HALF
     if room < 1 or dataset.token_count < window:
-        what = f"holds {dataset.token_count} tokens, a text to hide needles in takes {window} of a window of {4 * HALF + 1} or more"
+        what = (
+            f"holds {dataset.token_count} tokens, a text to hide needles in takes {window} of a window of "
+            f"{4 * HALF + 1} or more"
+        )
         raise DataError(what, where=prefix, fix="give a larger dataset, or a model with a longer context")
     cells = list(product(lengths, DEPTHS))
     requests = [_request(dataset, model.config.vocab_size, cell, sample) for cell in cells for sample in range(samples)]
@@ -61,7 +71,9 @@ def needles(
     return recalls
 
 
-def _request(dataset: IndexedDataset, vocabulary: int, cell: tuple[int, float], sample: int) -> tuple[Sequence[int], Sequence[int]]:
+def _request(
+    dataset: IndexedDataset, vocabulary: int, cell: tuple[int, float], sample: int
+) -> tuple[Sequence[int], Sequence[int]]:
     """(text with a needle and its key once more, value): a function of length, depth and number alone."""
     (length, depth), filler = cell, cell[0] - 4 * HALF
     draw = np.random.default_rng([length, round(100 * depth), sample])

@@ -34,10 +34,12 @@ class OpenedModel:
 
 
 def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] = ()) -> OpenedModel:
-    """Open what `path` names; of a run directory its newest checkpoint. `verified` reads every shard whole against its digest.
+    """Open what `path` names; of a run directory its newest checkpoint. `verified` reads every shard whole against its
+    digest.
 
-    Plugins that a checkpoint was trained with are imported from `plugins`, which the user named, or as the user's own run directory
-    names them. Raises CheckpointError saying what was expected there, ConfigError for a plugin that is needed and not named.
+    Plugins that a checkpoint was trained with are imported from `plugins`, which the user named, or as the user's own
+    run directory names them. Raises CheckpointError saying what was expected there, ConfigError for a plugin that is
+    needed and not named.
     """
     path = Path(path)
     if (path / CONFIG).is_file():
@@ -45,17 +47,25 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
         return OpenedModel(path, HuggingFaceModel(path), None, "fp32", tokenizer_in(path))
     if checkpoints := checkpoints_at(path):
         source = CheckpointWeights(checkpoints[0], verified)
-        is_run_directory = checkpoints[0].parent == path / "checkpoints"  # else a checkpoint alone, which may bring a run file of its own
+        # else a checkpoint alone, which may bring a run file of its own
+        is_run_directory = checkpoints[0].parent == path / "checkpoints"
         own = own_plugins(path) if is_run_directory else ()
         import_recorded(source.manifest.known_plugins, given=plugins, own=own, where=str(checkpoints[0]))
-        return OpenedModel(checkpoints[0], source, source.config, source.config.precision.dtype, source.config.data.tokenizer)
+        return OpenedModel(
+            checkpoints[0], source, source.config, source.config.precision.dtype, source.config.data.tokenizer
+        )
     what = "is no model" if path.exists() else "does not exist"
-    fix = "give a run directory (with checkpoints/), a checkpoint (with manifest.json) or a Hugging Face directory (with config.json)"
+    fix = (
+        "give a run directory (with checkpoints/), a checkpoint (with manifest.json) or a Hugging Face directory "
+        "(with config.json)"
+    )
     raise CheckpointError(what, fix, str(path))
 
 
 def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
-    """The tokenizer that was `given`, else the run's own. Raises DataError when there is none or it has more ids than the model."""
+    """The tokenizer that was `given`, else the run's own. Raises DataError when there is none or it has more ids
+    than the model.
+    """
     spec = given or opened.tokenizer_spec
     if spec is None:
         raise DataError(
@@ -65,7 +75,9 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
         )
     if given is None and spec.startswith(HUB) and recorded_tokenizer(str(opened.path), spec) is None:
         what = f"names the tokenizer {spec[:200]}, which was never fetched here"  # a checkpoint may be a stranger's
-        raise DataError(what, where=str(opened.path), fix=f"if you trust that name, fetch it with --tokenizer {spec[:200]}")
+        raise DataError(
+            what, where=str(opened.path), fix=f"if you trust that name, fetch it with --tokenizer {spec[:200]}"
+        )
     tokenizer = load_tokenizer(spec)
     check_vocabulary(tokenizer, opened.source.model)
     return tokenizer
@@ -79,18 +91,25 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
 
 
 def check_dataset(prefix: str, tokenizer: Tokenizer) -> None:
-    """Raises DataError for tokens that another tokenizer made; a dataset without a record passes unchecked, as in training.
+    """Raises DataError for tokens that another tokenizer made; a dataset without a record passes unchecked, as in
+    training.
 
-    An exported model's tokenizer has another file than the one that made the data: it passes where both read the same text.
+    An exported model's tokenizer has another file than the one that made the data: it passes where both read the same
+    text.
     """
-    meta, dataset = read_meta(prefix), IndexedDataset(prefix)
+    meta = read_meta(prefix)
+    dataset = IndexedDataset(prefix)
     if meta is None or meta.tokenizer_digest == tokenizer.digest:
         return
     spec = recorded_tokenizer(prefix, meta.tokenizer)
     ids = dataset.tokens[:COMPARED_TOKENS].tolist()
     if spec is None or load_tokenizer(spec).decode(ids) != tokenizer.decode(ids):
         fix = f"tokenize the text with {tokenizer.name}, or name the model's own tokenizer with --tokenizer"
-        raise DataError(f"was made by another tokenizer, {meta.tokenizer}, than the model's, {tokenizer.name}", where=prefix, fix=fix)
+        raise DataError(
+            f"was made by another tokenizer, {meta.tokenizer}, than the model's, {tokenizer.name}",
+            where=prefix,
+            fix=fix,
+        )
 
 
 def tokenizer_in(directory: Path) -> str | None:

@@ -37,14 +37,18 @@ class Sampling:
             ("repetition_penalty", self.repetition_penalty > 0, "more than 0; 1 is off"),
         ]
         problems = [
-            Problem(name, f"{getattr(self, name)} is not {rule}", f"give a value {rule}") for name, holds, rule in rules if not holds
+            Problem(name, f"{getattr(self, name)} is not {rule}", f"give a value {rule}")
+            for name, holds, rule in rules
+            if not holds
         ]
         if problems:
             raise ConfigError(problems)
 
 
 class Sampler:
-    """Draws for B rows. A row's draws depend on the seed and its own number alone, not on its neighbours in the batch."""
+    """Draws for B rows. A row's draws depend on the seed and its own number alone, not on its neighbours in the
+    batch.
+    """
 
     def __init__(self, sampling: Sampling, row_ids: Sequence[int]) -> None:
         self._sampling = sampling
@@ -59,15 +63,20 @@ class Sampler:
             return logits_BV.argmax(-1)
         order_BK, probabilities_BK = self._kept(logits_BV / sampling.temperature)
         cumulative_BK = probabilities_BK.cumsum(-1)
-        draws_B = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for generator in self._generators])
+        draws_B = torch.stack(
+            [torch.rand((), generator=generator, dtype=torch.float64) for generator in self._generators]
+        )
         # below the last kept token's cumulative sum, so that rounding cannot choose a token of probability 0
         thresholds_B1 = draws_B.to(cumulative_BK)[:, None] * cumulative_BK[:, -1:]
         place_B1 = torch.searchsorted(cumulative_BK, thresholds_B1, right=True)
         return order_BK.gather(1, place_B1.minimum(_last(probabilities_BK)))[:, 0]
 
     def _kept(self, scaled_BV: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids of the K likeliest tokens, likeliest first; their probabilities, 0 where a filter drops them), none that is kept beyond K."""
-        sampling, V = self._sampling, scaled_BV.shape[1]
+        """(ids of the K likeliest tokens, likeliest first; their probabilities, 0 where a filter drops them), none
+        that is kept beyond K.
+        """
+        sampling = self._sampling
+        V = scaled_BV.shape[1]
         log_total_B1 = scaled_BV.logsumexp(-1, keepdim=True)
         width = max(CANDIDATES, sampling.top_k + 1)
         while True:
@@ -94,15 +103,17 @@ def _likeliest(logits_BV: Tensor, count: int) -> Tensor:
 
 
 def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Logits of seen tokens divided by the penalty where positive, multiplied by it where negative (arXiv:1909.05858)."""
+    """Logits of seen tokens divided by the penalty where positive, multiplied by it where negative
+    (arXiv:1909.05858).
+    """
     if penalty == 1.0:
         return logits_BV
     return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
 def keep_likely(ordered_BK: Tensor, top_k: int, top_p: float, min_p: float, log_total_B1: Tensor) -> Tensor:
-    """Probabilities, highest first, with 0 for all but the top k, of these the smallest head whose mass reaches p (arXiv:1904.09751),
-    and of these the ones at least min_p times as likely as the first (arXiv:2407.01082).
+    """Probabilities, highest first, with 0 for all but the top k, of these the smallest head whose mass reaches p
+    (arXiv:1904.09751), and of these the ones at least min_p times as likely as the first (arXiv:2407.01082).
     `log_total_B1` is the logarithm of the sum of all logits' exponentials, of which `ordered_BK` are the highest.
     """
     if top_k:

@@ -1,4 +1,6 @@
-"""Log-probabilities: of each token of a text, of continuations of contexts; shared by held-out evaluation, tasks and lm_eval."""
+"""Log-probabilities: of each token of a text, of continuations of contexts; shared by held-out evaluation, tasks and
+lm_eval.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ def score(
     on_batch: Callable[[int], object] = lambda done: None,
     parts: int = 1,
 ) -> list[Likelihood]:
-    """log p(continuation | context) for every (context, continuation), in `parts` equal stretches of the latter. Collective over the world; every rank returns all scores.
+    """log p(continuation | context) for every (context, continuation), in `parts` equal stretches of the latter.
+    Collective over the world; every rank returns all scores.
 
-    What does not fit the context window S is cut from the left. Batches go to the dp replicas in turn; the numbers do not depend
-    on the batch size beyond rounding. Raises ConfigError for an empty context or continuation, or a continuation longer than S.
+    What does not fit the context window S is cut from the left. Batches go to the dp replicas in turn; the numbers do
+    not depend on the batch size beyond rounding. Raises ConfigError for an empty context or continuation, or a
+    continuation longer than S.
     """
     check_requests(model.config, requests)
     window = model.config.sequence_length + 1
@@ -54,21 +58,27 @@ def score(
         if rows is not None and model.mesh.tp.rank == 0:
             for index, (log_probabilities, greedy) in zip(batch, rows, strict=True):
                 sums_NP[index, 0] = float(greedy.all())
-                sums_NP[index, 1:] = torch.stack([part.sum(dtype=torch.float64) for part in log_probabilities.tensor_split(parts)])
+                sums_NP[index, 1:] = torch.stack(
+                    [part.sum(dtype=torch.float64) for part in log_probabilities.tensor_split(parts)]
+                )
         on_batch(number + 1)
     total = all_reduce_(sums_NP.to(model.device), model.mesh.world).tolist()
-    return [Likelihood(sum(values), bool(greedy), texts[index][1], tuple(values)) for index, (greedy, *values) in enumerate(total)]
+    return [
+        Likelihood(sum(values), bool(greedy), texts[index][1], tuple(values))
+        for index, (greedy, *values) in enumerate(total)
+    ]
 
 
 @torch.inference_mode()
 def token_scores(
     model: InferenceModel, texts: Sequence[Sequence[int]], counts: Sequence[int] | None = None
 ) -> list[tuple[Tensor, Tensor]] | None:
-    """For the last tokens of each text: log p given those before, and whether each was the most likely; (count,) on the CPU.
+    """For the last tokens of each text: log p given those before, and whether each was the most likely; (count,) on the
+    CPU.
 
-    `counts` None = all but the first token. Logits are made from the first place on that any row needs, not for the contexts.
-    Collective over tp and pp; None where no logits come out. Texts have 2 to S + 1 tokens; rows are padded on the right, where
-    causal attention never looks.
+    `counts` None = all but the first token. Logits are made from the first place on that any row needs, not for the
+    contexts. Collective over tp and pp; None where no logits come out. Texts have 2 to S + 1 tokens; rows are padded on
+    the right, where causal attention never looks.
     """
     longest = max(map(len, texts))
     padded_BS1 = torch.zeros(len(texts), longest, dtype=torch.int64)
@@ -86,13 +96,18 @@ def token_scores(
     first_vocab = model.config.padded_vocab_size // model.mesh.tp.size * model.mesh.tp.rank
     best_SB = _most_likely(model, logits_SBv, first_vocab)  # before the loss, which may use the logits' memory
     loss_SB, _ = vocab_parallel_cross_entropy(logits_SBv, targets_SB, first_vocab, model.stage.context)
-    log_probabilities_BS, greedy_BS = -loss_SB.T.cpu(), (best_SB == targets_SB).T.cpu()
-    spans = [(row, slice(start - first, end - first)) for row, (start, end) in enumerate(zip(starts, ends, strict=True))]
+    log_probabilities_BS = -loss_SB.T.cpu()
+    greedy_BS = (best_SB == targets_SB).T.cpu()
+    spans = [
+        (row, slice(start - first, end - first)) for row, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
     return [(log_probabilities_BS[span], greedy_BS[span]) for span in spans]
 
 
 def _most_likely(model: InferenceModel, logits_SBv: Tensor, first_vocab: int) -> Tensor:
-    """Vocabulary id of the highest logit, (S, B); of equal ones the lowest id, as argmax over the whole vocabulary has it."""
+    """Vocabulary id of the highest logit, (S, B); of equal ones the lowest id, as argmax over the whole vocabulary
+    has it.
+    """
     value_SB, index_SB = logits_SBv.max(-1)
     values_tSB = all_gather(value_SB[None].contiguous(), model.mesh.tp)
     indices_tSB = all_gather((index_SB + first_vocab)[None].contiguous(), model.mesh.tp)
@@ -100,16 +115,21 @@ def _most_likely(model: InferenceModel, logits_SBv: Tensor, first_vocab: int) ->
 
 
 def check_requests(model: ModelConfig, requests: Sequence[Pair]) -> None:
-    """Raises ConfigError for an empty context or continuation, and for what the model's context or vocabulary cannot hold."""
-    S, V = model.sequence_length, model.vocab_size
+    """Raises ConfigError for an empty context or continuation, and for what the model's context or vocabulary cannot
+    hold.
+    """
+    S = model.sequence_length
+    V = model.vocab_size
     for number, (context, continuation) in enumerate(requests):
         what = fix = ""
         if not context or not continuation:
-            what, fix = f"has an empty {'continuation' if context else 'context'}", "start a context with the end-of-document token"
+            what = f"has an empty {'continuation' if context else 'context'}"
+            fix = "start a context with the end-of-document token"
         elif len(continuation) > S:
             what = f"a continuation of {len(continuation)} tokens does not fit the model's context of {S}"
         elif (token := outside([*context, *continuation], V)) is not None:
-            what, fix = f"holds token {token}, the vocabulary has {V}", "use the tokenizer of the training data"
+            what = f"holds token {token}, the vocabulary has {V}"
+            fix = "use the tokenizer of the training data"
         if what:
             raise ConfigError(what, fix, f"request {number}")
 

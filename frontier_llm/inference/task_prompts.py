@@ -1,7 +1,8 @@
-"""The seven tasks of the MI250 runs in lm-evaluation-harness's form: fields of the hub's data sets → contexts and continuations.
+"""The seven tasks of the MI250 runs in lm-evaluation-harness's form: fields of the hub's data sets → contexts and
+continuations.
 
-Prompts follow the task files of lm-evaluation-harness 0.4.13 (arc, boolq of SuperGLUE, hellaswag, piqa, winogrande, wsc273); a test
-compares the texts and the scores with its own.
+Prompts follow the task files of lm-evaluation-harness 0.4.13 (arc, boolq of SuperGLUE, hellaswag, piqa, winogrande,
+wsc273); a test compares the texts and the scores with its own.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _foundry_schema(line: dict[str, Any]) -> Prompt:
 
 def _arc(line: dict[str, Any]) -> Prompt:
     choices = line["choices"]
-    return _choices(f"Question: {line['question']}\nAnswer:", list(choices["text"]), list(choices["label"]).index(line["answerKey"]))
+    return _choices(
+        f"Question: {line['question']}\nAnswer:", list(choices["text"]), list(choices["label"]).index(line["answerKey"])
+    )
 
 
 def _boolq(line: dict[str, Any]) -> Prompt:
@@ -84,7 +87,9 @@ _POSSESSIVE = frozenset(("my", "his", "her", "our", "their"))
 
 def _winograd(line: dict[str, Any]) -> Prompt:
     """Each candidate takes the pronoun's place; what follows the pronoun is scored."""
-    text, place, pronoun = line["text"].replace("  ", " "), line["pronoun_loc"], line["pronoun"]
+    text = line["text"].replace("  ", " ")
+    place = line["pronoun_loc"]
+    pronoun = line["pronoun"]
     opens_sentence = text[place - 2] == "."
 
     def candidate(option: str) -> str:
@@ -102,12 +107,20 @@ LM_EVAL = {
     "arc_easy": KnownTask("allenai/ai2_arc (ARC-Easy, test)", ("question", "choices", "answerKey"), _arc),
     "arc_challenge": KnownTask("allenai/ai2_arc (ARC-Challenge, test)", ("question", "choices", "answerKey"), _arc),
     "boolq": KnownTask("aps/super_glue (boolq, validation)", ("passage", "question"), _boolq),
-    "hellaswag": KnownTask("Rowan/hellaswag (validation)", ("activity_label", "ctx_a", "ctx_b", "endings", "label"), _hellaswag),
+    "hellaswag": KnownTask(
+        "Rowan/hellaswag (validation)", ("activity_label", "ctx_a", "ctx_b", "endings", "label"), _hellaswag
+    ),
     "piqa": KnownTask("baber/piqa (validation)", ("goal", "sol1", "sol2", "label"), _piqa),
     "winogrande": KnownTask(
-        "allenai/winogrande (winogrande_xl, validation)", ("sentence", "option1", "option2", "answer"), _winogrande, is_schema=True
+        "allenai/winogrande (winogrande_xl, validation)",
+        ("sentence", "option1", "option2", "answer"),
+        _winogrande,
+        is_schema=True,
     ),
     "wsc273": KnownTask(
-        "lighteval/winograd_wsc (wsc273, test)", ("text", "pronoun", "pronoun_loc", "options", "label"), _winograd, is_schema=True
+        "lighteval/winograd_wsc (wsc273, test)",
+        ("text", "pronoun", "pronoun_loc", "options", "label"),
+        _winograd,
+        is_schema=True,
     ),
 }

@@ -1,8 +1,9 @@
 """In-context tasks from local JSONL: which option does the model find most likely?
 
-Two formats. LLM Foundry's: {"query", "choices", "gold"}, or {"context_options", "continuation", "gold"} where the options differ in the
-context. lm-evaluation-harness's: the fields of the data sets on the Hugging Face hub, with the prompts of its task files (0.4.13).
-Both become the same thing: for each option a context, a delimiter and a continuation.
+Two formats. LLM Foundry's: {"query", "choices", "gold"}, or {"context_options", "continuation", "gold"} where the
+options differ in the context. lm-evaluation-harness's: the fields of the data sets on the Hugging Face hub, with the
+prompts of its task files (0.4.13). Both become the same thing: for each option a context, a delimiter and a
+continuation.
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ class TaskOption:
 def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
     """Read a task file; `limit` 0 = all of it.
 
-    Raises DataError: no such file (with what to download), a line that is not JSON, a missing field (with the fields expected), a gold
-    that is no option.
+    Raises DataError: no such file (with what to download), a line that is not JSON, a missing field (with the fields
+    expected), a gold that is no option.
     """
     path = Path(path)
     if not path.is_file():
         download = f"download {LM_EVAL[name].source} and save its evaluation split as JSONL" if name in LM_EVAL else ""
-        raise DataError(f"no such task file for {name!r}", where=str(path), fix=download or "give the path of a JSONL file")
+        raise DataError(
+            f"no such task file for {name!r}", where=str(path), fix=download or "give the path of a JSONL file"
+        )
     documents = _read_jsonl(path)
     if not documents:
         raise DataError("holds no line", where=str(path), fix="give a JSONL file with one question per line")
@@ -61,25 +64,37 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
     known = foundry or LM_EVAL.get(name)
     if known is None:
         formats = f"neither {', '.join(FOUNDRY_CHOICES.fields)} nor {', '.join(FOUNDRY_SCHEMA.fields)}"
-        raise DataError(f"{name!r} is no known task, and the file has {formats}", where=str(path), fix=suggest(name, LM_EVAL))
+        raise DataError(
+            f"{name!r} is no known task, and the file has {formats}", where=str(path), fix=suggest(name, LM_EVAL)
+        )
     prompts = _convert(documents, path, known)[: limit or None]
     if not foundry:
         return Task(name, str(path), "lm-eval", prompts, " ", "\n\n", known.is_schema)
-    return Task(name, str(path), "llm-foundry", prompts, "\nAnswer: " if name in _FOUNDRY_ANSWER_LINE else " ", "\n", known.is_schema)
+    return Task(
+        name,
+        str(path),
+        "llm-foundry",
+        prompts,
+        "\nAnswer: " if name in _FOUNDRY_ANSWER_LINE else " ",
+        "\n",
+        known.is_schema,
+    )
 
 
 def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1234) -> list[TaskOption]:
     """Every option of every question, after `shots` solved examples.
 
-    The examples come from `pool`, or from the task itself without the question in hand. They are drawn as lm_eval draws them
-    (one generator for the whole task, one more than needed where the question itself must be left out), so that equal files and seeds
-    give equal prompts. Raises DataError when there are too few.
+    The examples come from `pool`, or from the task itself without the question in hand. They are drawn as lm_eval draws
+    them (one generator for the whole task, one more than needed where the question itself must be left out), so that
+    equal files and seeds give equal prompts. Raises DataError when there are too few.
     """
     examples = (pool or task).prompts
     if shots and len(examples) < shots + (pool is None):
         beside = " beside the question itself" if pool is None else ""
         raise DataError(
-            f"holds {len(examples)} questions, too few for {shots} examples{beside}", where=(pool or task).path, fix="lower --shots"
+            f"holds {len(examples)} questions, too few for {shots} examples{beside}",
+            where=(pool or task).path,
+            fix="lower --shots",
         )
     random, result = Random(seed), []  # noqa: S311  # which examples are shown is no secret
     for number, prompt in enumerate(task.prompts):
@@ -103,7 +118,8 @@ def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
             if (document := json_object(line)) is not None:
                 documents.append((number, document))
         except DataError as error:
-            what, fix = error.problems[0].what, "give one JSON object per line"
+            what = error.problems[0].what
+            fix = "give one JSON object per line"
             raise DataError(what, where=f"{path}:{number}", fix=fix) from error
     return documents
 

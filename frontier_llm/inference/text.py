@@ -35,10 +35,12 @@ def complete(
     use_cache: bool = True,
     batch_size: int = 8,
 ) -> list[TextCompletion]:
-    """Complete every prompt, `batch_size` at once; `on_text` is told each new piece of a row's text, whole characters only.
+    """Complete every prompt, `batch_size` at once; `on_text` is told each new piece of a row's text, whole characters
+    only.
 
     An empty prompt starts a new document. What a row becomes does not depend on its batch: each has draws of its own.
-    Collective over tp and pp; every rank returns the same. Raises ConfigError, before the first token, for a prompt that does not fit.
+    Collective over tp and pp; every rank returns the same. Raises ConfigError, before the first token, for a prompt
+    that does not fit.
     """
     rows = [_Row(tokenizer, stops, prompt) for prompt in prompts]
     sampling = replace(sampling, stop_tokens=(*sampling.stop_tokens, tokenizer.eod))
@@ -46,7 +48,10 @@ def complete(
     check_prompts(model.config, ids)
     room = model.config.sequence_length - max(map(len, ids))
     if room < sampling.max_new_tokens:
-        log.info(f"the model's context of {model.config.sequence_length} tokens has room for {room} of {sampling.max_new_tokens} new ones")
+        log.info(
+            f"the model's context of {model.config.sequence_length} tokens has room for {room} of "
+            f"{sampling.max_new_tokens} new ones"
+        )
     for first in range(0, len(rows), batch_size):
         batch = range(first, min(first + batch_size, len(rows)))
         for tokens in stream(model, ids[batch.start : batch.stop], sampling, use_cache, first):
@@ -65,12 +70,17 @@ class _Row:
     """One prompt's text as it grows."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: str) -> None:
-        self.prompt, self._tokenizer, self._stops = prompt, tokenizer, [stop for stop in stops if stop]
-        # decoded together with the prompt: tokenizers that mark word starts drop the space in front of the very first word
+        self.prompt = prompt
+        self._tokenizer = tokenizer
+        self._stops = [stop for stop in stops if stop]
+        # decoded together with the prompt: tokenizers that mark word starts drop the space in front of the very first
+        # word
         self._prefix = tokenizer.encode(prompt)
         self._prefix_text = tokenizer.decode(self._prefix)
         self.tokens: list[int] = []
-        self.text, self.stopped, self._told = "", False, 0
+        self.text = ""
+        self.stopped = False
+        self._told = 0
 
     def add(self, token: int, is_last: bool) -> None:
         """Take one more token, or the one that ends the row."""
@@ -81,7 +91,8 @@ class _Row:
         self.text = self._tokenizer.decode([*self._prefix, *self.tokens])[len(self._prefix_text) :]
         ends = [place for stop in self._stops if (place := self.text.find(stop)) >= 0]
         if ends:
-            self.text, self.stopped = self.text[: min(ends)], True
+            self.text = self.text[: min(ends)]
+            self.stopped = True
 
     def report(self, number: int, on_text: Callable[[int, str], object], last: bool = False) -> None:
         """Tell what is new, holding back what may still change: half a character, or the beginning of a stop string."""

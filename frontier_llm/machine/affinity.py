@@ -1,7 +1,7 @@
 """Which GCD hangs on which cores and NUMA node of a Frontier or LUMI-G node, and what the links between GCDs carry.
 
-Both machines have the same node: four MI250X of two GCDs each, one 64-core Trento, four Slingshot NICs. Source of all data: OLCF user
-docs (systems/frontier_user_guide.rst, Frontier_Node_Diagram.jpg) and the LUMI user guide, which agree.
+Both machines have the same node: four MI250X of two GCDs each, one 64-core Trento, four Slingshot NICs. Source of all
+data: OLCF user docs (systems/frontier_user_guide.rst, Frontier_Node_Diagram.jpg) and the LUMI user guide, which agree.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from itertools import combinations, permutations
 
 LINK_GBPS = 50.0  # one Infinity Fabric link, each direction
 
-# links between pairs of GCDs: 4 inside a package, 2 or 1 between packages; pairs that are missing are routed through others
+# links between pairs of GCDs: 4 inside a package, 2 or 1 between packages; pairs that are missing are routed through
+# others
 LINKS: dict[tuple[int, int], int] = {
     (0, 1): 4, (2, 3): 4, (4, 5): 4, (6, 7): 4,
     (0, 6): 2, (2, 4): 2,
@@ -55,7 +56,8 @@ def best_ring(gcds: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
     members = tuple(sorted(gcds))
     if len(members) < 2:
         return members, float("inf")
-    first, rest = members[0], members[1:]
+    first = members[0]
+    rest = members[1:]
 
     def bottleneck(order: tuple[int, ...]) -> float:
         return min(link_gbps(one, other) for one, other in zip(order, (*order[1:], order[0]), strict=True))
@@ -69,7 +71,8 @@ def bus_limit_gbps(gcds: tuple[int, ...]) -> float:
     """The bus bandwidth that no all-reduce over these GCDs can exceed, GB/s: the narrowest cut of the links among them.
 
     Every ring crosses each cut in both directions, so all rings together carry at most the cut's one-way bandwidth. For
-    {0,1} 200, for two packages 100, for all eight 250; measured are 0.74 of it on two (147 GB/s) and 0.55 on eight (137 GB/s).
+    {0,1} 200, for two packages 100, for all eight 250; measured are 0.74 of it on two (147 GB/s) and 0.55 on eight (137
+    GB/s).
     """
     members = tuple(sorted(gcds))
     if len(members) < 2:

@@ -1,6 +1,8 @@
-"""The one file that knows RCCL, libfabric, MIOpen, HSA and framework variables: what to set on a machine, why, and who says so.
+"""The one file that knows RCCL, libfabric, MIOpen, HSA and framework variables: what to set on a machine, why, and who
+says so.
 
-`environment` lists what a machine needs. `resolve` combines that list with what is exported already, and names what set each variable.
+`environment` lists what a machine needs. `resolve` combines that list with what is exported already, and names what set
+each variable.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ def resolve(wanted: Sequence[Variable], exported: Mapping[str, str], origins: Ma
     settings = []
     for variable in wanted:
         if variable.name in exported:
-            value, origin = exported[variable.name], origins.get(variable.name, EXPORTED)
+            value = exported[variable.name]
+            origin = origins.get(variable.name, EXPORTED)
             is_replaced = origin != THIS_FILE and value != variable.value
             machine_value = variable.value if is_replaced else ""
             settings.append(Setting(variable.name, value, origin, variable.reason, machine_value))
@@ -88,17 +91,28 @@ def resolve(wanted: Sequence[Variable], exported: Mapping[str, str], origins: Ma
 
 
 RCCL_LOG = "NCCL_DEBUG_FILE"
-ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"  # with sharded weights their gathers would wait behind the compute that they are to overlap
+# with sharded weights their gathers would wait behind the compute that they are to overlap
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _PYTORCH = (
-    Variable("OMP_NUM_THREADS", "7", "the usable cores of a GCD's L3 region; the default would start 56 threads per rank", OLCF),
+    Variable(
+        "OMP_NUM_THREADS",
+        "7",
+        "the usable cores of a GCD's L3 region; the default would start 56 threads per rank",
+        OLCF,
+    ),
     Variable(
         ONE_QUEUE,
         "1",
         "kernels start in the order in which they are issued, so tp collectives overlap with the weight gradient",
         "Megatron-LM",
     ),
-    Variable("TORCH_FR_BUFFER_SIZE", "2000", "flight recorder: the last collectives of each rank, dumped when one times out", TORCH),
+    Variable(
+        "TORCH_FR_BUFFER_SIZE",
+        "2000",
+        "flight recorder: the last collectives of each rank, dumped when one times out",
+        TORCH,
+    ),
 )
 
 _NODE_LOCAL = f"{PRIVATE}/miopen-{LOCAL_RANK}"
@@ -107,15 +121,22 @@ _ROCM = (
     Variable(
         "GPU_MAX_HW_QUEUES",
         "8",
-        "a hardware queue for each communicator: with the default of 4, streams share queues, and a receive that is posted ahead holds "
+        "a hardware queue for each communicator: with the default of 4, streams share queues, and a receive that is "
+        "posted ahead holds "
         "up what its sender waits for",
         "ROCm/rocm-systems#8916, ROCm/rccl#2191",
     ),
     Variable(
-        "TORCH_NCCL_HIGH_PRIORITY", "1", "streams of another priority have queues of their own: compute never waits behind them", TORCH
+        "TORCH_NCCL_HIGH_PRIORITY",
+        "1",
+        "streams of another priority have queues of their own: compute never waits behind them",
+        TORCH,
     ),
     Variable(
-        "HSA_FORCE_FINE_GRAIN_PCIE", "1", "peer-to-peer through the large BAR; without it RCCL falls back to staging in host memory", HPE
+        "HSA_FORCE_FINE_GRAIN_PCIE",
+        "1",
+        "peer-to-peer through the large BAR; without it RCCL falls back to staging in host memory",
+        HPE,
     ),
     Variable(
         "MIOPEN_USER_DB_PATH",
@@ -125,7 +146,8 @@ _ROCM = (
     ),
     Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "as MIOPEN_USER_DB_PATH", OLCF),
     Variable(
-        "PYTORCH_HIP_ALLOC_CONF",  # the name that torch 2.10 and 2.13 both honour; 2.13 would take it before PYTORCH_ALLOC_CONF
+        # the name that torch 2.10 and 2.13 both honour; 2.13 would take it before PYTORCH_ALLOC_CONF
+        "PYTORCH_HIP_ALLOC_CONF",
         "max_split_size_mb:512",
         "bounds the allocator's fragmentation near 64 GiB",
         "LumiOpen/Megatron-LM-lumi",
@@ -134,8 +156,15 @@ _ROCM = (
 )
 
 _SLINGSHOT = (
-    Variable("GLOO_SOCKET_IFNAME", "hsn0", "needed above about 300 nodes, harmless below", "eminorhan/frontier-torchtitan"),
-    Variable("NCCL_SOCKET_IFNAME", "hsn0,hsn1,hsn2,hsn3", "bootstrap over the high-speed network, not the management one", HPE),
+    Variable(
+        "GLOO_SOCKET_IFNAME", "hsn0", "needed above about 300 nodes, harmless below", "eminorhan/frontier-torchtitan"
+    ),
+    Variable(
+        "NCCL_SOCKET_IFNAME",
+        "hsn0,hsn1,hsn2,hsn3",
+        "bootstrap over the high-speed network, not the management one",
+        HPE,
+    ),
     Variable("NCCL_CROSS_NIC", "1", "rings may change NIC from node to node: faster on large systems", HPE),
     Variable("FI_CXI_DISABLE_HOST_REGISTER", "1", "avoids ROCm calls that deadlock RCCL", HPE),
     Variable("FI_CXI_DEFAULT_CQ_SIZE", "131072", "completion queues of large jobs overflow with the default", HPE),
@@ -146,13 +175,19 @@ _SLINGSHOT = (
     Variable("FI_CXI_RX_MATCH_MODE", "hybrid", "software matching when the NIC's match list overflows", HPE),
 )
 
-# libfabric's default monitor of registered memory, memhooks, deadlocks on both. LUMI goes without the other two: nobody documents
-# `--network=disable_rdzv_get` there, without which libfabric silently keeps its default protocol; and GPU RDMA is found without being asked for,
+# libfabric's default monitor of registered memory, memhooks, deadlocks on both. LUMI goes without the other two: nobody
+# documents
+# `--network=disable_rdzv_get` there, without which libfabric silently keeps its default protocol; and GPU RDMA is found
+# without being asked for,
 # where asking hung the first collective between nodes (ROCm 7.0 image, laifs-container-recipes issues 28 and 30).
 _OWN = {
     "frontier": (
-        Variable("FI_MR_CACHE_MONITOR", "kdreg2", "memory-registration cache: Frontier's default, safe with the plugin", OLCF),
-        Variable("FI_CXI_RDZV_PROTO", "alt_read", "faster RCCL at scale; needs `--network=disable_rdzv_get` in the job", OLCF),
+        Variable(
+            "FI_MR_CACHE_MONITOR", "kdreg2", "memory-registration cache: Frontier's default, safe with the plugin", OLCF
+        ),
+        Variable(
+            "FI_CXI_RDZV_PROTO", "alt_read", "faster RCCL at scale; needs `--network=disable_rdzv_get` in the job", OLCF
+        ),
         Variable("NCCL_NET_GDR_LEVEL", "PHB", "GPU RDMA through the NIC of the same package", OLCF),
     ),
     "lumi": (
@@ -166,15 +201,20 @@ _OWN = {
 }
 _PLUGIN = Variable(
     "NCCL_NET",
-    "AWS Libfabric",  # a name that every version of the plugin answers to; "OFI", as the guides have it now, only those after 1.11
+    # a name that every version of the plugin answers to; "OFI", as the guides have it now, only those after 1.11
+    "AWS Libfabric",
     "fail at start when the OFI plugin is missing, instead of falling back to TCP (16 x slower)",
     OLCF,
 )
 # LumiOpen's 1,024-node runs saw "Cassini Event Queue overflow" below this
 _LARGE_CQ = Variable(
-    "FI_CXI_DEFAULT_CQ_SIZE", "262144", "'Cassini Event Queue overflow' on 1,024 nodes with less", "LumiOpen/Megatron-LM-lumi"
+    "FI_CXI_DEFAULT_CQ_SIZE",
+    "262144",
+    "'Cassini Event Queue overflow' on 1,024 nodes with less",
+    "LumiOpen/Megatron-LM-lumi",
 )
-STORE_CHECKS_PER_S = 20_000  # of each kind, by all ranks together: under half of what the job's store takes (scripts/bench_rendezvous.py)
+# of each kind, by all ranks together: under half of what the job's store takes (scripts/bench_rendezvous.py)
+STORE_CHECKS_PER_S = 20_000
 _RANKS_PER_NODE = 8
 _ONE_INTERFACE_NODES = 300  # above it, bootstrap over four interfaces stalls now and then
 _LARGE_NODES = 512
@@ -198,19 +238,34 @@ def flight_record_variable(run_dir: str) -> Variable:
 
 _SLINGSHOT_MACHINES = tuple(_OWN)
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
-_NVIDIA_MACHINES = ("selene", "jean-zay", "eos", "h200", "vtrain-a100", "vtrain-a100-node", "llm-foundry-a100", "llm-foundry-a100-40", "llm-foundry-h100", "torchtitan-a100", "torchtitan-h100")  # fmt: skip
+_NVIDIA_MACHINES = (
+    "selene",
+    "jean-zay",
+    "eos",
+    "h200",
+    "vtrain-a100",
+    "vtrain-a100-node",
+    "llm-foundry-a100",
+    "llm-foundry-a100-40",
+    "llm-foundry-h100",
+    "torchtitan-a100",
+    "torchtitan-h100",
+)
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 
 
 def vendor_of_machine(machine: str) -> Vendor:
-    """Whose variables the ranks of a shipped machine get; "none" for `local` and for a machine that this file does not know."""
+    """Whose variables the ranks of a shipped machine get; "none" for `local` and for a machine that this file does
+    not know.
+    """
     if machine in _ROCM_MACHINES:
         return "amd"
     return "nvidia" if machine in _NVIDIA_MACHINES else "none"
 
 
 def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[Variable]:
-    """The variables that every rank of a job of `nodes` nodes needs on a machine; a name appears once. `shards_weights`: FSDP.
+    """The variables that every rank of a job of `nodes` nodes needs on a machine; a name appears once.
+    `shards_weights`: FSDP.
 
     Raises ConfigError for a machine that this file does not know.
     """
@@ -230,7 +285,14 @@ def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[
 def _slingshot(machine: str, nodes: int) -> list[Variable]:
     """Slingshot's part; one node uses no network, and RCCL must not look for a plugin there."""
     if nodes == 1:
-        return [Variable("NCCL_NET", "Socket", "one node: nothing crosses the network, and a missing plugin must not end the job", NCCL)]
+        return [
+            Variable(
+                "NCCL_NET",
+                "Socket",
+                "one node: nothing crosses the network, and a missing plugin must not end the job",
+                NCCL,
+            )
+        ]
     chosen = {variable.name: variable for variable in (*_SLINGSHOT, _PLUGIN, *_OWN[machine])}
     if nodes >= _ONE_INTERFACE_NODES:
         reason = f"above {_ONE_INTERFACE_NODES} nodes bootstrap over several interfaces hangs now and then"
@@ -238,6 +300,11 @@ def _slingshot(machine: str, nodes: int) -> list[Variable]:
     if machine == "lumi" or nodes >= _LARGE_NODES:
         chosen[_LARGE_CQ.name] = _LARGE_CQ
     if (period_ms := 1000 * nodes * _RANKS_PER_NODE // STORE_CHECKS_PER_S) > 1000:
-        reason = "each rank's watchdog asks rank 0's store once in so many milliseconds whether a peer has timed out; by default every 1000"
-        chosen["TORCH_NCCL_COORD_CHECK_MILSEC"] = Variable("TORCH_NCCL_COORD_CHECK_MILSEC", str(period_ms), reason, "PyTorch source")
+        reason = (
+            "each rank's watchdog asks rank 0's store once in so many milliseconds whether a peer has timed "
+            "out; by default every 1000"
+        )
+        chosen["TORCH_NCCL_COORD_CHECK_MILSEC"] = Variable(
+            "TORCH_NCCL_COORD_CHECK_MILSEC", str(period_ms), reason, "PyTorch source"
+        )
     return list(chosen.values())

@@ -30,8 +30,8 @@ def machine_names() -> list[str]:
 def load_machine(name_or_path: str) -> Machine:
     """A machine by shipped name or path; `base:` names another machine whose values it starts from.
 
-    Stacks may start from each other too (`base:` in a stack). Raises ConfigError with file, line, key and rule for every
-    violation, and for an unknown name the closest one.
+    Stacks may start from each other too (`base:` in a stack). Raises ConfigError with file, line, key and rule for
+    every violation, and for an unknown name the closest one.
     """
     path = find_file(name_or_path, "machines")
     content, files = compose(path, "machines")
@@ -47,7 +47,9 @@ def load_machine(name_or_path: str) -> Machine:
 
 
 def _stated_vendor(architecture: Any, environment: Any) -> Vendor:
-    """The vendor of a file without `device.vendor`: its architecture's, otherwise that of the machine whose environment it names."""
+    """The vendor of a file without `device.vendor`: its architecture's, otherwise that of the machine whose
+    environment it names.
+    """
     named = vendor_of(str(architecture))
     return vendor_of_machine(str(environment)) if named == "none" else named
 
@@ -65,7 +67,9 @@ def _stacks(stacks: Any, where: str) -> Any:
         if base not in stacks or base in (*seen, name):
             reason = "goes in a circle" if base in stacks else "is not a stack of this file"
             raise ConfigError(
-                f"`base: {base}` {reason}", suggest(base, [other for other in stacks if other != name]), f"{where}: stacks.{name}"
+                f"`base: {base}` {reason}",
+                suggest(base, [other for other in stacks if other != name]),
+                f"{where}: stacks.{name}",
             )
         return merge(resolve(base, (*seen, name)), {key: value for key, value in stack.items() if key != "base"})
 
@@ -92,7 +96,8 @@ def _problem(path: Path, lines: dict[str, str], detail: Any) -> Problem:
     fix = problem.fix
     if detail["type"] == "missing":
         fix += " with value, tag and source"
-    elif detail["type"].startswith("model_") and isinstance(detail["input"], int | float):  # where a number with its source belongs
+    # where a number with its source belongs
+    elif detail["type"].startswith("model_") and isinstance(detail["input"], int | float):
         fix = "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}"
     return Problem(f"{place}: {problem.where}", problem.what, fix)
 
@@ -113,10 +118,15 @@ def own_stack(machine: Machine) -> str:
 def rates(machine: Machine, stack: str | None = None) -> Rates:
     """The machine under a software stack as plain numbers in SI units."""
     s = machine.stacks[stack_name(machine, stack)]
-    device, node, network, table = machine.device, machine.node, machine.network, machine.allreduce
+    device = machine.device
+    node = machine.node
+    network = machine.network
+    table = machine.allreduce
     holders = {"stack": s, "device": device, "node": node, "network": network}
     numbers: dict[str, Any] = {
-        field: getattr(holders[section], key).value * unit for field, (section, key, unit) in PLACES.items() if field != "fabric_bytes_s"
+        field: getattr(holders[section], key).value * unit
+        for field, (section, key, unit) in PLACES.items()
+        if field != "fabric_bytes_s"
     }
     numbers["node_network_bytes_s"] *= node.nics.value
     numbers |= {field: int(numbers[field]) for field in ("compute_units", "node_devices")}
@@ -129,10 +139,14 @@ def rates(machine: Machine, stack: str | None = None) -> Rates:
         fabric_size=tuple(size for size, _ in fabric),
         fabric_bytes_s=tuple(speed.value * 1e9 for _, speed in fabric),
         all_reduce_table=_table(table.time_us, table.message_bytes) if table else None,
-        node_tables={name: _table(rows, node.collectives.message_bytes) for name, rows in node.collectives.time_us.items()}
+        node_tables={
+            name: _table(rows, node.collectives.message_bytes) for name, rows in node.collectives.time_us.items()
+        }
         if node.collectives
         else {},
-        gemm_shapes=tuple((M, N, K, us * 1e-6) for M, N, K, us in device.gemm_shapes.mnk_us) if device.gemm_shapes else (),
+        gemm_shapes=tuple((M, N, K, us * 1e-6) for M, N, K, us in device.gemm_shapes.mnk_us)
+        if device.gemm_shapes
+        else (),
         contention=tuple(sorted(node.contention.share.items())) if node.contention else (),
         host_executes=device.host_executes,
         meeting_s=node.waiting.meeting_us * 1e-6 if node.waiting else 0.0,
@@ -146,7 +160,8 @@ def _table(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, .
     return Table(tuple(map(float, time_us)), tuple(map(float, message_bytes)), seconds)
 
 
-# field of Rates → section and key of the machine file, and the key's unit: for `rates`, for `--explain`, and for whoever measures or fits and writes
+# field of Rates → section and key of the machine file, and the key's unit: for `rates`, for `--explain`, and for
+# whoever measures or fits and writes
 PLACES: dict[str, tuple[str, str, float]] = {
     "gemm_efficiency": ("stack", "gemm_efficiency", 1.0),
     "gemm_k_half": ("stack", "gemm_k_half", 1.0),
@@ -188,4 +203,8 @@ def provenance(machine: Machine, stack: str | None, field: str, group: int | Non
     section, key, _ = PLACES[field]
     holder = machine.stacks[stack_name(machine, stack)] if section == "stack" else getattr(machine, section)
     numbers = getattr(holder, key)
-    return numbers[min(numbers, key=lambda size: abs(size - (group or max(numbers))))] if isinstance(numbers, dict) else numbers
+    return (
+        numbers[min(numbers, key=lambda size: abs(size - (group or max(numbers))))]
+        if isinstance(numbers, dict)
+        else numbers
+    )

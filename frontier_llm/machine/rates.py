@@ -58,14 +58,17 @@ class Rates(Software):
     dp_overlap: float  # share of the gradient reduction that may hide under the last backward
     gather_overlap: float  # share of the weight all-gather that may hide under the first forward
     tp_overlap: float  # share of tp communication hidden under its matrix product
-    chunk_overlap: float  # share of a piece of a product or its collective that hides under the other (comm.tensor_chunks)
+    # share of a piece of a product or its collective that hides under the other (comm.tensor_chunks)
+    chunk_overlap: float
     fabric_share: float  # of the fabric's bandwidth that this stack's collectives reach
     reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
     fragmentation: float  # allocator's reserved over allocated, for activations
     # measured on this very machine (`calibrate`); empty elsewhere
-    node_tables: Mapping[str, Table] = field(default_factory=dict)  # collectives inside a node, by operation; rows by ranks
+    # collectives inside a node, by operation; rows by ranks
+    node_tables: Mapping[str, Table] = field(default_factory=dict)
     gemm_shapes: tuple[tuple[float, float, float, float], ...] = ()  # M, N, K, seconds
-    contention: tuple[tuple[int, float], ...] = ()  # (busy devices of a node, time of their kernels / time when all are busy)
+    # (busy devices of a node, time of their kernels / time when all are busy)
+    contention: tuple[tuple[int, float], ...] = ()
     host_executes: bool = False  # the device is the host: dispatching an operation does not run ahead of it
     meeting_s: float = 0.0  # what ranks wait for the last one at each meeting inside a layer …
     spread: float = 0.0  # … and as a share of the compute between two meetings

@@ -1,4 +1,6 @@
-"""What a machine file may say. Every number carries where it comes from; `costs` computes with the `Rates` made of it."""
+"""What a machine file may say. Every number carries where it comes from; `costs` computes with the `Rates` made of
+it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Device(Section):
     """What one rank runs on. On MI250X that is one of the package's two dies (a GCD), never the package."""
 
     name: str
-    # "none": no particular GPU is expected. Ranks use the GPU that torch sees, otherwise the CPU, and nothing is checked.
+    # "none": no particular GPU is expected. Ranks use the GPU that torch sees, otherwise the CPU, and nothing is
+    # checked.
     vendor: Vendor = "none"
     architecture: str | None = None  # gfx90a, sm_80 …: whose prebuilt kernels the device runs. None: any of the vendor
     peak_tflops: Number  # dense bf16/fp16
@@ -59,7 +62,9 @@ class Device(Section):
         if self.architecture is None:
             return self
         if not re.fullmatch(r"gfx[0-9a-f]{3,4}|sm_\d{2,3}", self.architecture):
-            raise ValueError(f"architecture {self.architecture!r} is not the name of one: write e.g. gfx90a, gfx942, sm_80 or sm_90")
+            raise ValueError(
+                f"architecture {self.architecture!r} is not the name of one: write e.g. gfx90a, gfx942, sm_80 or sm_90"
+            )
         if re.fullmatch(r"sm_8[1-9]", self.architecture):
             raise ValueError(f"architecture {self.architecture} runs the kernels of sm_80: write sm_80")
         maker = vendor_of(self.architecture)
@@ -88,11 +93,14 @@ class Contention(Sourced):
 
 
 class Waiting(Sourced):
-    """How long ranks stand at a meeting (a collective in the middle of a layer) for the last one, beyond the collective itself."""
+    """How long ranks stand at a meeting (a collective in the middle of a layer) for the last one, beyond the
+    collective itself.
+    """
 
     meeting_us: NonNegativeFloat  # each time
     spread: NonNegativeFloat  # and of the compute since the last meeting
-    sharded: NonNegativeFloat = 1.0  # collectives of sharded weights over those of the table: another library carries them
+    # collectives of sharded weights over those of the table: another library carries them
+    sharded: NonNegativeFloat = 1.0
 
 
 class Node(Section):
@@ -121,7 +129,9 @@ class Network(Section):
 
 
 class AllReduceTable(Sourced):
-    """Measured all-reduce medians: rows by node count, columns by message size, with every device of a node taking part."""
+    """Measured all-reduce medians: rows by node count, columns by message size, with every device of a node taking
+    part.
+    """
 
     message_bytes: tuple[PositiveInt, ...]
     time_us: dict[PositiveInt, tuple[PositiveFloat, ...]]
@@ -137,7 +147,9 @@ def vendor_of(architecture: str) -> Vendor:
     return _VENDORS.get(architecture[:3], "none")
 
 
-def check_rectangle(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, ...], rows: str, least_rows: int) -> None:
+def check_rectangle(
+    time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, ...], rows: str, least_rows: int
+) -> None:
     """Raise ValueError unless a table can be interpolated: full rows, rising axes, at least two message sizes."""
     short = [row for row, times in time_us.items() if len(times) != len(message_bytes)]
     if short:
@@ -156,7 +168,8 @@ class Stack(Section, Habits):  # type: ignore[misc]  # a Section is frozen too, 
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number
-    linear_speedup: Number = Number(value=1, tag="estimated", source="layers' products in 16 bit")  # in FP8: their rate over that
+    # in FP8: their rate over that
+    linear_speedup: Number = Number(value=1, tag="estimated", source="layers' products in 16 bit")
     flash_efficiency: Number
     flash_backward: Number
     hbm_efficiency: Number
@@ -167,7 +180,9 @@ class Stack(Section, Habits):  # type: ignore[misc]  # a Section is frozen too, 
     dp_overlap: Number
     gather_overlap: Number
     tp_overlap: Number
-    chunk_overlap: Number = Number(value=0, tag="estimated", source="pieces of tp's products were never measured here (bench comm)")
+    chunk_overlap: Number = Number(
+        value=0, tag="estimated", source="pieces of tp's products were never measured here (bench comm)"
+    )
     fabric_share: Number  # of node.fabric_gbps that this stack's collectives reach
     reserve_gib: Number
     fragmentation: Number
@@ -225,7 +240,8 @@ class Machine(Section):
         meant = vendor_of_machine(self.environment)
         if "none" not in (meant, self.device.vendor) and meant != self.device.vendor:
             raise ValueError(
-                f"device.vendor is {self.device.vendor}, and environment {self.environment} sets the variables of {meant}: "
+                f"device.vendor is {self.device.vendor}, and environment {self.environment} sets the variables of "
+                f"{meant}: "
                 "let `environment:` name a machine of the same vendor"
             )
         return self

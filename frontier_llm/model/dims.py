@@ -10,5 +10,6 @@ t  ranks of the tp axis       c  positions in one piece of a product cut in comm
 Lower case is this rank's tensor- or sequence-parallel part: a = A / tp, g = G / tp, f = F / tp, v = V / tp, and
 s = S / tp inside sequence-parallel regions. A plain `x` is S or s long, whichever the configuration makes it.
 
-With context parallelism S is this rank's tokens, the sequence / cp, throughout; K is the keys that they are scored against.
+With context parallelism S is this rank's tokens, the sequence / cp, throughout; K is the keys that they are scored
+against.
 """

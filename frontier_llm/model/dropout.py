@@ -20,11 +20,15 @@ class Drawn(NamedTuple):
 
 
 class Dropout(nn.Module):
-    """residual + x, of x some features dropped while training; nothing of the mask is kept for backward, which draws it again."""
+    """residual + x, of x some features dropped while training; nothing of the mask is kept for backward, which draws
+    it again.
+    """
 
     def __init__(self, model: ModelConfig, context: LayerContext, name: str) -> None:
         super().__init__()
-        self.ops, self.key, self.threshold = context.ops, stream_key(context.seed, f"{name}.dropout"), round(model.dropout * 2**16)
+        self.ops = context.ops
+        self.key = stream_key(context.seed, f"{name}.dropout")
+        self.threshold = round(model.dropout * 2**16)
 
     def forward(self, x_SBH: Tensor, residual_SBH: Tensor | None, drawn: Drawn) -> Tensor:
         """(S or s, B, H) → the same."""
@@ -34,7 +38,9 @@ class Dropout(nn.Module):
 class _Drop(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, mask: Mask, ops: Ops) -> Tensor:
-        ctx.has_residual, ctx.mask, ctx.ops = residual is not None, mask, ops
+        ctx.has_residual = residual is not None
+        ctx.mask = mask
+        ctx.ops = ops
         return ops.drop(x, residual, mask)
 
     @staticmethod

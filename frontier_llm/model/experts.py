@@ -34,9 +34,11 @@ Beside = TypeVar("Beside")
 class Routed(NamedTuple):
     """What a router says of the microbatch's tokens that this rank has routed."""
 
-    balance: Tensor  # sum over sequences of the balance loss, as far as these tokens' scores go; 0-dim, fp32 (fp64 under fp64)
+    # sum over sequences of the balance loss, as far as these tokens' scores go; 0-dim, fp32 (fp64 under fp64)
+    balance: Tensor
     z: Tensor  # sum over tokens of the squared log-sum-exp of their logits
-    load: Tensor  # fp64, E + 2: rows for each expert, the sum over tokens of the entropy of their scores, and rows that were dropped
+    # fp64, E + 2: rows for each expert, the sum over tokens of the entropy of their scores, and rows that were dropped
+    load: Tensor
 
 
 class Router(nn.Module):
@@ -45,9 +47,12 @@ class Router(nn.Module):
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
         assert model.moe is not None
-        self.moe, self.context = model.moe, context
-        self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
-        self.load_E = declared.get(f"{name}.load")  # rows of each expert over the mean in the step before, of its whole batch
+        self.moe = model.moe
+        self.context = context
+        self.weight = declared[f"{name}.weight"].accumulated_by_layer()
+        self.bias = declared.get(f"{name}.bias")
+        # rows of each expert over the mean in the step before, of its whole batch
+        self.load_E = declared.get(f"{name}.load")
 
     def forward(self, x_sBH: Tensor) -> tuple[RouterChoice, Routed]:
         """(s, B, H) → what is chosen for each token, and what is said of that."""
@@ -60,13 +65,19 @@ class Router(nn.Module):
         routed = self._routed(logits_NE, scores_NE, experts_Nk, x_sBH.shape[1], dropped_Nk)
         return RouterChoice(experts_Nk, weights_Nk, dropped_Nk, room), routed
 
-    def _routed(self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, B: int, dropped_Nk: Tensor | None) -> Routed:
-        """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch, arXiv:2101.03961, for k experts).
+    def _routed(
+        self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, B: int, dropped_Nk: Tensor | None
+    ) -> Routed:
+        """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch,
+        arXiv:2101.03961, for k experts).
 
-        Of the global batch (arXiv:2501.11873): the rows are those of the whole step before, since backward begins before this one's last microbatch
-        is routed. So a token's loss is the load that its scores expect, and no rank asks another.
+        Of the global batch (arXiv:2501.11873): the rows are those of the whole step before, since backward begins
+        before this one's last microbatch is routed. So a token's loss is the load that its scores expect, and no rank
+        asks another.
         """
-        moe, tp, cp = self.moe, self.context.tp, self.context.cp
+        moe = self.moe
+        tp = self.context.tp
+        cp = self.context.cp
         s = len(experts_Nk) // B
         if moe.score == "sigmoid":
             scores_NE = scores_NE / (scores_NE.sum(-1, keepdim=True) + 1e-20)
@@ -77,7 +88,8 @@ class Router(nn.Module):
         if self.load_E is None:
             for axis in (tp, cp):  # of whole sequences, of which each rank has routed a part
                 all_reduce_(rows_BE, axis)
-        scores_BE, S = scores_NE.view(s, B, -1).sum(0), s * tp.size * cp.size
+        scores_BE = scores_NE.view(s, B, -1).sum(0)
+        S = s * tp.size * cp.size
         if self.load_E is not None:
             balance = scores_BE.sum(0) @ self.load_E.detach() / S
         elif moe.balance == "sequence":
@@ -92,17 +104,26 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of all experts, of which this rank holds some; each token's outputs are summed with the router's weights."""
+    """The MLPs of all experts, of which this rank holds some; each token's outputs are summed with the router's
+    weights.
+    """
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
         assert model.moe is not None
-        self.context, self.experts, self.gated, self.activation = context, model.moe.experts, model.gated, model.activation
+        self.context = context
+        self.experts = model.moe.experts
+        self.gated = model.gated
+        self.activation = model.activation
         self.up, self.down = (GroupedLinear(context, declared, f"{name}.{part}") for part in ("up", "down"))
 
     def forward(self, x_NH: Tensor, choice: RouterChoice, meanwhile: Callable[[], Beside]) -> tuple[Tensor, Beside]:
-        """(N, H) → (N, H); and what is computed `meanwhile`, beside the rows' way to their experts, and in backward beside their gradients' way home."""
-        ep, etp, ops = self.context.ep, self.context.etp, self.context.ops
+        """(N, H) → (N, H); and what is computed `meanwhile`, beside the rows' way to their experts, and in backward
+        beside their gradients' way home.
+        """
+        ep = self.context.ep
+        etp = self.context.etp
+        ops = self.context.ops
         if ep.levels is None:
             plan = plan_dispatch(choice.experts_Nk, self.experts, ep, ops, etp, choice.dropped_Nk, choice.room)
             departure = Departure(plan, x_NH, choice.weights_Nk.flatten())
@@ -119,7 +140,8 @@ class Experts(nn.Module):
 
     def _outputs(self, plan: Dispatch, x_MH: Tensor, weights_M: Tensor) -> Tensor:
         """Down projections are linear, so it is their output that is weighted."""
-        up, ops = self.up(x_MH, plan.ends_E), self.context.ops
+        up = self.up(x_MH, plan.ends_E)
+        ops = self.context.ops
         if self.gated:
             return self.down(ops.gated(up.unflatten(-1, (2, -1)), self.activation, weights_M), plan.ends_E)
         return self.down(ops.gelu(up, None, self.activation == "gelu_tanh", weights_M), plan.ends_E)
@@ -128,13 +150,16 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Router and experts, and an MLP that every token passes beside them.
 
-    Each tensor rank routes its own part of the sequence, which without sequence parallelism it cuts out. What is too short to be cut evenly, as a
-    generated token, each of them routes whole.
+    Each tensor rank routes its own part of the sequence, which without sequence parallelism it cuts out. What is too
+    short to be cut evenly, as a generated token, each of them routes whole.
     """
 
-    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str, shared: nn.Module | None) -> None:
+    def __init__(
+        self, model: ModelConfig, context: LayerContext, declared: Declared, name: str, shared: nn.Module | None
+    ) -> None:
         super().__init__()
-        self.shared, self.shared_gate = shared, declared.get(f"{name}.shared_gate.weight")
+        self.shared = shared
+        self.shared_gate = declared.get(f"{name}.shared_gate.weight")
         self.context = context
         self.router = Router(model, context, declared, f"{name}.router")
         self.experts = Experts(model, context, declared, f"{name}.experts")

@@ -1,8 +1,10 @@
-"""Initial weights from (seed, parameter name, position), so that every layout starts from the same model, on every device to the bit.
+"""Initial weights from (seed, parameter name, position), so that every layout starts from the same model, on every
+device to the bit.
 
-Each element's value is a pure function of its flat index in the global tensor: a counter-based generator (`ops/dropout.py`) and
-Box-Muller's transform. Drawn where the weights live, in torch's integer arithmetic and in fp64 by sums, products, quotients and roots alone, which
-are exact or correctly rounded everywhere: no library's logarithm or cosine, whose last digits differ from device to device.
+Each element's value is a pure function of its flat index in the global tensor: a counter-based generator
+(`ops/dropout.py`) and Box-Muller's transform. Drawn where the weights live, in torch's integer arithmetic and in fp64
+by sums, products, quotients and roots alone, which are exact or correctly rounded everywhere: no library's logarithm or
+cosine, whose last digits differ from device to device.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from frontier_llm.parallel.tensor import ShardedParameter
 from frontier_llm.topology import Rectangle, ShardSpec, contiguous_runs
 
 _PER_BLOCK = 4  # normals: 4 x 32 bits make two pairs
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}  # elements at a time: few enough for a cache; enough to fill a GPU, with 0.1 GB of scratch
-_FRACTION, _BIAS = (1 << 52) - 1, 1023  # of a double's bits
+# elements at a time: few enough for a cache; enough to fill a GPU, with 0.1 GB of scratch
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+# of a double's bits
+_FRACTION = (1 << 52) - 1
+_BIAS = 1023
 _ONE = _BIAS << 52
 
 
@@ -32,8 +37,10 @@ def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
     return value
 
 
-_LOG = [2.0 / (2 * k + 1) for k in range(8)]  # ln m = s (2 + 2/3 s² + …) with s = (m - 1) / (m + 1); rest below 1e-11 for m in [√½, √2)
-_SIN = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(6)]  # sin 2πx over x, by x²; |x| <= 1/8
+# ln m = s (2 + 2/3 s² + …) with s = (m - 1) / (m + 1); rest below 1e-11 for m in [√½, √2)
+_LOG = [2.0 / (2 * k + 1) for k in range(8)]
+# sin 2πx over x, by x²; |x| <= 1/8
+_SIN = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(6)]
 _COS = [(-1) ** k * (2 * math.pi) ** (2 * k) / math.factorial(2 * k) for k in range(7)]
 
 
@@ -43,7 +50,8 @@ def box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     bits = ((first.double() + 0.5) * 2.0**-32).view(torch.int64)
     mantissa = ((bits & _FRACTION) | _ONE).view(torch.float64)
     high = mantissa > math.sqrt(2)
-    mantissa, exponent = torch.where(high, mantissa * 0.5, mantissa), (bits >> 52) - _BIAS + high
+    mantissa = torch.where(high, mantissa * 0.5, mantissa)
+    exponent = (bits >> 52) - _BIAS + high
     s = (mantissa - 1) / (mantissa + 1)
     log = exponent.double() * math.log(2) + s * _polynomial(s * s, _LOG)
     radius = (log * -2.0).sqrt_()
@@ -51,9 +59,13 @@ def box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     quarter = ((second + (1 << 29)) >> 30) & 3
     x = (second - (((second + (1 << 29)) >> 30) << 30)).double() * 2.0**-32
     square = x * x
-    sine, cosine = x * _polynomial(square, _SIN), _polynomial(square, _COS)
-    odd, back, down = (quarter & 1).bool(), (quarter == 1) | (quarter == 2), quarter >= 2
-    c, s = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
+    sine = x * _polynomial(square, _SIN)
+    cosine = _polynomial(square, _COS)
+    odd = (quarter & 1).bool()
+    back = (quarter == 1) | (quarter == 2)
+    down = quarter >= 2
+    c = torch.where(odd, sine, cosine)
+    s = torch.where(odd, cosine, sine)
     return radius * torch.where(back, -c, c), radius * torch.where(down, -s, s)
 
 
@@ -78,7 +90,9 @@ def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
 
 
 def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
-    """Fill `out`, a tensor of spec.shape on any device and in any dtype, with this rank's part of the initial parameter."""
+    """Fill `out`, a tensor of spec.shape on any device and in any dtype, with this rank's part of the initial
+    parameter.
+    """
     if spec.parameter.init_std is None:
         out.fill_(spec.parameter.init_value)
         return
@@ -87,7 +101,8 @@ def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
     key = stream_key(seed, spec.name)
     whole = Rectangle((0,) * len(spec.global_shape), spec.global_shape)
     starts, run_length = contiguous_runs(whole, Rectangle(spec.offset, spec.shape))
-    chunk, values_RC = _CHUNK[out.device.type], out.view(len(starts), run_length)
+    chunk = _CHUNK[out.device.type]
+    values_RC = out.view(len(starts), run_length)
     rows = max(1, chunk // run_length)  # many short runs at a time, or a long one in pieces
     for row in range(0, len(starts), rows):
         starts_R = torch.from_numpy(np.ascontiguousarray(starts[row : row + rows])).to(out.device)
@@ -95,4 +110,6 @@ def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
             count = min(chunk, run_length - column)
             drawn = normals(key, starts_R + column, count).mul_(spec.parameter.init_std)
             # fp32 first, whatever the type: what fp32 and bf16 runs start from is then the same but for one rounding
-            values_RC[row : row + rows, column : column + count].copy_(drawn if out.dtype == torch.float64 else drawn.float())
+            values_RC[row : row + rows, column : column + count].copy_(
+                drawn if out.dtype == torch.float64 else drawn.float()
+            )

@@ -21,8 +21,12 @@ class Norm(nn.Module):
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
-        self.kind, self.eps, self.ops, self.plus_one = model.norm, model.norm_eps, context.ops, model.norm_plus_one
-        self.weight, self.bias = declared[f"{name}.weight"], declared.get(f"{name}.bias")
+        self.kind = model.norm
+        self.eps = model.norm_eps
+        self.ops = context.ops
+        self.plus_one = model.norm_plus_one
+        self.weight = declared[f"{name}.weight"]
+        self.bias = declared.get(f"{name}.bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, H) → (…, H)."""
@@ -54,11 +58,16 @@ class NoNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of queries or keys: over each head, or over all heads of all tensor ranks together, whose weight is then cut like them."""
+    """RMSNorm of queries or keys: over each head, or over all heads of all tensor ranks together, whose weight is
+    then cut like them.
+    """
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
-        self.full, self.eps, self.context, self.plus_one = model.qk_norm == "full", model.norm_eps, context, model.norm_plus_one
+        self.full = model.qk_norm == "full"
+        self.eps = model.norm_eps
+        self.context = context
+        self.plus_one = model.norm_plus_one
         self.weight = declared[f"{name}.weight"]
 
     def forward(self, x_SBaD: Tensor) -> Tensor:
@@ -75,19 +84,27 @@ class Attention(nn.Module):
     The fused projection holds for each key/value head its Q query heads, its key, its value.
     """
 
-    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, layer: int, recompute_core: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, context: LayerContext, declared: Declared, layer: int, recompute_core: bool
+    ) -> None:
         super().__init__()
         name = f"layers.{layer}.attention"
-        self.ops, self.recompute_core = context.ops, recompute_core
+        self.ops = context.ops
+        self.recompute_core = recompute_core
         self.attend = attention_core(context.ops, context.cp, context.context_attention)
-        self.head_dim, self.queries = model.dim_per_head, model.heads // model.num_kv_heads
+        self.head_dim = model.dim_per_head
+        self.queries = model.heads // model.num_kv_heads
         self.local_kv_heads = model.num_kv_heads // context.tp.size
         self.scores = Scores(
-            (model.score_width or self.head_dim) ** -0.5, window=model.window_of(layer), softcap=model.score_softcap or 0.0
+            (model.score_width or self.head_dim) ** -0.5,
+            window=model.window_of(layer),
+            softcap=model.score_softcap or 0.0,
         )
         self.qkv = ColumnLinear(context, declared, f"{name}.qkv")
         normed = model.qk_norm is not None
-        self.q_norm, self.k_norm = (HeadNorm(model, context, declared, f"{name}.{one}_norm") if normed else None for one in "qk")
+        self.q_norm, self.k_norm = (
+            HeadNorm(model, context, declared, f"{name}.{one}_norm") if normed else None for one in "qk"
+        )
         self.output = RowLinear(context, declared, f"{name}.output")
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -111,13 +128,19 @@ class Attention(nn.Module):
         """Queries, keys and values where they are not only turned."""
         # one split, not three slices: its backward writes one gradient instead of adding up three that are mostly zeros
         q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((self.queries, 1, 1), dim=-2)
-        q_SBaD, k_SBgD, v_SBgD = q_SBgqD.flatten(2, 3), k_SBgqD.squeeze(-2), v_SBgqD.squeeze(-2)
+        q_SBaD = q_SBgqD.flatten(2, 3)
+        k_SBgD = k_SBgqD.squeeze(-2)
+        v_SBgD = v_SBgqD.squeeze(-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q_SBaD, k_SBgD = self.q_norm(q_SBaD), self.k_norm(k_SBgD)
+            q_SBaD = self.q_norm(q_SBaD)
+            k_SBgD = self.k_norm(k_SBgD)
         if positions.rope is not None:
-            q_SBaD, k_SBgD = self.ops.rope(q_SBaD, *positions.rope), self.ops.rope(k_SBgD, *positions.rope)
-        if positions.rope is not None or self.queries > 1:  # q is a copy: views beside it would keep all of qkv until backward
-            k_SBgD, v_SBgD = k_SBgD.contiguous(), v_SBgD.contiguous()
+            q_SBaD = self.ops.rope(q_SBaD, *positions.rope)
+            k_SBgD = self.ops.rope(k_SBgD, *positions.rope)
+        # q is a copy: views beside it would keep all of qkv until backward
+        if positions.rope is not None or self.queries > 1:
+            k_SBgD = k_SBgD.contiguous()
+            v_SBgD = v_SBgD.contiguous()
         return q_SBaD, k_SBgD, v_SBgD
 
 
@@ -126,7 +149,9 @@ class Mlp(nn.Module):
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
-        self.ops, self.gated, self.activation = context.ops, model.gated, model.activation
+        self.ops = context.ops
+        self.gated = model.gated
+        self.activation = model.activation
         self.up = ColumnLinear(context, declared, f"{name}.up")
         self.down = RowLinear(context, declared, f"{name}.down")
 
@@ -138,9 +163,13 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block, with norms before, behind, or on both sides of its two parts; `parallel_residual` is GPT-NeoX's form."""
+    """Transformer block, with norms before, behind, or on both sides of its two parts; `parallel_residual` is
+    GPT-NeoX's form.
+    """
 
-    def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, index: int, recompute_core: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, context: LayerContext, declared: Declared, index: int, recompute_core: bool
+    ) -> None:
         super().__init__()
         name = f"layers.{index}"
         self.parallel_residual = model.parallel_residual
@@ -148,25 +177,34 @@ class Block(nn.Module):
         def norm(part: str) -> Norm | NoNorm:
             return Norm(model, context, declared, f"{name}.{part}") if f"{name}.{part}.weight" in declared else NoNorm()
 
-        self.attention_norm, self.attention_output_norm = norm("attention_norm"), norm("attention_output_norm")
+        self.attention_norm = norm("attention_norm")
+        self.attention_output_norm = norm("attention_output_norm")
         self.attention = Attention(model, context, declared, index, recompute_core)
-        self.attention_dropout, self.mlp_dropout = (Dropout(model, context, f"{name}.{part}") for part in ("attention", "mlp"))
-        self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
+        self.attention_dropout, self.mlp_dropout = (
+            Dropout(model, context, f"{name}.{part}") for part in ("attention", "mlp")
+        )
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp_output_norm = norm("mlp_output_norm")
         self.moe: MixtureOfExperts | None = None
         if model.moe is not None and index in model.routed_layers:
             shared = Mlp(model, context, declared, f"{name}.moe.shared") if model.moe.shared_hidden else None
             self.moe = MixtureOfExperts(model, context, declared, f"{name}.moe", shared)
         self.mlp = Mlp(model, context, declared, f"{name}.mlp") if self.moe is None else None
 
-    def forward(self, x: Tensor, added: Tensor | None, positions: Positions) -> tuple[Tensor, Tensor | None, Routed | None]:
-        """Two summands of the residual stream, each (S or s, B, H) → the same behind this block, and what the router says, if there is one.
+    def forward(
+        self, x: Tensor, added: Tensor | None, positions: Positions
+    ) -> tuple[Tensor, Tensor | None, Routed | None]:
+        """Two summands of the residual stream, each (S or s, B, H) → the same behind this block, and what the router
+        says, if there is one.
 
         Whoever reads next adds them: a norm does it in its own pass, forward and backward.
         """
         normed, x = (self.attention_norm(x), x) if added is None else self.attention_norm.add(added, x)
-        attended, drawn = self.attention_output_norm(self.attention(normed, positions)), positions.drawn
+        attended = self.attention_output_norm(self.attention(normed, positions))
+        drawn = positions.drawn
         if self.parallel_residual:
-            normed, x = self.mlp_norm(x), x + attended if drawn is None else self.attention_dropout(attended, x, drawn)
+            normed = self.mlp_norm(x)
+            x = x + attended if drawn is None else self.attention_dropout(attended, x, drawn)
         elif drawn is None:
             normed, x = self.mlp_norm.add(attended, x)
         else:

@@ -2,7 +2,8 @@
 
     def small_activations(x_SBH, batch, tp):
         return x_SBH.float().square().mean(-1).sum() / batch.global_targets
-    losses.register("small-activations", losses.LossTerm(small_activations))     # train.loss_weights: {small-activations: 0.01}
+    losses.register("small-activations", losses.LossTerm(small_activations))     # train.loss_weights:
+    {small-activations: 0.01}
 
 The step logs each term without its weight.
 """
@@ -20,14 +21,19 @@ from frontier_llm.errors import ConfigError, suggest
 from frontier_llm.model.batch import Microbatch
 from frontier_llm.parallel.tensor import mean_over_global_batch
 
-BALANCE, ROUTER_Z = "router-balance", "router-z"  # of models with experts, weighted in the model file
+# of models with experts, weighted in the model file
+BALANCE = "router-balance"
+ROUTER_Z = "router-z"
 LOAD = "router-load"  # no loss: what model.experts.Routed calls so, for each layer; each rank's own
 
 
 def weights(config: RunConfig) -> dict[str, float]:
     """Of each further loss of a run, by name."""
     moe = config.model.moe
-    return {**config.train.loss_weights, **({} if moe is None else {BALANCE: moe.balance_weight, ROUTER_Z: moe.z_weight})}
+    return {
+        **config.train.loss_weights,
+        **({} if moe is None else {BALANCE: moe.balance_weight, ROUTER_Z: moe.z_weight}),
+    }
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -37,19 +43,23 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A function of what a virtual stage's blocks return, (S or s, B, H) before the final norm, the microbatch, and the tp axis.
+    """A function of what a virtual stage's blocks return, (S or s, B, H) before the final norm, the microbatch, and the
+    tp axis.
 
-    It returns a scalar: this microbatch's share of the step's term, so that shares only have to be summed over microbatches, replicas and
-    stages. With sequence parallelism it is given this rank's s positions and returns their share (partial over tp: the stage sums the
-    values); without, all S positions, and every tp rank returns the same.
+    It returns a scalar: this microbatch's share of the step's term, so that shares only have to be summed over
+    microbatches, replicas and stages. With sequence parallelism it is given this rank's s positions and returns their
+    share (partial over tp: the stage sums the values); without, all S positions, and every tp rank returns the same.
     """
 
     function: Callable[[Tensor, Microbatch, Axis], Tensor]
     every_stage: bool = False  # of the pipeline; False: the last one, behind the model's last block
-    of_logits: bool = False  # the function is given each token's log-sum-exp of the logits, (S, B), the same on all tp ranks, instead of x
+    # the function is given each token's log-sum-exp of the logits, (S, B), the same on all tp ranks, instead of x
+    of_logits: bool = False
 
     def value(self, x: Tensor, batch: Microbatch, tp: Axis, sequence_parallel: bool) -> Tensor:
-        """The term's share of one stage and microbatch, the same on all tp ranks; each rank's gradient is that of its own positions."""
+        """The term's share of one stage and microbatch, the same on all tp ranks; each rank's gradient is that of
+        its own positions.
+        """
         share = self.function(x, batch, tp)
         return whole_value(share, tp) if sequence_parallel else share
 
@@ -61,7 +71,9 @@ def whole_value(share: Tensor, tp: Axis) -> Tensor:
 
 def _output_z(logsumexp_SB: Tensor, batch: Microbatch, tp: Axis) -> Tensor:
     square_SB = logsumexp_SB.square()
-    return mean_over_global_batch(square_SB if batch.loss_mask_SB is None else square_SB * batch.loss_mask_SB, batch.global_targets)
+    return mean_over_global_batch(
+        square_SB if batch.loss_mask_SB is None else square_SB * batch.loss_mask_SB, batch.global_targets
+    )
 
 
 _TERMS = {OUTPUT_Z: LossTerm(_output_z, of_logits=True)}
@@ -76,6 +88,9 @@ def select(names: Iterable[str]) -> dict[str, LossTerm]:
     """The registered terms of these names. Raises ConfigError with the nearest name."""
     for name in names:
         if name not in _TERMS:
-            fix = f"{suggest(name, _TERMS)}; or name the plugin that registers it: plugins=[my_losses.py] (docs/extending.md)"
+            fix = (
+                f"{suggest(name, _TERMS)}; or name the plugin that registers it: plugins=[my_losses.py] "
+                f"(docs/extending.md)"
+            )
             raise ConfigError(f"{name!r} is not a loss that was registered", fix, "train.loss_weights")
     return {name: _TERMS[name] for name in names}

@@ -33,9 +33,11 @@ def within_document(documents_BS: Tensor) -> Tensor:
 
 def rope_table(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin (S, R) of arXiv:2104.09864; angles in fp64 so that every dtype rounds the same angle."""
-    rotated, scaling = rotary_dim(model), model.rope_scaling
+    rotated = rotary_dim(model)
+    scaling = model.rope_scaling
     exponents_R = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
-    frequencies_R, amplitude = model.rope_theta**-exponents_R, 1.0
+    frequencies_R = model.rope_theta**-exponents_R
+    amplitude = 1.0
     if scaling is not None:
         frequencies_R = _SLOWED[scaling.kind](frequencies_R, exponents_R, model, scaling)
         if scaling.kind == "yarn":  # sharpens the softmax over more keys: cos and sin of queries and of keys
@@ -50,12 +52,16 @@ def _linear(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scal
 
 
 def _ntk(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """A base so much larger that the slowest rotation is slowed by the factor and the fastest not at all (NTK-aware, in arXiv:2309.00071)."""
+    """A base so much larger that the slowest rotation is slowed by the factor and the fastest not at all (NTK-aware,
+    in arXiv:2309.00071).
+    """
     return frequencies_R * scaling.factor ** -(exponents_R / exponents_R[-1])
 
 
 def _llama3(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's frequencies (arXiv:2407.21783 and its reference code): by how often each turns within the original context."""
+    """Llama 3.1's frequencies (arXiv:2407.21783 and its reference code): by how often each turns within the original
+    context.
+    """
     assert scaling.original_sequence_length is not None
     turns_R = frequencies_R * scaling.original_sequence_length / (2 * math.pi)
     kept_R = ((turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
@@ -63,7 +69,9 @@ def _llama3(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scal
 
 
 def _yarn(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """YaRN's (arXiv:2309.00071): between the rotation that turns beta_fast times and the one that turns beta_slow times, blended by their index."""
+    """YaRN's (arXiv:2309.00071): between the rotation that turns beta_fast times and the one that turns beta_slow
+    times, blended by their index.
+    """
     assert scaling.original_sequence_length is not None
 
     def index(turns: float) -> float:
@@ -72,7 +80,8 @@ def _yarn(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scalin
         wavelength = scaling.original_sequence_length / (2 * math.pi * turns)
         return rotary_dim(model) / 2 * math.log(wavelength) / math.log(model.rope_theta)
 
-    first, last = max(math.floor(index(scaling.beta_fast)), 0), min(math.ceil(index(scaling.beta_slow)), rotary_dim(model) - 1)
+    first = max(math.floor(index(scaling.beta_fast)), 0)
+    last = min(math.ceil(index(scaling.beta_slow)), rotary_dim(model) - 1)
     place_R = torch.arange(len(frequencies_R), dtype=torch.float64, device=frequencies_R.device)
     slowed_R = ((place_R - first) / max(last - first, 0.001)).clamp(0, 1)
     return frequencies_R * (1 - slowed_R + slowed_R / scaling.factor)
@@ -82,7 +91,9 @@ _SLOWED = {"linear": _linear, "ntk": _ntk, "llama3": _llama3, "yarn": _yarn}
 
 
 def alibi_slopes(heads: int, max_bias: float) -> list[float]:
-    """Slope of each head (arXiv:2108.12409): 2^(-max_bias·i/n); heads past a power of two take the odd ones of the next."""
+    """Slope of each head (arXiv:2108.12409): 2^(-max_bias·i/n); heads past a power of two take the odd ones of the
+    next.
+    """
     power = 2 ** math.ceil(math.log2(heads))
     slopes = [2.0 ** (-max_bias * (i + 1) / power) for i in range(power)]
     return slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads]

@@ -35,7 +35,9 @@ from frontier_llm.topology import held_positions
 
 
 class Stage(nn.Module):
-    """Embedding (first stage), blocks, final norm and head (last stage). Built on the meta device; holds no memory yet."""
+    """Embedding (first stage), blocks, final norm and head (last stage). Built on the meta device; holds no memory
+    yet.
+    """
 
     def __init__(
         self,
@@ -51,7 +53,9 @@ class Stage(nn.Module):
         """`declared` has at least this stage's parameters: see `build_stages`. `terms`: further losses."""
         super().__init__()
         self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
-        self.spec, self.context, self._device = spec, context, device
+        self.spec = spec
+        self.context = context
+        self._device = device
         self._layers = tuple(spec.layers)
         modes = dict(zip(spec.layers, layer_modes(recompute_modes, spec.num_layers), strict=True))
         self._recomputed = tuple(layer for layer, mode in modes.items() if mode == "full")
@@ -60,28 +64,37 @@ class Stage(nn.Module):
         self.token_embedding = declared["embedding.token.weight"].accumulated_by_layer() if embeds else None
         self.position_embedding = declared.get("embedding.position.weight") if spec.embedding else None
         self.embedding_dropout = Dropout(model, context, "embedding") if spec.embedding else None
-        self.blocks = nn.ModuleList(Block(model, context, declared, index, mode == "selective") for index, mode in modes.items())
+        self.blocks = nn.ModuleList(
+            Block(model, context, declared, index, mode == "selective") for index, mode in modes.items()
+        )
         self.final_norm = Norm(model, context, declared, "final_norm") if spec.head else None
         self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
         # rounded as the weights are, which is what Gemma's own code multiplies by
-        self._embedding_scale = float(torch.tensor(model.hidden**0.5, dtype=context.dtype)) if model.scaled_embedding else 1.0
+        self._embedding_scale = (
+            float(torch.tensor(model.hidden**0.5, dtype=context.dtype)) if model.scaled_embedding else 1.0
+        )
         self.follow(model)
 
     def follow(self, model: ModelConfig) -> None:
-        """From here on sequences are as long, and positions as turned, as `model` says; its weights have the shapes of before."""
-        context, device, wide = self.context, self._device, statistics_dtype(self.context.dtype)
+        """From here on sequences are as long, and positions as turned, as `model` says; its weights have the shapes
+        of before.
+        """
+        context = self.context
+        device = self._device
+        wide = statistics_dtype(self.context.dtype)
         self.model = model
         held = held_positions(model.sequence_length, context.cp.size, context.cp.rank)
-        self._held_S = torch.tensor(list(chain(*held)), device=device) if context.cp.size > 1 else None  # where this rank's tokens stand
+        # where this rank's tokens stand
+        self._held_S = torch.tensor(list(chain(*held)), device=device) if context.cp.size > 1 else None
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
         self._alibi_slopes_a = _local_slopes(model, context.tp, device, wide) if model.position == "alibi" else None
 
     def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor | StageOutput:
         """What this stage does for one microbatch.
 
-        `x` is the previous stage's output, None on the first. Returns the activation for the next stage, (S or s, B, H), or on
-        the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32 (fp64 under fp64); with the
-        further losses of this stage, where it has some.
+        `x` is the previous stage's output, None on the first. Returns the activation for the next stage, (S or s, B,
+        H), or on the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32
+        (fp64 under fp64); with the further losses of this stage, where it has some.
         """
         x, routed = self._blocks(x, batch)
         context = self.context
@@ -110,7 +123,8 @@ class Stage(nn.Module):
         x = embedded
         if self.embedding_dropout is not None and positions.drawn is not None:
             x = self.embedding_dropout(embedded, None, positions.drawn)
-        routers, added = dict[int, Routed](), None
+        routers = dict[int, Routed]()
+        added = None
         for layer, block in zip(self._layers, self.blocks, strict=True):
             if layer in self._recomputed:  # keeps its input, which is one tensor for it and not two
                 x, added, routed = recompute(lambda x, block=block: block(x, None, positions), _sum(x, added))
@@ -127,10 +141,18 @@ class Stage(nn.Module):
                 yield layer, block.moe.router
 
     def _router_losses(self, routed: Mapping[int, Routed], x: Tensor, batch: Microbatch) -> dict[str, Tensor]:
-        """Sums over layers of the mean over the step's sequences or tokens, and what the routers did: a row for each layer of the model."""
-        tp, moe = self.context.tp, self.model.moe
+        """Sums over layers of the mean over the step's sequences or tokens, and what the routers did: a row for each
+        layer of the model.
+        """
+        tp = self.context.tp
+        moe = self.model.moe
         assert moe is not None
-        tokens = x.shape[0] * (tp.size if self.context.sequence_parallel else 1) * self.context.cp.size * batch.global_sequences
+        tokens = (
+            x.shape[0]
+            * (tp.size if self.context.sequence_parallel else 1)
+            * self.context.cp.size
+            * batch.global_sequences
+        )
         balance = torch.stack([one.balance for one in routed.values()]).sum() / batch.global_sequences
         z = torch.stack([one.z for one in routed.values()]).sum() / tokens
         both = losses.whole_value(torch.stack((balance, z)), tp)
@@ -142,7 +164,8 @@ class Stage(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and head: (S or s, B, H) → (S, B, v), this rank's slice of the true vocabulary."""
         assert self.final_norm is not None
-        vocab, v = self.model.vocab_size, self.model.padded_vocab_size // self.context.tp.size
+        vocab = self.model.vocab_size
+        v = self.model.padded_vocab_size // self.context.tp.size
         num_rows = min(v, vocab - v * self.context.tp.rank)  # the rest is padding and never enters a logit
         if self.output_head is not None:
             logits_SBv = self.output_head(self.final_norm(x), num_rows=num_rows)
@@ -155,7 +178,9 @@ class Stage(nn.Module):
         """Each token's loss, 0 where it does not count, and log-sum-exp of the logits, (S, B)."""
         assert batch.targets_SB is not None
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
-        loss_SB, logsumexp_SB = vocab_parallel_cross_entropy(self.logits(x), batch.targets_SB, first_vocab, self.context)
+        loss_SB, logsumexp_SB = vocab_parallel_cross_entropy(
+            self.logits(x), batch.targets_SB, first_vocab, self.context
+        )
         if batch.loss_mask_SB is not None:
             loss_SB = loss_SB * batch.loss_mask_SB
         return loss_SB, logsumexp_SB
@@ -176,7 +201,8 @@ class Stage(nn.Module):
 
     def _positions(self, batch: Microbatch, rows: int) -> Positions:
         """`rows`: positions that this rank holds between blocks."""
-        rope, cut = self._rope, self.context.sequence_parallel
+        rope = self._rope
+        cut = self.context.sequence_parallel
         sequence, first = (rows * self.context.tp.size, rows * self.context.tp.rank) if cut else (rows, 0)
         if rope is not None:
             index_SB = self._given_positions(batch)
@@ -189,7 +215,9 @@ class Stage(nn.Module):
         return Positions(rope, self._alibi_slopes_a, batch.documents_BS, drawn)
 
     def _given_positions(self, batch: Microbatch) -> Tensor | None:
-        """Where each token stands, (S, B) or, alike in all rows, (S,), if that is not simply its place in the microbatch."""
+        """Where each token stands, (S, B) or, alike in all rows, (S,), if that is not simply its place in the
+        microbatch.
+        """
         if batch.positions_SB is not None:
             return batch.positions_SB
         if batch.documents_BS is None:
@@ -206,7 +234,9 @@ def build_stages(
     recompute_modes: str = "none",
     terms: Mapping[str, losses.LossTerm] = MappingProxyType({}),
 ) -> list[Stage]:
-    """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one parameter."""
+    """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one
+    parameter.
+    """
     tied_rank = 0 if any(spec.embedding for spec in specs) else 1
     parameters = rank_parameters(model, specs, context.sequence_parallel)
     declared = {parameter.name: context.declare(parameter, tied_rank) for parameter in parameters}

@@ -1,4 +1,6 @@
-"""apex's fused norms and multi-tensor Adam behind the face, for sites that have them. Untested here for want of a GPU."""
+"""apex's fused norms and multi-tensor Adam behind the face, for sites that have them. Untested here for want of a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return fused_layer_norm_affine(x, weight, torch.zeros_like(weight) if bias is None else bias, weight.shape, eps)
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); apex has no fused add."""
     total = x + residual
     return (rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps)), total
 
 
-def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
+def adamw_(
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate
+) -> None:
     """multi_tensor_adam in AdamW mode; the scaling and the rounded copy are passes of their own."""
     import amp_C  # type: ignore[import-not-found, unused-ignore]
     from apex.multi_tensor_apply import multi_tensor_applier  # type: ignore[import-not-found, unused-ignore]

@@ -1,4 +1,6 @@
-"""Which attention back-end is tried first, by architecture and shape: a table in configs/attention, or what `ops tune` has measured."""
+"""Which attention back-end is tried first, by architecture and shape: a table in configs/attention, or what `ops
+tune` has measured.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class AttentionShape:
 
 
 class AttentionRule(Section):
-    """On this architecture ("cpu" is one), with head dims up to this one and above the next smaller rule's, these back-ends first."""
+    """On this architecture ("cpu" is one), with head dims up to this one and above the next smaller rule's, these
+    back-ends first.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -50,6 +54,8 @@ def load_attention(name_or_path: str) -> tuple[AttentionRule, ...]:
 def rule_for(rules: Sequence[AttentionRule], architecture: str, shape: AttentionShape) -> AttentionRule | None:
     """The rule that applies, or None."""
     fitting = [
-        rule for rule in rules if (rule.architecture, rule.extras) == (architecture, shape.extras) and rule.head_dim >= shape.head_dim
+        rule
+        for rule in rules
+        if (rule.architecture, rule.extras) == (architecture, shape.extras) and rule.head_dim >= shape.head_dim
     ]
     return min(fitting, key=lambda rule: rule.head_dim, default=None)

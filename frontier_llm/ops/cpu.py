@@ -19,12 +19,15 @@ from frontier_llm.ops.routing import Routing
 
 _native: Any = torch.ops.frontier_llm
 
-# fp32 products of at most so many rows go to torch: 3.3, 1.8 and 1.2 times as fast as our kernel at 1, 2 and 4 rows, equal at 8
+# fp32 products of at most so many rows go to torch: 3.3, 1.8 and 1.2 times as fast as our kernel at 1, 2 and 4 rows,
+# equal at 8
 FEW_ROWS = 4
 
 
 class CpuOps(DifferentiableOps):
-    """The face's functions over torch.ops.frontier_llm. Attention: 4.8 times as fast as SDPA's CPU kernel in bf16 (docs/ops.md)."""
+    """The face's functions over torch.ops.frontier_llm. Attention: 4.8 times as fast as SDPA's CPU kernel in bf16
+    (docs/ops.md).
+    """
 
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
         """In blocks of 64 x 64 scores."""
@@ -43,7 +46,13 @@ class CpuOps(DifferentiableOps):
         return saved.o, saved.logsumexp
 
     def attention_block_backward(
-        self, grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+        self,
+        grad_SBaD: Tensor,
+        q_SBaD: Tensor,
+        kv_KBgD: tuple[Tensor, ...],
+        o_SBaD: Tensor,
+        logsumexp_BaS: Tensor,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What one stretch of keys adds to the gradients."""
         saved = Attended(q_SBaD, kv_KBgD[0], kv_KBgD[1], o_SBaD, logsumexp_BaS.contiguous(), *_extras(scores))
@@ -55,18 +64,26 @@ class CpuOps(DifferentiableOps):
         """Output, total, mean and scale."""
         return _native.norm(x, residual, weight, bias, kind.eps, kind.centred)
 
-    def norm_backward(self, grad: Tensor, grad_total: Tensor | None, saved: Normed) -> tuple[Tensor, Tensor, Tensor | None]:
+    def norm_backward(
+        self, grad: Tensor, grad_total: Tensor | None, saved: Normed
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the total, the weight and the bias."""
-        return _native.norm_backward(grad, grad_total, saved.total, saved.weight, saved.mean, saved.scale, saved.has_bias)
+        return _native.norm_backward(
+            grad, grad_total, saved.total, saved.weight, saved.mean, saved.scale, saved.has_bias
+        )
 
     rotate = staticmethod(_native.rope)
-    swiglu_forward, swiglu_backward = staticmethod(_native.swiglu), staticmethod(_native.swiglu_backward)
-    gelu_forward, gelu_backward = staticmethod(_native.gelu), staticmethod(_native.gelu_backward)
+    swiglu_forward = staticmethod(_native.swiglu)
+    swiglu_backward = staticmethod(_native.swiglu_backward)
+    gelu_forward = staticmethod(_native.gelu)
+    gelu_backward = staticmethod(_native.gelu_backward)
 
     def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
         """residual + x with features dropped, in one pass; the mask is in registers alone."""
         residual = None if residual_SBH is None else residual_SBH.detach()
-        return _native.drop(x_SBH.detach(), residual, mask.signed_key, mask.threshold, mask.scale, mask.samples_B, mask.positions_S)
+        return _native.drop(
+            x_SBH.detach(), residual, mask.signed_key, mask.threshold, mask.scale, mask.samples_B, mask.positions_S
+        )
 
     def cross_entropy_stats(self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
         """stats_3N of this vocabulary shard, read from the logits in their own type."""
@@ -79,22 +96,46 @@ class CpuOps(DifferentiableOps):
         targets_N = targets_N.long().contiguous()
         with torch.no_grad():
             return _native.cross_entropy_backward_(
-                rows_in_order(logits_Nv), targets_N, first_vocab, logsumexp_N.float().contiguous(), grad_loss_N.float().contiguous()
+                rows_in_order(logits_Nv),
+                targets_N,
+                first_vocab,
+                logsumexp_N.float().contiguous(),
+                grad_loss_N.float().contiguous(),
             )
 
-    def adamw_(self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
+    def adamw_(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        weights_out: Tensor,
+        update: AdamWUpdate,
+    ) -> None:
         """Unscale, clip, AdamW and the rounded copy of the weights in one pass over fp32 slices."""
         _native.adamw_(
-            master.detach(), grad.detach().float(), exp_avg, exp_avg_sq, weights_out.detach(),
-            update.step_size, update.beta1, update.beta2, update.eps, update.decay, update.root, float(update.grad_scale),
-        )  # fmt: skip
+            master.detach(),
+            grad.detach().float(),
+            exp_avg,
+            exp_avg_sq,
+            weights_out.detach(),
+            update.step_size,
+            update.beta1,
+            update.beta2,
+            update.eps,
+            update.decay,
+            update.root,
+            float(update.grad_scale),
+        )
 
     def sum_of_squares(self, x: Tensor) -> Tensor:
         """Sum of x² as a 0-dim fp64 tensor; the same on any number of threads."""
         return _native.sum_of_squares(x.detach())
 
     def linear(self, x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
-        """x @ weightᵀ + bias; see `linear_input_gradient` for why fp32 has its own kernel, which packs too much for a few rows."""
+        """x @ weightᵀ + bias; see `linear_input_gradient` for why fp32 has its own kernel, which packs too much for
+        a few rows.
+        """
         if x.dtype != torch.float32 or x.shape[:-1].numel() <= FEW_ROWS:
             return F.linear(x, weight_ok, bias_o)
         return _Linear.apply(x, weight_ok, bias_o, self)
@@ -102,8 +143,8 @@ class CpuOps(DifferentiableOps):
     def linear_input_gradient(self, grad_output: Tensor, weight_ok: Tensor) -> Tensor:
         """grad_output @ weight.
 
-        fp32 products go through our own kernel: torch hands them to MKL, which on AMD CPUs stays on AVX2 (115 GFLOP/s against
-        255 on one Zen 5 core); bf16 goes to oneDNN, which is as fast as ours.
+        fp32 products go through our own kernel: torch hands them to MKL, which on AMD CPUs stays on AVX2 (115 GFLOP/s
+        against 255 on one Zen 5 core); bf16 goes to oneDNN, which is as fast as ours.
         """
         if grad_output.dtype != torch.float32:
             return grad_output @ weight_ok
@@ -117,14 +158,18 @@ class CpuOps(DifferentiableOps):
         _native.gemm(grad_output_No.t(), x_Nk.detach().reshape(-1, x_Nk.shape[-1]), main_grad_ok, True)
 
     def grouped_linear(self, x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-        """All groups in one call, in bf16 too: oneDNN is as fast on one shape, but prepares itself anew for each number of rows."""
+        """All groups in one call, in bf16 too: oneDNN is as fast on one shape, but prepares itself anew for each
+        number of rows.
+        """
         return _native.grouped_product(x_Mk.detach(), weight_Eok.detach().transpose(1, 2), ends_E)
 
     def grouped_input_gradient(self, grad_Mo: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
         """grad @ weight[e]."""
         return _native.grouped_product(grad_Mo.detach(), weight_Eok.detach(), ends_E)
 
-    def accumulate_grouped_gradient_(self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor) -> None:
+    def accumulate_grouped_gradient_(
+        self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor
+    ) -> None:
         """main_grad[e] += gradᵀ @ x."""
         _native.accumulate_grouped_gradient_(main_grad_Eok, grad_Mo.detach(), x_Mk.detach(), ends_E)
 
@@ -132,7 +177,9 @@ class CpuOps(DifferentiableOps):
         """Copies where a row has one place; else its sum stays in registers."""
         return _native.gather_rows(x_NH.detach(), places_Mf)
 
-    def route_forward(self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    def route_forward(
+        self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, weights and experts, token after token."""
         return _native.route(logits_NE, bias_E, routing.top_k, routing.sigmoid, routing.normalise, routing.scale)
 
@@ -148,14 +195,18 @@ class CpuOps(DifferentiableOps):
         """main_grad += grad, widening as it adds."""
         _native.accumulate_(main_grad, grad.detach())
 
-    def embedding_backward_(self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int) -> None:
+    def embedding_backward_(
+        self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int
+    ) -> None:
         """Scatter-add of rows, in the order of the tokens."""
         _native.embedding_backward_(main_grad_vH, token_ids_N, grad_N_H.detach(), first_vocab)
 
 
 def _extras(scores: Scores) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """ALiBi's slopes and the documents of queries and of keys, as the kernels read them."""
-    slopes_a, of_queries, of_keys = scores.alibi_slopes_a, scores.documents_BS, scores.key_documents_BK
+    slopes_a = scores.alibi_slopes_a
+    of_queries = scores.documents_BS
+    of_keys = scores.key_documents_BK
     if slopes_a is not None:
         slopes_a = slopes_a.float().contiguous()
     if of_queries is not None:
@@ -172,7 +223,8 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight_ok: Tensor, bias_o: Tensor | None, ops: CpuOps) -> Tensor:
         ctx.save_for_backward(x, weight_ok)
         ctx.ops = ops
-        rows, shape = x.shape[:-1].numel(), (*x.shape[:-1], weight_ok.shape[0])
+        rows = x.shape[:-1].numel()
+        shape = (*x.shape[:-1], weight_ok.shape[0])
         # allocated in its final shape: a view that leaves an autograd function may not be summed in place over tp
         out = x.new_empty(shape) if bias_o is None else bias_o.expand(shape).contiguous()
         _native.gemm(x.reshape(rows, x.shape[-1]), weight_ok.t(), out.view(rows, shape[-1]), bias_o is not None)

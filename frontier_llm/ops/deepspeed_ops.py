@@ -1,4 +1,6 @@
-"""Which of DeepSpeed's own ops are prebuilt here, and which a run would compile at run time. Imports neither DeepSpeed nor torch."""
+"""Which of DeepSpeed's own ops are prebuilt here, and which a run would compile at run time. Imports neither
+DeepSpeed nor torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from frontier_llm.errors import Problem
 BUILD_COMMAND = "scripts/build_deepspeed_ops.sh"
 PIN_BACKEND = "DS_PIN_MEMORY_BACKEND"  # DeepSpeed's variable; `native` pins host memory by an op of DeepSpeed
 
-# Every op that a DeepSpeed run can load with the settings that this project knows, and what loads it (DeepSpeed 0.19.8).
+# Every op that a DeepSpeed run can load with the settings that this project knows, and what loads it (DeepSpeed
+# 0.19.8).
 LOADED_BY = {
     "fused_adam": "DeepSpeed's own Adam on a GPU",
     "cpu_adam": "DeepSpeed's own Adam with its state on the host",
@@ -52,7 +55,9 @@ def missing_ops(config: RunConfig, variables: Mapping[str, str]) -> Iterator[Pro
     states = op_states()
     for op in run_ops(config, variables):
         state = states.get(op, "DeepSpeed is not installed")
-        if not state.startswith("prebuilt") or (config.train.device != "auto" and state != f"prebuilt for {config.train.device}"):
+        if not state.startswith("prebuilt") or (
+            config.train.device != "auto" and state != f"prebuilt for {config.train.device}"
+        ):
             what = f"DeepSpeed would compile its op {op} at run time ({LOADED_BY[op]}): {state}"
             yield Problem("ops.no_jit", what, f"{BUILD_COMMAND}, or leave out --no-jit")
 

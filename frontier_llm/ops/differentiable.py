@@ -1,6 +1,8 @@
-"""Autograd around a back-end's forward and backward calls: written once for the C++ ops of the CPU and the prebuilt kernels of the GPU.
+"""Autograd around a back-end's forward and backward calls: written once for the C++ ops of the CPU and the prebuilt
+kernels of the GPU.
 
-A back-end derives from `DifferentiableOps` and gives the plain calls. None of them may know autograd, and all are called without a graph.
+A back-end derives from `DifferentiableOps` and gives the plain calls. None of them may know autograd, and all are
+called without a graph.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from frontier_llm.ops.routing import Routing
 
 
 class Attended(NamedTuple):
-    """What attention keeps for its backward: everything as the kernels read it, so that no copy or conversion is made twice."""
+    """What attention keeps for its backward: everything as the kernels read it, so that no copy or conversion is
+    made twice.
+    """
 
     q: Tensor  # [S, B, a, D]
     k: Tensor  # [S, B, g, D], as v
@@ -49,7 +53,9 @@ class Normed(NamedTuple):
 
 
 class DifferentiableOps(ABC):
-    """The face's differentiable ops over the calls that a back-end gives. Shapes and meaning are those of `ops.reference`."""
+    """The face's differentiable ops over the calls that a back-end gives. Shapes and meaning are those of
+    `ops.reference`.
+    """
 
     def attention(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
         """Causal attention; saves the logarithm of each row's sum, not the scores."""
@@ -63,7 +69,9 @@ class DifferentiableOps(ABC):
         """LayerNorm over the last dim."""
         return _Norm.apply(x, None, weight, bias, NormKind(True, eps), self)
 
-    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str
+    ) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual) in one pass."""
         centred = kind == "layernorm"
         return _Norm.apply(x, residual, weight, bias if centred else None, NormKind(centred, eps), self)
@@ -103,7 +111,9 @@ class DifferentiableOps(ABC):
         """Output, and `Normed`'s total, mean and scale. Weight and bias are of x's type and contiguous."""
 
     @abstractmethod
-    def norm_backward(self, grad: Tensor, grad_total: Tensor | None, saved: Normed) -> tuple[Tensor, Tensor, Tensor | None]:
+    def norm_backward(
+        self, grad: Tensor, grad_total: Tensor | None, saved: Normed
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the total, and in fp32 of the weight and of the bias (of no meaning without one)."""
 
     @abstractmethod
@@ -112,13 +122,20 @@ class DifferentiableOps(ABC):
 
     def split_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `reference.rotated_heads`."""
-        q_SBaD, k_SBgD = qkv_SBgqD[:, :, :, :-2].flatten(2, 3), qkv_SBgqD[:, :, :, -2]
-        return self.rotate(q_SBaD, cos_SR, sin_SR, 1.0), self.rotate(k_SBgD, cos_SR, sin_SR, 1.0), qkv_SBgqD[:, :, :, -1].contiguous()
+        q_SBaD = qkv_SBgqD[:, :, :, :-2].flatten(2, 3)
+        k_SBgD = qkv_SBgqD[:, :, :, -2]
+        return (
+            self.rotate(q_SBaD, cos_SR, sin_SR, 1.0),
+            self.rotate(k_SBgD, cos_SR, sin_SR, 1.0),
+            qkv_SBgqD[:, :, :, -1].contiguous(),
+        )
 
     def join_heads(self, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
         """The gradient of the projection."""
         grad_q_SBgqD = self.rotate(grad_q, cos_SR, sin_SR, -1.0).unflatten(2, (grad_k.shape[2], -1))
-        return torch.cat((grad_q_SBgqD, self.rotate(grad_k, cos_SR, sin_SR, -1.0)[:, :, :, None], grad_v[:, :, :, None]), dim=-2)
+        return torch.cat(
+            (grad_q_SBgqD, self.rotate(grad_k, cos_SR, sin_SR, -1.0)[:, :, :, None], grad_v[:, :, :, None]), dim=-2
+        )
 
     @abstractmethod
     def swiglu_forward(self, x_2f: Tensor, weights: Tensor | None) -> Tensor:
@@ -139,7 +156,9 @@ class DifferentiableOps(ABC):
         """Gradients of x, and in fp32 of the bias and the weights (of no meaning without them)."""
 
     @abstractmethod
-    def route_forward(self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    def route_forward(
+        self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `reference.route`."""
 
     @abstractmethod
@@ -160,7 +179,8 @@ class _Attention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, ops: DifferentiableOps) -> Tensor:
         saved = ops.attention_forward(q, k, v, scores)
         ctx.save_for_backward(*saved)
-        ctx.scores, ctx.ops = replace(scores, alibi_slopes_a=None, documents_BS=None, key_documents_BK=None), ops
+        ctx.scores = replace(scores, alibi_slopes_a=None, documents_BS=None, key_documents_BK=None)
+        ctx.ops = ops
         return saved.o
 
     @staticmethod
@@ -171,12 +191,22 @@ class _Attention(Function):
 class _Norm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind, ops: DifferentiableOps
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: NormKind,
+        ops: DifferentiableOps,
     ) -> Any:
-        out, total, mean, scale = ops.norm_forward(x, residual, _of_type(weight, x), None if bias is None else _of_type(bias, x), kind)
+        out, total, mean, scale = ops.norm_forward(
+            x, residual, _of_type(weight, x), None if bias is None else _of_type(bias, x), kind
+        )
         ctx.save_for_backward(total, weight, mean, scale)
-        ctx.kind, ctx.ops = kind, ops
-        ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
+        ctx.kind = kind
+        ctx.ops = ops
+        ctx.has_residual = residual is not None
+        ctx.has_bias = bias is not None
         return (out, total) if residual is not None else out
 
     @staticmethod
@@ -185,7 +215,14 @@ class _Norm(Function):
         saved = Normed(total, _of_type(weight, total), mean, scale, ctx.kind, ctx.has_bias)
         grad_total = grad_outputs[1] if ctx.has_residual else None
         grad_x, grad_weight, grad_bias = ctx.ops.norm_backward(grad_outputs[0], grad_total, saved)
-        return grad_x, grad_x if ctx.has_residual else None, grad_weight, grad_bias if ctx.has_bias else None, None, None
+        return (
+            grad_x,
+            grad_x if ctx.has_residual else None,
+            grad_weight,
+            grad_bias if ctx.has_bias else None,
+            None,
+            None,
+        )
 
 
 class _Rope(Function):
@@ -202,7 +239,9 @@ class _Rope(Function):
 
 class _Heads(Function):
     @staticmethod
-    def forward(ctx: Any, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor, ops: DifferentiableOps) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor, ops: DifferentiableOps
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos_SR, sin_SR)
         ctx.ops = ops
         return ops.split_heads(qkv_SBgqD, cos_SR, sin_SR)
@@ -228,15 +267,20 @@ class _Swiglu(Function):
 
 class _Gelu(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None, ops: DifferentiableOps) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None, ops: DifferentiableOps
+    ) -> Tensor:
         ctx.save_for_backward(x, bias, weights)
-        ctx.approximate, ctx.ops = approximate, ops
+        ctx.approximate = approximate
+        ctx.ops = ops
         return ops.gelu_forward(x, None if bias is None else _of_type(bias, x), approximate, weights)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, weights = ctx.saved_tensors
-        grads = ctx.ops.gelu_backward(grad_outputs[0], x, None if bias is None else _of_type(bias, x), ctx.approximate, weights)
+        grads = ctx.ops.gelu_backward(
+            grad_outputs[0], x, None if bias is None else _of_type(bias, x), ctx.approximate, weights
+        )
         return grads[0], None if bias is None else grads[1], None, _of_rows(grads[2], weights), None
 
 
@@ -248,13 +292,19 @@ class _Route(Function):
         scores_NE, weights_Nk, experts_Nk = ops.route_forward(logits_NE.contiguous(), bias_E, routing)
         ctx.save_for_backward(scores_NE, experts_Nk)
         ctx.mark_non_differentiable(experts_Nk)
-        ctx.routing, ctx.ops = routing, ops
+        ctx.routing = routing
+        ctx.ops = ops
         return scores_NE, weights_Nk, experts_Nk
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_scores_NE, grad_weights_Nk = (grad.contiguous() for grad in grad_outputs[:2])
-        return ctx.ops.route_backward(grad_scores_NE, grad_weights_Nk, *ctx.saved_tensors, ctx.routing), None, None, None
+        return (
+            ctx.ops.route_backward(grad_scores_NE, grad_weights_Nk, *ctx.saved_tensors, ctx.routing),
+            None,
+            None,
+            None,
+        )
 
 
 def _of_rows(grad_weights: Tensor, weights: Tensor | None) -> Tensor | None:

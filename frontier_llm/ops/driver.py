@@ -1,4 +1,6 @@
-"""The GPU's own driver, through csrc/gpu_launcher.cpp: loads a code object and launches it on torch's current device and stream."""
+"""The GPU's own driver, through csrc/gpu_launcher.cpp: loads a code object and launches it on torch's current device
+and stream.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,22 @@ class Driver(Protocol):
         """Index of the device whose memory the kernels read; -1 is the CPU's."""
 
     def load(self, device: int, code: Code, image: bytes) -> int:
-        """A handle of the function in a code object; raises LaunchError. `image`, what the file holds, must outlive it."""
+        """A handle of the function in a code object; raises LaunchError. `image`, what the file holds, must outlive
+        it.
+        """
 
-    def launch(self, device: int, function: int, code: Code, grid: Grid, slots: bytes, arguments: Mapping[str, Argument]) -> None:
-        """Run a loaded function; `slots` are its arguments, SLOT_BYTES each, which `arguments` has by name. Raises LaunchError."""
+    def launch(
+        self, device: int, function: int, code: Code, grid: Grid, slots: bytes, arguments: Mapping[str, Argument]
+    ) -> None:
+        """Run a loaded function; `slots` are its arguments, SLOT_BYTES each, which `arguments` has by name. Raises
+        LaunchError.
+        """
 
 
 class GpuDriver:
-    """libamdhip64 ("hip") or libcuda ("cuda"), found at run time; raises BackendError when it or the launcher is missing."""
+    """libamdhip64 ("hip") or libcuda ("cuda"), found at run time; raises BackendError when it or the launcher is
+    missing.
+    """
 
     def __init__(self, vendor: str) -> None:
         self._library = _open(vendor)
@@ -67,20 +77,29 @@ class GpuDriver:
     def load(self, device: int, code: Code, image: bytes) -> int:
         """Load a code object on a device."""
         function = ctypes.c_void_p()
-        if self._library.frontier_gpu_load(device, image, code.symbol.encode(), code.shared_bytes, ctypes.byref(function)):
+        if self._library.frontier_gpu_load(
+            device, image, code.symbol.encode(), code.shared_bytes, ctypes.byref(function)
+        ):
             raise LaunchError(_last_error(self._library))
         assert function.value is not None
         return function.value
 
-    def launch(self, device: int, function: int, code: Code, grid: Grid, slots: bytes, arguments: Mapping[str, Argument]) -> None:
+    def launch(
+        self, device: int, function: int, code: Code, grid: Grid, slots: bytes, arguments: Mapping[str, Argument]
+    ) -> None:
         """Launch on torch's current stream."""
-        stream, count = torch.cuda.current_stream().cuda_stream, len(slots) // SLOT_BYTES
-        if self._library.frontier_gpu_launch(device, function, *grid, code.threads, code.shared_bytes, stream, slots, count):
+        stream = torch.cuda.current_stream().cuda_stream
+        count = len(slots) // SLOT_BYTES
+        if self._library.frontier_gpu_launch(
+            device, function, *grid, code.threads, code.shared_bytes, stream, slots, count
+        ):
             raise LaunchError(_last_error(self._library))
 
 
 def architecture_of_device(device: int = 0) -> str:
-    """'gfx90a', 'sm_90' …: the name under which this GPU's kernels are built. Minor versions of NVIDIA's sm_8x run sm_80's code."""
+    """'gfx90a', 'sm_90' …: the name under which this GPU's kernels are built. Minor versions of NVIDIA's sm_8x run
+    sm_80's code.
+    """
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return str(properties.gcnArchName).split(":")[0]
@@ -98,7 +117,9 @@ def _open(vendor: str) -> ctypes.CDLL:
     library = load_library(LAUNCHER.name, functions)
     if library.frontier_gpu_open(int(vendor == "hip")):
         name = "libamdhip64.so" if vendor == "hip" else "libcuda.so.1"
-        fix = f"load the {'ROCm' if vendor == 'hip' else 'CUDA'} module, or put the folder of {name} into LD_LIBRARY_PATH"
+        fix = (
+            f"load the {'ROCm' if vendor == 'hip' else 'CUDA'} module, or put the folder of {name} into LD_LIBRARY_PATH"
+        )
         raise BackendError(f"the GPU driver cannot be opened: {_last_error(library)}", fix, "GPU ops")
     return library
 

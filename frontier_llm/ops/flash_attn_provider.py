@@ -32,5 +32,7 @@ def document_starts(documents_BS: Tensor) -> tuple[Tensor, int]:
     """cu_seqlens of the runs of equal ids in the flattened (B, S) (int32, with the end), and the longest run."""
     first_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
-    starts = torch.cat([first_BS.flatten().nonzero()[:, 0], torch.tensor([documents_BS.numel()], device=documents_BS.device)]).int()
+    starts = torch.cat(
+        [first_BS.flatten().nonzero()[:, 0], torch.tensor([documents_BS.numel()], device=documents_BS.device)]
+    ).int()
     return starts, int(starts.diff().max())

@@ -1,6 +1,7 @@
 """The Triton ops behind the face: shapes, strides and grids for the prebuilt kernels.
 
-Shapes and meaning are those of `ops.reference`. `Kernels` runs them: prebuilt code objects, or Triton's interpreter in tests.
+Shapes and meaning are those of `ops.reference`. `Kernels` runs them: prebuilt code objects, or Triton's interpreter in
+tests.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def _blocks(count: int, block: int) -> int:
 
 
 def rows_per_strip(rows: int, column_blocks: int = 1) -> int:
-    """Rows whose partial sums of a weight's or bias' gradient one program keeps: fewer where rows are few, so that all compute units have work.
+    """Rows whose partial sums of a weight's or bias' gradient one program keeps: fewer where rows are few, so that all
+    compute units have work.
 
     A microbatch of 2048 tokens over tp 8 with sequence parallelism has 256 rows: 128 programs of 2, not 8 of 32.
     """
@@ -39,7 +41,10 @@ def _in_order(weights: Tensor | None) -> Tensor | None:
 def _partial_weights(weights: Tensor | None, column_blocks: int, device: torch.device) -> Tensor:
     """What each block of columns adds to the gradient of each row's weight."""
     return torch.empty(
-        1 if weights is None else column_blocks, 0 if weights is None else weights.numel(), dtype=torch.float32, device=device
+        1 if weights is None else column_blocks,
+        0 if weights is None else weights.numel(),
+        dtype=torch.float32,
+        device=device,
     )
 
 
@@ -49,7 +54,8 @@ def _summed(partial: Tensor) -> Tensor:
 
 def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
     """Suffix of the kernels' names and the variant for rows of this length."""
-    name, block = "layernorm" if kind.centred else "rmsnorm", next((block for block in NORM_BLOCKS if columns <= block), None)
+    name = "layernorm" if kind.centred else "rmsnorm"
+    block = next((block for block in NORM_BLOCKS if columns <= block), None)
     return ("_long", name) if block is None else ("", f"{name}-{block}")
 
 
@@ -57,7 +63,10 @@ def _rope_variant(cos_SR: Tensor) -> str:
     """Of kernels that turn heads by these angles."""
     half = cos_SR.shape[-1]
     if half > ROPE_BLOCKS[-1]:
-        raise BackendError(f"rope over {2 * half} dims of a head; the kernel has at most {2 * ROPE_BLOCKS[-1]}", "set ops.rope=reference")
+        raise BackendError(
+            f"rope over {2 * half} dims of a head; the kernel has at most {2 * ROPE_BLOCKS[-1]}",
+            "set ops.rope=reference",
+        )
     return f"r{next(block for block in ROPE_BLOCKS if block >= half)}"
 
 
@@ -70,58 +79,138 @@ class GpuOps(GpuAttention, GpuRouting):
         """Output, total, mean and scale."""
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
-        columns, out = x.shape[-1], torch.empty_like(x)
-        rows, total = x.numel() // columns, x if residual is None else torch.empty_like(x)
+        columns = x.shape[-1]
+        out = torch.empty_like(x)
+        rows = x.numel() // columns
+        total = x if residual is None else torch.empty_like(x)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         mean = torch.empty(rows if kind.centred else 0, dtype=torch.float32, device=x.device)
         long, variant = _norm_variant(kind, columns)
         self.kernels.launch(
-            f"norm_forward{long}", x.dtype, variant, (rows, 1, 1), x=x, residual=residual, weight=weight, bias=bias, out=out, total=total,
-            mean=mean, scale=scale, columns=columns, eps=kind.eps, has_residual=int(residual is not None), has_bias=int(bias is not None),
-        )  # fmt: skip
+            f"norm_forward{long}",
+            x.dtype,
+            variant,
+            (rows, 1, 1),
+            x=x,
+            residual=residual,
+            weight=weight,
+            bias=bias,
+            out=out,
+            total=total,
+            mean=mean,
+            scale=scale,
+            columns=columns,
+            eps=kind.eps,
+            has_residual=int(residual is not None),
+            has_bias=int(bias is not None),
+        )
         return out, total, mean, scale
 
-    def norm_backward(self, grad: Tensor, grad_total: Tensor | None, saved: Normed) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of the total, the weight and the bias: in one kernel, but in two where a row is longer than a block."""
+    def norm_backward(
+        self, grad: Tensor, grad_total: Tensor | None, saved: Normed
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the total, the weight and the bias: in one kernel, but in two where a row is longer than a
+        block.
+        """
         total, weight, mean, scale, kind, _ = saved
-        grad, grad_total = grad.contiguous(), None if grad_total is None else grad_total.contiguous()
-        columns, rows, kernels, has_grad_total = total.shape[-1], scale.numel(), self.kernels, int(grad_total is not None)
+        grad = grad.contiguous()
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        columns = total.shape[-1]
+        rows = scale.numel()
+        kernels = self.kernels
+        has_grad_total = int(grad_total is not None)
         strip = rows_per_strip(rows)
-        grad_x, strips = torch.empty_like(total), _blocks(rows, strip)
+        grad_x = torch.empty_like(total)
+        strips = _blocks(rows, strip)
         partial = torch.empty(1 + kind.centred, strips, columns, dtype=torch.float32, device=total.device)
         long, variant = _norm_variant(kind, columns)
         if long:
             kernels.launch(
-                "norm_backward_long", total.dtype, variant, (rows, 1, 1), grad=grad, total=total, mean=mean, scale=scale, columns=columns,
-                grad_total=grad_total, weight=weight, grad_x=grad_x, has_grad_total=has_grad_total,
-            )  # fmt: skip
+                "norm_backward_long",
+                total.dtype,
+                variant,
+                (rows, 1, 1),
+                grad=grad,
+                total=total,
+                mean=mean,
+                scale=scale,
+                columns=columns,
+                grad_total=grad_total,
+                weight=weight,
+                grad_x=grad_x,
+                has_grad_total=has_grad_total,
+            )
             grid = (_blocks(columns, kernels.block("norm_weight_gradient_long", variant, "BLOCK")), strips, 1)
             kernels.launch(
-                "norm_weight_gradient_long", total.dtype, variant, grid, grad=grad, total=total, mean=mean, scale=scale, columns=columns,
-                partial_weight=partial[0], partial_bias=partial[-1], rows=rows, rows_per_program=strip,
-            )  # fmt: skip
+                "norm_weight_gradient_long",
+                total.dtype,
+                variant,
+                grid,
+                grad=grad,
+                total=total,
+                mean=mean,
+                scale=scale,
+                columns=columns,
+                partial_weight=partial[0],
+                partial_bias=partial[-1],
+                rows=rows,
+                rows_per_program=strip,
+            )
         else:
             kernels.launch(
-                "norm_backward", total.dtype, variant, (strips, 1, 1), grad=grad, total=total, mean=mean, scale=scale, columns=columns,
-                grad_total=grad_total, weight=weight, grad_x=grad_x, has_grad_total=has_grad_total,
-                partial_weight=partial[0], partial_bias=partial[-1], rows=rows, rows_per_program=strip,
-            )  # fmt: skip
+                "norm_backward",
+                total.dtype,
+                variant,
+                (strips, 1, 1),
+                grad=grad,
+                total=total,
+                mean=mean,
+                scale=scale,
+                columns=columns,
+                grad_total=grad_total,
+                weight=weight,
+                grad_x=grad_x,
+                has_grad_total=has_grad_total,
+                partial_weight=partial[0],
+                partial_bias=partial[-1],
+                rows=rows,
+                rows_per_program=strip,
+            )
         sums = partial.sum(1)
         return grad_x, sums[0], sums[-1]
 
     def rotate(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float) -> Tensor:
         """rope by sign times the angles."""
         x_SBaD = x_SBaD if x_SBaD.stride(-1) == 1 else x_SBaD.contiguous()
-        cos_SR, sin_SR = cos_SR.float().contiguous(), sin_SR.float().contiguous()
+        cos_SR = cos_SR.float().contiguous()
+        sin_SR = sin_SR.float().contiguous()
         sequence, batch, heads, head_dim = x_SBaD.shape
-        half, out = cos_SR.shape[-1], torch.empty(x_SBaD.shape, dtype=x_SBaD.dtype, device=x_SBaD.device)
+        half = cos_SR.shape[-1]
+        out = torch.empty(x_SBaD.shape, dtype=x_SBaD.dtype, device=x_SBaD.device)
         variant = _rope_variant(cos_SR)
-        angle_s, angle_b = cos_SR.stride(0), cos_SR.stride(1) if cos_SR.dim() == 3 else 0
+        angle_s = cos_SR.stride(0)
+        angle_b = cos_SR.stride(1) if cos_SR.dim() == 3 else 0
         grid = (sequence * batch, _blocks(heads, self.kernels.block("rope", variant, "BLOCK_HEADS")), 1)
         self.kernels.launch(
-            "rope", x_SBaD.dtype, variant, grid, x=x_SBaD, cos=cos_SR, sin=sin_SR, out=out, sign=sign, batch=batch, heads=heads,
-            head_dim=head_dim, half=half, x_s=x_SBaD.stride(0), x_b=x_SBaD.stride(1), x_a=x_SBaD.stride(2), angle_s=angle_s, angle_b=angle_b,
-        )  # fmt: skip
+            "rope",
+            x_SBaD.dtype,
+            variant,
+            grid,
+            x=x_SBaD,
+            cos=cos_SR,
+            sin=sin_SR,
+            out=out,
+            sign=sign,
+            batch=batch,
+            heads=heads,
+            head_dim=head_dim,
+            half=half,
+            x_s=x_SBaD.stride(0),
+            x_b=x_SBaD.stride(1),
+            x_a=x_SBaD.stride(2),
+            angle_s=angle_s,
+            angle_b=angle_b,
+        )
         return out
 
     def split_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,16 +227,38 @@ class GpuOps(GpuAttention, GpuRouting):
         self._heads("join", grad_qkv, (grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()), cos_SR, sin_SR)
         return grad_qkv
 
-    def _heads(self, way: str, qkv_SBgqD: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos_SR: Tensor, sin_SR: Tensor) -> None:
+    def _heads(
+        self, way: str, qkv_SBgqD: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos_SR: Tensor, sin_SR: Tensor
+    ) -> None:
         sequence, batch, groups, members, head_dim = qkv_SBgqD.shape
-        cos_SR, sin_SR, variant = cos_SR.float().contiguous(), sin_SR.float().contiguous(), f"{way}-{_rope_variant(cos_SR)}"
+        cos_SR, sin_SR, variant = (
+            cos_SR.float().contiguous(),
+            sin_SR.float().contiguous(),
+            f"{way}-{_rope_variant(cos_SR)}",
+        )
         q, k, v = parts
-        angle_s, angle_b = cos_SR.stride(0), cos_SR.stride(1) if cos_SR.dim() == 3 else 0
+        angle_s = cos_SR.stride(0)
+        angle_b = cos_SR.stride(1) if cos_SR.dim() == 3 else 0
         grid = (sequence * batch, _blocks(groups * members, self.kernels.block("heads", variant, "BLOCK_HEADS")), 1)
         self.kernels.launch(
-            "heads", qkv_SBgqD.dtype, variant, grid, qkv=qkv_SBgqD, q=q, k=k, v=v, cos=cos_SR, sin=sin_SR, batch=batch, groups=groups,
-            members=members, head_dim=head_dim, half=cos_SR.shape[-1], angle_s=angle_s, angle_b=angle_b,
-        )  # fmt: skip
+            "heads",
+            qkv_SBgqD.dtype,
+            variant,
+            grid,
+            qkv=qkv_SBgqD,
+            q=q,
+            k=k,
+            v=v,
+            cos=cos_SR,
+            sin=sin_SR,
+            batch=batch,
+            groups=groups,
+            members=members,
+            head_dim=head_dim,
+            half=cos_SR.shape[-1],
+            angle_s=angle_s,
+            angle_b=angle_b,
+        )
 
     def swiglu_forward(self, x_2f: Tensor, weights: Tensor | None) -> Tensor:
         """silu(gate) * up, times each row's weight."""
@@ -155,49 +266,97 @@ class GpuOps(GpuAttention, GpuRouting):
         out = torch.empty(*x_2f.shape[:-2], x_2f.shape[-1], dtype=x_2f.dtype, device=x_2f.device)
         grid = self._rows_grid(out, "swiglu_forward", "any")
         self.kernels.launch(
-            "swiglu_forward", x_2f.dtype, "any", grid, x=x_2f, weights=_in_order(weights), out=out, columns=out.shape[-1],
+            "swiglu_forward",
+            x_2f.dtype,
+            "any",
+            grid,
+            x=x_2f,
+            weights=_in_order(weights),
+            out=out,
+            columns=out.shape[-1],
             has_weights=int(weights is not None),
-        )  # fmt: skip
+        )
         return out
 
     def swiglu_backward(self, grad: Tensor, x_2f: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gradients of x and the weights."""
-        grad, x_2f = grad.contiguous(), x_2f.contiguous()
-        grad_x, grid = torch.empty_like(x_2f), self._rows_grid(grad, "swiglu_backward", "any")
+        grad = grad.contiguous()
+        x_2f = x_2f.contiguous()
+        grad_x = torch.empty_like(x_2f)
+        grid = self._rows_grid(grad, "swiglu_backward", "any")
         partial = _partial_weights(weights, grid[1], grad.device)
         self.kernels.launch(
-            "swiglu_backward", x_2f.dtype, "any", grid, grad=grad, x=x_2f, weights=_in_order(weights), grad_x=grad_x, partial_weights=partial,
-            rows=grid[0], columns=grad.shape[-1], has_weights=int(weights is not None),
-        )  # fmt: skip
+            "swiglu_backward",
+            x_2f.dtype,
+            "any",
+            grid,
+            grad=grad,
+            x=x_2f,
+            weights=_in_order(weights),
+            grad_x=grad_x,
+            partial_weights=partial,
+            rows=grid[0],
+            columns=grad.shape[-1],
+            has_weights=int(weights is not None),
+        )
         return grad_x, _summed(partial)
 
     def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None) -> Tensor:
         """GELU of x + bias, times each row's weight."""
-        x, variant, has_bias = x.contiguous(), "tanh" if approximate else "erf", int(bias is not None)
-        out, grid = torch.empty_like(x), self._rows_grid(x, "gelu_forward", variant)
+        x = x.contiguous()
+        variant = "tanh" if approximate else "erf"
+        has_bias = int(bias is not None)
+        out = torch.empty_like(x)
+        grid = self._rows_grid(x, "gelu_forward", variant)
         self.kernels.launch(
-            "gelu_forward", x.dtype, variant, grid, x=x, bias=bias, weights=_in_order(weights), out=out, columns=x.shape[-1], has_bias=has_bias,
+            "gelu_forward",
+            x.dtype,
+            variant,
+            grid,
+            x=x,
+            bias=bias,
+            weights=_in_order(weights),
+            out=out,
+            columns=x.shape[-1],
+            has_bias=has_bias,
             has_weights=int(weights is not None),
-        )  # fmt: skip
+        )
         return out
 
     def gelu_backward(
         self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of x, the bias and the weights."""
-        grad, x, variant = grad.contiguous(), x.contiguous(), "tanh" if approximate else "erf"
-        columns, grad_x = x.shape[-1], torch.empty_like(x)
+        grad = grad.contiguous()
+        x = x.contiguous()
+        variant = "tanh" if approximate else "erf"
+        columns = x.shape[-1]
+        grad_x = torch.empty_like(x)
         rows = x.numel() // max(1, columns)
         column_blocks = _blocks(columns, self.kernels.block("gelu_backward", variant, "BLOCK"))
         strip = rows_per_strip(rows, column_blocks)
         strips = _blocks(rows, strip)
         partial = torch.empty(0 if bias is None else strips, columns, dtype=torch.float32, device=x.device)
-        grid, partial_weights = (strips, column_blocks, 1), _partial_weights(weights, column_blocks, x.device)
+        grid = (strips, column_blocks, 1)
+        partial_weights = _partial_weights(weights, column_blocks, x.device)
         self.kernels.launch(
-            "gelu_backward", x.dtype, variant, grid, grad=grad, x=x, bias=bias, weights=_in_order(weights), grad_x=grad_x, partial_bias=partial,
-            partial_weights=partial_weights, rows=rows, columns=columns, rows_per_program=strip, has_bias=int(bias is not None),
+            "gelu_backward",
+            x.dtype,
+            variant,
+            grid,
+            grad=grad,
+            x=x,
+            bias=bias,
+            weights=_in_order(weights),
+            grad_x=grad_x,
+            partial_bias=partial,
+            partial_weights=partial_weights,
+            rows=rows,
+            columns=columns,
+            rows_per_program=strip,
+            has_bias=int(bias is not None),
             has_weights=int(weights is not None),
-        )  # fmt: skip
+        )
         return grad_x, partial.sum(0), _summed(partial_weights)
 
     def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
@@ -205,13 +364,27 @@ class GpuOps(GpuAttention, GpuRouting):
         x = x_SBH.detach().contiguous()
         residual = None if residual_SBH is None else residual_SBH.detach().contiguous()
         sequence, batch, columns = x.shape
-        out, blocks = torch.empty_like(x), _blocks(columns, HALVES_PER_BLOCK)
+        out = torch.empty_like(x)
+        blocks = _blocks(columns, HALVES_PER_BLOCK)
         grid = (sequence * batch, _blocks(blocks, self.kernels.block("drop", "any", "BLOCK")), 1)
         self.kernels.launch(
-            "drop", x.dtype, "any", grid, x=x, residual=residual, samples=mask.samples_B, positions=mask.positions_S.contiguous(), out=out,
-            key=mask.signed_key, threshold=mask.threshold, scale=mask.scale, batch=batch, columns=columns, blocks=blocks,
+            "drop",
+            x.dtype,
+            "any",
+            grid,
+            x=x,
+            residual=residual,
+            samples=mask.samples_B,
+            positions=mask.positions_S.contiguous(),
+            out=out,
+            key=mask.signed_key,
+            threshold=mask.threshold,
+            scale=mask.scale,
+            batch=batch,
+            columns=columns,
+            blocks=blocks,
             has_residual=int(residual is not None),
-        )  # fmt: skip
+        )
         return out
 
     def _rows_grid(self, x: Tensor, kernel: str, variant: str) -> tuple[int, int, int]:
@@ -223,9 +396,18 @@ class GpuOps(GpuAttention, GpuRouting):
         rows, columns = logits_Nv.shape
         stats_3N = torch.empty(3, rows, dtype=torch.float32, device=logits_Nv.device)
         self.kernels.launch(
-            "cross_entropy_stats", logits_Nv.dtype, "any", (rows, 1, 1), logits=logits_Nv, targets=targets_N.long().contiguous(),
-            stats=stats_3N, rows=rows, columns=columns, row_stride=logits_Nv.stride(0), first_vocab=first_vocab,
-        )  # fmt: skip
+            "cross_entropy_stats",
+            logits_Nv.dtype,
+            "any",
+            (rows, 1, 1),
+            logits=logits_Nv,
+            targets=targets_N.long().contiguous(),
+            stats=stats_3N,
+            rows=rows,
+            columns=columns,
+            row_stride=logits_Nv.stride(0),
+            first_vocab=first_vocab,
+        )
         return stats_3N
 
     def cross_entropy_backward_(
@@ -237,14 +419,24 @@ class GpuOps(GpuAttention, GpuRouting):
         rows, columns = logits_Nv.shape
         grid = (rows, _blocks(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)
         self.kernels.launch(
-            "cross_entropy_backward", logits_Nv.dtype, "any", grid, logits=logits_Nv, targets=targets_N.long().contiguous(),
-            logsumexp=logsumexp_N.float().contiguous(), grad_loss=grad_loss_N.float().contiguous(), columns=columns,
-            row_stride=logits_Nv.stride(0), first_vocab=first_vocab,
-        )  # fmt: skip
+            "cross_entropy_backward",
+            logits_Nv.dtype,
+            "any",
+            grid,
+            logits=logits_Nv,
+            targets=targets_N.long().contiguous(),
+            logsumexp=logsumexp_N.float().contiguous(),
+            grad_loss=grad_loss_N.float().contiguous(),
+            columns=columns,
+            row_stride=logits_Nv.stride(0),
+            first_vocab=first_vocab,
+        )
         return logits_Nv
 
     def grouped_linear(self, x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-        """x @ weight[e]ᵀ; bf16 and fp16. The host knows no group's rows: there are programs for as many blocks as any ends could ask for."""
+        """x @ weight[e]ᵀ; bf16 and fp16. The host knows no group's rows: there are programs for as many blocks as
+        any ends could ask for.
+        """
         return self._grouped_product(x_Mk, weight_Eok, ends_E, "linear", weight_Eok.shape[1])
 
     def grouped_input_gradient(self, grad_Mo: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
@@ -252,55 +444,119 @@ class GpuOps(GpuAttention, GpuRouting):
         return self._grouped_product(grad_Mo, weight_Eok, ends_E, "input-gradient", weight_Eok.shape[2])
 
     def _grouped_product(self, x: Tensor, weight_Eok: Tensor, ends_E: Tensor, variant: str, columns: int) -> Tensor:
-        x, groups = x.detach().contiguous(), len(ends_E)
+        x = x.detach().contiguous()
+        groups = len(ends_E)
         rows, width = (self.kernels.block("grouped_product", variant, f"BLOCK_{side}") for side in "MN")
         out = x.new_empty(len(x), columns)
         grid = (_blocks(columns, width), len(x) // rows + groups, 1)
         self.kernels.launch(
-            "grouped_product", x.dtype, variant, grid, x=x, weight=weight_Eok.detach(), ends=ends_E, out=out, groups=groups, columns=columns,
+            "grouped_product",
+            x.dtype,
+            variant,
+            grid,
+            x=x,
+            weight=weight_Eok.detach(),
+            ends=ends_E,
+            out=out,
+            groups=groups,
+            columns=columns,
             depth=x.shape[1],
-        )  # fmt: skip
+        )
         return out
 
-    def accumulate_grouped_gradient_(self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor) -> None:
+    def accumulate_grouped_gradient_(
+        self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor
+    ) -> None:
         """main_grad[e] += gradᵀ @ x, summed in registers over the group's rows."""
         groups, outputs, inputs = main_grad_Eok.shape
         height, width = (self.kernels.block("grouped_weight_gradient", "any", f"BLOCK_{side}") for side in "NK")
         self.kernels.launch(
-            "grouped_weight_gradient", x_Mk.dtype, "any", (_blocks(inputs, width), _blocks(outputs, height), groups),
-            grad=grad_Mo.detach().contiguous(), x=x_Mk.detach().contiguous(), ends=ends_E, main_grad=main_grad_Eok, outputs=outputs,
+            "grouped_weight_gradient",
+            x_Mk.dtype,
+            "any",
+            (_blocks(inputs, width), _blocks(outputs, height), groups),
+            grad=grad_Mo.detach().contiguous(),
+            x=x_Mk.detach().contiguous(),
+            ends=ends_E,
+            main_grad=main_grad_Eok,
+            outputs=outputs,
             inputs=inputs,
-        )  # fmt: skip
+        )
 
     def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
         """Each row's sum in registers: whoever is written to reads, so nothing is zeroed and nothing races."""
         x, (rows, fan), columns = x_NH.detach().contiguous(), places_Mf.shape, x_NH.shape[1]
         out = x.new_empty(rows, columns)
         self.kernels.launch(
-            "gather_rows", x.dtype, "any", self._rows_grid(out, "gather_rows", "any"), x=x, places=places_Mf.contiguous(), out=out, fan=fan,
+            "gather_rows",
+            x.dtype,
+            "any",
+            self._rows_grid(out, "gather_rows", "any"),
+            x=x,
+            places=places_Mf.contiguous(),
+            out=out,
+            fan=fan,
             columns=columns,
-        )  # fmt: skip
+        )
         return out
 
-    def adamw_(self, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
-        """Unscale, clip, AdamW and the rounded copy of the weights in one pass; a grad_scale on the device costs no synchronisation."""
+    def adamw_(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        weights_out: Tensor,
+        update: AdamWUpdate,
+    ) -> None:
+        """Unscale, clip, AdamW and the rounded copy of the weights in one pass; a grad_scale on the device costs no
+        synchronisation.
+        """
         scale = update.grad_scale
-        # a number is filled in by the device: copied from the host, the host would wait for all that the device has before it
-        grad_scale = scale.float() if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=master.device)
+        # a number is filled in by the device: copied from the host, the host would wait for all that the device has
+        # before it
+        grad_scale = (
+            scale.float()
+            if isinstance(scale, Tensor)
+            else torch.full((), scale, dtype=torch.float32, device=master.device)
+        )
         alias = weights_out.data_ptr() == master.data_ptr()
         grid = (_blocks(master.numel(), self.kernels.block("adamw", "any", "BLOCK")), 1, 1)
         self.kernels.launch(
-            "adamw", weights_out.dtype, "any", grid, master=master, grad=grad.float(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
-            weights=weights_out, grad_scale=grad_scale, count=master.numel(), step_size=update.step_size, beta1=update.beta1,
-            beta2=update.beta2, eps=update.eps, decay=update.decay, root=update.root, write_weights=int(not alias),
-        )  # fmt: skip
+            "adamw",
+            weights_out.dtype,
+            "any",
+            grid,
+            master=master,
+            grad=grad.float(),
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            weights=weights_out,
+            grad_scale=grad_scale,
+            count=master.numel(),
+            step_size=update.step_size,
+            beta1=update.beta1,
+            beta2=update.beta2,
+            eps=update.eps,
+            decay=update.decay,
+            root=update.root,
+            write_weights=int(not alias),
+        )
 
     def sum_of_squares(self, x: Tensor) -> Tensor:
         """Sum of x² as a 0-dim fp64 tensor; in a fixed order, so it is reproducible."""
-        x, per_program = x.detach().contiguous(), 65536
+        x = x.detach().contiguous()
+        per_program = 65536
         partial = torch.empty(_blocks(x.numel(), per_program), dtype=torch.float64, device=x.device)
         self.kernels.launch(
-            "squares", x.dtype, "any", (partial.numel(), 1, 1), x=x, partial=partial, count=x.numel(), per_program=per_program
+            "squares",
+            x.dtype,
+            "any",
+            (partial.numel(), 1, 1),
+            x=x,
+            partial=partial,
+            count=x.numel(),
+            per_program=per_program,
         )
         return partial.sum()
 
@@ -308,15 +564,28 @@ class GpuOps(GpuAttention, GpuRouting):
         """main_grad += grad."""
         grid = (_blocks(main_grad.numel(), self.kernels.block("accumulate", "any", "BLOCK")), 1, 1)
         grad = grad.detach().contiguous()
-        self.kernels.launch("accumulate", grad.dtype, "any", grid, main_grad=main_grad, grad=grad, count=main_grad.numel())
+        self.kernels.launch(
+            "accumulate", grad.dtype, "any", grid, main_grad=main_grad, grad=grad, count=main_grad.numel()
+        )
 
-    def embedding_backward_(self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int) -> None:
+    def embedding_backward_(
+        self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int
+    ) -> None:
         """Scatter-add of rows in the order of the tokens, by a stable sort and no atomics."""
         rows_N, order_N = torch.sort(token_ids_N.reshape(-1).long() - first_vocab, stable=True)
         vocab_rows, columns = main_grad_vH.shape
         grid = (rows_N.numel(), _blocks(columns, self.kernels.block("embedding_backward", "any", "BLOCK")), 1)
         grad = grad_N_H.detach().reshape(-1, columns).contiguous()
         self.kernels.launch(
-            "embedding_backward", grad.dtype, "any", grid, main_grad=main_grad_vH, rows=rows_N, order=order_N, grad=grad,
-            tokens=rows_N.numel(), columns=columns, vocab_rows=vocab_rows,
-        )  # fmt: skip
+            "embedding_backward",
+            grad.dtype,
+            "any",
+            grid,
+            main_grad=main_grad_vH,
+            rows=rows_N,
+            order=order_N,
+            grad=grad,
+            tokens=rows_N.numel(),
+            columns=columns,
+            vocab_rows=vocab_rows,
+        )

@@ -1,4 +1,6 @@
-"""Flash attention on the prebuilt kernels: layouts without copies, grids, and the three kernels of the backward pass."""
+"""Flash attention on the prebuilt kernels: layouts without copies, grids, and the three kernels of the backward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,21 @@ class GpuAttention(DifferentiableOps):
         self.kernels = kernels
 
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
-        """See `reference.attention`, and `reference.attention_block`. Raises BackendError for a head dim that no kernel has."""
-        q, k, v = _readable(q_SBaD), _readable(k_SBgD), _readable(v_SBgD)
+        """See `reference.attention`, and `reference.attention_block`. Raises BackendError for a head dim that no
+        kernel has.
+        """
+        q = _readable(q_SBaD)
+        k = _readable(k_SBgD)
+        v = _readable(v_SBgD)
         sequence, batch, heads, head_dim = q.shape
         if head_dim % 16 or head_dim > HEAD_DIMS[-1]:
             what = f"head dim {head_dim}: the prebuilt attention wants a multiple of 16 up to {HEAD_DIMS[-1]}"
             raise BackendError(what, "set ops.attention=sdpa, or another model.head_dim")
         if scores.offset < 0:
-            what = f"queries that begin {-scores.offset} positions before the keys: the prebuilt attention wants keys that begin before or with them"
+            what = (
+                f"queries that begin {-scores.offset} positions before the keys: the prebuilt attention wants "
+                f"keys that begin before or with them"
+            )
             raise BackendError(what, "set ops.attention=reference")
         slopes, documents, key_documents = _extras(q, k, scores)
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -38,36 +47,96 @@ class GpuAttention(DifferentiableOps):
         variant = _variant(head_dim, documents is not None, scores.softcap)
         grid = (-(-sequence // self.kernels.block("attention_forward", variant, "BLOCK_M")), batch * heads, 1)
         self.kernels.launch(
-            "attention_forward", q.dtype, variant, grid, q=q, k=k, v=v, slopes=slopes, documents=documents, key_documents=key_documents, o=o, logsumexp=logsumexp,
-            **_numbers(scores, q, k), heads=heads, group=heads // k.shape[2], head_dim=head_dim, **_strides(q=q, k=k, v=v, o=o),
-        )  # fmt: skip
+            "attention_forward",
+            q.dtype,
+            variant,
+            grid,
+            q=q,
+            k=k,
+            v=v,
+            slopes=slopes,
+            documents=documents,
+            key_documents=key_documents,
+            o=o,
+            logsumexp=logsumexp,
+            **_numbers(scores, q, k),
+            heads=heads,
+            group=heads // k.shape[2],
+            head_dim=head_dim,
+            **_strides(q=q, k=k, v=v, o=o),
+        )
         return Attended(q, k, v, o, logsumexp, slopes, documents, key_documents)
 
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         q, k, v, o, logsumexp, slopes, documents, key_documents = saved
-        grad_o, delta = _readable(grad_o), torch.empty_like(logsumexp)
+        grad_o = _readable(grad_o)
+        delta = torch.empty_like(logsumexp)
         sequence, batch, heads, head_dim = q.shape
-        group, plain, variant = heads // k.shape[2], _variant(head_dim), _variant(head_dim, documents is not None, scores.softcap)
+        group = heads // k.shape[2]
+        plain = _variant(head_dim)
+        variant = _variant(head_dim, documents is not None, scores.softcap)
 
         def grid(kernel: str, name: str, block: str, x: Tensor) -> Grid:
             return -(-len(x) // self.kernels.block(kernel, name, block)), batch * x.shape[2], 1
 
         self.kernels.launch(
-            "attention_delta", q.dtype, plain, grid("attention_delta", plain, "BLOCK_M", q), o=o, grad_o=grad_o, delta=delta,
-            sequence=sequence, heads=heads, head_dim=head_dim, **_strides(o=o, g=grad_o),
-        )  # fmt: skip
+            "attention_delta",
+            q.dtype,
+            plain,
+            grid("attention_delta", plain, "BLOCK_M", q),
+            o=o,
+            grad_o=grad_o,
+            delta=delta,
+            sequence=sequence,
+            heads=heads,
+            head_dim=head_dim,
+            **_strides(o=o, g=grad_o),
+        )
         grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         self.kernels.launch(
-            "attention_grad_kv", q.dtype, variant, grid("attention_grad_kv", variant, "BLOCK_N", k),
-            q=q, k=k, v=v, slopes=slopes, documents=documents, key_documents=key_documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_k=grad_k, grad_v=grad_v,
-            **_numbers(scores, q, k), heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gk=grad_k),
-        )  # fmt: skip
+            "attention_grad_kv",
+            q.dtype,
+            variant,
+            grid("attention_grad_kv", variant, "BLOCK_N", k),
+            q=q,
+            k=k,
+            v=v,
+            slopes=slopes,
+            documents=documents,
+            key_documents=key_documents,
+            grad_o=grad_o,
+            logsumexp=logsumexp,
+            delta=delta,
+            grad_k=grad_k,
+            grad_v=grad_v,
+            **_numbers(scores, q, k),
+            heads=heads,
+            group=group,
+            head_dim=head_dim,
+            **_strides(q=q, k=k, v=v, g=grad_o, gk=grad_k),
+        )
         self.kernels.launch(
-            "attention_grad_q", q.dtype, variant, grid("attention_grad_q", variant, "BLOCK_M", q),
-            q=q, k=k, v=v, slopes=slopes, documents=documents, key_documents=key_documents, grad_o=grad_o, logsumexp=logsumexp, delta=delta, grad_q=grad_q,
-            **_numbers(scores, q, k), heads=heads, group=group, head_dim=head_dim, **_strides(q=q, k=k, v=v, g=grad_o, gq=grad_q),
-        )  # fmt: skip
+            "attention_grad_q",
+            q.dtype,
+            variant,
+            grid("attention_grad_q", variant, "BLOCK_M", q),
+            q=q,
+            k=k,
+            v=v,
+            slopes=slopes,
+            documents=documents,
+            key_documents=key_documents,
+            grad_o=grad_o,
+            logsumexp=logsumexp,
+            delta=delta,
+            grad_q=grad_q,
+            **_numbers(scores, q, k),
+            heads=heads,
+            group=group,
+            head_dim=head_dim,
+            **_strides(q=q, k=k, v=v, g=grad_o, gq=grad_q),
+        )
         return grad_q, grad_k, grad_v
 
     def attention_block(self, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
@@ -76,19 +145,31 @@ class GpuAttention(DifferentiableOps):
         return saved.o, saved.logsumexp[:, :, : len(q_SBaD)] * math.log(2)
 
     def attention_block_backward(
-        self, grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+        self,
+        grad_SBaD: Tensor,
+        q_SBaD: Tensor,
+        kv_KBgD: tuple[Tensor, ...],
+        o_SBaD: Tensor,
+        logsumexp_BaS: Tensor,
+        scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `reference.attention_block_backward`."""
         q, k, v, o = (_readable(x) for x in (q_SBaD, *kv_KBgD, o_SBaD))
         # of rows past the sequence, and of those that see nothing, whose probabilities are to be 0
-        logsumexp = torch.nan_to_num(logsumexp_BaS.float() / math.log(2), nan=math.nan, neginf=math.inf, posinf=math.inf)
+        logsumexp = torch.nan_to_num(
+            logsumexp_BaS.float() / math.log(2), nan=math.nan, neginf=math.inf, posinf=math.inf
+        )
         logsumexp = pad(logsumexp, (0, _padded(len(q)) - len(q)), value=math.inf).contiguous()
         return self.attention_backward(grad_SBaD, Attended(q, k, v, o, logsumexp, *_extras(q, k, scores)), scores)
 
 
 def _extras(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Slopes and the documents of queries and keys, as the kernels read them: one variant has all, so each gets its neutral value."""
-    slopes, documents, key_documents = scores.alibi_slopes_a, scores.documents_BS, scores.key_documents_BK
+    """Slopes and the documents of queries and keys, as the kernels read them: one variant has all, so each gets its
+    neutral value.
+    """
+    slopes = scores.alibi_slopes_a
+    documents = scores.documents_BS
+    key_documents = scores.key_documents_BK
     if slopes is None and documents is None and not scores.softcap:
         return None, None, None
     slopes = q.new_zeros(q.shape[2]) if slopes is None else slopes.detach()
@@ -98,7 +179,9 @@ def _extras(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor
 
 
 def _numbered(x_SBaD: Tensor, documents_BS: Tensor | None) -> Tensor:
-    """Documents with room for whole blocks. Numbers within a row are small, so exact in fp32, where a difference and its size are one instruction each."""
+    """Documents with room for whole blocks. Numbers within a row are small, so exact in fp32, where a difference and
+    its size are one instruction each.
+    """
     sequence, batch = x_SBaD.shape[:2]
     if documents_BS is None:
         documents_BS = x_SBaD.new_zeros(batch, sequence)

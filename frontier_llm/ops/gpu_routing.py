@@ -14,7 +14,10 @@ from frontier_llm.ops.routing import Routing
 
 def _variant(experts: int, top_k: int) -> str:
     if experts > ROUTE_BLOCKS[-1] or top_k > MOST_CHOICES:
-        what = f"a choice of {top_k} out of {experts} experts; the kernel has at most {MOST_CHOICES} out of {ROUTE_BLOCKS[-1]}"
+        what = (
+            f"a choice of {top_k} out of {experts} experts; the kernel has at most {MOST_CHOICES} out of "
+            f"{ROUTE_BLOCKS[-1]}"
+        )
         raise BackendError(what, "set ops.experts=reference")
     return f"e{next(block for block in ROUTE_BLOCKS if block >= experts)}"
 
@@ -24,17 +27,34 @@ class GpuRouting(DifferentiableOps):
 
     kernels: Kernels
 
-    def route_forward(self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    def route_forward(
+        self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, weights and experts; whoever has more experts than a program holds is told so."""
         (rows, count), top_k = logits_NE.shape, routing.top_k
-        scores, weights = torch.empty_like(logits_NE), logits_NE.new_empty(rows, top_k)
-        experts, variant = torch.empty(rows, top_k, dtype=torch.int64, device=logits_NE.device), _variant(count, top_k)
+        scores = torch.empty_like(logits_NE)
+        weights = logits_NE.new_empty(rows, top_k)
+        experts = torch.empty(rows, top_k, dtype=torch.int64, device=logits_NE.device)
+        variant = _variant(count, top_k)
         grid = (-(-rows // self.kernels.block("route_forward", variant, "BLOCK_N")), 1, 1)
         self.kernels.launch(
-            "route_forward", logits_NE.dtype, variant, grid, logits=logits_NE, bias=bias_E, scores=scores, weights=weights, experts=experts,
-            rows=rows, count=count, top_k=top_k, scale=routing.scale, sigmoid=int(routing.sigmoid), normalise=int(routing.normalise),
+            "route_forward",
+            logits_NE.dtype,
+            variant,
+            grid,
+            logits=logits_NE,
+            bias=bias_E,
+            scores=scores,
+            weights=weights,
+            experts=experts,
+            rows=rows,
+            count=count,
+            top_k=top_k,
+            scale=routing.scale,
+            sigmoid=int(routing.sigmoid),
+            normalise=int(routing.normalise),
             has_bias=int(bias_E is not None),
-        )  # fmt: skip
+        )
         return scores, weights, experts
 
     def route_backward(
@@ -42,11 +62,24 @@ class GpuRouting(DifferentiableOps):
     ) -> Tensor:
         """The logits' gradient."""
         (rows, count), top_k = scores_NE.shape, routing.top_k
-        grad_logits, variant = torch.empty_like(scores_NE), _variant(count, top_k)
+        grad_logits = torch.empty_like(scores_NE)
+        variant = _variant(count, top_k)
         grid = (-(-rows // self.kernels.block("route_backward", variant, "BLOCK_N")), 1, 1)
         self.kernels.launch(
-            "route_backward", scores_NE.dtype, variant, grid, grad_scores=grad_scores_NE, grad_weights=grad_weights_Nk, scores=scores_NE,
-            experts=experts_Nk, grad_logits=grad_logits, rows=rows, count=count, top_k=top_k, scale=routing.scale,
-            sigmoid=int(routing.sigmoid), normalise=int(routing.normalise),
-        )  # fmt: skip
+            "route_backward",
+            scores_NE.dtype,
+            variant,
+            grid,
+            grad_scores=grad_scores_NE,
+            grad_weights=grad_weights_Nk,
+            scores=scores_NE,
+            experts=experts_Nk,
+            grad_logits=grad_logits,
+            rows=rows,
+            count=count,
+            top_k=top_k,
+            scale=routing.scale,
+            sigmoid=int(routing.sigmoid),
+            normalise=int(routing.normalise),
+        )
         return grad_logits

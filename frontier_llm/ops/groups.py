@@ -1,4 +1,6 @@
-"""The reference of rows on their way to experts and back, and of products over groups of them: the tokens of one expert after the other."""
+"""The reference of rows on their way to experts and back, and of products over groups of them: the tokens of one
+expert after the other.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,23 @@ from frontier_llm.ops.dtypes import statistics_dtype
 
 
 def gather_rows(x_NH: Tensor, places_Mf: Tensor) -> Tensor:
-    """Of each row of places (int64) the sum of those rows of x that it names, (M, H), in fp32 (fp64) and rounded once; -1 names none.
+    """Of each row of places (int64) the sum of those rows of x that it names, (M, H), in fp32 (fp64) and rounded once;
+    -1 names none.
 
     One place each is a gather. Its backward is the same over where each row has gone.
     """
     padded = torch.cat((x_NH, x_NH.new_zeros(1, *x_NH.shape[1:])))
     rows_MfH = padded[places_Mf]
-    return rows_MfH[:, 0] if places_Mf.shape[1] == 1 else rows_MfH.sum(1, dtype=statistics_dtype(x_NH.dtype)).to(x_NH.dtype)
+    return (
+        rows_MfH[:, 0]
+        if places_Mf.shape[1] == 1
+        else rows_MfH.sum(1, dtype=statistics_dtype(x_NH.dtype)).to(x_NH.dtype)
+    )
 
 
 def grouped_linear(x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-    """x @ weight[e]ᵀ for the rows of each group e, which stand one after the other; ends[e] (int32, on x's device) is the row past its last.
+    """x @ weight[e]ᵀ for the rows of each group e, which stand one after the other; ends[e] (int32, on x's device) is
+    the row past its last.
 
     What rows behind the last group give is not said.
     """
@@ -44,4 +52,8 @@ def accumulate_grouped_gradient_(main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: T
 def _groups(ends_E: Tensor) -> list[tuple[int, slice]]:
     """(group, its rows) of those that have any. On a GPU the host waits for this."""
     ends = ends_E.tolist()
-    return [(group, slice(begin, end)) for group, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > begin]
+    return [
+        (group, slice(begin, end))
+        for group, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+        if end > begin
+    ]

@@ -1,4 +1,5 @@
-"""Every GPU kernel that is built: its variants, and the block sizes chosen for each architecture. Its arguments are its source's to say.
+"""Every GPU kernel that is built: its variants, and the block sizes chosen for each architecture. Its arguments are its
+source's to say.
 
 The build reads this to compile, the runtime to launch: neither tunes nor guesses. A variant is named by
 (kernel, dtype, variant name); `T` among the argument types stands for the dtype. No torch and no Triton here.
@@ -17,7 +18,9 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Architecture:
-    """A GPU that kernels are built for. A core is AMD's compute unit or NVIDIA's SM: 4 SIMDs with 512 registers a lane each."""
+    """A GPU that kernels are built for. A core is AMD's compute unit or NVIDIA's SM: 4 SIMDs with 512 registers a
+    lane each.
+    """
 
     backend: str  # "hip" or "cuda"
     target: str | int  # Triton's name
@@ -29,7 +32,9 @@ class Architecture:
     options: tuple[tuple[str, int], ...] = ()  # for Triton's compiler
 
     def waves_per_simd(self, warps: int, registers: int, shared_bytes: int) -> float:
-        """Waves of one kernel that a SIMD holds at a time: what registers, shared memory and the hardware's limit leave."""
+        """Waves of one kernel that a SIMD holds at a time: what registers, shared memory and the hardware's limit
+        leave.
+        """
         by_registers = min(self.max_waves, 512 // (-(-registers // 8) * 8)) * 4 // warps
         by_shared = self.core_shared_bytes // max(1, shared_bytes + self.block_overhead_bytes)
         return min(by_registers, by_shared) * warps / 4
@@ -73,8 +78,8 @@ class Argument:
 class Kernel:
     """One Triton function: its arguments in order, without the constants.
 
-    Each variant is built once assuming its `by16` arguments (16-byte accesses: as fast as memory) and, except for attention, once without.
-    The launcher looks at the arguments and takes the one that fits.
+    Each variant is built once assuming its `by16` arguments (16-byte accesses: as fast as memory) and, except for
+    attention, once without. The launcher looks at the arguments and takes the one that fits.
     """
 
     name: str
@@ -100,19 +105,27 @@ class Kernel:
 
 @cache
 def all_kernels() -> dict[str, Kernel]:
-    """Every kernel by name: the public functions of the sources, whose signatures are the one place where arguments have order and type."""
+    """Every kernel by name: the public functions of the sources, whose signatures are the one place where arguments
+    have order and type.
+    """
     kernels = {}
     for path in sorted((Path(__file__).parent / "triton").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                declared = [(x.arg, str(x.annotation.value)) for x in node.args.args if isinstance(x.annotation, ast.Constant)]
-                arguments = tuple(Argument(name, kind.removesuffix(":16"), kind.endswith(":16")) for name, kind in declared)
+                declared = [
+                    (x.arg, str(x.annotation.value)) for x in node.args.args if isinstance(x.annotation, ast.Constant)
+                ]
+                arguments = tuple(
+                    Argument(name, kind.removesuffix(":16"), kind.endswith(":16")) for name, kind in declared
+                )
                 kernels[node.name] = Kernel(node.name, path.stem, arguments)
     return kernels
 
 
 class Blocks(NamedTuple):
-    """How a variant of attention is cut: BLOCK_M queries and BLOCK_N keys at a time; AHEAD (triton/attention.py; not for grad_q); and see `Variant`."""
+    """How a variant of attention is cut: BLOCK_M queries and BLOCK_N keys at a time; AHEAD (triton/attention.py; not
+    for grad_q); and see `Variant`.
+    """
 
     m: int
     n: int
@@ -124,9 +137,12 @@ class Blocks(NamedTuple):
     strategy: str = ""
 
 
-# By kernel and variant; where soft caps ("-softcap") have none, they take those of documents and ALiBi ("-extras"), and these the plain variant's.
-# CDNA's are the best that `scripts/tune_attention.py simulate` found (docs/ops.md), NVIDIA's the largest that the registers hold. A block's outer
-# side must give each warp rows of its own: 4 warps with 32 x 32 matrix instructions on 64 rows compute everything twice (tests/unit/ops/test_build.py).
+# By kernel and variant; where soft caps ("-softcap") have none, they take those of documents and ALiBi ("-extras"), and
+# these the plain variant's.
+# CDNA's are the best that `scripts/tune_attention.py simulate` found (docs/ops.md), NVIDIA's the largest that the
+# registers hold. A block's outer
+# side must give each warp rows of its own: 4 warps with 32 x 32 matrix instructions on 64 rows compute everything twice
+# (tests/unit/ops/test_build.py).
 _AttentionBlocks = dict[str, dict[str, Blocks]]
 _DELTA = {"d64": Blocks(64, 0, 4), "d128": Blocks(64, 0, 4), "d256": Blocks(32, 0, 4)}
 _CDNA: _AttentionBlocks = {
@@ -153,7 +169,8 @@ _CDNA: _AttentionBlocks = {
     },
     "attention_delta": _DELTA,
 }
-# Triton's own two stages lay keys that are read across without a swizzle: eight lanes at a bank (docs/ops.md). Hence AHEAD
+# Triton's own two stages lay keys that are read across without a swizzle: eight lanes at a bank (docs/ops.md). Hence
+# AHEAD
 _CDNA2_FORWARD = {
     "d64": Blocks(128, 32, 4, waves=3, ahead=1, strategy="max-ilp"),
     "d128": Blocks(128, 32, 4, waves=2, ahead=1, strategy="max-ilp"),
@@ -191,10 +208,14 @@ _HOPPER: _AttentionBlocks = {
 ATTENTION_BLOCKS = {"gfx90a": _CDNA2, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
 ATTENTION_KINDS = ("", "-extras", "-softcap")  # the last bounds scores and knows a window beside the extras
-ROWS_PER_PAD = 128  # of attention's per-row statistics and documents: a multiple of every block, which reads them whole and unmasked
+# of attention's per-row statistics and documents: a multiple of every block, which reads them whole and unmasked
+ROWS_PER_PAD = 128
 ROPE_BLOCKS = (32, 64, 128)  # most rotated pairs of a head of rope's and heads' variants
-ROUTE_BLOCKS, MOST_CHOICES = (64, 256, 1024), 16  # most experts of route's variants, and of a token
-NORM_BLOCKS = (2048, 8192)  # longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
+# most experts of route's variants, and of a token
+ROUTE_BLOCKS = (64, 256, 1024)
+MOST_CHOICES = 16
+# longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
+NORM_BLOCKS = (2048, 8192)
 
 
 def variants(kernel: str, architecture: str) -> dict[str, Variant]:
@@ -205,8 +226,14 @@ def variants(kernel: str, architecture: str) -> dict[str, Variant]:
 def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[tuple[str, Variant]]:
     if kernel in attention:
         for head_dim, kind in itertools.product(HEAD_DIMS, ("",) if kernel == "attention_delta" else ATTENTION_KINDS):
-            plain, extras, name = f"d{head_dim}", f"d{head_dim}-extras", f"d{head_dim}{kind}"
-            blocks = attention[kernel].get(name) or attention[kernel].get(extras if kind else plain) or attention[kernel][plain]
+            plain = f"d{head_dim}"
+            extras = f"d{head_dim}-extras"
+            name = f"d{head_dim}{kind}"
+            blocks = (
+                attention[kernel].get(name)
+                or attention[kernel].get(extras if kind else plain)
+                or attention[kernel][plain]
+            )
             constants = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_D": head_dim, "SOFT_BF16": int(wave == 64)}
             constants |= {"EXTRAS": int(kind != ""), "SOFTCAP": int(kind == "-softcap")}
             if kernel != "attention_grad_q":
@@ -217,7 +244,10 @@ def _variants(kernel: str, attention: _AttentionBlocks, wave: int) -> Iterator[t
     elif kernel in ("norm_forward", "norm_backward"):
         for block in NORM_BLOCKS:
             for name, centred in (("rmsnorm", 0), ("layernorm", 1)):
-                yield f"{name}-{block}", Variant({"CENTRED": centred, "BLOCK": block}, 4 if block == NORM_BLOCKS[0] else 512 // wave)
+                yield (
+                    f"{name}-{block}",
+                    Variant({"CENTRED": centred, "BLOCK": block}, 4 if block == NORM_BLOCKS[0] else 512 // wave),
+                )
     elif kernel == "grouped_product":
         for name, along_depth in (("linear", 1), ("input-gradient", 0)):
             constants = {"ALONG_DEPTH": along_depth, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "BLOCK_E": 256}

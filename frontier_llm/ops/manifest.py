@@ -1,6 +1,8 @@
-"""What was built ahead of time for an architecture: its manifest, held to the sources and to every code object's digest.
+"""What was built ahead of time for an architecture: its manifest, held to the sources and to every code object's
+digest.
 
-A manifest that is missing, stale or damaged is one BackendError that names the command to run; nothing is compiled instead.
+A manifest that is missing, stale or damaged is one BackendError that names the command to run; nothing is compiled
+instead.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ MANIFEST_VERSION = 3
 TABLE = "kernel_table.py"  # block sizes and variants of every kernel
 GPU_DIR = DIRECTORY / "gpu"
 
-# Which Tritons' code objects take two scratch pointers after their own arguments, which is what the launcher passes (3.4 has one).
-TRITON_FROM, TRITON_BEFORE = (3, 5), (4, 0)
+# Which Tritons' code objects take two scratch pointers after their own arguments, which is what the launcher passes
+# (3.4 has one).
+TRITON_FROM = (3, 5)
+TRITON_BEFORE = (4, 0)
 
 
 def build_command(architecture: str) -> str:
@@ -42,7 +46,9 @@ def check_triton(version: str, architecture: str, where: str) -> None:
     if not TRITON_FROM <= numbers < TRITON_BEFORE:
         wanted = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
         fix = f"{install_triton()} && {build_command(architecture)}"
-        raise BackendError(f"compiled by Triton {version}; the launcher is for code objects of Triton {wanted}", fix, where)
+        raise BackendError(
+            f"compiled by Triton {version}; the launcher is for code objects of Triton {wanted}", fix, where
+        )
 
 
 @cache
@@ -64,16 +70,21 @@ def stale_kernels(built_from: Mapping[str, str]) -> tuple[list[str], list[str]]:
 def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, Any]:
     """The manifest of an architecture, checked against the sources and every code object's digest.
 
-    Raises BackendError for an architecture without prebuilt ops, a stale manifest, or damaged code objects (all of them named).
+    Raises BackendError for an architecture without prebuilt ops, a stale manifest, or damaged code objects (all of them
+    named).
     """
     folder = folder or GPU_DIR / architecture
     path = folder / "manifest.json"
     build = build_command(architecture)
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise BackendError(f"no GPU ops are built for {architecture} (there are: {known})", "set ops.* to sdpa or reference", "GPU ops")
+        raise BackendError(
+            f"no GPU ops are built for {architecture} (there are: {known})", "set ops.* to sdpa or reference", "GPU ops"
+        )
     if not path.is_file():
-        raise BackendError(f"the ops for {architecture} have not been built: no {path.name} in {folder}", build, "GPU ops")
+        raise BackendError(
+            f"the ops for {architecture} have not been built: no {path.name} in {folder}", build, "GPU ops"
+        )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         built = (manifest["version"], manifest["architecture"])
@@ -83,7 +94,9 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BackendError(f"unreadable manifest: {type(error).__name__}: {error}", build, str(path)) from error
     if built != (MANIFEST_VERSION, architecture):
-        what = f"written for {built[1]} in version {built[0]}; expected are {architecture} and version {MANIFEST_VERSION}"
+        what = (
+            f"written for {built[1]} in version {built[0]}; expected are {architecture} and version {MANIFEST_VERSION}"
+        )
         raise BackendError(what, build, str(path))
     if (stale := stale_kernels(sources)) != ([], []):
         what = f"the code objects were built from other kernel sources than these: {', '.join(stale[0])}"
@@ -92,7 +105,10 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
     damaged = [file for file, digest in codes if not _has_digest(folder / file, digest)]
     if damaged:
         raise BackendError(
-            [Problem(str(folder / file), "missing, or not the file that was built (sha256 differs)", build) for file in damaged]
+            [
+                Problem(str(folder / file), "missing, or not the file that was built (sha256 differs)", build)
+                for file in damaged
+            ]
         )
     return manifest
 
@@ -123,12 +139,18 @@ def prebuilt_architectures() -> dict[str, str]:
 
 
 def kernel_report(architecture: str) -> list[dict[str, Any]]:
-    """The built code objects of an architecture with the facts of their compilation; raises BackendError when there are none.
+    """The built code objects of an architecture with the facts of their compilation; raises BackendError when there are
+    none.
 
     waves_per_simd is the occupancy that registers and shared memory allow (at most 8 on CDNA, 16 on NVIDIA).
     """
     machine = ARCHITECTURES.get(architecture)
     if machine is None:
-        raise BackendError(f"no GPU ops are built for {architecture!r}", suggest(architecture, ARCHITECTURES), "ARCHITECTURE")
+        raise BackendError(
+            f"no GPU ops are built for {architecture!r}", suggest(architecture, ARCHITECTURES), "ARCHITECTURE"
+        )
     lines = read_manifest(architecture)["kernels"]
-    return [{**line, "waves_per_simd": machine.waves_per_simd(line["warps"], line["registers"], line["shared_bytes"])} for line in lines]
+    return [
+        {**line, "waves_per_simd": machine.waves_per_simd(line["warps"], line["registers"], line["shared_bytes"])}
+        for line in lines
+    ]

@@ -20,7 +20,8 @@ def load_cpu_library() -> str:
         torch.ops.load_library(str(CPU_LIBRARY))
     except OSError as error:
         return f"{CPU_LIBRARY.name} does not load into torch {torch.__version__}: {str(error).splitlines()[0]}"
-    built_from = getattr(torch.ops.frontier_llm, "built_from", None)  # None: a library of before it recorded its sources
+    # None: a library of before it recorded its sources
+    built_from = getattr(torch.ops.frontier_llm, "built_from", None)
     sources = torch_ops_sources()
     if sources is not None and (built_from is None or built_from() != sources):
         # a changed meaning of an argument has no other sign: such a library computes wrong numbers without an error

@@ -1,7 +1,9 @@
-"""The no-JIT guard: once `forbid_jit()` was called, every known way to compile at run time is an error that names who asked.
+"""The no-JIT guard: once `forbid_jit()` was called, every known way to compile at run time is an error that names who
+asked.
 
-A thousand ranks that each compile the same op at start-up cost minutes and a storm on the file system; kernels here are built ahead of
-time. Modules that are not imported yet are guarded when they are, so the guard costs no import of its own.
+A thousand ranks that each compile the same op at start-up cost minutes and a storm on the file system; kernels here are
+built ahead of time. Modules that are not imported yet are guarded when they are, so the guard costs no import of its
+own.
 """
 
 from __future__ import annotations
@@ -27,15 +29,24 @@ _COMPILERS: dict[str, tuple[str, ...]] = {
     "triton.runtime.jit": ("JITFunction._do_compile",),
     "deepspeed.ops.op_builder.builder": ("OpBuilder.jit_load",),
 }
-_MACHINERY = ("torch/utils/cpp_extension", "/triton/", "/deepspeed/", "/torch/_", "frontier_llm/ops/no_jit", "importlib")
+_MACHINERY = (
+    "torch/utils/cpp_extension",
+    "/triton/",
+    "/deepspeed/",
+    "/torch/_",
+    "frontier_llm/ops/no_jit",
+    "importlib",
+)
 
 _undo: list[Callable[[], None]] = []
 
 
 def forbid_jit() -> None:
-    """From here on compiling raises BackendError: torch's cpp_extension, Triton, DeepSpeed's op builders, torch.compile.
+    """From here on compiling raises BackendError: torch's cpp_extension, Triton, DeepSpeed's op builders,
+    torch.compile.
 
-    A function that was given to torch.compile raises when it is called, not when it is decorated: importing a module is not compiling.
+    A function that was given to torch.compile raises when it is called, not when it is decorated: importing a module is
+    not compiling.
     """
     if _undo:
         return

@@ -1,4 +1,5 @@
-"""The prebuilt GPU kernels: a launch picks the code object, packs its arguments and hands both to a driver. No Triton, no compiler.
+"""The prebuilt GPU kernels: a launch picks the code object, packs its arguments and hands both to a driver. No Triton,
+no compiler.
 
 What exists comes from `ops.manifest`; what runs it is `ops.driver`.
 """
@@ -51,7 +52,8 @@ class _Variant:
 def address_or_number(name: str, pointed: torch.dtype | None, value: Argument, device: int) -> int | float:
     """What a kernel gets for an argument: a tensor's address (0 for None) or the number itself.
 
-    Raises BackendError for a tensor of another type or on another device (index, -1 is the CPU): the kernel would read garbage.
+    Raises BackendError for a tensor of another type or on another device (index, -1 is the CPU): the kernel would read
+    garbage.
     """
     if pointed is None:
         assert not isinstance(value, Tensor) and value is not None, name
@@ -61,7 +63,9 @@ def address_or_number(name: str, pointed: torch.dtype | None, value: Argument, d
     assert isinstance(value, Tensor), name
     if value.dtype is not pointed or value.get_device() != device:
         what = f"{name} is {value.dtype} on {value.device}, the kernel reads {pointed} on the current device ({device})"
-        raise BackendError(what, "give the op tensors of one type, on the device that torch.cuda.set_device chose", "GPU launch")
+        raise BackendError(
+            what, "give the op tensors of one type, on the device that torch.cuda.set_device chose", "GPU launch"
+        )
     return value.data_ptr()
 
 
@@ -71,7 +75,8 @@ class PrebuiltKernels:
     def __init__(self, architecture: str, folder: Path | None = None, driver: Driver | None = None) -> None:
         folder = folder or GPU_DIR / architecture
         manifest = read_manifest(architecture, folder)
-        self.architecture, self.tools = architecture, manifest["tools"]
+        self.architecture = architecture
+        self.tools = manifest["tools"]
         self._variants: dict[tuple[str, str, str], _Variant] = {}
         for line in manifest["kernels"]:
             variant = self._variants.setdefault((line["kernel"], line["dtype"], line["variant"]), _variant(line))
@@ -94,7 +99,9 @@ class PrebuiltKernels:
         try:
             chosen = self._variants.get((kernel, _DTYPE_NAMES.get(dtype, ""), variant))
             if chosen is None:
-                raise LaunchError("there is no code object for this", "use bf16 or fp16, or set ops.* to sdpa or reference")
+                raise LaunchError(
+                    "there is no code object for this", "use bf16 or fp16, or set ops.* to sdpa or reference"
+                )
             self._launch(chosen, grid, arguments)
         except LaunchError as error:
             where = f"GPU launch of {kernel} ({_DTYPE_NAMES.get(dtype, dtype)}, {variant}) on grid {grid}"
@@ -115,8 +122,11 @@ class PrebuiltKernels:
         self._driver.launch(device, function, code, grid, slots, arguments)
 
     def load_any(self) -> None:
-        """Load one code object on the current device; raises BackendError where the driver refuses it, as it then will them all."""
-        device, codes = self._driver.device(), next(iter(self._variants.values())).codes
+        """Load one code object on the current device; raises BackendError where the driver refuses it, as it then
+        will them all.
+        """
+        device = self._driver.device()
+        codes = next(iter(self._variants.values())).codes
         code = next(iter(codes.values()))
         self._functions[device, code.path] = self._load(device, code)
 
@@ -126,7 +136,10 @@ class PrebuiltKernels:
             function = self._driver.load(device, code, image)
         except LaunchError as error:
             what = f"{error}: built by Triton {self.tools['triton']}, whose assembler may be newer than this driver"
-            fix = f"rebuild here, with the Triton that this torch came with: python setup.py build_ops --arch {self.architecture}"
+            fix = (
+                f"rebuild here, with the Triton that this torch came with: python setup.py build_ops --arch "
+                f"{self.architecture}"
+            )
             if ARCHITECTURES[self.architecture].backend == "cuda":
                 fix += ', or with this CUDA\'s assembler: TRITON_PTXAS_PATH="$(which ptxas)" before that command'
             raise BackendError(what, fix, str(code.path)) from error
@@ -152,7 +165,9 @@ def _packed(variant: _Variant, values: Sequence[int | float], grid: Grid) -> byt
         return variant.layout.pack(*values)
     except struct.error as error:
         named = ", ".join(f"{name} {value}" for (name, _), value in zip(variant.arguments, values, strict=True))
-        raise LaunchError(f"a number does not fit its type ({error}): {named}", "take a smaller batch.micro_batch") from error
+        raise LaunchError(
+            f"a number does not fit its type ({error}): {named}", "take a smaller batch.micro_batch"
+        ) from error
 
 
 def _variant(line: Mapping[str, Any]) -> _Variant:
@@ -160,4 +175,6 @@ def _variant(line: Mapping[str, Any]) -> _Variant:
     arguments: list[tuple[str, str, bool]] = line["arguments"]
     layout = struct.Struct("<" + "".join("Q" if kind.startswith("*") else _SLOT[kind] for _, kind, _ in arguments))
     by16 = tuple(index for index, (_, _, assumed) in enumerate(arguments) if assumed)
-    return _Variant({}, line["constants"], tuple((name, POINTED.get(kind)) for name, kind, _ in arguments), by16, layout)
+    return _Variant(
+        {}, line["constants"], tuple((name, POINTED.get(kind)) for name, kind, _ in arguments), by16, layout
+    )

@@ -22,8 +22,11 @@ from frontier_llm.ops.reference import GROUPS, Op
 HALVES = frozenset({torch.bfloat16, torch.float16})
 LOW = HALVES | {torch.float32}
 ALL = LOW | {torch.float64}
-PARTS = frozenset({"attention_block", "attention_block_backward"})  # what an attention has that serves stretches of a sequence
-CPU, GPU = frozenset({"cpu"}), frozenset({"cuda"})  # "cuda" is also ROCm's name in torch
+# what an attention has that serves stretches of a sequence
+PARTS = frozenset({"attention_block", "attention_block_backward"})
+# "cuda" is also ROCm's name in torch
+CPU = frozenset({"cpu"})
+GPU = frozenset({"cuda"})
 
 
 class AttentionNeeds(NamedTuple):
@@ -66,7 +69,9 @@ class Provider:
     required: bool = False  # `auto` does not pass over it where it is only missing
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
-    def refusal(self, group: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds | None = None) -> Refusal | None:
+    def refusal(
+        self, group: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds | None = None
+    ) -> Refusal | None:
         """Why this provider cannot serve `group` there."""
         if group not in self.groups:
             return Refusal(f"{self.name} has no {group}")
@@ -80,7 +85,10 @@ class Provider:
         if needs.softcap and not self.softcaps:
             return Refusal(f"{self.name} has no soft cap of attention's scores (model.score_softcap)")
         if needs.parts and self.parts is None:
-            return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context), which gives each row's log-sum-exp")
+            return Refusal(
+                f"{self.name} has no attention over part of a sequence (parallel.context), which gives each row's "
+                f"log-sum-exp"
+            )
         if needs.parts and self.parts and (why := self.parts(device_type, dtype, needs)):
             return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context) here: {why}")
         missing = self.missing()
@@ -88,10 +96,15 @@ class Provider:
 
 
 def functions_of(implementation: object) -> dict[str, Op]:
-    """The ops that a module or object has, by name. Raises TypeError for one whose signature is not that of the same function in `reference`."""
-    functions = {op: getattr(implementation, op) for ops in GROUPS.values() for op in ops if hasattr(implementation, op)}
+    """The ops that a module or object has, by name. Raises TypeError for one whose signature is not that of the same
+    function in `reference`.
+    """
+    functions = {
+        op: getattr(implementation, op) for ops in GROUPS.values() for op in ops if hasattr(implementation, op)
+    }
     for op, function in functions.items():
-        here, face = inspect.signature(function), inspect.signature(getattr(reference, op))
+        here = inspect.signature(function)
+        face = inspect.signature(getattr(reference, op))
         if here != face:
             raise TypeError(f"{op}{here} of {implementation!r}: the face's is {face}")
     return functions
@@ -117,7 +130,11 @@ def _flash_parts_missing(device_type: str, dtype: torch.dtype, needs: AttentionN
         return f"torch's flash kernels know no {' or '.join(name for name, wanted in asked.items() if wanted)}"
     if device_type == "cpu":
         return ""
-    return sdpa.blocks_missing() if dtype in HALVES else f"torch's flash kernels have no {str(dtype).removeprefix('torch.')} on a GPU"
+    return (
+        sdpa.blocks_missing()
+        if dtype in HALVES
+        else f"torch's flash kernels have no {str(dtype).removeprefix('torch.')} on a GPU"
+    )
 
 
 def _triton_missing() -> str | Refusal:
@@ -150,7 +167,8 @@ def _flash_attn_missing() -> str:
     interface = getattr(package, "flash_attn_interface", None)  # there, unless it is not the package that we know
     if getattr(interface, "USE_TRITON_ROCM", False):
         return (
-            "this is flash-attn's Triton build (FLASH_ATTENTION_TRITON_AMD_ENABLE), which compiles at run time; only the CK build is used"
+            "this is flash-attn's Triton build (FLASH_ATTENTION_TRITON_AMD_ENABLE), which compiles at run time; "
+            "only the CK build is used"
         )
     return ""
 
@@ -162,11 +180,16 @@ def _cudnn_missing() -> str:
 
 
 def apex_missing() -> str:
-    """NVIDIA's (or ROCm's) apex has compiled extensions beside it; the PyPI project of the same name is a web toolkit."""
+    """NVIDIA's (or ROCm's) apex has compiled extensions beside it; the PyPI project of the same name is a web
+    toolkit.
+    """
     if importlib.util.find_spec("apex") is None:
         return "apex is not installed"
     if importlib.util.find_spec("apex.multi_tensor_apply") is None:
-        return "the installed apex is the PyPI project of that name, which has nothing to do with NVIDIA's: pip uninstall apex"
+        return (
+            "the installed apex is the PyPI project of that name, which has nothing to do with NVIDIA's: pip "
+            "uninstall apex"
+        )
     missing = [name for name in ("amp_C", "fused_layer_norm_cuda") if importlib.util.find_spec(name) is None]
     return f"apex was built without its extensions {', '.join(missing)}" if missing else ""
 
@@ -182,9 +205,22 @@ PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
         Provider(
-            name="reference", groups=tuple(GROUPS), devices=CPU | GPU, dtypes=ALL, load=_module("reference"), parts=_any_part, softcaps=True
+            name="reference",
+            groups=tuple(GROUPS),
+            devices=CPU | GPU,
+            dtypes=ALL,
+            load=_module("reference"),
+            parts=_any_part,
+            softcaps=True,
         ),
-        Provider(name="sdpa", groups=("attention",), devices=CPU | GPU, dtypes=ALL, load=_module("sdpa"), parts=_flash_parts_missing),
+        Provider(
+            name="sdpa",
+            groups=("attention",),
+            devices=CPU | GPU,
+            dtypes=ALL,
+            load=_module("sdpa"),
+            parts=_flash_parts_missing,
+        ),
         Provider(
             name="cudnn",
             groups=("attention",),

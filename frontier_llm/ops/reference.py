@@ -1,7 +1,8 @@
-"""The face of the fused ops: each in plain torch, which says what it means and what every other back-end is tested against in float64.
+"""The face of the fused ops: each in plain torch, which says what it means and what every other back-end is tested
+against in float64.
 
-Statistics and sums are taken in fp32 (fp64 for fp64 inputs) and the result is rounded once to the input's type, which is
-also what the fused back-ends do. Differentiable ops get their backward from autograd.
+Statistics and sums are taken in fp32 (fp64 for fp64 inputs) and the result is rounded once to the input's type, which
+is also what the fused back-ends do. Differentiable ops get their backward from autograd.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .routing import route
 class Scores:
     """How a query scores the keys of its own and earlier positions: scale * q·k.
 
-    ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). Positions see each other only within one document id.
-    Queries and keys may be two stretches of a sequence: query i then stands `offset` + i behind the first key.
+    ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). Positions see each other only within one document
+    id. Queries and keys may be two stretches of a sequence: query i then stands `offset` + i behind the first key.
     """
 
     scale: float
@@ -39,7 +40,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class AdamWUpdate:
-    """One update of AdamW (arXiv:1711.05101). grad * grad_scale is the gradient: the inverse loss scale times the clip factor."""
+    """One update of AdamW (arXiv:1711.05101). grad * grad_scale is the gradient: the inverse loss scale times the
+    clip factor.
+    """
 
     lr: float
     beta1: float
@@ -75,9 +78,11 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
 
 
 def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
-    """(o_SBaD, logsumexp_BaS) of queries to one stretch of keys and values, without a graph; the logarithms in fp32 (fp64).
+    """(o_SBaD, logsumexp_BaS) of queries to one stretch of keys and values, without a graph; the logarithms in fp32
+    (fp64).
 
-    Outputs over several stretches merge by their logarithms. A query that sees none of these keys has the output 0 and the logarithm -inf.
+    Outputs over several stretches merge by their logarithms. A query that sees none of these keys has the output 0 and
+    the logarithm -inf.
     """
     with torch.no_grad():
         logits_BaSK, v_BaKD = _logits(q_SBaD, kv_KBgD[0], kv_KBgD[1], scores)
@@ -87,7 +92,12 @@ def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores)
 
 
 def attention_block_backward(
-    grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+    grad_SBaD: Tensor,
+    q_SBaD: Tensor,
+    kv_KBgD: tuple[Tensor, ...],
+    o_SBaD: Tensor,
+    logsumexp_BaS: Tensor,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one stretch of keys adds to the gradient of the queries, and the queries to those of the keys and values.
 
@@ -104,19 +114,24 @@ def attention_block_backward(
         if scores.softcap:
             capped_BaSK = softcapped(scores.scale * (q_BaSD @ k_BaKD.transpose(-2, -1)), scores.softcap)
             ds_BaSK *= 1 - (capped_BaSK / scores.softcap).square()
-        grad_q_BaSD, grad_k_BaKD, grad_v_BaKD = ds_BaSK @ k_BaKD, ds_BaSK.transpose(-2, -1) @ q_BaSD, p_BaSK.transpose(-2, -1) @ grad_BaSD
+        grad_q_BaSD = ds_BaSK @ k_BaKD
+        grad_k_BaKD = ds_BaSK.transpose(-2, -1) @ q_BaSD
+        grad_v_BaKD = p_BaSK.transpose(-2, -1) @ grad_BaSD
         kv_heads = k_KBgD.shape[2]
         grad_k, grad_v = (x.unflatten(1, (kv_heads, -1)).sum(2).permute(2, 0, 1, 3) for x in (grad_k_BaKD, grad_v_BaKD))
         return grad_q_BaSD.permute(2, 0, 1, 3).to(q_SBaD.dtype), grad_k.to(k_KBgD.dtype), grad_v.to(v_KBgD.dtype)
 
 
 def merge(merged: tuple[Tensor, Tensor] | None, o_QBaD: Tensor, logsumexp_BaQ: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from attention over each: outputs weighed by their share of the sum, in fp32 (fp64)."""
+    """Attention over two sets of keys from attention over each: outputs weighed by their share of the sum, in fp32
+    (fp64).
+    """
     o_QBaD = o_QBaD.to(statistics_dtype(o_QBaD.dtype))
     if merged is None:
         return o_QBaD, logsumexp_BaQ
     total_BaQ = torch.logaddexp(merged[1], logsumexp_BaQ)
-    safe_BaQ = total_BaQ.masked_fill(total_BaQ == -torch.inf, 0)  # a row that has seen nothing yet: -inf - -inf is no number
+    # a row that has seen nothing yet: -inf - -inf is no number
+    safe_BaQ = total_BaQ.masked_fill(total_BaQ == -torch.inf, 0)
     before, now = ((part - safe_BaQ).exp().permute(2, 0, 1)[..., None] for part in (merged[1], logsumexp_BaQ))
     return merged[0] * before + o_QBaD * now, total_BaQ
 
@@ -128,9 +143,13 @@ def _by_head(x_KBgD: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 def _logits(q_SBaD: Tensor, k_KBgD: Tensor, v_KBgD: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     """(masked scores [B, a, S, K], values [B, a, K, D]) in the type of the statistics."""
-    dtype, heads = statistics_dtype(q_SBaD.dtype), q_SBaD.shape[2]
-    k_BaKD, v_BaKD = _by_head(k_KBgD, heads, dtype), _by_head(v_KBgD, heads, dtype)
-    scores_BaSK = softcapped(scores.scale * (q_SBaD.permute(1, 2, 0, 3).to(dtype) @ k_BaKD.transpose(-2, -1)), scores.softcap)
+    dtype = statistics_dtype(q_SBaD.dtype)
+    heads = q_SBaD.shape[2]
+    k_BaKD = _by_head(k_KBgD, heads, dtype)
+    v_BaKD = _by_head(v_KBgD, heads, dtype)
+    scores_BaSK = softcapped(
+        scores.scale * (q_SBaD.permute(1, 2, 0, 3).to(dtype) @ k_BaKD.transpose(-2, -1)), scores.softcap
+    )
     return scores_BaSK + score_bias(q_SBaD.shape[0], k_KBgD.shape[0], scores, dtype, q_SBaD.device), v_BaKD
 
 
@@ -145,7 +164,9 @@ def _probabilities(logits_BaSK: Tensor, logsumexp_BaS: Tensor) -> Tensor:
 
 
 def score_bias(queries: int, keys: int, scores: Scores, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores, broadcastable to [B, a, S, K]: -inf where the mask forbids, ALiBi's line elsewhere."""
+    """What is added to the scores, broadcastable to [B, a, S, K]: -inf where the mask forbids, ALiBi's line
+    elsewhere.
+    """
     distance_SK = scores.offset + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
     forbidden_BaSK = (distance_SK < 0)[None, None]
     if scores.window:
@@ -168,11 +189,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; variance divides by H (arXiv:1607.06450)."""
     wide = x.to(statistics_dtype(x.dtype))
-    return F.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype), eps).to(x.dtype)
+    return F.layer_norm(
+        wide, wide.shape[-1:], weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype), eps
+    ).to(x.dtype)
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual); `kind` is "rmsnorm" or "layernorm". The sum is rounded before it is normed."""
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual); `kind` is "rmsnorm" or "layernorm". The sum is rounded before it is
+    normed.
+    """
     total = x + residual
     return rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps), total
 
@@ -182,28 +209,42 @@ def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
 
     cos and sin are [S, R], or [S, B, R] where positions restart at documents.
     """
-    half, dtype = cos_SR.shape[-1], statistics_dtype(x_SBaD.dtype)
-    cos_SBaR, sin_SBaR = ((angle[:, None, None] if angle.dim() == 2 else angle[:, :, None]).to(dtype) for angle in (cos_SR, sin_SR))
+    half = cos_SR.shape[-1]
+    dtype = statistics_dtype(x_SBaD.dtype)
+    cos_SBaR, sin_SBaR = (
+        (angle[:, None, None] if angle.dim() == 2 else angle[:, :, None]).to(dtype) for angle in (cos_SR, sin_SR)
+    )
     first, second, rest = x_SBaD.split((half, half, x_SBaD.shape[-1] - 2 * half), dim=-1)
-    first, second = first.to(dtype), second.to(dtype)
+    first = first.to(dtype)
+    second = second.to(dtype)
     rotated = (first * cos_SBaR - second * sin_SBaR, second * cos_SBaR + first * sin_SBaR)
     return torch.cat([part.to(x_SBaD.dtype) for part in rotated] + [rest], dim=-1)
 
 
 def rotated_heads(qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q_SBaD, k_SBgD, v_SBgD), each by itself, of a projection with each key/value head's queries, key and value; `rope` of queries and keys."""
+    """(q_SBaD, k_SBgD, v_SBgD), each by itself, of a projection with each key/value head's queries, key and value;
+    `rope` of queries and keys.
+    """
     q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((qkv_SBgqD.shape[-2] - 2, 1, 1), dim=-2)
-    return rope(q_SBgqD.flatten(2, 3), cos_SR, sin_SR), rope(k_SBgqD.squeeze(-2), cos_SR, sin_SR), v_SBgqD.squeeze(-2).contiguous()
+    return (
+        rope(q_SBgqD.flatten(2, 3), cos_SR, sin_SR),
+        rope(k_SBgqD.squeeze(-2), cos_SR, sin_SR),
+        v_SBgqD.squeeze(-2).contiguous(),
+    )
 
 
 def swiglu(x_2f: Tensor, weights: Tensor | None = None) -> Tensor:
-    """silu(gate) * up for x[..., 2, f] = [gate, up] (arXiv:2002.05202), times the row's weight, which is fp32 (fp64)."""
+    """silu(gate) * up for x[..., 2, f] = [gate, up] (arXiv:2002.05202), times the row's weight, which is fp32
+    (fp64).
+    """
     gate, up = x_2f.to(statistics_dtype(x_2f.dtype)).unbind(-2)
     return _weighted(F.silu(gate) * up, weights).to(x_2f.dtype)
 
 
 def gelu(x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None = None) -> Tensor:
-    """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh; times the row's weight, which is fp32 (fp64)."""
+    """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh; times the row's weight, which is
+    fp32 (fp64).
+    """
     wide = x.to(statistics_dtype(x.dtype))
     wide = wide if bias is None else wide + bias.to(wide.dtype)
     return _weighted(F.gelu(wide, approximate="tanh" if approximate else "none"), weights).to(x.dtype)
@@ -214,9 +255,11 @@ def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def cross_entropy_stats(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
-    """This shard's part of the loss, stats_3N: row max, sum of exp(logit - max), logit of the target or 0 when it is elsewhere.
+    """This shard's part of the loss, stats_3N: row max, sum of exp(logit - max), logit of the target or 0 when it is
+    elsewhere.
 
-    fp32 (fp64 for fp64 logits). The caller combines shards: m = max, s = sum s_r exp(m_r - m), t = sum t_r, loss = m + log s - t.
+    fp32 (fp64 for fp64 logits). The caller combines shards: m = max, s = sum s_r exp(m_r - m), t = sum t_r, loss = m +
+    log s - t.
     """
     wide_Nv = logits_Nv.detach().to(statistics_dtype(logits_Nv.dtype))
     max_N = wide_Nv.amax(-1)
@@ -225,7 +268,9 @@ def cross_entropy_stats(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) 
     return torch.stack((max_N, sum_N, torch.where(mine_N, wide_Nv.gather(1, column_N[:, None])[:, 0], 0)))
 
 
-def cross_entropy_backward_(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor) -> Tensor:
+def cross_entropy_backward_(
+    logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor
+) -> Tensor:
     """Overwrite the logits with their gradient (softmax - onehot) * grad_loss and return them."""
     with torch.no_grad():
         dtype = statistics_dtype(logits_Nv.dtype)
@@ -242,8 +287,12 @@ def _local_targets(targets_N: Tensor, first_vocab: int, columns: int) -> tuple[T
     return torch.where(mine_N, column_N, 0), mine_N
 
 
-def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate) -> None:
-    """One update of flat slices, in place: master, exp_avg, exp_avg_sq and, rounded to its type, weights_out (which may be master itself)."""
+def adamw_(
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate
+) -> None:
+    """One update of flat slices, in place: master, exp_avg, exp_avg_sq and, rounded to its type, weights_out (which
+    may be master itself).
+    """
     with torch.no_grad():
         g = grad.to(master.dtype) * update.grad_scale
         exp_avg.lerp_(g, 1 - update.beta1)
@@ -303,9 +352,11 @@ def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
 
 
 class Ops:
-    """One function per op, chosen once, with the parameters and the meaning of the one above: what model, tensor_parallel and optim call.
+    """One function per op, chosen once, with the parameters and the meaning of the one above: what model,
+    tensor_parallel and optim call.
 
-    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do attention's blocks, experts' and drop.
+    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do
+    attention's blocks, experts' and drop.
     """
 
     attention = _op("attention", attention)
@@ -340,7 +391,9 @@ class Ops:
         vars(self).update(functions)
 
     def gated(self, x_2f: Tensor, activation: str, weights: Tensor | None = None) -> Tensor:
-        """The gate's non-linearity times the other half: swiglu, or geglu_tanh (arXiv:2002.05202), which has no kernel of its own."""
+        """The gate's non-linearity times the other half: swiglu, or geglu_tanh (arXiv:2002.05202), which has no
+        kernel of its own.
+        """
         if activation == "swiglu":
             return self.swiglu(x_2f, weights)
         gate, up = x_2f.unbind(-2)

@@ -19,10 +19,12 @@ class Routing:
 
 
 def route(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores_NE, weights_Nk, experts_Nk): what a token's experts weigh, best first; logits and bias are of the statistics' type.
+    """(scores_NE, weights_Nk, experts_Nk): what a token's experts weigh, best first; logits and bias are of the
+    statistics' type.
 
-    The best have the largest logits, which no back-end rounds, or with a bias the largest sums of score and bias. Of equal ones the first is taken, so
-    that all back-ends choose alike; NaN comes last. The bias has no part in the weights, and no gradient.
+    The best have the largest logits, which no back-end rounds, or with a bias the largest sums of score and bias. Of
+    equal ones the first is taken, so that all back-ends choose alike; NaN comes last. The bias has no part in the
+    weights, and no gradient.
     """
     scores_NE = logits_NE.sigmoid() if routing.sigmoid else logits_NE.softmax(-1)
     with torch.no_grad():

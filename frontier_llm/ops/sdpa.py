@@ -1,7 +1,8 @@
 """Attention by torch's scaled_dot_product_attention: the flash kernel on CPU, AOTriton on ROCm, flash/cuDNN on NVIDIA.
 
-Over stretches of a sequence by the flash kernels that are behind it, which give the log-sum-exp. They know whole rectangles of scores and the
-triangle of a square, without documents, ALiBi or windows. The blocks were compared with the reference on a CPU; no GPU has run them.
+Over stretches of a sequence by the flash kernels that are behind it, which give the log-sum-exp. They know whole
+rectangles of scores and the triangle of a square, without documents, ALiBi or windows. The blocks were compared with
+the reference on a CPU; no GPU has run them.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ _aten: Any = torch.ops.aten
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
     """Causal attention o_SBaD on strided views, without copies of q, k, v; see `reference.attention` for the meaning.
 
-    ALiBi, documents and a window go in as an additive bias [B, a, S, S] of the inputs' type; without them the kernel's own causal
-    mask is used, which skips the upper triangle.
+    ALiBi, documents and a window go in as an additive bias [B, a, S, S] of the inputs' type; without them the kernel's
+    own causal mask is used, which skips the upper triangle.
     """
     q_BaSD, k_BgSD, v_BgSD = (tensor.permute(1, 2, 0, 3) for tensor in (q_SBaD, k_SBgD, v_SBgD))
     bias_BaSS: Tensor | None = None
     if scores.alibi_slopes_a is not None or scores.documents_BS is not None or scores.window:
-        bias_BaSS = score_bias(q_SBaD.shape[0], k_SBgD.shape[0], scores, statistics_dtype(q_SBaD.dtype), q_SBaD.device).to(q_SBaD.dtype)
+        bias_BaSS = score_bias(
+            q_SBaD.shape[0], k_SBgD.shape[0], scores, statistics_dtype(q_SBaD.dtype), q_SBaD.device
+        ).to(q_SBaD.dtype)
     o_BaSD = F.scaled_dot_product_attention(
         q_BaSD,
         k_BgSD,
@@ -50,7 +53,9 @@ def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores)
     merged: tuple[Tensor, Tensor] | None = None
     for keys, causal in _pieces(q_SBaD.shape[0], kv_KBgD[0].shape[0], scores.offset):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBaD, kv_KBgD[0][keys], kv_KBgD[1][keys]))
-        flash = _aten._scaled_dot_product_flash_attention_for_cpu if q.is_cpu else _aten._scaled_dot_product_flash_attention
+        flash = (
+            _aten._scaled_dot_product_flash_attention_for_cpu if q.is_cpu else _aten._scaled_dot_product_flash_attention
+        )
         o_BaSD, logsumexp_BaS, *_ = flash(query=q, key=k, value=v, is_causal=causal, scale=scores.scale)
         merged = merge(merged, o_BaSD.permute(2, 0, 1, 3), logsumexp_BaS.contiguous())
     assert merged is not None
@@ -58,13 +63,24 @@ def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores)
 
 
 def attention_block_backward(
-    grad_SBaD: Tensor, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], o_SBaD: Tensor, logsumexp_BaS: Tensor, scores: Scores
+    grad_SBaD: Tensor,
+    q_SBaD: Tensor,
+    kv_KBgD: tuple[Tensor, ...],
+    o_SBaD: Tensor,
+    logsumexp_BaS: Tensor,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one stretch of keys adds to the gradients."""
-    grad_q, (grad_k, grad_v) = torch.zeros_like(q_SBaD, dtype=statistics_dtype(q_SBaD.dtype)), map(torch.empty_like, kv_KBgD)
+    grad_q, (grad_k, grad_v) = (
+        torch.zeros_like(q_SBaD, dtype=statistics_dtype(q_SBaD.dtype)),
+        map(torch.empty_like, kv_KBgD),
+    )
     for keys, causal in _pieces(q_SBaD.shape[0], kv_KBgD[0].shape[0], scores.offset):
-        grad, q, k, v, o = (x.permute(1, 2, 0, 3) for x in (grad_SBaD, q_SBaD, kv_KBgD[0][keys], kv_KBgD[1][keys], o_SBaD))
-        flash, options = _aten._scaled_dot_product_flash_attention_for_cpu_backward, {}
+        grad, q, k, v, o = (
+            x.permute(1, 2, 0, 3) for x in (grad_SBaD, q_SBaD, kv_KBgD[0][keys], kv_KBgD[1][keys], o_SBaD)
+        )
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        options = {}
         if not q.is_cpu:  # no cumulative lengths: one length; no dropout: the random state is not read
             unread = torch.zeros(2, dtype=torch.int64, device=q.device)
             options = {
@@ -77,14 +93,26 @@ def attention_block_backward(
             }
             flash = _aten._scaled_dot_product_flash_attention_backward
         statistics = {"out": o, "logsumexp": logsumexp_BaS.contiguous()}
-        parts = flash(grad_out=grad, query=q, key=k, value=v, **statistics, dropout_p=0.0, is_causal=causal, scale=scores.scale, **options)
+        parts = flash(
+            grad_out=grad,
+            query=q,
+            key=k,
+            value=v,
+            **statistics,
+            dropout_p=0.0,
+            is_causal=causal,
+            scale=scores.scale,
+            **options,
+        )
         part_q, grad_k[keys], grad_v[keys] = (part.permute(2, 0, 1, 3) for part in parts)
         grad_q += part_q
     return grad_q.to(q_SBaD.dtype), grad_k, grad_v
 
 
 def _pieces(queries: int, keys: int, offset: int) -> Iterator[tuple[slice, bool]]:
-    """(stretch of keys, whether its square is masked), in which all scores of the queries lie. Raises BackendError for other shapes."""
+    """(stretch of keys, whether its square is masked), in which all scores of the queries lie. Raises BackendError
+    for other shapes.
+    """
     if offset >= keys - 1:
         yield slice(keys), False
     elif 0 <= offset == keys - queries:
@@ -92,15 +120,20 @@ def _pieces(queries: int, keys: int, offset: int) -> Iterator[tuple[slice, bool]
             yield slice(offset), False
         yield slice(offset, keys), True
     else:
-        what = f"{queries} queries from position {offset} over {keys} keys: torch's flash attention wants keys that end before or with the queries"
+        what = (
+            f"{queries} queries from position {offset} over {keys} keys: torch's flash attention wants keys that "
+            f"end before or with the queries"
+        )
         raise BackendError(what, "set ops.attention=reference")
 
 
 @cache
 def blocks_missing(device: str = "cuda") -> str:
-    """Why this GPU cannot attend to stretches ('' where it can, or is not there to be asked), learnt by attending to two equal keys.
+    """Why this GPU cannot attend to stretches ('' where it can, or is not there to be asked), learnt by attending to
+    two equal keys.
 
-    Their log-sum-exp is ln 2. AOTriton before July 2025 (ROCm, torch before 2.8) gave logarithms to the base 2, by which a merge would be wrong.
+    Their log-sum-exp is ln 2. AOTriton before July 2025 (ROCm, torch before 2.8) gave logarithms to the base 2, by
+    which a merge would be wrong.
     """
     if device == "cuda" and not torch.cuda.is_available():
         return ""
@@ -110,5 +143,7 @@ def blocks_missing(device: str = "cuda") -> str:
     except RuntimeError as error:
         return f"torch's flash attention does not run on this GPU: {str(error).splitlines()[0]}"
     return (
-        "" if abs(logsumexp - math.log(2)) < 1e-3 else f"torch's flash attention says that the log-sum-exp of two zeros is {logsumexp:.4f}"
+        ""
+        if abs(logsumexp - math.log(2)) < 1e-3
+        else f"torch's flash attention says that the log-sum-exp of two zeros is {logsumexp:.4f}"
     )

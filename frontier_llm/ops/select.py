@@ -1,4 +1,6 @@
-"""Chooses each op's back-end once, at start-up, and says in the log which, which version, and why; lists what there is to choose from."""
+"""Chooses each op's back-end once, at start-up, and says in the log which, which version, and why; lists what there
+is to choose from.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ PREFERENCE: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu", "sdpa", "reference"),
     "cuda": ("flash_attn", "triton", "torch", "sdpa", "reference"),
 }
-# Where documents are masked: flash_attn reads their lengths on the host in every layer, for which the host waits for the GPU.
+# Where documents are masked: flash_attn reads their lengths on the host in every layer, for which the host waits for
+# the GPU.
 _WITH_DOCUMENTS = ("triton", "flash_attn", "torch", "sdpa", "reference")
 
 
@@ -49,54 +52,97 @@ def choose(
     allow_fallback: bool = False,
     first: tuple[str, ...] = (),
 ) -> ChosenBackend | Problem:
-    """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not there.
+    """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not
+    there.
 
-    So it is when `auto` would pass over a back-end that is built with this package, for a slower one, without `allow_fallback`.
-    `auto` tries `first` before the others: what is known to be faster here.
+    So it is when `auto` would pass over a back-end that is built with this package, for a slower one, without
+    `allow_fallback`. `auto` tries `first` before the others: what is known to be faster here.
     """
     if wanted != "auto":
         provider = PROVIDERS[wanted]
         refusal = provider.refusal(group, device_type, dtype, needs)
         if refusal is None:
             return ChosenBackend(group, provider, f"asked for by ops.{group}")
-        return Problem(f"ops.{group}={wanted}", refusal.why, f"{refusal.build}, or ops.{group}=auto".removeprefix(", or "))
+        return Problem(
+            f"ops.{group}={wanted}", refusal.why, f"{refusal.build}, or ops.{group}=auto".removeprefix(", or ")
+        )
     if dtype == torch.float64:
         return ChosenBackend(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
     passed_over: list[str] = []
-    order = dict.fromkeys((*first, *(_WITH_DOCUMENTS if needs.documents and device_type == "cuda" else PREFERENCE[device_type])))
+    order = dict.fromkeys(
+        (*first, *(_WITH_DOCUMENTS if needs.documents and device_type == "cuda" else PREFERENCE[device_type]))
+    )
     for provider in (PROVIDERS[name] for name in order):
         if group not in provider.groups:
             continue
         refusal = provider.refusal(group, device_type, dtype, needs)
-        if refusal is None and provider.name == "reference" and group == "attention" and device_type == "cuda" and not allow_fallback:
-            what = f"none serves what the run asks of it but the reference, which keeps whole squares of scores: {'; '.join(passed_over)}"
-            fix = "set parallel.context_attention=heads where the heads suffice, or " if needs.parts and not needs.softcap else ""
+        if (
+            refusal is None
+            and provider.name == "reference"
+            and group == "attention"
+            and device_type == "cuda"
+            and not allow_fallback
+        ):
+            what = (
+                f"none serves what the run asks of it but the reference, which keeps whole squares of scores: "
+                f"{'; '.join(passed_over)}"
+            )
+            fix = (
+                "set parallel.context_attention=heads where the heads suffice, or "
+                if needs.parts and not needs.softcap
+                else ""
+            )
             fix += "go on without: ops.attention=reference"
             return Problem("ops.attention=auto", what, fix)
         if refusal is None:
-            return ChosenBackend(group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto")
+            return ChosenBackend(
+                group, provider, f"auto; passed over {'; '.join(passed_over)}" if passed_over else "auto"
+            )
         if refusal.build and provider.required and not allow_fallback:
             instead = f"or go on without: ops.{group}=reference, or ops.allow_fallback=true for all ops"
-            return Problem(f"ops.{group}=auto", f"the kernels of this GPU cannot be used: {refusal.why}", f"{refusal.build}; {instead}")
+            return Problem(
+                f"ops.{group}=auto",
+                f"the kernels of this GPU cannot be used: {refusal.why}",
+                f"{refusal.build}; {instead}",
+            )
         passed_over.append(f"{provider.name} ({refusal})")
     raise AssertionError("the reference serves everything")
 
 
 def select_ops(
-    config: OpsConfig, device_type: str, dtype: torch.dtype, needs: AttentionNeeds = PLAIN, *, attention: AttentionShape | None = None
+    config: OpsConfig,
+    device_type: str,
+    dtype: torch.dtype,
+    needs: AttentionNeeds = PLAIN,
+    *,
+    attention: AttentionShape | None = None,
 ) -> Ops:
     """The ops for this device and working type; logs one line per group of ops, and sets the no-JIT guard when asked.
 
     `needs`: of attention; `attention`: its shape, by which ops.attention_table chooses.
     Raises BackendError, naming flag and build command, for every explicit choice
-    that is not available, and for a GPU's prebuilt kernels that `auto` cannot use (unless ops.allow_fallback), all at once.
+    that is not available, and for a GPU's prebuilt kernels that `auto` cannot use (unless ops.allow_fallback), all at
+    once.
     """
     if config.no_jit:
         forbid_jit()
-    fallback, measurable = config.allow_fallback, attention is not None and not (needs.parts or needs.window or needs.softcap)
-    first = {"attention": _measured_first(config.attention_table, device_type, attention)} if attention and measurable else {}
+    fallback = config.allow_fallback
+    measurable = attention is not None and not (needs.parts or needs.window or needs.softcap)
+    first = (
+        {"attention": _measured_first(config.attention_table, device_type, attention)}
+        if attention and measurable
+        else {}
+    )
     outcomes = [
-        choose(group, getattr(config, group), device_type, dtype, needs, allow_fallback=fallback, first=first.get(group, ()))
+        choose(
+            group,
+            getattr(config, group),
+            device_type,
+            dtype,
+            needs,
+            allow_fallback=fallback,
+            first=first.get(group, ()),
+        )
         for group in GROUPS
     ]
     problems = [outcome for outcome in outcomes if isinstance(outcome, Problem)]
@@ -129,7 +175,9 @@ def _measured_first(table: str, device_type: str, shape: AttentionShape) -> tupl
 
 
 def backends(dtype_name: str) -> list[dict[str, Any]]:
-    """One row per op, device and back-end that has the op: status is the version, or why it cannot be used and what builds it."""
+    """One row per op, device and back-end that has the op: status is the version, or why it cannot be used and what
+    builds it.
+    """
     dtype = working_dtype(dtype_name)
     rows = []
     for group, device in itertools.product(GROUPS, PREFERENCE):

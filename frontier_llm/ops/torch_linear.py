@@ -11,16 +11,20 @@ from torch import Tensor
 
 from frontier_llm import log
 
-# Elements. Only rows that begin at such multiples are read in 16 bytes at a time, by BLAS and by the cross-entropy alike.
+# Elements. Only rows that begin at such multiples are read in 16 bytes at a time, by BLAS and by the cross-entropy
+# alike.
 _ROW_ALIGNMENT = 16
 
 
 def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
-    """x @ weightᵀ + bias. Rows of an odd width (a vocabulary's logits) lie apart; autograd, which knows no such thing, gets them close together."""
+    """x @ weightᵀ + bias. Rows of an odd width (a vocabulary's logits) lie apart; autograd, which knows no such
+    thing, gets them close together.
+    """
     width = weight_ok.shape[0]
     if width % _ROW_ALIGNMENT == 0 or bias_o is not None or torch.is_grad_enabled():
         return F.linear(x, weight_ok, bias_o)
-    shape, step = x.shape[:-1], -(-width // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    shape = x.shape[:-1]
+    step = -(-width // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     strides = torch.empty(*shape, step, device="meta").stride()
     out = x.new_empty_strided((*shape, width), strides)  # no view: an autograd function may return it
     torch.mm(x.reshape(-1, x.shape[-1]), weight_ok.t(), out=out.view(-1, width))
@@ -56,8 +60,8 @@ def _fp32_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
 def _rounded_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
     """The product is rounded to 16 bits, then added in fp32, as Megatron-LM does without its fused kernel.
 
-    What torch for ROCm had before pull request 162600 (September 2025). One rounding of 2^-9 per microbatch; an fp32 product of
-    converted inputs would avoid it at a quarter of the matrix rate (MI250X: 47.9 against 191.5 TFLOP/s).
+    What torch for ROCm had before pull request 162600 (September 2025). One rounding of 2^-9 per microbatch; an fp32
+    product of converted inputs would avoid it at a quarter of the matrix rate (MI250X: 47.9 against 191.5 TFLOP/s).
     """
     main_grad_ok.add_(grad_oN @ x_Nk)
 
@@ -69,12 +73,16 @@ _Way = Callable[[Tensor, Tensor, Tensor], None]
 def _way(dtype: torch.dtype, device: torch.device) -> _Way:
     """The first way that adds up right on this device, asked once per dtype; says in the log which."""
     for way in (_in_the_product, _fp32_product):
-        total, ones = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
+        total = torch.ones(16, 16, device=device)
+        ones = torch.ones(16, 16, dtype=dtype, device=device)
         try:
             way(total, ones, ones)
         except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
             continue
         if bool((total == 17).all()):
             return way
-    log.info(f"this torch returns no fp32 from products of {dtype}: each microbatch's weight gradients are rounded before they are added")
+    log.info(
+        f"this torch returns no fp32 from products of {dtype}: each microbatch's weight gradients are rounded before "
+        f"they are added"
+    )
     return _rounded_product

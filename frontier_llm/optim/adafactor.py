@@ -1,11 +1,13 @@
-"""Adafactor's factored second moment (Shazeer & Stern 2018, arXiv:1804.04235) under AdamW's momentum, bias correction and decay, for matrices; AdamW for the rest.
+"""Adafactor's factored second moment (Shazeer & Stern 2018, arXiv:1804.04235) under AdamW's momentum, bias correction
+and decay, for matrices; AdamW for the rest.
 
     R <- beta2 R + (1 - beta2) mean of G² over columns,   C likewise over rows,   V = R Cᵀ / mean of R
 
     W <- W - lr (M' / (sqrt(V') + eps) + decay W),   M <- beta1 M + (1 - beta1) G,   ' = corrected for the start at zero
 
-So an update is as large as AdamW's and takes its learning rate. Adafactor's relative step sizes and clipping of updates are left out: both are replacements
-for a tuned learning rate and the clipping of gradients, which a run has. Matrices are those of the model: q, k and v, gate and up, each expert apart.
+So an update is as large as AdamW's and takes its learning rate. Adafactor's relative step sizes and clipping of updates
+are left out: both are replacements for a tuned learning rate and the clipping of gradients, which a run has. Matrices
+are those of the model: q, k and v, gate and up, each expert apart.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Adafactor:
     """See SliceUpdate."""
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
-        self._config, self._others = config, AdamW(config, ops)
+        self._config = config
+        self._others = AdamW(config, ops)
 
     @torch.no_grad()
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
@@ -56,11 +59,14 @@ def _means_of_squares(means: Statistics, gradient: Tensor) -> Tensor:
     for run in means.runs():
         row_means, column_means = views[run.spec.name]
         rows, begin = _rows(run)
-        squares = gradient.new_zeros(len(rows) * run.spec.shape[-1])  # zero where the first and the last row are another slice's
+        # zero where the first and the last row are another slice's
+        squares = gradient.new_zeros(len(rows) * run.spec.shape[-1])
         torch.square(gradient[run.place], out=squares[begin : begin + run.stop - run.start])
         squares = squares.view(len(rows), -1)
         row_means.view(-1)[rows.start : rows.stop] = squares.sum(1) / run.spec.global_shape[-1]
-        belongs = one_hot(_matrix_of_row(run, row_means)[rows.start : rows.stop], column_means.shape[:2].numel()).to(squares)
+        belongs = one_hot(_matrix_of_row(run, row_means)[rows.start : rows.stop], column_means.shape[:2].numel()).to(
+            squares
+        )
         torch.mm(belongs.T, squares, out=column_means.flatten(0, 1))  # a product adds in the same order every time
         for sums, matrices in zip(column_means, matrices_of(run.spec.parameter), strict=True):
             sums /= matrices.rows
@@ -69,9 +75,11 @@ def _means_of_squares(means: Statistics, gradient: Tensor) -> Tensor:
 
 def _second_moment(run: OwnedRange, row_means: Tensor, column_means: Tensor) -> Tensor:
     """[stop - start] of a parameter's elements, from all of this rank's means."""
-    of_row, columns = _matrix_of_row(run, row_means), column_means.flatten(0, 1)
+    of_row = _matrix_of_row(run, row_means)
+    columns = column_means.flatten(0, 1)
     rows, begin = _rows(run)
-    scale = columns.mean(1)  # the mean of all squares, which the rows' mean is too: of those that tensor parallelism leaves whole
+    # the mean of all squares, which the rows' mean is too: of those that tensor parallelism leaves whole
+    scale = columns.mean(1)
     if matrices_of(run.spec.parameter)[0].split == 2:
         belongs = one_hot(of_row, len(columns)).to(columns)
         scale = row_means.flatten() @ (belongs / belongs.sum(0))
@@ -81,15 +89,20 @@ def _second_moment(run: OwnedRange, row_means: Tensor, column_means: Tensor) -> 
 
 
 def _rows(run: OwnedRange) -> tuple[range, int]:
-    """(the rows of this rank's part of the parameter of which a run has elements, where in them it begins); a row is the last dim."""
+    """(the rows of this rank's part of the parameter of which a run has elements, where in them it begins); a row is
+    the last dim.
+    """
     length = run.spec.shape[-1]
     rows = range(run.start // length, -(-run.stop // length))
     return rows, run.start - rows.start * length
 
 
 def _matrix_of_row(run: OwnedRange, row_means: Tensor) -> Tensor:
-    """[row] of this rank's part of a parameter: which of its matrices, counted by piece and expert, the row belongs to."""
-    parameter, shape = run.spec.parameter, row_means.shape
+    """[row] of this rank's part of a parameter: which of its matrices, counted by piece and expert, the row belongs
+    to.
+    """
+    parameter = run.spec.parameter
+    shape = row_means.shape
     experts = torch.arange(shape[0] if parameter.kind is ParameterKind.EXPERTS else 1, device=row_means.device)
     result = torch.empty(shape, dtype=torch.int64, device=row_means.device)
     for index, matrices in enumerate(matrices_of(parameter)):

@@ -1,4 +1,6 @@
-"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the fused kernel: unscale, clip, update and round the weights in one pass."""
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the fused kernel: unscale, clip, update and round the
+weights in one pass.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,16 @@ class AdamW:
     """See SliceUpdate."""
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
-        self._config, self._ops = config, ops
+        self._config = config
+        self._ops = ops
 
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
         """See SliceUpdate."""
         decay = self._config.weight_decay if part.decay else 0.0
         update = AdamWUpdate(lr, *self._config.betas, self._config.eps, decay, step, grad_scale)
-        self._ops.adamw_(part.master, part.gradient, part.states["exp_avg"], part.states["exp_avg_sq"], part.weights, update)
+        self._ops.adamw_(
+            part.master, part.gradient, part.states["exp_avg"], part.states["exp_avg_sq"], part.weights, update
+        )
 
 
 register(ADAMW, AdamW)

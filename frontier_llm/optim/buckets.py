@@ -1,11 +1,13 @@
 """Flat buffers: a rank's parameters lie in a few contiguous buckets, weights and gradients alike, cut evenly over dp.
 
-A bucket is the unit of communication: its gradients are reduce-scattered in one call as soon as its last contribution of the step
-is in, its weights are all-gathered in one call after the update. Buckets are filled in the order in which backward completes
-them (the reverse of the forward order), so that the first reductions start while most of backward is still to come.
+A bucket is the unit of communication: its gradients are reduce-scattered in one call as soon as its last contribution
+of the step is in, its weights are all-gathered in one call after the update. Buckets are filled in the order in which
+backward completes them (the reverse of the forward order), so that the first reductions start while most of backward is
+still to come.
 
-A gather may still be under way when the next forward begins. Whoever takes a bucket's weights, or a parameter from its module, waits
-for that bucket alone: there is no other way to reach them, so nothing has to know when weights are complete.
+A gather may still be under way when the next forward begins. Whoever takes a bucket's weights, or a parameter from its
+module, waits for that bucket alone: there is no other way to reach them, so nothing has to know when weights are
+complete.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class Bucket:
 
     def settle(self) -> None:
         """Wait for the gather under way, if there is one."""
-        pending, self.arriving = self.arriving, DONE
+        pending = self.arriving
+        self.arriving = DONE
         pending.wait()
 
     def own(self, flat: Tensor) -> Tensor:
@@ -84,7 +87,8 @@ class Bucket:
     def ranges(self, start: int, stop: int) -> Iterator[OwnedRange]:
         """Which parameters' elements lie in [start, stop) of the bucket; the padding at its end belongs to none."""
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
-            first, last = max(start, offset), min(stop, offset + parameter.numel())
+            first = max(start, offset)
+            last = min(stop, offset + parameter.numel())
             if first < last:
                 yield OwnedRange(parameter.spec, first - offset, last - offset, first - start)
 
@@ -95,7 +99,9 @@ class Bucket:
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
-    """A module's parameters. A layer reaches one as `self.weight`, which nn.Module looks up here: its bucket must have arrived by then."""
+    """A module's parameters. A layer reaches one as `self.weight`, which nn.Module looks up here: its bucket must
+    have arrived by then.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], buckets: Mapping[nn.Parameter, Bucket]) -> None:
         super().__init__(parameters)
@@ -121,8 +127,8 @@ def build_buckets(
     """Allocate the flat buffers and put every parameter of the (meta) stages into them.
 
     Afterwards each parameter is a view of its bucket's weights and its main_grad a view of the gradients. Weights are
-    uninitialised, gradients zero. `edp` has the experts' replicas (None: there are no experts). Parameters that `rule` wants whole lie in
-    buckets of their own (see topology.buckets).
+    uninitialised, gradients zero. `edp` has the experts' replicas (None: there are no experts). Parameters that `rule`
+    wants whole lie in buckets of their own (see topology.buckets).
     """
     everything = (parameter for stage in stages for parameter in stage.parameters())
     declared = [parameter for parameter in dict.fromkeys(everything) if isinstance(parameter, ShardedParameter)]
@@ -137,7 +143,9 @@ def build_buckets(
     def shard_of(parameter: ShardedParameter) -> tuple[Parameter, int]:
         return parameter.spec.parameter, parameter.numel()
 
-    for plan in plan_buckets(declared[::-1], shard_of, rule, lambda name: replicas_of(name).size, bool(zero), bucket_numel):
+    for plan in plan_buckets(
+        declared[::-1], shard_of, rule, lambda name: replicas_of(name).size, bool(zero), bucket_numel
+    ):
         weights = torch.zeros(plan.numel, dtype=plan.members[0].dtype, device=device)
         gradients = torch.zeros(plan.numel, dtype=statistics_dtype(weights.dtype), device=device)
         real = [_view(*pair, weights, gradients) for pair in zip(plan.members, plan.offsets, strict=True)]
@@ -168,7 +176,8 @@ def build_buckets(
 
 def _view(declared: ShardedParameter, offset: int, weights: Tensor, gradients: Tensor) -> ShardedParameter:
     """A declared parameter at its place in the flat buffers."""
-    place, shape = slice(offset, offset + declared.numel()), declared.spec.shape
+    place = slice(offset, offset + declared.numel())
+    shape = declared.spec.shape
     parameter = ShardedParameter.create(weights[place].view(shape), declared.spec, declared.layer_accumulates)
     parameter.main_grad = gradients[place].view(shape)
     return parameter

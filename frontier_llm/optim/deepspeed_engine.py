@@ -24,7 +24,9 @@ from frontier_llm.run.rank_env import adopt, environ
 
 
 class PartitionOptimizer(torch.optim.Optimizer):
-    """What DeepSpeed calls with its flat fp32 partitions: our formula. Its groups' values are set before every update."""
+    """What DeepSpeed calls with its flat fp32 partitions: our formula. Its groups' values are set before every
+    update.
+    """
 
     def __init__(self, parameters: Sequence[ShardedParameter], rule: OptimizerRule, formula: SliceUpdate) -> None:
         """DeepSpeed makes one partition of each group: of parameters that decay alike and keep the same states."""
@@ -56,14 +58,24 @@ class PartitionOptimizer(torch.optim.Optimizer):
 
 
 def _groups(inputs: EngineInputs) -> SimpleNamespace:
-    """Our mesh as DeepSpeed asks for it ("mpu"): model parallel is everything that differs between ranks of one dp coordinate."""
-    mesh, grid = inputs.mesh, inputs.plan.grid
+    """Our mesh as DeepSpeed asks for it ("mpu"): model parallel is everything that differs between ranks of one dp
+    coordinate.
+    """
+    mesh = inputs.mesh
+    grid = inputs.plan.grid
     rank = mesh.world.ranks[mesh.world.rank]
     replica = grid.coordinates(rank)["dp"]
     ranks = tuple(other for other in range(grid.world_size) if grid.coordinates(other)["dp"] == replica)
     answers: dict[str, Callable[[], Any]] = {}
-    for name, axis in {"data": mesh.dp, "model": Axis("model", ranks.index(rank), len(ranks), ranks, None, mesh.ledger)}.items():
-        facts = {"group": process_group(axis, inputs.config.train.timeout_s), "rank": axis.rank, "world_size": axis.size}
+    for name, axis in {
+        "data": mesh.dp,
+        "model": Axis("model", ranks.index(rank), len(ranks), ranks, None, mesh.ledger),
+    }.items():
+        facts = {
+            "group": process_group(axis, inputs.config.train.timeout_s),
+            "rank": axis.rank,
+            "world_size": axis.size,
+        }
         answers |= {f"get_{name}_parallel_{fact}": partial(lambda value: value, value) for fact, value in facts.items()}
     return SimpleNamespace(**answers)
 
@@ -73,11 +85,14 @@ def _import(device: torch.device) -> Any:
     # DeepSpeed reads the first and insists on the second, which must be mpirun's where that is the launcher
     adopt({"DS_ACCELERATOR": device.type, "LOCAL_RANK": environ("OMPI_COMM_WORLD_LOCAL_RANK") or "0"})
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # its log handlers keep the stream that they find; ours is for data
+        # its log handlers keep the stream that they find; ours is for data
+        with contextlib.redirect_stdout(sys.stderr):
             import deepspeed
             from deepspeed.ops import __compatible_ops__
     except ImportError as error:
-        raise BackendError(f"optimizer.engine=deepspeed needs DeepSpeed: {error}", INSTALL, "optimizer.engine") from error
+        raise BackendError(
+            f"optimizer.engine=deepspeed needs DeepSpeed: {error}", INSTALL, "optimizer.engine"
+        ) from error
     # the shared-memory collective that its communication builds on CPUs at start-up, on every rank
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
@@ -92,11 +107,14 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
 
     class Engine(DeepSpeedEngine):
         def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-            """The ZeRO optimizer also for bf16 at stage 1, where DeepSpeed would take one that all-reduces whole gradients."""
+            """The ZeRO optimizer also for bf16 at stage 1, where DeepSpeed would take one that all-reduces whole
+            gradients.
+            """
             return ZERO_OPTIMIZATION
 
     config = inputs.config
-    for parameter in parameters:  # how DeepSpeed knows what to count once in the gradient norm: what is "model parallel", unless replicated
+    # how DeepSpeed knows what to count once in the gradient norm: what is "model parallel", unless replicated
+    for parameter in parameters:
         parameter.model_parallel = True  # type: ignore[attr-defined]
         parameter.ds_pipe_replicated = not parameter.spec.counted  # type: ignore[attr-defined]
     mpu = _groups(inputs)
@@ -108,5 +126,13 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
     }
     deepspeed.init_distributed()
     optimizer = PartitionOptimizer(parameters, inputs.rule, slice_update(config.optimizer, inputs.ops))
-    place = SimpleNamespace(device_rank=inputs.device.index or 0)  # else it takes LOCAL_RANK, also where one device is visible
-    return Engine(args=place, model=model, optimizer=optimizer, mpu=mpu, config=settings, config_class=DeepSpeedConfig(settings, mpu))
+    # else it takes LOCAL_RANK, also where one device is visible
+    place = SimpleNamespace(device_rank=inputs.device.index or 0)
+    return Engine(
+        args=place,
+        model=model,
+        optimizer=optimizer,
+        mpu=mpu,
+        config=settings,
+        config_class=DeepSpeedConfig(settings, mpu),
+    )

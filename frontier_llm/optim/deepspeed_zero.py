@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-1 under our tensor and pipeline groups (Rajbhandari et al. 2020, arXiv:1910.02054; DeepSpeed 0.19).
 
-DeepSpeed reduces gradients, cuts the state over dp, may offload it, and gathers the weights; the model, the schedule, the decision to
-skip a step and the formula that DeepSpeed calls are ours. Our layers accumulate gradients in fp32 and hand them over once per step,
-whatever schedule the pipeline plays.
+DeepSpeed reduces gradients, cuts the state over dp, may offload it, and gathers the weights; the model, the schedule,
+the decision to skip a step and the formula that DeepSpeed calls are ours. Our layers accumulate gradients in fp32 and
+hand them over once per step, whatever schedule the pipeline plays.
 """
 
 from __future__ import annotations
@@ -25,15 +25,25 @@ from frontier_llm.topology import ShardSpec
 
 
 class DeepSpeedZero:
-    """GradientSums and Optimizer. DeepSpeed averages over dp where we sum, so its gradients are smaller than ours, `_divided_by` times."""
+    """GradientSums and Optimizer. DeepSpeed averages over dp where we sum, so its gradients are smaller than ours,
+    `_divided_by` times.
+    """
 
     def __init__(self, inputs: EngineInputs) -> None:
-        """Give the stages memory and initial weights, then hand their parameters to DeepSpeed. Collective over the world."""
+        """Give the stages memory and initial weights, then hand their parameters to DeepSpeed. Collective over the
+        world.
+        """
         mesh = inputs.mesh
-        self.rule, self.updates, self.device, self.shards = inputs.rule, 0, inputs.device, mesh.dp.size
-        self._divided_by, self._is_first = mesh.dp.size, mesh.world.rank == 0
+        self.rule = inputs.rule
+        self.updates = 0
+        self.device = inputs.device
+        self.shards = mesh.dp.size
+        self._divided_by = mesh.dp.size
+        self._is_first = mesh.world.rank == 0
         # our buckets accumulate, and sum over tp and tied; dp is DeepSpeed's
-        buckets = build_buckets(inputs.stages, self.rule, single("dp"), 0, inputs.device, inputs.config.comm.bucket_elements)
+        buckets = build_buckets(
+            inputs.stages, self.rule, single("dp"), 0, inputs.device, inputs.config.comm.bucket_elements
+        )
         self._parameters = inputs.fill(buckets)
         self._sync = GradientSync(buckets, mesh, inputs.plan.microbatches, overlap=False)
         inputs.gradients.on_accumulated = self._sync.accumulated
@@ -45,20 +55,32 @@ class DeepSpeedZero:
         self._check_places()
 
     def _check_places(self) -> None:
-        """A setting that puts state elsewhere than DeepSpeed says would spoil every checkpoint: at the start masters equal weights."""
+        """A setting that puts state elsewhere than DeepSpeed says would spoil every checkpoint: at the start masters
+        equal weights.
+        """
         for parameter in self._parameters:
             for first, flat, place, numel in self._runs(parameter):
                 weights = parameter.detach().view(-1)[first : first + numel]
                 if not torch.equal(weights.to(flat), flat.narrow(0, place, numel)):
                     what = f"DeepSpeed says wrongly where the state of {parameter.spec.name} lies"
-                    raise BackendError(what, "leave out what reorders parameters in the DeepSpeed JSON", "optimizer.deepspeed_config")
+                    raise BackendError(
+                        what, "leave out what reorders parameters in the DeepSpeed JSON", "optimizer.deepspeed_config"
+                    )
 
     def _runs(self, parameter: ShardedParameter) -> Iterator[tuple[int, Tensor, int, int]]:
-        """(first element, flat fp32 partition, its place there, elements) of what this rank holds of a parameter: nothing, or one run."""
+        """(first element, flat fp32 partition, its place there, elements) of what this rank holds of a parameter:
+        nothing, or one run.
+        """
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:
-            run, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-            yield run.start, self._zero.single_partition_of_fp32_groups[mapping.param_group_index], place.start, run.numel
+            run = mapping.lp_fragment_address
+            place = mapping.hp_fragment_address
+            yield (
+                run.start,
+                self._zero.single_partition_of_fp32_groups[mapping.param_group_index],
+                place.start,
+                run.numel,
+            )
 
     def begin(self) -> None:
         """See GradientSums."""
@@ -72,10 +94,13 @@ class DeepSpeedZero:
         name = "grad_accum" if self._zero.use_grad_accum_attribute else "grad"
         with self._engine.coalesce_grad_reduction():
             for parameter in self._parameters:
-                setattr(parameter, name, parameter.main_grad.detach())  # a tensor of its own: DeepSpeed points it to its bucket
+                # a tensor of its own: DeepSpeed points it to its bucket
+                setattr(parameter, name, parameter.main_grad.detach())
 
     def squared_norm_share(self) -> Tensor:
-        """See Optimizer. DeepSpeed has summed over all ranks already and says -1 for a norm that is not finite: rank 0 passes it on."""
+        """See Optimizer. DeepSpeed has summed over all ranks already and says -1 for a norm that is not finite: rank
+        0 passes it on.
+        """
         norm = torch.as_tensor(self._zero.scaled_global_norm(), device=self.device).double()
         return torch.where(norm < 0, torch.inf, (norm * self._divided_by).square() * self._is_first)
 

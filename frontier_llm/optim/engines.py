@@ -1,4 +1,6 @@
-"""Which engine sums the gradients and updates the weights: our own ZeRO, torch's FSDP, or DeepSpeed. Each is imported only when chosen."""
+"""Which engine sums the gradients and updates the weights: our own ZeRO, torch's FSDP, or DeepSpeed. Each is
+imported only when chosen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def gradient_destination(config: RunConfig) -> WeightGradients:
 
 def build_update(inputs: EngineInputs) -> tuple[GradientSums, Optimizer]:
     """Give the stages memory and initial weights, and hand over what sums and updates. Collective over the world."""
-    config, mesh = inputs.config, inputs.mesh
+    config = inputs.config
+    mesh = inputs.mesh
     if config.parallel.data_mode == "fsdp":
         from frontier_llm.optim.fsdp import FullySharded
 
@@ -31,7 +34,9 @@ def build_update(inputs: EngineInputs) -> tuple[GradientSums, Optimizer]:
         deepspeed = DeepSpeedZero(inputs)
         return deepspeed, deepspeed
     numel = config.comm.bucket_elements
-    buckets = build_buckets(inputs.stages, inputs.rule, mesh.replicas, inputs.plan.zero, inputs.device, numel, edp=mesh.edp)
+    buckets = build_buckets(
+        inputs.stages, inputs.rule, mesh.replicas, inputs.plan.zero, inputs.device, numel, edp=mesh.edp
+    )
     inputs.fill(buckets)
     wire = None if config.precision.gradient_wire == "full" else working_dtype(config.precision.gradient_wire)
     sync = GradientSync(buckets, mesh, inputs.plan.microbatches, config.comm.overlap_gradients, wire)

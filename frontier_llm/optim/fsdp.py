@@ -1,11 +1,13 @@
-"""Fully sharded data parallelism by torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv:2304.11277) under our tensor parallelism.
+"""Fully sharded data parallelism by torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv:2304.11277) under our tensor
+parallelism.
 
-Between steps a rank holds one dp-th of every weight: the fp32 master itself. Each block gathers its weights in the working precision
-before it runs, forward and backward, and reduce-scatters its gradients, in fp32, after every microbatch. So memory per rank falls
-with dp, and bytes on the wire rise with the number of microbatches: for few, large microbatches and models that do not fit otherwise.
+Between steps a rank holds one dp-th of every weight: the fp32 master itself. Each block gathers its weights in the
+working precision before it runs, forward and backward, and reduce-scatters its gradients, in fp32, after every
+microbatch. So memory per rank falls with dp, and bytes on the wire rise with the number of microbatches: for few, large
+microbatches and models that do not fit otherwise.
 
-With `parallel.data_shard` (HSDP) so many neighbouring replicas share out the weights, in a node where they fit in one; there are copies, whose shards of the
-gradients are summed once per step.
+With `parallel.data_shard` (HSDP) so many neighbouring replicas share out the weights, in a node where they fit in one;
+there are copies, whose shards of the gradients are summed once per step.
 """
 
 from __future__ import annotations
@@ -54,13 +56,23 @@ class FullySharded:
     def __init__(self, inputs: EngineInputs) -> None:
         """Shard the stage, which is on the meta device, and give it its initial weights. Collective over dp."""
         (self._stage,) = inputs.stages  # there is no pipeline
-        config, mesh, device = inputs.config, inputs.mesh, inputs.device
-        self.rule, self.updates, self.device = inputs.rule, 0, device
-        self._formula, self._mesh, self._ops = slice_update(config.optimizer, inputs.ops), mesh, inputs.ops
-        working, seed = working_dtype(config.precision.dtype), config.train.seed
+        config = inputs.config
+        mesh = inputs.mesh
+        device = inputs.device
+        self.rule = inputs.rule
+        self.updates = 0
+        self.device = device
+        self._formula = slice_update(config.optimizer, inputs.ops)
+        self._mesh = mesh
+        self._ops = inputs.ops
+        working = working_dtype(config.precision.dtype)
+        seed = config.train.seed
         shards, copies = _shards_and_copies(mesh.replicas, config.parallel.data_shard)
-        self.shards, self._is_first_copy, self._has_copies = shards.size, copies.rank == 0, copies.size > 1
-        self._microbatches, self._forwards = inputs.plan.microbatches, 0
+        self.shards = shards.size
+        self._is_first_copy = copies.rank == 0
+        self._has_copies = copies.size > 1
+        self._microbatches = inputs.plan.microbatches
+        self._forwards = 0
         self._stage.register_forward_pre_hook(self._before_forward)
         specs = _widen(self._stage)
         _fully_shard(self._stage, _device_mesh(mesh.replicas, shards, copies, device, config.train.timeout_s), working)
@@ -92,7 +104,9 @@ class FullySharded:
             self._stage.set_requires_all_reduce(asked)
 
     def finish(self) -> None:
-        """See GradientSums. Over dp they are summed already; what is partial over other axes (sequence parallelism) still misses those."""
+        """See GradientSums. Over dp they are summed already; what is partial over other axes (sequence parallelism)
+        still misses those.
+        """
         for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.parameter.partial_axes()):
             partial = [shard.gradient for shard in self._shards if name in shard.spec.parameter.partial_axes()]
             flat = all_reduce_(torch.cat([gradient.flatten() for gradient in partial]), self._mesh.axis(name))
@@ -112,7 +126,8 @@ class FullySharded:
         """See Optimizer."""
         self.updates += 1
         for shard in self._held():
-            master, states = shard.master.view(-1), {name: state.view(-1) for name, state in shard.states.items()}
+            master = shard.master.view(-1)
+            states = {name: state.view(-1) for name, state in shard.states.items()}
             part = Slice(master, shard.gradient.view(-1), states, master, shard.spec.parameter.decay)
             self._formula.update(part, lr, self.updates, grad_scale)
 
@@ -146,24 +161,33 @@ class FullySharded:
 
 
 def _widen(stage: Stage) -> list[ShardSpec]:
-    """Make the declared parameters plain ones in the masters' precision, still without memory; returns their specs in order."""
+    """Make the declared parameters plain ones in the masters' precision, still without memory; returns their specs
+    in order.
+    """
     specs = [parameter.spec for parameter in stage.parameters()]  # type: ignore[attr-defined]
     for module in stage.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, dtype=statistics_dtype(parameter.dtype)))
+                module._parameters[name] = nn.Parameter(
+                    torch.empty_like(parameter, dtype=statistics_dtype(parameter.dtype))
+                )
     return specs
 
 
 def _cut_dim(shape: Sequence[int], ways: int) -> int:
-    """The first dim that dp divides: key/value heads are few, so QKV's first dim often cannot be cut. Else 0, unevenly."""
+    """The first dim that dp divides: key/value heads are few, so QKV's first dim often cannot be cut. Else 0,
+    unevenly.
+    """
     return next((dim for dim, size in enumerate(shape) if size % ways == 0), 0)
 
 
 def _shards_and_copies(replicas: Axis, ways: int | None) -> tuple[Axis, Axis]:
-    """(replicas that share out the weights, those that hold copies of this rank's share): rows and columns of `ways` replicas in a row."""
+    """(replicas that share out the weights, those that hold copies of this rank's share): rows and columns of `ways`
+    replicas in a row.
+    """
     copy, place = divmod(replicas.rank, ways := ways or replicas.size)
-    row, column = replicas.ranks[copy * ways : (copy + 1) * ways], replicas.ranks[place::ways]
+    row = replicas.ranks[copy * ways : (copy + 1) * ways]
+    column = replicas.ranks[place::ways]
     return Axis("shards", place, len(row), row), Axis("copies", copy, len(column), column)
 
 
@@ -173,13 +197,19 @@ def _device_mesh(replicas: Axis, shards: Axis, copies: Axis, device: torch.devic
     if copies.size == 1:
         return DeviceMesh.from_group(group, device.type)
     table = torch.tensor(replicas.ranks).view(copies.size, shards.size)
-    return DeviceMesh.from_group([process_group(copies, timeout_s), group], device.type, mesh=table, mesh_dim_names=("copies", "shards"))
+    return DeviceMesh.from_group(
+        [process_group(copies, timeout_s), group], device.type, mesh=table, mesh_dim_names=("copies", "shards")
+    )
 
 
 def _fully_shard(stage: Stage, mesh: DeviceMesh, working: torch.dtype) -> None:
-    """Each block by itself, then what is left of the stage (embedding, final norm, head). Gradients are summed, not averaged."""
+    """Each block by itself, then what is left of the stage (embedding, final norm, head). Gradients are summed, not
+    averaged.
+    """
     ways = mesh.size(mesh.ndim - 1)
-    policy = MixedPrecisionPolicy(param_dtype=working, reduce_dtype=statistics_dtype(working), cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=working, reduce_dtype=statistics_dtype(working), cast_forward_inputs=False
+    )
     for module in (*stage.blocks, stage):
         fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda p: Shard(_cut_dim(p.shape, ways)))
         assert isinstance(module, FSDPModule)
@@ -187,9 +217,14 @@ def _fully_shard(stage: Stage, mesh: DeviceMesh, working: torch.dtype) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _initial_rectangle(parameter: Any, spec: ShardSpec, shards: Axis, working: torch.dtype, seed: int | None) -> tuple[Rectangle, Tensor]:
-    """(this rank's rectangle of the global tensor, its master): initial weights rounded to the working precision, as every engine's; without a seed none."""
-    dim, local = _cut_dim(spec.shape, shards.size), parameter.detach().to_local()
+def _initial_rectangle(
+    parameter: Any, spec: ShardSpec, shards: Axis, working: torch.dtype, seed: int | None
+) -> tuple[Rectangle, Tensor]:
+    """(this rank's rectangle of the global tensor, its master): initial weights rounded to the working precision, as
+    every engine's; without a seed none.
+    """
+    dim = _cut_dim(spec.shape, shards.size)
+    local = parameter.detach().to_local()
     first = min(-(-spec.shape[dim] // shards.size) * shards.rank, spec.shape[dim])  # torch.chunk's cut
     offset = tuple(start + (first if index == dim else 0) for index, start in enumerate(spec.offset))
     rectangle = Rectangle(offset, tuple(local.shape))

@@ -48,7 +48,9 @@ class EngineInputs:
 
 
 def draw_masters(optimizer: Optimizer, seed: int, working: torch.dtype) -> None:
-    """Initial weights after all, where no checkpoint could be read: the same that `fill` would have given. Collective over dp."""
+    """Initial weights after all, where no checkpoint could be read: the same that `fill` would have given.
+    Collective over dp.
+    """
     for part in optimizer.state():
         if MASTER not in part.tensors:
             continue  # a statistic, which begins with zero

@@ -1,8 +1,10 @@
-"""Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolation between momentum and gradient; half of AdamW's state.
+"""Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolation between momentum and gradient; half of
+AdamW's state.
 
     W <- W - lr (sign(beta1 M + (1 - beta1) G) + decay W),   M <- beta2 M + (1 - beta2) G
 
-Every element moves by lr, so lr is a third to a tenth of AdamW's and weight decay as many times larger; betas are 0.9 and 0.99 in the paper.
+Every element moves by lr, so lr is a third to a tenth of AdamW's and weight decay as many times larger; betas are 0.9
+and 0.99 in the paper.
 """
 
 from __future__ import annotations

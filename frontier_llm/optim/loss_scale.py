@@ -1,4 +1,6 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740); a scale of 1 that never moves for other types."""
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740); a scale of 1 that never moves for
+other types.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from dataclasses import dataclass
 
 from frontier_llm.config import RunConfig
 
-# A logit's gradient is (p - 1 or p) x scale / tokens of the batch. This much per token stays a factor of 32 below fp16's largest number, and
+# A logit's gradient is (p - 1 or p) x scale / tokens of the batch. This much per token stays a factor of 32 below
+# fp16's largest number, and
 # keeps probabilities down to 6e-8 above its smallest normal one: MI200's matrix products take what is below for zero.
 SCALE_PER_TOKEN = 1024
 
@@ -23,7 +26,9 @@ def initial_loss_scale(config: RunConfig) -> float:
 
 @dataclass
 class LossScaler:
-    """Halves on overflow, doubles after `window` clean steps; the same on every rank, since all see the same gradient norm."""
+    """Halves on overflow, doubles after `window` clean steps; the same on every rank, since all see the same
+    gradient norm.
+    """
 
     scale: float
     window: int
@@ -35,7 +40,9 @@ class LossScaler:
     def create(cls, config: RunConfig) -> LossScaler:
         """The scaler for a run's precision and batch."""
         precision = config.precision
-        return cls(initial_loss_scale(config), precision.loss_scale_window, precision.min_loss_scale, precision.dtype == "fp16")
+        return cls(
+            initial_loss_scale(config), precision.loss_scale_window, precision.min_loss_scale, precision.dtype == "fp16"
+        )
 
     def update(self, overflowed: bool) -> None:
         """Account for one step."""

@@ -1,8 +1,10 @@
-"""Muon (Jordan et al. 2024), scaled as Moonlight does (Liu et al. 2025, arXiv:2502.16982), for matrices; AdamW for everything else.
+"""Muon (Jordan et al. 2024), scaled as Moonlight does (Liu et al. 2025, arXiv:2502.16982), for matrices; AdamW for
+everything else.
 
     M <- momentum M + G,   W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonal(G + momentum M) + decay W)
 
-Momentum lives in ZeRO's slices. What is orthogonalised are the matrices of the model, q, k and v, gate and up apart, whatever the layout.
+Momentum lives in ZeRO's slices. What is orthogonalised are the matrices of the model, q, k and v, gate and up apart,
+whatever the layout.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Muon:
     """See SliceUpdate."""
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
-        self._config, self._others = config, AdamW(config, ops)
+        self._config = config
+        self._others = AdamW(config, ops)
 
     @torch.no_grad()
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
@@ -49,7 +52,9 @@ class Muon:
         part.apply(direction, step_size=lr, decay=lr * self._config.weight_decay)
 
     def _orthogonalize(self, specs: list[ShardSpec], tensors: list[Tensor], tp: Axis) -> None:
-        """Each matrix in the tensors becomes its scaled orthogonal one, in place; equal ones go through the products together."""
+        """Each matrix in the tensors becomes its scaled orthogonal one, in place; equal ones go through the products
+        together.
+        """
         alike: dict[tuple[Part, int, int], list[tuple[Matrices, Tensor]]] = defaultdict(list)
         for spec, tensor in zip(specs, tensors, strict=True):
             for matrices in matrices_of(spec.parameter, self._config.heads == "groups"):

@@ -1,7 +1,9 @@
-"""The nearest orthogonal matrix, nearly: five steps of a Newton-Schulz iteration (Jordan et al. 2024), for stacks of matrices that tp may cut.
+"""The nearest orthogonal matrix, nearly: five steps of a Newton-Schulz iteration (Jordan et al. 2024), for stacks of
+matrices that tp may cut.
 
-A step is X <- a X + (b G + c G²) X with G = X Xᵀ. Where tp cuts the longer side, G is a sum over tp and all else is local: exact, and
-each rank does its share. Where tp cuts the shorter side the matrix is gathered, and every rank iterates on all of it.
+A step is X <- a X + (b G + c G²) X with G = X Xᵀ. Where tp cuts the longer side, G is a sum over tp and all else is
+local: exact, and each rank does its share. Where tp cuts the shorter side the matrix is gathered, and every rank
+iterates on all of it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part
 from frontier_llm.comm import DONE, Axis, all_reduce_, start_all_gather_into, start_all_reduce_
 from frontier_llm.ops import statistics_dtype
 
-# Singular values from 1e-3 up come out within 0.7 … 1.2: the fastest slope at zero matters more to an optimizer than the last digits
-A, B, C = 3.4445, -4.7750, 2.0315
+# Singular values from 1e-3 up come out within 0.7 … 1.2: the fastest slope at zero matters more to an optimizer than
+# the last digits
+A = 3.4445
+B = -4.7750
+C = 2.0315
 EPSILON = 1e-7
 
 
@@ -52,7 +57,9 @@ def _gather(stacks: Sequence[MatrixStack], tp: Axis) -> list[MatrixStack]:
         mine = torch.cat([stack.x.flatten() for stack in cut])
         gathered = torch.empty(tp.size * mine.numel(), dtype=mine.dtype, device=mine.device)
         start_all_gather_into(gathered, mine, tp).wait()
-        for stack, parts in zip(cut, gathered.view(tp.size, -1).split([stack.x.numel() for stack in cut], dim=1), strict=True):
+        for stack, parts in zip(
+            cut, gathered.view(tp.size, -1).split([stack.x.numel() for stack in cut], dim=1), strict=True
+        ):
             count, short, long = stack.x.shape
             stack.x = parts.reshape(tp.size, count, short, long).transpose(0, 1).reshape(count, tp.size * short, long)
     return cut
@@ -60,10 +67,15 @@ def _gather(stacks: Sequence[MatrixStack], tp: Axis) -> list[MatrixStack]:
 
 def _normalize(stacks: Sequence[MatrixStack], tp: Axis) -> None:
     """Frobenius norm 1, so that no singular value is above 1; the sums over tp in one collective."""
-    squares = [torch.linalg.vector_norm(stack.x, dim=(1, 2), dtype=statistics_dtype(stack.x.dtype)).square() for stack in stacks]
+    squares = [
+        torch.linalg.vector_norm(stack.x, dim=(1, 2), dtype=statistics_dtype(stack.x.dtype)).square()
+        for stack in stacks
+    ]
     cut = [square for stack, square in zip(stacks, squares, strict=True) if stack.part is Part.LONG]
     if cut:
         whole = iter(all_reduce_(torch.cat(cut), tp).split([len(square) for square in cut]))
-        squares = [next(whole) if stack.part is Part.LONG else square for stack, square in zip(stacks, squares, strict=True)]
+        squares = [
+            next(whole) if stack.part is Part.LONG else square for stack, square in zip(stacks, squares, strict=True)
+        ]
     for stack, square in zip(stacks, squares, strict=True):
         stack.x = stack.x / (square.sqrt() + EPSILON).to(stack.x.dtype)[:, None, None]

@@ -1,4 +1,6 @@
-"""Which optimizers there are. One is two things: the rule of what it keeps (blueprint, without torch), and the update of one slice of it."""
+"""Which optimizers there are. One is two things: the rule of what it keeps (blueprint, without torch), and the
+update of one slice of it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from frontier_llm.optim.whole import WholeTensors
 class Slice:
     """What is updated at once: tensors of one shape, of parameters that decay alike and keep the same states.
 
-    They are flat runs through several parameters, or, where the rule says `whole` and not `gathers`, this rank's part of one parameter
-    in its own shape.
+    They are flat runs through several parameters, or, where the rule says `whole` and not `gathers`, this rank's part
+    of one parameter in its own shape.
     """
 
     master: Tensor  # fp32 (fp64 under fp64)
@@ -29,7 +31,8 @@ class Slice:
     weights: Tensor  # working precision: to be set to the rounded master; may be the master itself
     decay: bool  # weight decay applies
     tensors: WholeTensors | None = None  # of flat runs whose rule gathers: the tensors of which they are parts
-    statistics: Statistics | None = None  # of flat runs whose rule declares some: what is kept of the parameters in other shapes
+    # of flat runs whose rule declares some: what is kept of the parameters in other shapes
+    statistics: Statistics | None = None
 
     def apply(self, direction: Tensor, step_size: float, decay: float) -> None:
         """Subtract step_size * direction + decay * master from the master, and round it to the working weights.
@@ -50,7 +53,8 @@ class SliceUpdate(Protocol):
     """The part of an optimizer that knows its formula."""
 
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
-        """Update number `step` (from 1), in place; the gradient counts times `grad_scale` (unscaling and clipping in one factor).
+        """Update number `step` (from 1), in place; the gradient counts times `grad_scale` (unscaling and clipping in
+        one factor).
 
         The gradient stays as it is: the update may be undone and done again (Zero.validate).
         """
@@ -62,7 +66,9 @@ _MAKERS: dict[str, Make] = {}
 
 
 def register(rule: OptimizerRule, make: Make) -> None:
-    """Add an optimizer: from now on `optimizer.name: <rule.name>` trains with it, with ZeRO-1, checkpoints and replica checks."""
+    """Add an optimizer: from now on `optimizer.name: <rule.name>` trains with it, with ZeRO-1, checkpoints and
+    replica checks.
+    """
     declare(rule)
     _MAKERS[rule.name] = make
 

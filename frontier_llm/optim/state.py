@@ -1,8 +1,10 @@
-"""The narrow face of every optimizer: what the training step, the checkpoints and the comparison of replicas need of it, and no more.
+"""The narrow face of every optimizer: what the training step, the checkpoints and the comparison of replicas need of
+it, and no more.
 
-An optimizer's state is a list of rectangles of named global tensors, as views that may be read and filled. So a checkpoint
-depends neither on the layout nor on the engine that wrote it. Only the masters of the weights and the states of the optimizer's rule
-are kept: the working weights are cast(master) on every rank, so storing them would add a fifth to a quarter to the bytes and nothing else.
+An optimizer's state is a list of rectangles of named global tensors, as views that may be read and filled. So a
+checkpoint depends neither on the layout nor on the engine that wrote it. Only the masters of the weights and the states
+of the optimizer's rule are kept: the working weights are cast(master) on every rank, so storing them would add a fifth
+to a quarter to the bytes and nothing else.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from frontier_llm.topology import Rectangle, ShardSpec, rectangles_of_run
 
 @dataclass(frozen=True)
 class StateRectangle:
-    """A rectangle of a global tensor, a parameter or a statistic of the optimizer's, and this rank's optimizer state of it."""
+    """A rectangle of a global tensor, a parameter or a statistic of the optimizer's, and this rank's optimizer state
+    of it.
+    """
 
     spec: ShardSpec  # of this rank's part of the parameter
     rectangle: Rectangle  # inside that part, in coordinates of the global tensor
     saved: bool  # of all replicas of these elements, the one that goes into checkpoints
-    # by kind, fp32 (fp64 under fp64), of the rectangle's shape: views of the state itself. Of a statistic there is no master
+    # by kind, fp32 (fp64 under fp64), of the rectangle's shape: views of the state itself. Of a statistic there is no
+    # master
     tensors: Mapping[str, Tensor]
 
     @property
@@ -39,8 +44,12 @@ class StateRectangle:
         return self.spec.global_shape
 
 
-def state_of_run(spec: ShardSpec, start: int, stop: int, saved: bool, flat: Mapping[str, Tensor]) -> Iterator[StateRectangle]:
-    """Elements [start, stop) of a rank's parameter, in its flat order, as rectangles; `flat` holds their state, 1-D, by kind."""
+def state_of_run(
+    spec: ShardSpec, start: int, stop: int, saved: bool, flat: Mapping[str, Tensor]
+) -> Iterator[StateRectangle]:
+    """Elements [start, stop) of a rank's parameter, in its flat order, as rectangles; `flat` holds their state, 1-D,
+    by kind.
+    """
     position = 0
     for local in rectangles_of_run(spec.shape, start, stop):
         end = position + local.numel
@@ -67,23 +76,30 @@ class Optimizer(Protocol):
 
     @property
     def shards(self) -> int:
-        """Neighbouring replicas that share out the state, and so many apart hold copies of it; 1 where each has all of it."""
+        """Neighbouring replicas that share out the state, and so many apart hold copies of it; 1 where each has all
+        of it.
+        """
 
     @property
     def device(self) -> torch.device:
         """Where collectives about the state take place."""
 
     def squared_norm_share(self) -> Tensor:
-        """This rank's summand of the squared L2 norm of the whole model's gradient, times the loss scale squared; 0-dim fp64.
+        """This rank's summand of the squared L2 norm of the whole model's gradient, times the loss scale squared; 0-dim
+        fp64.
 
         Not finite on some rank where the gradient is not.
         """
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:
-        """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor); it may lie on the device."""
+        """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor); it may lie on the
+        device.
+        """
 
     def settle(self) -> None:
-        """Wait for weights that are still being gathered: before a rank looks at them without their module, and before it leaves."""
+        """Wait for weights that are still being gathered: before a rank looks at them without their module, and
+        before it leaves.
+        """
 
     def state(self) -> list[StateRectangle]:
         """What this rank holds, replicas included; the views stay valid for as long as the optimizer lives."""

@@ -1,7 +1,9 @@
-"""What an optimizer keeps of a bucket's parameters in other shapes than theirs: whole on every owner of a slice, and so small that nobody shares it out.
+"""What an optimizer keeps of a bucket's parameters in other shapes than theirs: whole on every owner of a slice, and so
+small that nobody shares it out.
 
-Each owner adds up what it sees, of the elements in its slice and of its tensor-parallel part; the sums go over the owners and over the axes that the
-rule names. So slices may cut parameters anywhere, and no matrix has to be brought together.
+Each owner adds up what it sees, of the elements in its slice and of its tensor-parallel part; the sums go over the
+owners and over the axes that the rule names. So slices may cut parameters anywhere, and no matrix has to be brought
+together.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ class Statistics:
         self._bucket = bucket
         self._of = {parameter.spec.name: _declared(rule, parameter.spec) for parameter in bucket.parameters}
         # what is summed over the same axes lies together, for one collective
-        self._specs = sorted((spec for specs in self._of.values() for spec in specs), key=lambda spec: spec.parameter.partial_axes())
-        self.values = torch.zeros(sum(spec.numel for spec in self._specs), dtype=bucket.gradients.dtype, device=bucket.gradients.device)
+        self._specs = sorted(
+            (spec for specs in self._of.values() for spec in specs), key=lambda spec: spec.parameter.partial_axes()
+        )
+        self.values = torch.zeros(
+            sum(spec.numel for spec in self._specs), dtype=bucket.gradients.dtype, device=bucket.gradients.device
+        )
         groups = groupby(self._specs, key=lambda spec: spec.parameter.partial_axes())
         self._sums = [([mesh.axis(axis) for axis in axes], sum(spec.numel for spec in group)) for axes, group in groups]
 
@@ -37,12 +43,16 @@ class Statistics:
         return self._bucket.owned_ranges()
 
     def by_parameter(self, flat: Tensor) -> dict[str, list[Tensor]]:
-        """A tensor that is laid out like `values`, as the tensors that the rule declares of each parameter, in its order; views."""
+        """A tensor that is laid out like `values`, as the tensors that the rule declares of each parameter, in its
+        order; views.
+        """
         views = self._views(flat)
         return {name: [views[spec.name] for spec in specs] for name, specs in self._of.items()}
 
     def sum_(self, flat: Tensor) -> Tensor:
-        """Add up what the owners, and the ranks that hold other parts of the parameters, have found; laid out like `values`. Collective over both."""
+        """Add up what the owners, and the ranks that hold other parts of the parameters, have found; laid out like
+        `values`. Collective over both.
+        """
         all_reduce_(flat, self._bucket.owner)
         for (axes, _), part in zip(self._sums, flat.split([numel for _, numel in self._sums]), strict=True):
             for axis in axes:
@@ -63,5 +73,9 @@ class Statistics:
 
 def _declared(rule: OptimizerRule, of: ShardSpec) -> list[ShardSpec]:
     """This rank's part of what the rule declares of a parameter."""
-    degrees = {axis: of.global_shape[how.dim] // of.shape[how.dim] for axis, how in of.parameter.axes.items() if isinstance(how, Split)}
+    degrees = {
+        axis: of.global_shape[how.dim] // of.shape[how.dim]
+        for axis, how in of.parameter.axes.items()
+        if isinstance(how, Split)
+    }
     return [shard(tensor, degrees, of.coordinates) for tensor in rule.statistics(of.parameter)]

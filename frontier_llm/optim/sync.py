@@ -21,20 +21,31 @@ from frontier_llm.parallel.tensor import ShardedParameter
 
 
 class GradientSync:
-    """Sums each bucket over the axes on which it is partial (tp: sequence-parallel norms; tied: the embedding), and over dp.
+    """Sums each bucket over the axes on which it is partial (tp: sequence-parallel norms; tied: the embedding), and
+    over dp.
 
     A bucket that needs only the dp sum starts it when its last contribution of the step has arrived: a parameter gets
     `uses` contributions per microbatch, so the count is known and no schedule needs special treatment.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], mesh: Mesh, microbatches: int, overlap: bool = True, wire: torch.dtype | None = None
+        self,
+        buckets: Sequence[Bucket],
+        mesh: Mesh,
+        microbatches: int,
+        overlap: bool = True,
+        wire: torch.dtype | None = None,
     ) -> None:
         """`wire` is what gradients travel as over dp; None = as they are."""
-        self._buckets, self._mesh, self._overlap, self._wire = buckets, mesh, overlap, wire
+        self._buckets = buckets
+        self._mesh = mesh
+        self._overlap = overlap
+        self._wire = wire
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self.microbatches = microbatches  # of the next step
-        self._uses = {bucket: sum(parameter.spec.parameter.uses for parameter in bucket.parameters) for bucket in buckets}
+        self._uses = {
+            bucket: sum(parameter.spec.parameter.uses for parameter in bucket.parameters) for bucket in buckets
+        }
         self._missing: dict[Bucket, int] = {}
         self._pending: list[Pending] = []
 
@@ -44,7 +55,9 @@ class GradientSync:
         return {parameter.spec.name: parameter.main_grad for parameter in self._bucket_of}
 
     def begin(self, reduce: bool = True) -> None:
-        """Zero the gradients and expect a new step's contributions; without `reduce` they stay this rank's own (no `finish` follows)."""
+        """Zero the gradients and expect a new step's contributions; without `reduce` they stay this rank's own (no
+        `finish` follows).
+        """
         for bucket in self._buckets:
             bucket.gradients.zero_()
         expected = self.microbatches if reduce else 0  # 0 only goes down: never complete
@@ -59,14 +72,20 @@ class GradientSync:
             self._pending.append(self._start_sum(bucket))
 
     def finish(self) -> None:
-        """Start what could not overlap and wait for all; then each bucket's own slice holds the step's full gradient."""
+        """Start what could not overlap and wait for all; then each bucket's own slice holds the step's full
+        gradient.
+        """
         incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[bucket]]
         assert not incomplete, f"gradient contributions are missing in the buckets that start with {incomplete}"
         # what nothing contributes to is complete from the beginning, and nobody has said so
-        late = [bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap or not self._uses[bucket]]
+        late = [
+            bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap or not self._uses[bucket]
+        ]
         for depth in range(max((len(bucket.partial_axes) for bucket in late), default=0)):
             partial = [bucket for bucket in late if len(bucket.partial_axes) > depth]
-            for pending in [start_all_reduce_(bucket.gradients, self._mesh.axis(bucket.partial_axes[depth])) for bucket in partial]:
+            for pending in [
+                start_all_reduce_(bucket.gradients, self._mesh.axis(bucket.partial_axes[depth])) for bucket in partial
+            ]:
                 pending.wait()
         self._pending += [self._start_sum(bucket) for bucket in late]
         for pending in self._pending:

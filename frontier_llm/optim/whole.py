@@ -1,4 +1,6 @@
-"""Whole tensors for updates that need them, from ZeRO's slices: one owner's, or gathered over dp where slices cut them."""
+"""Whole tensors for updates that need them, from ZeRO's slices: one owner's, or gathered over dp where slices cut
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,21 @@ from frontier_llm.topology import ShardSpec
 
 
 class WholeTensors:
-    """The parameters of a bucket of which this rank's slice holds at least an element; what tensor parallelism cuts stays cut."""
+    """The parameters of a bucket of which this rank's slice holds at least an element; what tensor parallelism cuts
+    stays cut.
+    """
 
     def __init__(self, bucket: Bucket, tp: Axis) -> None:
-        self._bucket, self._runs, self.tp = bucket, list(bucket.owned_ranges()), tp
-        offsets = {parameter.spec.name: offset for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)}
+        self._bucket = bucket
+        self._runs = list(bucket.owned_ranges())
+        self.tp = tp
+        offsets = {
+            parameter.spec.name: offset for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
+        }
         slice_start = bucket.owner.rank * (bucket.flat_weights.numel() // bucket.owner.size) if bucket.apart else 0
-        self._places = [slice(start := offsets[run.spec.name] - slice_start, start + run.spec.numel) for run in self._runs]
+        self._places = [
+            slice(start := offsets[run.spec.name] - slice_start, start + run.spec.numel) for run in self._runs
+        ]
 
     @property
     def specs(self) -> list[ShardSpec]:
@@ -27,7 +37,9 @@ class WholeTensors:
         return [run.spec for run in self._runs]
 
     def of(self, own: Tensor) -> list[Tensor]:
-        """The tensors of which `own`, [slice] on every owner, holds the values: each in its own shape. Collective over dp where slices cut them."""
+        """The tensors of which `own`, [slice] on every owner, holds the values: each in its own shape. Collective
+        over dp where slices cut them.
+        """
         flat = own
         if not self._bucket.apart and self._bucket.owner.size > 1:
             flat = torch.empty(self._bucket.flat_weights.numel(), dtype=own.dtype, device=own.device)

@@ -1,6 +1,8 @@
-"""ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) in three phases: own slice of the gradient, update it, gather weights.
+"""ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) in three phases: own slice of the gradient, update it, gather
+weights.
 
-Buckets are updated in the order in which the next forward needs them, and each gather starts as soon as its update is done.
+Buckets are updated in the order in which the next forward needs them, and each gather starts as soon as its update is
+done.
 """
 
 from __future__ import annotations
@@ -23,18 +25,29 @@ from frontier_llm.topology import ShardSpec
 
 
 class Zero:
-    """Keeps, updates and shows the slices that this rank owns. With fp32 or fp64 weights the master copy *is* the slice of the weights."""
+    """Keeps, updates and shows the slices that this rank owns. With fp32 or fp64 weights the master copy *is* the
+    slice of the weights.
+    """
 
     def __init__(
-        self, buckets: Sequence[Bucket], config: OptimizerConfig, ops: Ops, overlap_gather: bool = False, mesh: Mesh | None = None
+        self,
+        buckets: Sequence[Bucket],
+        config: OptimizerConfig,
+        ops: Ops,
+        overlap_gather: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         """Masters are copied from the weights: build after the weights have been initialised.
 
-        With `overlap_gather`, `step` returns while weights are still being gathered (see optim.buckets). `mesh` is for updates
-        of tensors that tensor parallelism cuts; None: it cuts nothing.
+        With `overlap_gather`, `step` returns while weights are still being gathered (see optim.buckets). `mesh` is for
+        updates of tensors that tensor parallelism cuts; None: it cuts nothing.
         """
-        self.buckets, self.rule, self.updates = buckets, optimizer_rule(config.name), 0
-        self._formula, self._ops, self._overlap_gather = slice_update(config, ops), ops, overlap_gather
+        self.buckets = buckets
+        self.rule = optimizer_rule(config.name)
+        self.updates = 0
+        self._formula = slice_update(config, ops)
+        self._ops = ops
+        self._overlap_gather = overlap_gather
         self.states = [_new_state(bucket) for bucket in buckets]
         mesh = mesh or serial_mesh()
         self._tensors = {
@@ -43,7 +56,9 @@ class Zero:
             if bucket.whole and self.rule.gathers
         }
         self._statistics = {
-            bucket: Statistics(bucket, self.rule, mesh) for bucket in buckets if self.rule.statistics(bucket.parameters[0].spec.parameter)
+            bucket: Statistics(bucket, self.rule, mesh)
+            for bucket in buckets
+            if self.rule.statistics(bucket.parameters[0].spec.parameter)
         }
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
         self._kept: list[Tensor] = []
@@ -75,8 +90,11 @@ class Zero:
         self._kept = [values.clone() for values in self._held()]
 
     def validate(self, stands: bool) -> None:
-        """The update since `keep` stands, or it is undone, bit for bit, and could be done again: gradients are as they were. Collective over dp."""
-        kept, self._kept = self._kept, []
+        """The update since `keep` stands, or it is undone, bit for bit, and could be done again: gradients are as
+        they were. Collective over dp.
+        """
+        kept = self._kept
+        self._kept = []
         if stands:
             return
         self.updates -= 1
@@ -86,7 +104,9 @@ class Zero:
 
     def _held(self) -> list[Tensor]:
         """Everything that an update changes but the working weights."""
-        return [values for state in self.states for values in state.values()] + [one.values for one in self._statistics.values()]
+        return [values for state in self.states for values in state.values()] + [
+            one.values for one in self._statistics.values()
+        ]
 
     def settle(self) -> None:
         """See Optimizer."""
@@ -105,7 +125,9 @@ class Zero:
 
     def state(self) -> list[StateRectangle]:
         """See Optimizer. Saved is one of dp equal parts, with ZeRO or without, so that all ranks share the work."""
-        parts = [part for bucket, state in zip(self.buckets, self.states, strict=True) for part in _rectangles(bucket, state)]
+        parts = [
+            part for bucket, state in zip(self.buckets, self.states, strict=True) for part in _rectangles(bucket, state)
+        ]
         return parts + [part for statistics in self._statistics.values() for part in statistics.state()]
 
     def weights(self) -> list[tuple[ShardSpec, Tensor]]:
@@ -129,12 +151,17 @@ def _new_state(bucket: Bucket) -> dict[str, Tensor]:
     return {kind: master if kind == MASTER else torch.zeros_like(master) for kind in bucket.kinds}
 
 
-def _slices(bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None, statistics: Statistics | None) -> Iterator[Slice]:
+def _slices(
+    bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None, statistics: Statistics | None
+) -> Iterator[Slice]:
     """What one update covers: the rank's slice of the bucket, or each of the whole parameters in it."""
     tensors = {**state, "gradient": bucket.own(bucket.gradients), "weights": bucket.own(bucket.weights)}
     if bucket.whole and not whole:
         parts = [
-            {name: flat[run.position : run.position + run.spec.numel].view(run.spec.shape) for name, flat in tensors.items()}
+            {
+                name: flat[run.position : run.position + run.spec.numel].view(run.spec.shape)
+                for name, flat in tensors.items()
+            }
             for run in bucket.owned_ranges()
         ]
     else:
@@ -145,8 +172,11 @@ def _slices(bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None
 
 
 def _rectangles(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateRectangle]:
-    """Of dp equal parts of the bucket those that this rank's state covers: its own with ZeRO, else all, of which it saves its own."""
-    size, held = bucket.flat_weights.numel() // bucket.dp.size, state[MASTER].numel()
+    """Of dp equal parts of the bucket those that this rank's state covers: its own with ZeRO, else all, of which it
+    saves its own.
+    """
+    size = bucket.flat_weights.numel() // bucket.dp.size
+    held = state[MASTER].numel()
     begin = bucket.owner.rank * held  # of the state, in the bucket
     for part in range(begin // size, (begin + held) // size):
         for run in bucket.ranges(part * size, (part + 1) * size):
@@ -156,11 +186,15 @@ def _rectangles(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateRecta
 
 
 def _norm_spans(bucket: Bucket) -> list[tuple[int, int, int]]:
-    """Merged (start, stop, counted) runs of this rank's norm share; counted is 1 or, for copies that another rank counts, 0."""
+    """Merged (start, stop, counted) runs of this rank's norm share; counted is 1 or, for copies that another rank
+    counts, 0.
+    """
     share, offset = bucket.norm_share(bucket.gradients)
     spans: list[tuple[int, int, int]] = []
     for piece in bucket.ranges(offset, offset + share.numel()):
-        start, stop, counted = piece.position, piece.position + piece.stop - piece.start, int(piece.spec.counted)
+        start = piece.position
+        stop = piece.position + piece.stop - piece.start
+        counted = int(piece.spec.counted)
         if spans and spans[-1][1:] == (start, counted):
             start = spans.pop()[0]
         spans.append((start, stop, counted))

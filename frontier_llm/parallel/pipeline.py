@@ -1,7 +1,8 @@
 """The engine plays a schedule's action list over the virtual stages that this rank holds.
 
-It knows nothing of layers or data: a stage is anything that maps (input activation, a microbatch's data) to an output tensor, which on the
-last stage is the microbatch's share of the loss. A stage anywhere may return further named losses beside its output.
+It knows nothing of layers or data: a stage is anything that maps (input activation, a microbatch's data) to an output
+tensor, which on the last stage is the microbatch's share of the loss. A stage anywhere may return further named losses
+beside its output.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from frontier_llm.schedule import Action, Kind, Schedule, ahead, check, posted_a
 
 LOSS = "loss"  # what the last stage returns as its output
 
-# Messages of one channel that may wait for their receiver before the sender waits for it. One is enough for every schedule to end;
+# Messages of one channel that may wait for their receiver before the sender waits for it. One is enough for every
+# schedule to end;
 # each more is an activation kept, and lets a rank that computes faster run ahead of its neighbour.
 SENDS_AHEAD = 4
 
@@ -61,7 +63,9 @@ class ActivationSpec:
 
 
 class _Graph(NamedTuple):
-    """What backward starts from: the gradient of `output` comes from the next position (None: there is none), that of `loss` is the scale."""
+    """What backward starts from: the gradient of `output` comes from the next position (None: there is none), that
+    of `loss` is the scale.
+    """
 
     x: Tensor | None
     output: GradientEdge | None
@@ -100,19 +104,23 @@ class Engine:
         loss_weights: Mapping[str, float] = MappingProxyType({}),
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
-        """`stages` are this rank's virtual stages, in the order of the model; `loss_weights` names the further losses that they return.
+        """`stages` are this rank's virtual stages, in the order of the model; `loss_weights` names the further losses
+        that they return.
 
         `shapes`: of what else they return to be summed.
 
         Raises ScheduleError where this rank's list is not legal.
-        With `overlap` messages go on under the compute beside them; without, and with one communication in flight, the rank waits for each where
-        the order of communication has it. Without `runs_ahead` there is nothing to run ahead.
+        With `overlap` messages go on under the compute beside them; without, and with one communication in flight, the
+        rank waits for each where the order of communication has it. Without `runs_ahead` there is nothing to run ahead.
         """
-        rank, overlap = mesh.pp.rank, overlap and not mesh.one_in_flight
+        rank = mesh.pp.rank
+        overlap = overlap and not mesh.one_in_flight
         check(schedule, rank)
         positions = schedule.placement.positions_of(rank)
         assert len(stages) == len(positions) and mesh.pp.size == schedule.stages
-        self._placement, self._stages, self._channels = schedule.placement, dict(zip(positions, stages, strict=True)), mesh.channels
+        self._placement = schedule.placement
+        self._stages = dict(zip(positions, stages, strict=True))
+        self._channels = mesh.channels
         border = ahead(schedule)[rank] if runs_ahead else 0
         lists = schedule.actions[rank][:border], schedule.actions[rank][border:]
         posted = (posted_ahead(actions, schedule.pairs) if overlap else actions for actions in lists)
@@ -120,8 +128,11 @@ class Engine:
         self._baton = mesh.ep.baton
         self.runs_ahead = border > 0
         self._ahead_of: Callable[[int], Any] | None = None  # the step whose first actions have been played
-        self._deferral, self._activation, self._overlap = deferral, activation, overlap
-        self._loss_weights, self._shapes = {LOSS: 1.0, **loss_weights}, {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
+        self._deferral = deferral
+        self._activation = activation
+        self._overlap = overlap
+        self._loss_weights = {LOSS: 1.0, **loss_weights}
+        self._shapes = {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
         # told of each before it is played, of a pair's halves at every turn; None: the end
         self.on_action: Callable[[Action | None], object] = lambda action: None
         self._play = {
@@ -140,28 +151,36 @@ class Engine:
     def run(self, batch: Callable[[int], Any], loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Play one step: every microbatch forward and backward; `batch(n)` is what stages are given for microbatch n.
 
-        Returns the sums over this rank's virtual stages and microbatches of "loss" and each further loss, 0-dim fp64, without weight or
-        scale, and of what else has a shape; zero where its stages have none.
+        Returns the sums over this rank's virtual stages and microbatches of "loss" and each further loss, 0-dim fp64,
+        without weight or scale, and of what else has a shape; zero where its stages have none.
         """
         if self._ahead_of is not batch:
             self.run_ahead(batch)
-        self._ahead_of, self._flight.loss_scale = None, loss_scale
+        self._ahead_of = None
+        self._flight.loss_scale = loss_scale
         self._play_all(self._rest)
         return self._flight.losses
 
     def run_ahead(self, batch: Callable[[int], Any]) -> None:
-        """Play the first forwards of a step. `run` goes on from there if it is given the same `batch`; with another they are forgotten."""
+        """Play the first forwards of a step. `run` goes on from there if it is given the same `batch`; with another
+        they are forgotten.
+        """
         if self._ahead_of is not None:
             for receive in self._flight.incoming.values():
                 receive.wait()
-        zeros = {name: torch.zeros(shape, dtype=torch.float64, device=self._activation.device) for name, shape in self._shapes.items()}
-        self._flight, self._ahead_of = _Flight(batch, zeros), batch
+        zeros = {
+            name: torch.zeros(shape, dtype=torch.float64, device=self._activation.device)
+            for name, shape in self._shapes.items()
+        }
+        self._flight = _Flight(batch, zeros)
+        self._ahead_of = batch
         if self._first:
             self._play_all(self._first)
 
     def _play_all(self, units: Sequence[tuple[Action, ...]]) -> None:
         for unit in units:
-            if len(unit) > 1 and self._baton is not None:  # the backward first: its rows leave at once, the forward's behind attention
+            # the backward first: its rows leave at once, the forward's behind attention
+            if len(unit) > 1 and self._baton is not None:
                 self._baton.share(unit[::-1], lambda action: self._play[action.kind](action), self.on_action)
                 continue
             for action in unit:
@@ -171,7 +190,8 @@ class Engine:
         self.on_action(None)
 
     def _forward(self, action: Action) -> None:
-        position, key = action.position, (action.position, action.microbatch)
+        position = action.position
+        key = (action.position, action.microbatch)
         x = self._incoming(Kind.RECV_FORWARD, *key).requires_grad_() if position else None
         returned = self._stages[position](x, self._flight.batch(action.microbatch))
         y, losses = returned if isinstance(returned, tuple) else (returned, {})
@@ -182,7 +202,11 @@ class Engine:
             self._flight.outgoing[Kind.SEND_FORWARD, *key] = y.detach()
         for name, value in losses.items():
             self._flight.losses[name] += value.detach()
-        weighted = [value if name == LOSS else value * self._loss_weights[name] for name, value in losses.items() if value.requires_grad]
+        weighted = [
+            value if name == LOSS else value * self._loss_weights[name]
+            for name, value in losses.items()
+            if value.requires_grad
+        ]
         if y.requires_grad:  # an evaluation keeps nothing
             # backward needs the graph, not the values: those are free once the message is taken
             loss = torch.stack(weighted).sum() if len(weighted) > 1 else next(iter(weighted), None)
@@ -223,7 +247,9 @@ class Engine:
     def _receive(self, action: Action) -> None:
         """The F, B or I that needs the message waits for it."""
         kind, microbatch, position = action
-        shape, dtype, device = self._activation.shape, self._activation.dtype, self._activation.device
+        shape = self._activation.shape
+        dtype = self._activation.dtype
+        device = self._activation.device
         channel = self._channels[self._placement.channel(kind, position).value]
         receive = post_receive(shape, dtype, device, channel, self._placement.peer(kind, position))
         self._flight.incoming[kind, position, microbatch] = receive

@@ -1,4 +1,6 @@
-"""Which collective algorithm the gradients take: one ring (or RCCL's tree) against two stages, by message size and by nodes."""
+"""Which collective algorithm the gradients take: one ring (or RCCL's tree) against two stages, by message size and
+by nodes.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,22 @@ class Choice:
     size_bytes: float  # of one bucket on one rank
     flat_s: float
     hierarchical_s: float
-    wins_from_nodes: int | None  # fewest nodes of the machine, by doubling, from which two stages stay faster; None = never
+    # fewest nodes of the machine, by doubling, from which two stages stay faster; None = never
+    wins_from_nodes: int | None
 
     @property
     def words(self) -> str:
         """'reduce-scatter in two stages 30 ms (ring 45 ms; ahead from 4 nodes on)'."""
         name = self.operation.replace("_", "-")
         if self.hierarchical_s >= self.flat_s:
-            return f"{name} as one ring {format_seconds(self.flat_s)} (two stages {format_seconds(self.hierarchical_s)})"
+            return (
+                f"{name} as one ring {format_seconds(self.flat_s)} (two stages {format_seconds(self.hierarchical_s)})"
+            )
         start = f"; ahead from {self.wins_from_nodes} nodes on" if self.wins_from_nodes else ""
-        return f"{name} in two stages {format_seconds(self.hierarchical_s)} (one ring {format_seconds(self.flat_s)}{start})"
+        return (
+            f"{name} in two stages {format_seconds(self.hierarchical_s)} (one ring "
+            f"{format_seconds(self.flat_s)}{start})"
+        )
 
 
 def node_counts(rates: Rates) -> np.ndarray:
@@ -55,11 +63,18 @@ def times_by_nodes(
 
 
 def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
-    """Bytes that one bucket (with FSDP one layer) moves by operation: the gradients' sum, and unless ZeRO is off the weights' gather."""
-    model, layout = plan.model, plan.layout
+    """Bytes that one bucket (with FSDP one layer) moves by operation: the gradients' sum, and unless ZeRO is off the
+    weights' gather.
+    """
+    model = plan.model
+    layout = plan.layout
     held = float(stage_numel(model, layout.tp, stage_layers(model, layout)[0], True, layout.pp == 1))
     whole_layers = layout.sharding == "weights"
-    bucket = float(stage_numel(model, layout.tp, 1, False, False)) if whole_layers else min(held, rates.bucket_parameters or held)
+    bucket = (
+        float(stage_numel(model, layout.tp, 1, False, False))
+        if whole_layers
+        else min(held, rates.bucket_parameters or held)
+    )
     gradient_bytes = DTYPE_BYTES.get(layout.gradient_wire, rates.gradient_bytes)
     if layout.sharding == "none":
         return {"all_reduce": bucket * gradient_bytes}
@@ -67,9 +82,13 @@ def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
 
 
 def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
-    """Both prices of every collective over the replicas; empty where they stay inside a node or the stack has one algorithm only."""
-    replicas, place = plan.layout.replicas, seats(plan.layout, rates)
-    per_node, sharing = int(place.replicas_per_node), int(place.replicas_sharing)
+    """Both prices of every collective over the replicas; empty where they stay inside a node or the stack has one
+    algorithm only.
+    """
+    replicas = plan.layout.replicas
+    place = seats(plan.layout, rates)
+    per_node = int(place.replicas_per_node)
+    sharing = int(place.replicas_sharing)
     if not rates.hierarchical or replicas <= per_node:
         return []
     choices = []
@@ -80,7 +99,15 @@ def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
         after = 0 if len(behind) == 0 else behind[-1] + 1
         first = int(nodes[after]) if after < len(nodes) else None
         choices.append(
-            Choice(operation, replicas, -(-replicas // per_node), size, float(flat_s(*args)), float(hierarchical_s(*args)), first)
+            Choice(
+                operation,
+                replicas,
+                -(-replicas // per_node),
+                size,
+                float(flat_s(*args)),
+                float(hierarchical_s(*args)),
+                first,
+            )
         )
     return choices
 

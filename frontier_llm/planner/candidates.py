@@ -24,7 +24,8 @@ V_SHAPED = ("zb-v", "dualpipe-v", "v-half", "v-min")
 SEARCHED = "searched"  # the fastest V of all, not only of those
 MIN_CHUNK = 1024  # tokens; shorter sequences fit a device, and their attention is too little work to send keys for
 
-# what `--fix` takes → what it fixes: fields of a layout by the keys of a run file, but for those that the search does not choose; of rows on their way
+# what `--fix` takes → what it fixes: fields of a layout by the keys of a run file, but for those that the search does
+# not choose; of rows on their way
 # to experts the run file's own word, of which the search makes a number of nodes; and what no run file says
 FIXABLE = {
     **{key: field for key, field in FIELD_OF_KEY.items() if key not in ("expert_tensor", "tensor_chunks")},
@@ -66,7 +67,9 @@ def context_degrees(model: ModelConfig, devices: int) -> list[int]:
 
 
 def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None) -> list[str]:
-    """Ways of attention over cp that the model's heads allow and GPUs have kernels for: over stretches in windows only where scores are bounded."""
+    """Ways of attention over cp that the model's heads allow and GPUs have kernels for: over stretches in windows
+    only where scores are bounded.
+    """
     if cp == 1:
         return ["auto"]
     stretches = model.sliding_window is None or model.score_softcap is not None
@@ -81,7 +84,12 @@ def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
 
 
 def enumerate_layouts(
-    model: ModelConfig, devices: int, global_batch: int, tp_max: int, fixed: Mapping[str, Any] | None = None, **shared: Any
+    model: ModelConfig,
+    devices: int,
+    global_batch: int,
+    tp_max: int,
+    fixed: Mapping[str, Any] | None = None,
+    **shared: Any,
 ) -> Layouts:
     """All layouts that `topology.make_plan` accepts on `devices`, restricted to `fixed` (parsed by `parse_fixed`).
 
@@ -103,7 +111,9 @@ def enumerate_layouts(
                 layouts = (Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep) for ep in degrees_of_experts)
                 rows += [_options(model, layout, global_batch // dp, tp_max, fixed) for layout in layouts]
     columns: dict[str, Any] = {
-        name: np.concatenate([part[name] for part in rows]) for name, column in vars(none).items() if isinstance(column, np.ndarray)
+        name: np.concatenate([part[name] for part in rows])
+        for name, column in vars(none).items()
+        if isinstance(column, np.ndarray)
     }
     shared |= {name: fixed.get(name, default) for name, default in (("gradient_wire", "full"), ("imbalance", 1.0))}
     return Layouts(**columns, **shared)
@@ -117,41 +127,66 @@ def _plays(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[
     if pp > 1 or wanted == "gpipe":  # without a pipeline all schedules are one
         plays += [("gpipe", 1)]
     if pp > 1:
-        plays += [("zb-h1", 1), *(("interleaved", v) for v in range(2, most + 1)), *((name, 2) for name in V_SHAPED if most > 1)]
+        plays += [
+            ("zb-h1", 1),
+            *(("interleaved", v) for v in range(2, most + 1)),
+            *((name, 2) for name in V_SHAPED if most > 1),
+        ]
     if wanted == SEARCHED:
         plays = [(name, v) for name, v in plays if name in V_SHAPED]
     elif wanted and pp > 1 and wanted not in (name for name, _ in plays):
-        # more of a kind that is there: ZB-H2 pays only where steps overlap, interleaved ZB keeps most of all. Simulated where they are asked for
-        plays = [(wanted, v) for v in range(1, most + 1) if v in rule(wanted).chunks and (v > 1 or len(rule(wanted).chunks) == 1)]
+        # more of a kind that is there: ZB-H2 pays only where steps overlap, interleaved ZB keeps most of all. Simulated
+        # where they are asked for
+        plays = [
+            (wanted, v)
+            for v in range(1, most + 1)
+            if v in rule(wanted).chunks and (v > 1 or len(rule(wanted).chunks) == 1)
+        ]
     return [(name, v) for name, v in plays if fixed.get("chunks", v) == v and wanted in (None, SEARCHED, name)]
 
 
 def _shardings(model: ModelConfig, degrees: Layout, node: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """(what replicas share out, how many of them share out one copy of the weights): all of them, or neighbours inside a node (HSDP)."""
-    replicas, only = degrees.replicas, fixed.get("data_shard")
+    """(what replicas share out, how many of them share out one copy of the weights): all of them, or neighbours
+    inside a node (HSDP).
+    """
+    replicas = degrees.replicas
+    only = fixed.get("data_shard")
     choices = [("none", 0), ("optimizer", 0)] if replicas > 1 else [("optimizer", 0)]
-    # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many) or narrow gradients
+    # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many)
+    # or narrow gradients
     if replicas > 1 and degrees.pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full":
         inside = [shard for shard in divisors(replicas) if 1 < shard < replicas and shard * degrees.tp <= node]
         choices += [("weights", shard) for shard in (divisors(replicas) if only else [0, *inside])]
     return [(name, shard) for name, shard in choices if fixed.get("sharding", name) == name and only in (None, shard)]
 
 
-def _options(model: ModelConfig, degrees: Layout, per_replica: int, node: int, fixed: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _options(
+    model: ModelConfig, degrees: Layout, per_replica: int, node: int, fixed: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
-    tp, cp, pp, dp = degrees.tp, degrees.cp, degrees.pp, degrees.dp
-    microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
+    tp = degrees.tp
+    cp = degrees.cp
+    pp = degrees.pp
+    dp = degrees.dp
+    microbatches = (
+        [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
+    )
     plays = _plays(model, pp, fixed)
     shardings = _shardings(model, degrees, node, fixed)
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
 
     def left(field: str, values: Sequence[Any]) -> np.ndarray:
-        return np.array([value for value in values if fixed.get(field, value) == value], dtype=np.array(values).dtype if values else int)
+        return np.array(
+            [value for value in values if fixed.get(field, value) == value],
+            dtype=np.array(values).dtype if values else int,
+        )
 
     choices = {
         "micro_batch": left("micro_batch", microbatches),
         "schedule": np.array([name for name, _ in plays], dtype="U32"),
-        "sequence_parallel": left("sequence_parallel", [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False]),
+        "sequence_parallel": left(
+            "sequence_parallel", [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False]
+        ),
         "recompute": np.array([fixed["recompute"]] if "recompute" in fixed else RECOMPUTE),
         "sharding": np.array([name for name, _ in shardings], dtype="U9"),
         "axis_order": left("axis_order", orders) if len(orders) > 1 else np.array(orders),
@@ -172,7 +207,9 @@ def _options(model: ModelConfig, degrees: Layout, per_replica: int, node: int, f
 
 
 def parse_fixed(words: list[str]) -> dict[str, Any]:
-    """['tensor=8', 'recompute=full'] → {'tp': 8, 'recompute': 'full'}. Raises ConfigError for all wrong words at once."""
+    """['tensor=8', 'recompute=full'] → {'tp': 8, 'recompute': 'full'}. Raises ConfigError for all wrong words at
+    once.
+    """
     fixed: dict[str, Any] = {}
     problems = []
     for word in words:
@@ -204,7 +241,9 @@ def fixed_words(fixed: Mapping[str, Any]) -> str:
     """What `parse_fixed` has read, as it was typed or nearly so."""
     names = {field: name for name, field in FIXABLE.items() if name != "data_mode"}
     stages = {sharding: stage for stage, sharding in BY_STAGE.items()}
-    return " ".join(f"{names[field]}={stages[value] if field == 'sharding' else value}" for field, value in fixed.items())
+    return " ".join(
+        f"{names[field]}={stages[value] if field == 'sharding' else value}" for field, value in fixed.items()
+    )
 
 
 def _whole(text: str) -> int:
@@ -215,7 +254,9 @@ def _whole(text: str) -> int:
     return value
 
 
-def legal_node_counts(model: ModelConfig, devices_per_node: int, nodes: int, global_batch: int, fixed: Mapping[str, Any]) -> list[int]:
+def legal_node_counts(
+    model: ModelConfig, devices_per_node: int, nodes: int, global_batch: int, fixed: Mapping[str, Any]
+) -> list[int]:
     """The nearest node counts, below and above, that admit a layout."""
 
     def legal(number: int) -> bool:

@@ -13,14 +13,20 @@ from frontier_llm.units import GIB
 
 
 def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str], width: int = WIDTH) -> str:
-    """The choice with only these fields changed, if that is legal and fits; and the best plan that has them, all else free."""
+    """The choice with only these fields changed, if that is legal and fits; and the best plan that has them, all
+    else free.
+    """
     changes = parse_fixed(list(words))
     best = outcome.best
     chosen = choices_of(best.layout)
     if changes.items() <= chosen.items():
         return f"what if {' '.join(words)}: the choice has that already"
     # what follows from a choice may change with it
-    follows = {"dp", *(("chunks",) if {"tp", "pp"} & changes.keys() else ()), *(("data_shard",) if "sharding" in changes else ())}
+    follows = {
+        "dp",
+        *(("chunks",) if {"tp", "pp"} & changes.keys() else ()),
+        *(("data_shard",) if "sharding" in changes else ()),
+    }
     same = {name: value for name, value in chosen.items() if name not in follows}
     exact = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **same, **changes})
     free = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **changes})
@@ -29,7 +35,9 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
         if not other.legal:
             lines.append(f"  {title}: no legal layout")
         elif not other.plans:
-            lines.append(f"  {title}: does not fit: {other.smallest_bytes / GIB:.1f} of {numbers.memory_bytes / GIB:.0f} GiB")
+            lines.append(
+                f"  {title}: does not fit: {other.smallest_bytes / GIB:.1f} of {numbers.memory_bytes / GIB:.0f} GiB"
+            )
         else:
             lines.append(f"  {title}: {_against(best, other.best)}: {layout_words(other.best)}")
     shown = [best, *(other.best for other in (exact, free) if other.plans)]

@@ -14,7 +14,16 @@ import yaml
 
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.layout import run_keys
-from frontier_llm.config import CommConfig, ParallelConfig, PrecisionConfig, available, load_model, load_run, phases_of, planned_tokens
+from frontier_llm.config import (
+    CommConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    available,
+    load_model,
+    load_run,
+    phases_of,
+    planned_tokens,
+)
 from frontier_llm.config.saves import PRODUCTION
 from frontier_llm.files import write_atomically
 from frontier_llm.machine import Machine, Rates
@@ -30,7 +39,8 @@ SITES = ("frontier", "lumi", "local")
 
 SAID = ("tensor", "pipeline", "schedule", "zero", "axis_order")  # whatever their values
 FILL_IN = "FILL_IN"  # no dataset: training with it names it
-# parameters → highest learning rate of GPT-3's sizes, each decaying to a tenth by cosine after 375 M tokens (arXiv:2005.14165, table 2.1)
+# parameters → highest learning rate of GPT-3's sizes, each decaying to a tenth by cosine after 375 M tokens
+# (arXiv:2005.14165, table 2.1)
 RATES = {125e6: 6e-4, 350e6: 3e-4, 760e6: 2.5e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4, 175e9: 6e-5}
 WARMUP_TOKENS = 375e6
 
@@ -47,7 +57,8 @@ class Request:
 
 def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
     """What a run from nothing still needs: learning rate and length; saves as the campaign has them."""
-    parameters, steps = total_parameters(plan.model), ceil(tokens / plan.step_tokens)
+    parameters = total_parameters(plan.model)
+    steps = ceil(tokens / plan.step_tokens)
     lr = RATES[min(RATES, key=lambda size: abs(log(parameters / size)))]
     warmup = min(ceil(WARMUP_TOKENS / plan.step_tokens), max(1, steps // 10))
     return {
@@ -60,23 +71,28 @@ def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
 def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rates, name: str) -> dict[str, Any]:
     """The run file's mapping for the search's choice, each key of the layout; what it trains is the caller's to say."""
     plan = outcome.best
-    keys, counts = run_keys(plan.layout), tuple(stage.num_layers for stage in plan.stages)
+    keys = run_keys(plan.layout)
+    counts = tuple(stage.num_layers for stage in plan.stages)
     if counts != balanced(outcome.model, len(counts)):
         keys["parallel"]["stage_layers"] = list(counts)
     if machine.algorithms and uses_hierarchical(plan, rates):
         keys["comm"]["algorithms"] = machine.algorithms
-    batch, train = {"global_batch": outcome.global_batch, **keys["batch"]}, {"run_dir": f"runs/{name}", **keys["train"]}
+    batch = {"global_batch": outcome.global_batch, **keys["batch"]}
+    train = {"run_dir": f"runs/{name}", **keys["train"]}
     return {"machine": machine_name, **keys, "batch": batch, "train": train}
 
 
 def _shortened(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what a run file that starts from nothing need not say: keys at their default, unless they are the layout's first five."""
+    """Without what a run file that starts from nothing need not say: keys at their default, unless they are the
+    layout's first five.
+    """
     defaults = {"parallel": ParallelConfig(), "precision": PrecisionConfig(), "comm": CommConfig()}
     short = {
         section: {
             key: value
             for key, value in content[section].items()
-            if key in SAID or (key != "data" and value != getattr(default, key))  # replicas follow from the number of devices
+            # replicas follow from the number of devices
+            if key in SAID or (key != "data" and value != getattr(default, key))
         }
         for section, default in defaults.items()
     }
@@ -84,10 +100,11 @@ def _shortened(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates: Rates, saves: Campaign | None) -> str:
-    """Write the run file, check that it loads and that its layout is legal, and return what to fill in and the command that starts or submits it.
+    """Write the run file, check that it loads and that its layout is legal, and return what to fill in and the command
+    that starts or submits it.
 
-    On top of a run the file says every choice of the layout, so that none of the run's own is left, and as many steps as keep the run's
-    tokens; else it is complete but for the data.
+    On top of a run the file says every choice of the layout, so that none of the run's own is left, and as many steps
+    as keep the run's tokens; else it is complete but for the data.
     """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)
     best = outcome.best
@@ -97,12 +114,16 @@ def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates:
         content = {"base": reference(request.run, path.parent), **_on_top(choice, request, outcome)}
     else:
         same_length = outcome.model.sequence_length == load_model(request.model).sequence_length
-        model = request.model if same_length else {"base": request.model, "sequence_length": outcome.model.sequence_length}
+        model = (
+            request.model if same_length else {"base": request.model, "sequence_length": outcome.model.sequence_length}
+        )
         tokens = request.tokens or (saves.tokens if saves else TOKENS_PER_PARAMETER * total_parameters(outcome.model))
-        choice, needs = _shortened(choice), recipe(best, tokens, saves)
+        choice = _shortened(choice)
+        needs = recipe(best, tokens, saves)
         content = {"model": model, **choice, **needs, "train": {**choice["train"], **needs["train"]}}
         todo = [
-            "fill in data.train, prefixes that `frontier-llm data tokenize` has written; optimizer.lr, of GPT-3's nearest size, is a start"
+            "fill in data.train, prefixes that `frontier-llm data tokenize` has written; optimizer.lr, of GPT-3's "
+            "nearest size, is a start"
         ]
     head = [
         layout_words(best),
@@ -126,7 +147,9 @@ def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[s
 
 
 def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devices: int) -> None:
-    """Write a run file under these lines. Raises ConfigError where it does not load, or its layout is not legal on so many devices."""
+    """Write a run file under these lines. Raises ConfigError where it does not load, or its layout is not legal on
+    so many devices.
+    """
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140)
     write_atomically(path, "".join(f"# {line}\n" for line in head) + text)
     make_plan(load_run(str(path)), devices)
@@ -138,8 +161,8 @@ def reference(run: str, folder: Path) -> str:
 
 
 def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[str, Any]) -> str:
-    """What to type to queue the run. `submit` renders the site's sbatch script around the file; where a ready-made script exists
-    for the model, the same layout as overrides of it.
+    """What to type to queue the run. `submit` renders the site's sbatch script around the file; where a ready-made
+    script exists for the model, the same layout as overrides of it.
     """
     site = machine.name if machine.name in SITES else "generic"
     lines = [f"frontier-llm submit {path} --site {site} --nodes {nodes} --account PROJECT"]

@@ -38,7 +38,8 @@ class Published:
     source: str
 
 
-# arXiv 2312.12705 (ORNL, Frontier): weak 100 % and strong 89 % and 87 % in the abstract; the further digits stand in the body
+# arXiv 2312.12705 (ORNL, Frontier): weak 100 % and strong 89 % and 87 % in the abstract; the further digits stand in
+# the body
 PUBLISHED = (
     Published("weak", "gpt-175b", "ORNL 175B", 1024, 1.00, "arXiv 2312.12705, abstract"),
     Published("weak", "gpt-1t", "ORNL 1T", 3072, 1.00, "arXiv 2312.12705, abstract"),
@@ -51,7 +52,11 @@ def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, num
     """Write the page of a search. Raises ConfigError where Plotly is missing."""
     if not can_draw():
         raise ConfigError([not_installed("plotly", "--figures")])
-    words = report.text(outcome, machine, stack, numbers, None) + "\n\n" + report.explain(outcome.best, machine, stack, numbers)
+    words = (
+        report.text(outcome, machine, stack, numbers, None)
+        + "\n\n"
+        + report.explain(outcome.best, machine, stack, numbers)
+    )
     title = f"{outcome.model.name} on {outcome.nodes} nodes of {machine.name}"
     parts = [
         figure(pipeline_chart(outcome.best)),
@@ -74,7 +79,8 @@ def pipeline_chart(plan: Plan) -> Chart:
 
 def played_part(plan: Plan) -> str:
     """How much of the step is drawn, where it is not the whole."""
-    played, whole = plan.played.timeline.schedule.microbatches, plan.layout.microbatches
+    played = plan.played.timeline.schedule.microbatches
+    whole = plan.layout.microbatches
     return f": {played} of the {whole} microbatches, the pattern of the middle repeats" if played < whole else ""
 
 
@@ -99,10 +105,11 @@ def memory_chart(plan: Plan) -> Chart:
 
 
 def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
-    """What a block's kernels reach, by their FLOPs per byte of memory traffic, under the roofs of memory and matrix units; as ORNL drew its models.
+    """What a block's kernels reach, by their FLOPs per byte of memory traffic, under the roofs of memory and matrix
+    units; as ORNL drew its models.
 
-    The star is the whole block, forward and backward of a microbatch, with everything that it waits for and sends. Of attention's square the causal
-    half counts.
+    The star is the whole block, forward and backward of a microbatch, with everything that it waits for and sends. Of
+    attention's square the causal half counts.
     """
     items = block_work(plan.model, plan.layout, numbers)
     prices: Prices = {}
@@ -113,20 +120,29 @@ def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
     traces = []
     for index, (cause, works) in enumerate(kernels.items()):
         executed = [work.flops / (1 if isinstance(work, Product) else 2) for work in works]
-        speeds = [count / work_s(work, plan.layout, numbers, prices) / 1e12 for count, work in zip(executed, works, strict=True)]
+        speeds = [
+            count / work_s(work, plan.layout, numbers, prices) / 1e12
+            for count, work in zip(executed, works, strict=True)
+        ]
         places = [intensity(count, work.moved_bytes) for count, work in zip(executed, works, strict=True)]
-        names = [work.parameter if isinstance(work, Product) else "backward" if work.backward else "forward" for work in works]
+        names = [
+            work.parameter if isinstance(work, Product) else "backward" if work.backward else "forward"
+            for work in works
+        ]
         traces.append(points(cause, places, speeds, index, hover=names))
     moved = sum(item.work.moved_bytes for item in items if isinstance(item.work, Product | FlashCore | Pass))
     block = times(plan.model, plan.layout, numbers).block
-    whole, seconds = flops(items, causal=True), float(sum(block.both(plan.layout.microbatches, numbers)))
+    whole = flops(items, causal=True)
+    seconds = float(sum(block.both(plan.layout.microbatches, numbers)))
     traces.append(points("the whole block", [intensity(whole, moved)], [whole / seconds / 1e12], 3, shape="star"))
     shown = [value for trace in traces for value in trace["x"]]
     ridge = numbers.peak_flops / numbers.hbm_bytes_s
     ends = sorted({round(min(*shown, ridge) / 2, 1), round(ridge, 1), 2 * max(*shown, ridge)})
     roof = [min(numbers.peak_flops, place * numbers.hbm_bytes_s) / 1e12 for place in ends]
     axes = "FLOPs per byte of memory traffic", "TFLOP/s per device (simulated)"
-    return Chart("Roofline of a block", *axes, [*traces, line("the device", ends, roof, 7, dash="dash")], log_x=True, log_y=True)
+    return Chart(
+        "Roofline of a block", *axes, [*traces, line("the device", ends, roof, 7, dash="dash")], log_x=True, log_y=True
+    )
 
 
 def intensity(executed: float, moved_bytes: float) -> float:
@@ -135,12 +151,20 @@ def intensity(executed: float, moved_bytes: float) -> float:
 
 
 def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
-    """Best throughput of the layouts that fit, against TP, PP and microbatches; closed form, so that every layout is there."""
+    """Best throughput of the layouts that fit, against TP, PP and microbatches; closed form, so that every layout is
+    there.
+    """
     layouts = enumerate_layouts(
-        outcome.model, outcome.nodes * numbers.node_devices, outcome.global_batch, 8 * numbers.node_devices, outcome.fixed
+        outcome.model,
+        outcome.nodes * numbers.node_devices,
+        outcome.global_batch,
+        8 * numbers.node_devices,
+        outcome.fixed,
     )
     layouts = layouts.where(peak_memory(outcome.model, layouts, numbers) <= numbers.memory_bytes)
-    speed = layouts.global_batch * outcome.model.sequence_length / step_s(outcome.model, layouts, numbers) / layouts.devices
+    speed = (
+        layouts.global_batch * outcome.model.sequence_length / step_s(outcome.model, layouts, numbers) / layouts.devices
+    )
     for field, label in (("tp", "TP"), ("pp", "PP"), ("microbatches", "microbatches per step")):
         values = np.asarray(getattr(layouts, field))
         degrees = np.unique(values)
@@ -150,22 +174,36 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
 
 
 def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
-    """Each collective of a gradient bucket against the nodes of its group, up to the whole machine: one ring and two stages."""
-    place, sizes = seats(plan.layout, numbers), bucket_bytes(plan, numbers)
+    """Each collective of a gradient bucket against the nodes of its group, up to the whole machine: one ring and two
+    stages.
+    """
+    place = seats(plan.layout, numbers)
+    sizes = bucket_bytes(plan, numbers)
     here = float(plan.layout.dp / place.replicas_per_node)
     for operation, size in sizes.items():
-        nodes, flat, staged = times_by_nodes(numbers, int(place.replicas_per_node), int(place.replicas_sharing), size, operation)
+        nodes, flat, staged = times_by_nodes(
+            numbers, int(place.replicas_per_node), int(place.replicas_sharing), size, operation
+        )
         traces = [
             line("one ring, or RCCL's tree", nodes, 1e3 * flat, 0, marks="circle"),
             line("two stages", nodes, 1e3 * staged, 1, marks="square"),
-            {**line("this plan", [here, here], [1e3 * min(flat.min(), staged.min()), 1e3 * max(flat.max(), staged.max())], 7, dash="dot")},
+            {
+                **line(
+                    "this plan",
+                    [here, here],
+                    [1e3 * min(flat.min(), staged.min()), 1e3 * max(flat.max(), staged.max())],
+                    7,
+                    dash="dot",
+                )
+            },
         ]
         title = f"{operation.replace('_', '-').capitalize()} of {format_bytes(size)}"
         yield Chart(title, "nodes of a group", "milliseconds", traces, log_x=True, log_y=True)
 
 
 def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(devices, efficiency) of the chosen layout with more and fewer replicas; weak keeps the batch per replica, strong the whole.
+    """(devices, efficiency) of the chosen layout with more and fewer replicas; weak keeps the batch per replica, strong
+    the whole.
 
     Relative to the fewest devices shown. Strong scaling keeps the global batch, so the microbatches per replica shrink.
     """
@@ -173,7 +211,9 @@ def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndar
     total = layout.microbatches * layout.dp
     counts = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
     replicas = [dp for dp in counts if dp <= 4 * layout.dp and (weak or total % dp == 0)]
-    grown = as_table([replace(layout, dp=dp, microbatches=layout.microbatches if weak else total // dp) for dp in replicas])
+    grown = as_table(
+        [replace(layout, dp=dp, microbatches=layout.microbatches if weak else total // dp) for dp in replicas]
+    )
     speed = grown.global_batch / step_s(outcome.model, grown, numbers) / grown.devices
     return np.asarray(grown.devices), speed / speed[0]
 
@@ -184,8 +224,20 @@ def scaling_charts(outcome: Search, machine: Machine, numbers: Rates) -> Iterato
     for weak in (True, False):
         traces = [line("predicted, this plan", *scaling_points(outcome, numbers, weak), 0, marks="circle")]
         if ornl:
-            traces.append(line("predicted, ORNL's 2023 software", *scaling_points(outcome, ornl, weak), 1, marks="square", dash="dash"))
-        for point in (point for point in PUBLISHED if point.model == outcome.model.name and (point.mode == "weak") == weak):
-            traces.append(points("ORNL, measured (its own baseline)", [point.devices], [point.efficiency], 3, shape="star"))
+            traces.append(
+                line(
+                    "predicted, ORNL's 2023 software",
+                    *scaling_points(outcome, ornl, weak),
+                    1,
+                    marks="square",
+                    dash="dash",
+                )
+            )
+        for point in (
+            point for point in PUBLISHED if point.model == outcome.model.name and (point.mode == "weak") == weak
+        ):
+            traces.append(
+                points("ORNL, measured (its own baseline)", [point.devices], [point.efficiency], 3, shape="star")
+            )
         title = "Weak scaling" if weak else f"Strong scaling, global batch {outcome.global_batch}"
         yield Chart(title, "devices", "efficiency", traces, log_x=True, layout={"yaxis": {"range": [0, 1.1]}})

@@ -15,7 +15,8 @@ def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
 
     Ranks fill a node with tensor innermost, so the first group of an axis stands for all of them.
     """
-    layout, place = plan.layout, seats(plan.layout, rates)
+    layout = plan.layout
+    place = seats(plan.layout, rates)
     links = {}
     if layout.tp > 1:
         links["tensor"] = _tensor(layout.tp, machine, rates)
@@ -24,7 +25,9 @@ def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
     if layout.cp > 1:
         links["context"] = _context(layout.cp, int(place.cp_per_node), machine, rates)
     if layout.replicas > 1:
-        links["data"] = _replicas(layout.replicas, int(place.replicas_per_node), int(place.replicas_sharing), machine, rates)
+        links["data"] = _replicas(
+            layout.replicas, int(place.replicas_per_node), int(place.replicas_sharing), machine, rates
+        )
     return links
 
 
@@ -36,16 +39,25 @@ def _tensor(tp: int, machine: Machine, rates: Rates) -> str:
 
 def _context(cp: int, inside: int, machine: Machine, rates: Rates) -> str:
     if cp <= inside:
-        return f"{cp} ranks of a node hold a sequence: {float(fabric_bandwidth(rates, cp)) / 1e9:.0f} GB/s bus bandwidth between neighbours"
+        return (
+            f"{cp} ranks of a node hold a sequence: {float(fabric_bandwidth(rates, cp)) / 1e9:.0f} GB/s bus "
+            f"bandwidth between neighbours"
+        )
     sharing = rates.node_devices // inside
-    return f"{inside} of {cp} ranks in each node, by rail: {_share(sharing, rates)} for each of {sharing} groups that share {_nics(machine, rates)}"
+    return (
+        f"{inside} of {cp} ranks in each node, by rail: {_share(sharing, rates)} for each of {sharing} groups "
+        f"that share {_nics(machine, rates)}"
+    )
 
 
 def _neighbours(machine: Machine, rates: Rates, place: Seats) -> str:
     if place.pp_inside:
         return f"neighbours in one node: {_fabric((0, 1), machine, rates)}; every node's last stage sends over its NICs"
     sharing = int(place.pp_sharing)
-    return f"neighbours on different nodes: {_share(sharing, rates)} for each of {sharing} devices that share {_nics(machine, rates)}"
+    return (
+        f"neighbours on different nodes: {_share(sharing, rates)} for each of {sharing} devices that share "
+        f"{_nics(machine, rates)}"
+    )
 
 
 def _replicas(dp: int, inside: int, sharing: int, machine: Machine, rates: Rates) -> str:
@@ -53,7 +65,10 @@ def _replicas(dp: int, inside: int, sharing: int, machine: Machine, rates: Rates
         return f"{dp} replicas in one node"
     peers = ", peers on the same NIC" if machine.node.links and inside == 1 else ""
     share = _share(sharing, rates, rates.network_crowding if sharing > 1 else 1.0)
-    return f"{inside} of {dp} replicas in each node: {share} for each of {sharing} groups that share {_nics(machine, rates)}{peers}"
+    return (
+        f"{inside} of {dp} replicas in each node: {share} for each of {sharing} groups that share "
+        f"{_nics(machine, rates)}{peers}"
+    )
 
 
 def _share(sharing: int, rates: Rates, factor: float = 1.0) -> str:
@@ -65,7 +80,9 @@ def _nics(machine: Machine, rates: Rates) -> str:
 
 
 def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:
-    """Bus bandwidth that collectives of these neighbours reach; on MI250X also what the links between them would allow."""
+    """Bus bandwidth that collectives of these neighbours reach; on MI250X also what the links between them would
+    allow.
+    """
     reached = float(fabric_bandwidth(rates, len(devices))) / 1e9
     words = f"{reached:.0f} GB/s bus bandwidth"
     if machine.node.links != "mi250x" or len(devices) > len(NODE):

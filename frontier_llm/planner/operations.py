@@ -37,13 +37,15 @@ class Campaign:
 def campaign(machine: Machine, plan: Plan, tokens: float | None) -> Campaign | None:
     """Days and losses of a run, or None for a machine without operations data.
 
-    Young (1974), Daly (2006): the interval sqrt(2·t_save·MTBF) minimises the expected loss t_save/interval + interval/(2·MTBF).
-    A failure costs half an interval and a restart; a job's end by walltime costs a save and a restart.
+    Young (1974), Daly (2006): the interval sqrt(2·t_save·MTBF) minimises the expected loss t_save/interval +
+    interval/(2·MTBF). A failure costs half an interval and a restart; a job's end by walltime costs a save and a
+    restart.
     """
     site = machine.operations
     if site is None:
         return None
-    step_s, nodes = plan.step_s, plan.layout.devices / machine.devices_per_node
+    step_s = plan.step_s
+    nodes = plan.layout.devices / machine.devices_per_node
     tokens = tokens or TOKENS_PER_PARAMETER * total_parameters(plan.model)
     busy_s = tokens / plan.step_tokens * step_s
     mtbf_s = site.device_mtbf_hours.value * 3600 / plan.layout.devices

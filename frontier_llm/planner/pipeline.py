@@ -1,8 +1,8 @@
 """The step simulated: the very action list that the engine plays, with a time for every stage, chunk and action.
 
-Long schedules are played short and extended: once every stage repeats the same pattern from microbatch to microbatch (from round
-to round when interleaved), each further microbatch adds exactly one period. `play` checks that the pattern has set in and plays
-longer until it has; a test compares with the full list.
+Long schedules are played short and extended: once every stage repeats the same pattern from microbatch to microbatch
+(from round to round when interleaved), each further microbatch adds exactly one period. `play` checks that the pattern
+has set in and plays longer until it has; a test compares with the full list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,19 @@ from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_c
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import StepTail, layer_s, meets_inside, p2p_s, pair_s, tail
 from frontier_llm.planner.costs.update import whole_update
-from frontier_llm.schedule import Action, Follows, Kind, Schedule, Timeline, ahead, beside, build, one_end, simulate, simulate_in_turn
+from frontier_llm.schedule import (
+    Action,
+    Follows,
+    Kind,
+    Schedule,
+    Timeline,
+    ahead,
+    beside,
+    build,
+    one_end,
+    simulate,
+    simulate_in_turn,
+)
 
 STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for
 
@@ -41,14 +53,17 @@ class Played:
     """A simulated step."""
 
     timeline: Timeline  # of the part that was played
-    pipeline_s: float  # makespan of the whole schedule, less by what the next step begins earlier on some ranks (optimizer.validated=after)
+    # makespan of the whole schedule, less by what the next step begins earlier on some ranks
+    # (optimizer.validated=after)
+    pipeline_s: float
     busy_s: tuple[float, ...]  # compute per pipeline rank, whole schedule
     end_s: tuple[float, ...]  # last action per pipeline rank, whole schedule
     reduce_s: float  # exposed gradient reduction
     optimizer_s: float
     gather_s: float
     message_s: float  # one transfer between neighbours
-    hidden_s: tuple[float, ...]  # per pipeline rank, rows to experts that travel beside another microbatch's compute: not in busy_s
+    # per pipeline rank, rows to experts that travel beside another microbatch's compute: not in busy_s
+    hidden_s: tuple[float, ...]
     stage_times: tuple[StageTimes, ...]  # by virtual stage
 
     @property
@@ -62,29 +77,51 @@ class Played:
         return max(1 - float(np.mean(self.busy_s)) / self.pipeline_s, 0.0)
 
 
-def stage_times(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[StageTimes, ...]:
+def stage_times(
+    model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]
+) -> tuple[StageTimes, ...]:
     """Times of every virtual stage: its layers, and the embedding or the head where it has them."""
-    parts, m = times(model, layout, rates), layout.microbatches
+    parts = times(model, layout, rates)
+    m = layout.microbatches
     blocks = {stage.num_layers: parts.block for stage in stages}
     if "," in layout.recompute:  # of each stage another share
         blocks = {length: times(model, layout, rates, length).block for length in blocks}
     layer = {length: layer_s(block, layout, rates) for length, block in blocks.items()}
-    weight, embedding, head = float(parts.block.weights(m)), parts.embedding.both(m, rates), parts.head.both(m, rates)
-    host = rates.microbatch_s / 2 / layout.chunks + (float(p2p_s(model, layout, rates)) if rates.blocking_messages else 0.0)
+    weight = float(parts.block.weights(m))
+    embedding = parts.embedding.both(m, rates)
+    head = parts.head.both(m, rates)
+    host = rates.microbatch_s / 2 / layout.chunks + (
+        float(p2p_s(model, layout, rates)) if rates.blocking_messages else 0.0
+    )
 
     def seconds(stage: StageSpec, side: int) -> float:
-        return float(stage.num_layers * layer[stage.num_layers][side] + stage.embedding * embedding[side] + stage.head * head[side]) + host
+        return (
+            float(
+                stage.num_layers * layer[stage.num_layers][side]
+                + stage.embedding * embedding[side]
+                + stage.head * head[side]
+            )
+            + host
+        )
 
     hidden_s = {length: float(pair_s(block, layout, rates)) for length, block in blocks.items()}
     return tuple(
-        StageTimes(seconds(stage, 0), seconds(stage, 1), stage.num_layers * weight, stage.num_layers * hidden_s[stage.num_layers])
+        StageTimes(
+            seconds(stage, 0),
+            seconds(stage, 1),
+            stage.num_layers * weight,
+            stage.num_layers * hidden_s[stage.num_layers],
+        )
         for stage in stages
     )
 
 
 def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> Played:
     """Simulate one step of the layout with these virtual stages."""
-    name, pp, m, v = layout.schedule, layout.pp, layout.microbatches, layout.chunks
+    name = layout.schedule
+    pp = layout.pp
+    m = layout.microbatches
+    v = layout.chunks
     stage_s = stage_times(model, layout, rates, stages)
     message = 0.0 if rates.blocking_messages else float(p2p_s(model, layout, rates))
     round_size = pp if v > 1 and not one_end(name) else 1
@@ -101,7 +138,8 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
             break
         length = min(m, length + round_size * max(1, length // round_size))
     # a further microbatch adds a pair down the ranks and one up
-    pairs, each_s = [len(beside(timeline.schedule, rank)) for rank in range(pp)], _pairs_s(timeline.schedule, stage_s)
+    pairs = [len(beside(timeline.schedule, rank)) for rank in range(pp)]
+    each_s = _pairs_s(timeline.schedule, stage_s)
     hidden_s = [each * (count + 2 * (m - length) * (count > 0)) for each, count in zip(each_s, pairs, strict=True)]
     busy_s = [(timeline.busy_s(rank) + each_s[rank] * pairs[rank]) * m / length - hidden_s[rank] for rank in range(pp)]
     added = (m - length) / round_size * period
@@ -121,7 +159,9 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
         tied = model.tied_embeddings and not one_end(name)
 
         def following(follows: Follows) -> Timeline:
-            return _contended(_simulate(name, pp, length, v, stage_s, message, _turns(layout, rates), follows=follows), layout, rates)
+            return _contended(
+                _simulate(name, pp, length, v, stage_s, message, _turns(layout, rates), follows=follows), layout, rates
+            )
 
         overlap_s = _overlap_s(timeline, following, end, tied)
     return Played(
@@ -140,7 +180,9 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
 
 def _overlap_s(timeline: Timeline, following: Callable[[Follows], Timeline], end: StepTail, tied: bool) -> float:
     """By how much steps that are validated after follow each other faster than steps that all ranks end together."""
-    first, last, periods = ahead(timeline.schedule), len(timeline.end_s) - 1, [0.0]
+    first = ahead(timeline.schedule)
+    last = len(timeline.end_s) - 1
+    periods = [0.0]
     ends = np.array([times[-1] for times in timeline.end_s])
     together_s = float(np.max(ends + end.reduce_s)) + float(np.max(end.optimizer_s + end.gather_s))
     for _ in range(4):  # until each step repeats the one before
@@ -154,14 +196,18 @@ def _overlap_s(timeline: Timeline, following: Callable[[Follows], Timeline], end
 
 
 def _turns(layout: Layout, rates: Rates) -> str:
-    """How messages take turns: not, one after the other, or so that compute waits for each (collectives inside it take their turn too)."""
+    """How messages take turns: not, one after the other, or so that compute waits for each (collectives inside it
+    take their turn too).
+    """
     if not rates.one_in_flight or rates.blocking_messages or layout.pp == 1:
         return "many"
     return "waiting" if rates.host_executes or meets_inside(layout) else "one"
 
 
 def _pairs_s(schedule: Schedule, times: tuple[StageTimes, ...]) -> list[float]:
-    """By rank, what a pair takes less than its halves one after the other: as much as both its virtual stages can hide."""
+    """By rank, what a pair takes less than its halves one after the other: as much as both its virtual stages can
+    hide.
+    """
     positions_of = schedule.placement.positions_of
     return [min(times[position].pair_s for position in positions_of(rank)) for rank in range(schedule.stages)]
 
@@ -185,7 +231,8 @@ def _simulate(
         seconds[Kind.BACKWARD_WEIGHT, position] = one.weight_s
 
     schedule = build(name, pp, m, v, messages=turns != "many", pairs=any(one.pair_s for one in times))
-    paired, less_s = beside(schedule), _pairs_s(schedule, times)
+    paired = beside(schedule)
+    less_s = _pairs_s(schedule, times)
 
     def duration(stage: int, action: Action) -> float:
         return seconds[action.kind, action.position] - (less_s[stage] if paired and action in paired else 0.0)
@@ -196,7 +243,8 @@ def _simulate(
 
 
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
-    """The timeline on devices that slow each other down: at each moment all that are busy lose the same factor, so time is stretched.
+    """The timeline on devices that slow each other down: at each moment all that are busy lose the same factor, so time
+    is stretched.
 
     Durations are those with all devices of the node busy; `Rates.contention` says what they are with fewer.
     """
@@ -219,8 +267,9 @@ def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
 def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_size: int) -> float | None:
     """Seconds that one more round adds, or None while no pattern has set in.
 
-    Either the rank with most work is saturated - its backwards follow each other as fast as its own compute allows, so it
-    alone sets the pace from here on - or first, middle and last rank advance at one and the same pace (messages set it).
+    Either the rank with most work is saturated - its backwards follow each other as fast as its own compute allows, so
+    it alone sets the pace from here on - or first, middle and last rank advance at one and the same pace (messages set
+    it).
     """
     pp = timeline.schedule.stages
     seconds = [one.forward_s + one.backward_s for one in times]
@@ -245,7 +294,9 @@ def _pace(timeline: Timeline, rank: int, v: int, round_size: int) -> np.ndarray:
     """Distances between the ends of one round's and the next round's backwards of a rank, just before the drain."""
     kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
     first = timeline.schedule.placement.positions_of(rank)[0]
-    ends = np.array([end for action, _, end in timeline.spans(rank) if action.kind in kinds and action.position == first])
+    ends = np.array(
+        [end for action, _, end in timeline.spans(rank) if action.kind in kinds and action.position == first]
+    )
     steps = ends[round_size:] - ends[:-round_size]
     drain = min(timeline.schedule.stages * (1 if v == 1 else 2), max(len(steps) - 9, 0))
     return steps[len(steps) - drain - 6 : len(steps) - drain]

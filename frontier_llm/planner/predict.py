@@ -17,7 +17,9 @@ START_S = 600.0  # of a job, until its first step: environment, imports, rendezv
 
 @dataclass(frozen=True)
 class PointPrediction:
-    """One point, simulated on a machine file; never a measurement. Of a run with phases: its mean step, and its fullest phase's memory."""
+    """One point, simulated on a machine file; never a measurement. Of a run with phases: its mean step, and its
+    fullest phase's memory.
+    """
 
     step_time_s: float
     tokens_per_s: float
@@ -29,8 +31,14 @@ class PointPrediction:
         """A problem when the predicted memory exceeds the device's."""
         if self.peak_bytes <= self.limit_bytes:
             return []
-        what = f"about {self.peak_bytes / GIB:.1f} GiB per device, of {self.limit_bytes / GIB:.1f} that a run can have on {self.machine!r}"
-        fix = "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set train.recompute=full"
+        what = (
+            f"about {self.peak_bytes / GIB:.1f} GiB per device, of {self.limit_bytes / GIB:.1f} that a run can "
+            f"have on {self.machine!r}"
+        )
+        fix = (
+            "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set "
+            "train.recompute=full"
+        )
         return [Problem("memory", what, fix)]
 
 
@@ -47,7 +55,8 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
 
 
 def planned_saves(config: RunConfig, devices: int, machine: str | None = None) -> Campaign | None:
-    """The planner's campaign of a legal layout: how long a save takes and after how many steps one pays. None without operations data.
+    """The planner's campaign of a legal layout: how long a save takes and after how many steps one pays. None without
+    operations data.
 
     Of a run with phases: as in its last one. Raises FrontierError for an unknown machine.
     """

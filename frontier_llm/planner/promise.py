@@ -1,4 +1,6 @@
-"""How far a plan's figures may be trusted: a band by what its constants were measured on, and the best rate that anybody has published."""
+"""How far a plan's figures may be trusted: a band by what its constants were measured on, and the best rate that
+anybody has published.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ from frontier_llm.planner.costs.flops import model_flops_per_token
 from frontier_llm.planner.search import Plan
 from frontier_llm.units import TERA
 
-SAME, OTHER, ESTIMATED = "same machine and stack", "other stack", "estimated"
+SAME = "same machine and stack"
+OTHER = "other stack"
+ESTIMATED = "estimated"
 
-# basis → half width: nine of ten measured steps lie within a factor 1 + this of the predicted one. The first two hold on the published
-# runs whose layout is stated and that no constant was fitted on (tests/unit/planner/test_promise.py); of the third nothing is measured,
+# basis → half width: nine of ten measured steps lie within a factor 1 + this of the predicted one. The first two hold
+# on the published
+# runs whose layout is stated and that no constant was fitted on (tests/unit/planner/test_promise.py); of the third
+# nothing is measured,
 # so it is twice the second
 BANDS = {SAME: 0.17, OTHER: 0.28, ESTIMATED: 0.56}
 
-# family of devices → size class of the model → (model TFLOP/s per device, full attention counted; which run): the best of
+# family of devices → size class of the model → (model TFLOP/s per device, full attention counted; which run): the best
+# of
 # planner/published in 16 bits
 BEST: dict[str, dict[int, tuple[float, str]]] = {
     "A100": {
@@ -65,7 +72,9 @@ def size_class(parameters: float) -> int:
 
 
 def basis(machine: Machine, stack: str) -> str:
-    """What the constants of a stack were measured on, as the machine file says: a source that begins with 'fitted on' is a measured step."""
+    """What the constants of a stack were measured on, as the machine file says: a source that begins with 'fitted
+    on' is a measured step.
+    """
     if machine.device.gemm_shapes is not None:  # calibrated on this very computer with this program
         return SAME
     fitted = {
@@ -117,14 +126,23 @@ class Promise:
 
     def words(self) -> list[str]:
         """For the report: what the band rests on, and what others have reached."""
-        lines = [f"  90 % band: a factor {1 + self.band:.2f} either way, also on the times and shares below (constants: {self.basis})"]
+        lines = [
+            f"  90 % band: a factor {1 + self.band:.2f} either way, also on the times and shares below (constants: "
+            f"{self.basis})"
+        ]
         if self.untried:
             lines[0] += "; this stack has never run on this machine, so the slow end leads"
         if self.best is not None:
-            alike = f"{self.best_alike[0]:.1f} TFLOP/s for such a model ({self.best_alike[1]}), " if self.best_alike else ""
-            lines.append(f"  best published per {self.device} device: {alike}{self.best[0]:.1f} for any ({self.best[1]})")
+            alike = (
+                f"{self.best_alike[0]:.1f} TFLOP/s for such a model ({self.best_alike[1]}), " if self.best_alike else ""
+            )
+            lines.append(
+                f"  best published per {self.device} device: {alike}{self.best[0]:.1f} for any ({self.best[1]})"
+            )
         if self.above_published:
-            lines.append(f"  WARNING: {self.tflops:.1f} TFLOP/s, as simulated, lie above every rate published on {self.device}")
+            lines.append(
+                f"  WARNING: {self.tflops:.1f} TFLOP/s, as simulated, lie above every rate published on {self.device}"
+            )
         return lines
 
     def as_dict(self, plan: Plan) -> dict[str, Any]:

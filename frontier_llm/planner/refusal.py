@@ -22,7 +22,8 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
         return
     if not outcome.legal:
         raise _nothing_legal(outcome, machine)
-    needs, has = f"{outcome.smallest_bytes / GIB:.1f} GiB", f"{numbers.memory_bytes / GIB:.0f}"
+    needs = f"{outcome.smallest_bytes / GIB:.1f} GiB"
+    has = f"{numbers.memory_bytes / GIB:.0f}"
     if outcome.fixed:
         what = f"none of the {outcome.legal} layouts with these choices fixed fits: the smallest needs {needs} of {has}"
         raise LayoutError(what, "fix less, or use more nodes", "plan --fix")
@@ -30,7 +31,8 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
     if nodes is None:
         raise too_big(outcome.model, machine, numbers)
     raise LayoutError(
-        f"{outcome.model.name} does not fit on {plural(outcome.nodes, 'node')} of {machine.name}: of {outcome.legal} legal layouts the smallest needs "
+        f"{outcome.model.name} does not fit on {plural(outcome.nodes, 'node')} of {machine.name}: of {outcome.legal} "
+        f"legal layouts the smallest needs "
         f"{needs} per device, which has {has}",
         f"use at least {nodes} nodes",
         "plan",
@@ -39,22 +41,29 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
 
 def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
     """With the nearest numbers of nodes and global batches that admit a layout."""
-    model, fixed = outcome.model, fixed_words(outcome.fixed)
+    model = outcome.model
+    fixed = fixed_words(outcome.fixed)
     near = legal_node_counts(model, machine.devices_per_node, outcome.nodes, outcome.global_batch, outcome.fixed)
-    batches = nearest(outcome.global_batch, range(outcome.nodes, 4 * outcome.global_batch + outcome.nodes, outcome.nodes))
+    batches = nearest(
+        outcome.global_batch, range(outcome.nodes, 4 * outcome.global_batch + outcome.nodes, outcome.nodes)
+    )
     counts = " or ".join(map(str, near)) if near else "another number of"
     batch = "" if outcome.global_batch in batches else f", or a global batch such as {' or '.join(map(str, batches))}"
     refused = Problem(
         "plan",
-        f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch {outcome.global_batch} "
-        f"on {plural(outcome.nodes, 'node')} of {machine.devices_per_node} devices" + (f" with {fixed}" if fixed else ""),
+        f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch "
+        f"{outcome.global_batch} "
+        f"on {plural(outcome.nodes, 'node')} of {machine.devices_per_node} devices"
+        + (f" with {fixed}" if fixed else ""),
         f"use {counts} nodes{batch}" + (", or fix less" if fixed else ""),
     )
     return LayoutError([*_broken_rules(outcome, machine), refused])
 
 
 def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
-    """What a run would be told of the fixed choices, and not without them; nothing where they only contradict the search's bounds."""
+    """What a run would be told of the fixed choices, and not without them; nothing where they only contradict the
+    search's bounds.
+    """
     devices = outcome.nodes * machine.devices_per_node
     given = {"model": outcome.model.model_dump(), "batch": {"global_batch": outcome.global_batch}}
 
@@ -71,7 +80,9 @@ def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
 
 
 def _plainest(fixed: Mapping[str, Any]) -> Layout:
-    """A layout with these choices and, of the others, only what they cannot do without. Of itself a schedule breaks no rule: it has chunks as it likes."""
+    """A layout with these choices and, of the others, only what they cannot do without. Of itself a schedule breaks
+    no rule: it has chunks as it likes.
+    """
     free = {"expert_all_to_all", *(() if "chunks" in fixed and fixed.get("schedule") != SEARCHED else ("schedule",))}
     needed: dict[str, Any] = {"sharding": "weights"} if "data_shard" in fixed else {}
     if fixed.get("chunks", 1) > 1:
@@ -91,4 +102,6 @@ def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError
     if homes:
         _, nodes, name = min(homes)
         fix = f"the smallest that holds it: {nodes} nodes of {name}"
-    return LayoutError(f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes", fix, "plan")
+    return LayoutError(
+        f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes", fix, "plan"
+    )

@@ -88,17 +88,23 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
 
     Compute terms are those of the rank with most work; what is left of the pipeline's time is bubble and messages.
     """
-    model, layout, played = plan.model, plan.layout, plan.played
+    model = plan.model
+    layout = plan.layout
+    played = plan.played
     m = layout.microbatches
     busiest = max(range(layout.pp), key=lambda rank: played.busy_s[rank])
     placement = rule(layout.schedule).placement(layout.pp, layout.chunks)
     held = [plan.stages[position] for position in placement.positions_of(busiest)]
     layers = sum(stage.num_layers for stage in held)
-    block, modes = times(model, layout, rates, layers // layout.chunks).block, mode_shares(model, layout, layers // layout.chunks)
+    block = times(model, layout, rates, layers // layout.chunks).block
+    modes = mode_shares(model, layout, layers // layout.chunks)
     split = float(split_share(layout.schedule, layout.pp, m))
     parts: dict[str, float] = {}
     lists = (
-        *((block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS) for layer, count in layer_kinds(model)),
+        *(
+            (block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS)
+            for layer, count in layer_kinds(model)
+        ),
         (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
         (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
     )
@@ -108,7 +114,9 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
             parts[name] = parts.get(name, 0.0) + m * number * float(share * sum(both))
     computed = sum(block.both(m, rates))
     parts[DISPATCH] = parts.get(DISPATCH, 0.0) - played.hidden_s[busiest]
-    parts[LAUNCHES] = m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
+    parts[LAUNCHES] = (
+        m * layers * float(computed - block.forward_s - block.backward_s - block.adding_s * added_share(m))
+    )
     parts[SHARDS] = m * layers * float(sum(layer_s(block, layout, rates)) - computed)
     parts["host per microbatch"] = m * rates.microbatch_s
     parts["bubble and messages"] = played.pipeline_s - played.busy_s[busiest]
@@ -119,15 +127,20 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
 
 
 def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width: int = WIDTH) -> str:
-    """The step as a table: seconds, share, and the numbers behind each line with tag and source; then the memory lines."""
-    lines = ["where the step goes (busiest pipeline rank, simulated), and the numbers of the machine file behind each line"]
+    """The step as a table: seconds, share, and the numbers behind each line with tag and source; then the memory
+    lines.
+    """
+    lines = [
+        "where the step goes (busiest pipeline rank, simulated), and the numbers of the machine file behind each line"
+    ]
     seen: set[str] = set()
     for name, seconds in breakdown(plan, rates).items():
         if seconds < 1e-4 * plan.step_s:
             continue
         lines.append(f"  {name:28s} {format_seconds(seconds):>10s}  {100 * seconds / plan.step_s:5.1f} %")
         for field in SOURCES[name]:
-            number, key = provenance(machine, stack, field, plan.layout.tp), PLACES[field][1]
+            number = provenance(machine, stack, field, plan.layout.tp)
+            key = PLACES[field][1]
             source = "" if field in seen else f" {number.source}"
             lines.append(f"      {key} = {number.value:g} [{number.tag}]{source}")
             seen.add(field)
@@ -147,7 +160,8 @@ _COLUMNS = (
     *(">#", ">TP", ">CP", ">PP", ">v", ">DP", ">mbs", ">m", "schedule", "SP", "recompute", ">Z", ">step"),
     *(">tok/s/dev", ">bubble", ">GiB", "bound by"),
 )
-# how many of them stand in a plan's line, the first that the terminal is wide enough for → what a second line says of the others
+# how many of them stand in a plan's line, the first that the terminal is wide enough for → what a second line says of
+# the others
 _SECOND_LINES = {17: "", 16: "     bound by {16}", 13: "     {13} tok/s/dev, bubble {14}, {15} GiB; bound by {16}"}
 
 
@@ -162,13 +176,25 @@ def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
     rows = [head, *(line for both in zip(lines, rest, strict=True) for line in both if line)]
     if any(later.step_s < plan.step_s for plan, later in pairwise(plans)):
         win = f"{100 * RESOLUTION:.0f} %"
-        rows.append(f"  not by time alone: FSDP, whose overlap is an estimate, and plans within 5 % of the memory have to win by {win}")
+        rows.append(
+            f"  not by time alone: FSDP, whose overlap is an estimate, and plans within 5 % of the memory have to "
+            f"win by {win}"
+        )
     return "\n".join(rows)
 
 
 def _cells(index: int, plan: Plan) -> tuple[object, ...]:
     layout = plan.layout
-    degrees = (index, layout.tp, layout.cp, layout.pp, layout.chunks, layout.dp, layout.micro_batch, layout.microbatches)
+    degrees = (
+        index,
+        layout.tp,
+        layout.cp,
+        layout.pp,
+        layout.chunks,
+        layout.dp,
+        layout.micro_batch,
+        layout.microbatches,
+    )
     modes = (layout.schedule, "y" if layout.sequence_parallel else "n", layout.recompute, SHARDING[layout.sharding])
     speed = (step_words(plan.step_s), f"{plan.tokens_per_s_per_device:.1f}", f"{100 * plan.played.bubble:.1f} %")
     return (*degrees, *modes, *speed, f"{plan.peak_bytes / GIB:.1f}", plan.binding)
@@ -179,19 +205,27 @@ def wrapped(text: str, width: int) -> str:
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
-        lines += textwrap.wrap(line, width, subsequent_indent=indent + 4 * " ", drop_whitespace=True) if len(line) > width else [line]
+        lines += (
+            textwrap.wrap(line, width, subsequent_indent=indent + 4 * " ", drop_whitespace=True)
+            if len(line) > width
+            else [line]
+        )
     return "\n".join(lines)
 
 
 def text(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None, width: int = WIDTH) -> str:
     """The report that people read, in `width` columns."""
-    best, model = outcome.best, outcome.model
-    use, promise = utilisations(best, rates), promise_of(best, machine, stack)
+    best = outcome.best
+    model = outcome.model
+    use = utilisations(best, rates)
+    promise = promise_of(best, machine, stack)
     lines = [
-        f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(outcome.nodes, 'node')} of {machine.name}: "
+        f"{model.name} ({format_count(total_parameters(model))} parameters) on {plural(outcome.nodes, 'node')} of "
+        f"{machine.name}: "
         f"{outcome.nodes * machine.devices_per_node} devices, {machine.device.name}",
         f"global batch {outcome.global_batch} sequences = {format_count(best.step_tokens)} tokens",
-        f"{outcome.legal} legal layouts, {outcome.fitting} fit, {outcome.dominated} of these dominated; {plural(outcome.finalists, 'finalist')} simulated",
+        f"{outcome.legal} legal layouts, {outcome.fitting} fit, {outcome.dominated} of these dominated; "
+        f"{plural(outcome.finalists, 'finalist')} simulated",
         "",
         f"choice: {layout_words(best)}",
         *speed_lines(best, use, promise),
@@ -221,8 +255,11 @@ def text(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campa
 
 
 def speed_lines(plan: Plan, use: Mapping[str, float], promise: Promise) -> list[str]:
-    """Time, rate and shares of the peak, each with its band; for a stack that never ran the slow end of the band stands first."""
-    speed, devices = plan.tokens_per_s_per_device, plan.layout.devices
+    """Time, rate and shares of the peak, each with its band; for a stack that never ran the slow end of the band
+    stands first.
+    """
+    speed = plan.tokens_per_s_per_device
+    devices = plan.layout.devices
     rates_and_words: dict[str, tuple[float, Callable[[float], str]]] = {
         "tokens/s per device": (speed, "{:.1f}".format),
         "tokens/s in all": (speed * devices, "{:,.0f}".format),
@@ -250,10 +287,17 @@ def _days(value: float) -> str:
 
 def _why(best: Plan, other: Plan) -> str:
     """The largest difference between two plans, in a few words."""
-    a, b = best.played, other.played
+    a = best.played
+    b = other.played
     if other.step_s < best.step_s:  # as search._preference decides
-        risks = {"its overlap is an estimate": other.layout.sharding == "weights", "it fills memory to within 5 %": other.tight}
-        return f"{' and '.join(risk for risk, run in risks.items() if run)}, so it would have to win by {100 * RESOLUTION:.0f} %"
+        risks = {
+            "its overlap is an estimate": other.layout.sharding == "weights",
+            "it fills memory to within 5 %": other.tight,
+        }
+        return (
+            f"{' and '.join(risk for risk, run in risks.items() if run)}, so it would have to win by "
+            f"{100 * RESOLUTION:.0f} %"
+        )
     if abs(best.step_s - other.step_s) < 1e-3 * best.step_s:
         return "a tie within what the model resolves"
     gaps = {
@@ -277,7 +321,10 @@ def campaign_lines(run: Campaign, promise: Promise) -> list[str]:
         f"{promise.about(run.calendar_days, _days, slow=1)} calendar days without queueing",
     ]
     if run.queue:
-        lines.append(f"  queue: {run.queue.name}, at most {run.queue.max_hours:g} h per job, {plural(run.jobs, 'job')} one after the other")
+        lines.append(
+            f"  queue: {run.queue.name}, at most {run.queue.max_hours:g} h per job, {plural(run.jobs, 'job')} one "
+            f"after the other"
+        )
     return lines
 
 

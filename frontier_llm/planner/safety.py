@@ -1,4 +1,6 @@
-"""What it costs a plan that only one communication of a rank may be in flight (comm.in_flight), where the machine file wants it so."""
+"""What it costs a plan that only one communication of a rank may be in flight (comm.in_flight), where the machine
+file wants it so.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from frontier_llm.planner.search import Plan
 
 
 def cost_of_one(plan: Plan, rates: Rates) -> float | None:
-    """Share by which the step is longer than with many in flight, both simulated; None where many are, or nothing could be."""
+    """Share by which the step is longer than with many in flight, both simulated; None where many are, or nothing
+    could be.
+    """
     if not rates.one_in_flight or plan.layout.devices == 1:
         return None
     many = play(plan.model, plan.layout, replace(rates, one_in_flight=False), plan.stages)

@@ -29,7 +29,8 @@ WARN_SHARE = 0.95  # of the device's memory
 FINALISTS = 8
 NEAR = 1.06  # finalists lie within this factor of the closed form's best
 RESOLUTION = 0.03  # of a step: plans closer than this are not told apart by the data sets (3-6 % off, docs/planner.md)
-TENSOR_CHUNKS = (1, 2, 4)  # pieces of a tensor-parallel product that are worth a look: eighths are too small for the matrix units
+# pieces of a tensor-parallel product that are worth a look: eighths are too small for the matrix units
+TENSOR_CHUNKS = (1, 2, 4)
 ACTION_BUDGET = 260_000  # compute actions that may be simulated in one search
 
 
@@ -96,7 +97,9 @@ class Search:
 
 
 def default_global_batch(model: ModelConfig, nodes: int) -> int:
-    """Sequences per step when the user names none: about 16 Mi tokens, as nodes x a power of two so that most dp divide it."""
+    """Sequences per step when the user names none: about 16 Mi tokens, as nodes x a power of two so that most dp
+    divide it.
+    """
     per_node = TARGET_TOKENS / model.sequence_length / nodes
     return int(nodes * 2 ** max(0, round(float(np.log2(per_node)))))
 
@@ -104,7 +107,8 @@ def default_global_batch(model: ModelConfig, nodes: int) -> int:
 def simulate_layout(model: ModelConfig, layout: Layout, rates: Rates, counts: tuple[int, ...] | None = None) -> Plan:
     """One layout with its exact stages: simulated step, memory by rank."""
     stages = split_layers(model, layout.pp * layout.chunks, counts)
-    played, memory = play(model, layout, rates, stages), memory_by_rank(model, layout, rates, stages)
+    played = play(model, layout, rates, stages)
+    memory = memory_by_rank(model, layout, rates, stages)
     return Plan(model, layout, stages, played, memory, rates.memory_bytes, float(step_s(model, layout, rates)))
 
 
@@ -118,7 +122,9 @@ def search(
     cross_node: bool = False,
     **shared: str,
 ) -> Search:
-    """The best layouts of `model` on `nodes` nodes; `shared` is what all have: dtype, optimizer. `plans` is empty when nothing legal fits; `legal` 0 when nothing is legal."""
+    """The best layouts of `model` on `nodes` nodes; `shared` is what all have: dtype, optimizer. `plans` is empty
+    when nothing legal fits; `legal` 0 when nothing is legal.
+    """
     fixed = dict(fixed or {})
     devices = nodes * rates.node_devices
     tp_max = max(rates.node_devices, fixed.get("tp", 1))
@@ -132,7 +138,9 @@ def search(
         return layouts
 
     layouts = legal(tp_max)
-    nothing = Search(model, nodes, global_batch, legal=0, fitting=0, dominated=0, plans=(), smallest_bytes=0.0, fixed=fixed)
+    nothing = Search(
+        model, nodes, global_batch, legal=0, fitting=0, dominated=0, plans=(), smallest_bytes=0.0, fixed=fixed
+    )
     if len(layouts) == 0:
         return nothing
     memory = peak_memory(model, layouts, rates)
@@ -157,8 +165,12 @@ def search(
     )
 
 
-def _finalists(model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight: np.ndarray, rates: Rates) -> list[Plan]:
-    """Simulate the closed form's best of each (tp, pp, microbatch, schedule, tight or roomy), best first, within the action budget."""
+def _finalists(
+    model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight: np.ndarray, rates: Rates
+) -> list[Plan]:
+    """Simulate the closed form's best of each (tp, pp, microbatch, schedule, tight or roomy), best first, within the
+    action budget.
+    """
     recompute = np.select([fitting.recompute == name for name in RECOMPUTE], range(len(RECOMPUTE)))
     order = np.lexsort((np.equal(fitting.axis_order, AXIS_ORDERS[1]), recompute, np.asarray(fitting.chunks), seconds))
     seen: set[tuple[Any, ...]] = set()
@@ -194,7 +206,8 @@ def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
 
 
 def preference(plan: Plan) -> float:
-    """Seconds of the step. A plan that is riskier must win by more than the model resolves: FSDP, whose overlap is an estimate and
+    """Seconds of the step. A plan that is riskier must win by more than the model resolves: FSDP, whose overlap is an
+    estimate and
     not simulated, and a plan that fills memory to within 5 %, where an allocator's whim ends the run."""
     return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)
 
@@ -202,8 +215,9 @@ def preference(plan: Plan) -> float:
 def _searched(plan: Plan, rates: Rates) -> Plan:
     """The layout of a V-shaped plan with the fastest of all Vs that fit.
 
-    The papers choose V-Min, V-Half and ZB-V for equal passes; with a plan's own times another distance between neighbours' passes may be
-    faster. What is found is a name, `v:2,2,2,2`, which the run file holds: nothing is searched again when the run starts.
+    The papers choose V-Min, V-Half and ZB-V for equal passes; with a plan's own times another distance between
+    neighbours' passes may be faster. What is found is a name, `v:2,2,2,2`, which the run file holds: nothing is
+    searched again when the run starts.
     """
     others = (simulate_layout(plan.model, replace(plan.layout, schedule=name), rates) for name in v_names())
     return min([plan, *(one for one in others if one.peak_bytes <= rates.memory_bytes)], key=preference)
@@ -233,7 +247,8 @@ def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
 
 def overheads(plan: Plan) -> dict[str, float]:
     """Shares of the step that are not the model's arithmetic."""
-    played, layout = plan.played, plan.layout
+    played = plan.played
+    layout = plan.layout
     messages = 2 * played.message_s * layout.microbatches * layout.chunks if layout.pp > 1 else 0.0
     waiting = played.pipeline_s - max(played.busy_s)
     return {
@@ -252,7 +267,9 @@ def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: R
             family = getattr(layouts, axis) == degree
             if not np.any(fits & family):
                 needs = f"{memory[family].min() / GIB:.1f} of {rates.memory_bytes / GIB:.0f} GiB"
-                lines.append(f"{axis.upper()}{degree}: none of {int(family.sum())} layouts fits; the smallest needs {needs}")
+                lines.append(
+                    f"{axis.upper()}{degree}: none of {int(family.sum())} layouts fits; the smallest needs {needs}"
+                )
     families: dict[str, Any] = {
         "without recomputation": layouts.recompute == "none",
         "with selective recomputation": layouts.recompute == "selective",
@@ -267,7 +284,9 @@ def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: R
 
 
 def _other_contexts(fitting: Layouts, seconds: np.ndarray) -> list[str]:
-    """What it would cost to attend in another way, or to leave each sequence on one tensor-parallel group, where the best layout splits sequences."""
+    """What it would cost to attend in another way, or to leave each sequence on one tensor-parallel group, where the
+    best layout splits sequences.
+    """
     best = fitting.row(int(np.argmin(seconds)))
     if best.cp == 1:
         return []
@@ -278,7 +297,8 @@ def _other_contexts(fitting: Layouts, seconds: np.ndarray) -> list[str]:
         words = f"TP{fastest.tp} CP{fastest.cp} PP{fastest.pp} DP{fastest.dp}, recompute {fastest.recompute}"
         name = "CP1" if fastest.cp == 1 else f"attention by {way}"
         lines.append(
-            f"{name}: the fastest layout that fits, {words}, takes {100 * (seconds[family].min() / seconds.min() - 1):.1f} % longer"
+            f"{name}: the fastest layout that fits, {words}, takes "
+            f"{100 * (seconds[family].min() / seconds.min() - 1):.1f} % longer"
         )
     return lines
 
@@ -311,11 +331,17 @@ def memory_summary(plan: Plan) -> tuple[int, dict[str, float]]:
 
 
 def smallest_machine(model: ModelConfig, rates: Rates) -> int | None:
-    """The fewest nodes, of the powers of two up to the whole machine, on which some layout fits; None when none does."""
+    """The fewest nodes, of the powers of two up to the whole machine, on which some layout fits; None when none
+    does.
+    """
     for number in (2**power for power in range(15) if 2**power <= rates.nodes):
         batch = default_global_batch(model, number)
         layouts = enumerate_layouts(
-            model, number * rates.node_devices, batch, rates.node_devices, {"recompute": "full", "sharding": "optimizer"}
+            model,
+            number * rates.node_devices,
+            batch,
+            rates.node_devices,
+            {"recompute": "full", "sharding": "optimizer"},
         )
         if len(layouts) and np.any(peak_memory(model, layouts, rates) <= rates.memory_bytes):
             return number

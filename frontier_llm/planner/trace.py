@@ -35,7 +35,8 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
                     "args": {"microbatch": action.microbatch, "position": action.position},
                 }
             )
-    played, m = timeline.schedule.microbatches, plan.layout.microbatches
+    played = timeline.schedule.microbatches
+    m = plan.layout.microbatches
     note = "the whole step" if played == m else f"{played} of {m} microbatches; the rest repeats the pattern"
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin": "simulated", "shown": note}}
 

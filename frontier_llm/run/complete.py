@@ -1,7 +1,8 @@
-"""Decides which checkpoint of a run is the newest complete one. Loader, supervisor and `status` all call this; it needs no torch.
+"""Decides which checkpoint of a run is the newest complete one. Loader, supervisor and `status` all call this; it needs
+no torch.
 
-A checkpoint `step_00000100/` is complete if its manifest is the one that was written and every shard is there in its full size.
-The pointer file LATEST is for people. It does not decide anything.
+A checkpoint `step_00000100/` is complete if its manifest is the one that was written and every shard is there in its
+full size. The pointer file LATEST is for people. It does not decide anything.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def fault(path: Path) -> Problem | None:
 
 
 def _shard_fault(path: Path, sizes: dict[str, object]) -> Problem | None:
-    """The first shard that is missing or has another size. One pass over the folder, because a parallel file system reads ahead then."""
+    """The first shard that is missing or has another size. One pass over the folder, because a parallel file system
+    reads ahead then.
+    """
     missing = dict(sizes)
     try:
         with os.scandir(path) as entries:

@@ -1,7 +1,8 @@
 """Who failed first: the one record of it, `failure.json` in the run directory, written and read here alone.
 
-The rank that failed writes it, or rank 0 about one that died or froze (training/guard/cause.py). Whoever started the ranks completes it with what
-only he sees: signal, exit code, a node that is gone. Where no rank could write, he searches their logs, and `evidence` says so.
+The rank that failed writes it, or rank 0 about one that died or froze (training/guard/cause.py). Whoever started the
+ranks completes it with what only he sees: signal, exit code, a node that is gone. Where no rank could write, he
+searches their logs, and `evidence` says so.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from frontier_llm.files import write_atomically, write_durably
 from frontier_llm.units import strict_json
 
 FILE = "failure.json"
-REFUSED = 2  # exit code of a rank whose user has to change something: trying again is useless (errors.FrontierError.exit_code)
+# exit code of a rank whose user has to change something: trying again is useless (errors.FrontierError.exit_code)
+REFUSED = 2
 STUCK = 70  # EX_SOFTWARE: a rank's watchdog ended it, because another did not move
 _LOST_A_PEER = re.compile(
-    r"RankFailure|secondary failure|has died or left|connection (reset|closed|refused)|broken pipe|timed out|peer|nccl|gloo|"
+    r"RankFailure|secondary failure|has died or left|connection (reset|closed|refused)|broken pipe|timed "
+    r"out|peer|nccl|gloo|"
     r"process group|socket|watchdog",
     re.IGNORECASE,
 )
 _HARDWARE = re.compile(
-    r"(HIP|CUDA|HSA) error(?!.*out of memory)|uncorrectable|\bECC\b|Input/output error|Stale file handle|Bus error|no ROCm-capable device",
+    r"(HIP|CUDA|HSA) error(?!.*out of memory)|uncorrectable|\bECC\b|Input/output error|Stale file handle|Bus "
+    r"error|no ROCm-capable device",
     re.IGNORECASE,
 )
 
@@ -135,5 +139,7 @@ def lost_a_peer(text: str) -> bool:
 
 
 def speaks_of_hardware(text: str) -> bool:
-    """Whether an exception says that the host may be at fault; any other is the program's own, wherever its rank sits."""
+    """Whether an exception says that the host may be at fault; any other is the program's own, wherever its rank
+    sits.
+    """
     return bool(_HARDWARE.search(text))

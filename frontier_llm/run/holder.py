@@ -1,7 +1,8 @@
 """Who holds a run directory: which start of the run is the newest, and whether its rank 0 lives.
 
 incarnation.json                               a supervisor numbers each start of its ranks, and names the job
-checkpoints/incarnations/NNNNNNNN.json         rank 0 takes the lock of its start (checkpoint.lock), which only a dead holder loses
+checkpoints/incarnations/NNNNNNNN.json         rank 0 takes the lock of its start (checkpoint.lock), which only a dead
+holder loses
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_js
 from frontier_llm.run.run_dir import queued_job
 from frontier_llm.units import strict_json
 
-# A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre failover pause
+# A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre
+# failover pause
 STALE_AFTER_S = 60.0
 LOCKS = Path("checkpoints") / "incarnations"
 LAST_START = 99_999_999  # file names have eight digits
@@ -57,7 +59,9 @@ def this_process(job: str = "", restart: int = 0) -> Holder:
 
 
 def process_start(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot ('' where there is no /proc); None when it is dead or a zombie."""
+    """Start time of a live process in clock ticks since boot ('' where there is no /proc); None when it is dead or a
+    zombie.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except FileNotFoundError:
@@ -85,7 +89,9 @@ def start_after(folder: Path, newest: int, counted: int = 0) -> int:
         raise FrontierError(what, "if no job of this run is alive, delete the file", str(folder / f"{newest:08}.json"))
     if counted > LAST_START:
         what = f"counts {counted} starts of the run, and no run starts so often"
-        raise FrontierError(what, "if no job of this run is alive, delete the file", str(folder.parent.parent / "incarnation.json"))
+        raise FrontierError(
+            what, "if no job of this run is alive, delete the file", str(folder.parent.parent / "incarnation.json")
+        )
     return max(newest + 1, counted)
 
 
@@ -102,7 +108,9 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def take(run_dir: Path, job_id: str, host: str) -> int:
-    """Record a new start and return its number, under which its ranks take the checkpoints' lock: that keeps an old rank from writing."""
+    """Record a new start and return its number, under which its ranks take the checkpoints' lock: that keeps an old
+    rank from writing.
+    """
     folder = run_dir / LOCKS  # has also the starts without a supervisor
     newest = max(incarnations(folder), default=0)
     number = start_after(folder, newest, last_start(run_dir).get("incarnation", 0) + 1)
@@ -112,7 +120,8 @@ def take(run_dir: Path, job_id: str, host: str) -> int:
 
 
 def last_start(run_dir: Path) -> dict[str, Any]:
-    """The newest start that a supervisor has recorded: incarnation, job_id, host, pid, since_unix_s; empty for a new run.
+    """The newest start that a supervisor has recorded: incarnation, job_id, host, pid, since_unix_s; empty for a new
+    run.
 
     Raises DamagedRecord for a file that holds anything else.
     """
@@ -140,7 +149,9 @@ def jobs(run_dir: Path) -> list[str]:
 
 
 def living_holder(run_dir: Path) -> Holder | None:
-    """Who is training in a run directory now; None when nobody is. A holder on another host lives as long as its heartbeats are recent."""
+    """Who is training in a run directory now; None when nobody is. A holder on another host lives as long as its
+    heartbeats are recent.
+    """
     path = newest_lock(run_dir)
     holder = read_holder(path)
     if holder is None or holder.released:
@@ -157,17 +168,23 @@ def newest_lock(run_dir: Path) -> Path:
 
 
 def silence_s(path: Path) -> float:
-    """Seconds since the last heartbeat. Negative if the clock that stamped it is ahead of this host's. Raises OSError."""
+    """Seconds since the last heartbeat. Negative if the clock that stamped it is ahead of this host's. Raises
+    OSError.
+    """
     return time.time() - path.stat().st_mtime
 
 
 def is_ahead(silent_s: float) -> bool:
-    """True for a heartbeat so far in the future that its age says nothing: the holder's clock was wrong, or this one is."""
+    """True for a heartbeat so far in the future that its age says nothing: the holder's clock was wrong, or this one
+    is.
+    """
     return silent_s < -STALE_AFTER_S
 
 
 def watched_dead(path: Path) -> bool:
-    """Watch a heartbeat whose time cannot be trusted; True if none comes for as long as a dead holder is silent. Takes up to a minute."""
+    """Watch a heartbeat whose time cannot be trusted; True if none comes for as long as a dead holder is silent.
+    Takes up to a minute.
+    """
     before = path.stat().st_mtime_ns
     deadline_s = time.monotonic() + STALE_AFTER_S
     while time.monotonic() < deadline_s:
@@ -183,7 +200,9 @@ def how_to_free(path: Path) -> str:
 
 
 def refuse_second_start(run_dir: Path) -> None:
-    """Raises FrontierError when somebody trains there: looked at first, because a start replaces logs and the last failure's record."""
+    """Raises FrontierError when somebody trains there: looked at first, because a start replaces logs and the last
+    failure's record.
+    """
     holder = living_holder(run_dir)
     if holder is None:
         return
@@ -195,7 +214,10 @@ def refuse_second_start(run_dir: Path) -> None:
     if not is_ahead(silent_s):
         raise FrontierError(f"is in use by {holder.describe()}", fix, str(run_dir))
     log.warn(
-        f"{path}: the last heartbeat of {holder.describe()} is {-silent_s:,.0f} s in the future; watching it for {STALE_AFTER_S:.0f} s"
+        f"{path}: the last heartbeat of {holder.describe()} is {-silent_s:,.0f} s in the future; watching it for "
+        f"{STALE_AFTER_S:.0f} s"
     )
     if not watched_dead(path):
-        raise FrontierError(f"is in use by {holder.describe()}, whose clock is {-silent_s:,.0f} s ahead", fix, str(run_dir))
+        raise FrontierError(
+            f"is in use by {holder.describe()}, whose clock is {-silent_s:,.0f} s ahead", fix, str(run_dir)
+        )

@@ -1,6 +1,7 @@
 """Slurm's host list syntax, both ways: `frontier[00001-00003,00010]` ↔ four names. Pure: asks no `scontrol` and no DNS.
 
-Our own, because python-hostlist is under the GPL and ClusterShell brings a whole administration framework for these two functions.
+Our own, because python-hostlist is under the GPL and ClusterShell brings a whole administration framework for these two
+functions.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from itertools import groupby, product, zip_longest
 
 from frontier_llm.errors import FrontierError
 
-MAX_HOSTS = 100_000  # an order of magnitude above the largest machine (Frontier: 9856 nodes); guards against `n[1-999999999]`
+# an order of magnitude above the largest machine (Frontier: 9856 nodes); guards against `n[1-999999999]`
+MAX_HOSTS = 100_000
 
 
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")  # up to a comma outside of brackets
@@ -22,8 +24,8 @@ _BRACKETS = re.compile(r"\[([^\]]*)\]")
 def expand(text: str) -> tuple[str, ...]:
     """The names in a host list, in Slurm's order: 'n[0-1,7],login1' -> ('n0', 'n1', 'n7', 'login1').
 
-    Raises FrontierError for unbalanced brackets, an empty or reversed range, or more than MAX_HOSTS names; these are counted before
-    any is made.
+    Raises FrontierError for unbalanced brackets, an empty or reversed range, or more than MAX_HOSTS names; these are
+    counted before any is made.
     """
     if set("[]") & set(_ITEM.sub("", text)):
         raise FrontierError("brackets do not match", "write e.g. n[0-3,8]", _shorten(text))
@@ -47,8 +49,12 @@ def first(text: str) -> str:
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """The shortest list of ranges, as `--exclude` and `--nodelist` take it: ('n0', 'n1', 'n7') -> 'n[0-1,7]'; sorted, no repeats."""
-    split = sorted({_split_number(host) for host in hosts}, key=lambda part: (part[0], len(part[1]), int(part[1] or -1)))
+    """The shortest list of ranges, as `--exclude` and `--nodelist` take it: ('n0', 'n1', 'n7') -> 'n[0-1,7]';
+    sorted, no repeats.
+    """
+    split = sorted(
+        {_split_number(host) for host in hosts}, key=lambda part: (part[0], len(part[1]), int(part[1] or -1))
+    )
     items = []
     for (prefix, _width), members in groupby(split, key=lambda part: (part[0], len(part[1]))):
         numbers = [number for _, number in members]
@@ -80,9 +86,12 @@ def _range(part: str, text: str) -> tuple[range, int]:
     match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
     if match is None:
         raise FrontierError(f"{part!r} is not a number or a range", "write e.g. n[0-3,8]", _shorten(text))
-    start, stop = int(match[1]), int(match[2] or match[1])
+    start = int(match[1])
+    stop = int(match[2] or match[1])
     if stop < start or stop - start >= MAX_HOSTS:
-        raise FrontierError(f"the range {part!r} is reversed or names more than {MAX_HOSTS} hosts", where=_shorten(text))
+        raise FrontierError(
+            f"the range {part!r} is reversed or names more than {MAX_HOSTS} hosts", where=_shorten(text)
+        )
     return range(start, stop + 1), len(match[1])
 
 

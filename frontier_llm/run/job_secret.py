@@ -1,7 +1,7 @@
 """What the ranks of one job know each other by, and a folder on each node that is theirs alone.
 
-Our launchers hand the secret on in FRONTIER_LLM_SECRET: of a process's environment only its own user can read. Under others (torchrun, mpirun, a bare srun)
-rank 0 writes it into the run directory, readable by this user only.
+Our launchers hand the secret on in FRONTIER_LLM_SECRET: of a process's environment only its own user can read. Under
+others (torchrun, mpirun, a bare srun) rank 0 writes it into the run directory, readable by this user only.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ class JobSecret:
         given = environ(VARIABLE) or (new_secret() if place.world_size == 1 else "")
         if given and len(given) < SHORTEST:
             raise FrontierError(
-                f"has {len(given)} characters, at least {SHORTEST} are needed", "unset it, or: openssl rand -hex 32", VARIABLE
+                f"has {len(given)} characters, at least {SHORTEST} are needed",
+                "unset it, or: openssl rand -hex 32",
+                VARIABLE,
             )
-        self._given, self._place = given.encode(), place
+        self._given = given.encode()
+        self._place = place
         self._path = run_dir / f".rendezvous-{place.master_port}"
         self._made_folder = not run_dir.exists()
         if place.rank == 0 and not given:
@@ -64,7 +67,10 @@ class JobSecret:
                 return self()
             except OSError as error:
                 if time.monotonic() > deadline_s:
-                    fix = f"check that rank 0 started and that the run directory is shared, or export the same {VARIABLE} for all ranks"
+                    fix = (
+                        f"check that rank 0 started and that the run directory is shared, or export the same "
+                        f"{VARIABLE} for all ranks"
+                    )
                     raise FrontierError(
                         f"rank 0 has not told the job's secret within {timeout_s:g} s: {error}", fix, str(self._path)
                     ) from error
@@ -104,7 +110,9 @@ def folder_of(secret: bytes) -> Path:
 
 
 def private_folder(secret: bytes) -> Path:
-    """The job's folder on this node, which its first rank here makes. Raises FrontierError when it is not this user's alone."""
+    """The job's folder on this node, which its first rank here makes. Raises FrontierError when it is not this
+    user's alone.
+    """
     folder = folder_of(secret)
     try:
         folder.mkdir(mode=0o700)
@@ -117,7 +125,9 @@ def private_folder(secret: bytes) -> Path:
             ) from None
     except OSError as error:
         raise FrontierError(
-            f"cannot make the job's folder: {error.strerror}", "set FRONTIER_LLM_NODE_LOCAL to a folder on a local disk", str(folder)
+            f"cannot make the job's folder: {error.strerror}",
+            "set FRONTIER_LLM_NODE_LOCAL to a folder on a local disk",
+            str(folder),
         ) from error
     hold(folder)
     return folder

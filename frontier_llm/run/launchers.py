@@ -1,6 +1,8 @@
-"""What each launcher leaves behind for its processes, read into one `RankEnv`; nothing here looks at this process's own environment.
+"""What each launcher leaves behind for its processes, read into one `RankEnv`; nothing here looks at this process's own
+environment.
 
-One function per launcher: torchrun, Slurm's srun, Open MPI's mpirun, a PMI launcher (Cray PALS, MPICH), or MPI itself through mpi4py.
+One function per launcher: torchrun, Slurm's srun, Open MPI's mpirun, a PMI launcher (Cray PALS, MPICH), or MPI itself
+through mpi4py.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from zlib import crc32
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.run import hostlist
 
-# Ports 20000-31999: above the registered services in use on clusters, below Linux's ephemeral range (32768-60999), so that no
+# Ports 20000-31999: above the registered services in use on clusters, below Linux's ephemeral range (32768-60999), so
+# that no
 # outgoing connection of another process can be sitting on the one that every rank has derived.
-FIRST_PORT, PORT_COUNT = 20_000, 12_000
+FIRST_PORT = 20_000
+PORT_COUNT = 12_000
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class RankEnv:
     def describe(self) -> str:
         """'rank 12 of 32 (local 4 of 8 on n1), rendezvous n0:23456, started by slurm' for messages."""
         return (
-            f"rank {self.rank} of {self.world_size} (local {self.local_rank} of {self.local_world_size} on {self.hostname}), "
+            f"rank {self.rank} of {self.world_size} (local {self.local_rank} of {self.local_world_size} on "
+            f"{self.hostname}), "
             f"rendezvous {self.master_addr}:{self.master_port}, started by {self.launcher}"
         )
 
@@ -47,7 +52,9 @@ class _Reader:
     """Collects integers from variables and every complaint about them."""
 
     def __init__(self, env: Mapping[str, str], launcher: str) -> None:
-        self.env, self.launcher, self.problems = env, launcher, list[Problem]()
+        self.env = env
+        self.launcher = launcher
+        self.problems = list[Problem]()
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """The first of `names` that is set, as a non-negative integer."""
@@ -55,7 +62,9 @@ class _Reader:
         if name is None:
             if default is None:
                 fix = f"unset what is left of {self.launcher}, or start with srun"
-                self.problems.append(Problem(names[0], f"is not set although {self.launcher} started this process", fix))
+                self.problems.append(
+                    Problem(names[0], f"is not set although {self.launcher} started this process", fix)
+                )
             return default or 0
         if not re.fullmatch(r"\d+", self.env[name]):
             self.problems.append(Problem(name, f"{self.env[name]!r} is not a number"))
@@ -70,14 +79,18 @@ class _Reader:
 
 def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
     read = _Reader(env, "torchrun")
-    rank, world = read.integer("RANK"), read.integer("WORLD_SIZE")
-    local, local_world = read.integer("LOCAL_RANK"), read.integer("LOCAL_WORLD_SIZE", default=world)
+    rank = read.integer("RANK")
+    world = read.integer("WORLD_SIZE")
+    local = read.integer("LOCAL_RANK")
+    local_world = read.integer("LOCAL_WORLD_SIZE", default=world)
     port = read.integer("MASTER_PORT")
     # torchrun's own store listens on that port: ours needs another, and a new one after each restart
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = FIRST_PORT + (port + read.integer("TORCHELASTIC_RESTART_COUNT", default=0)) % PORT_COUNT
     if "MASTER_ADDR" not in env:
-        read.problems.append(Problem("MASTER_ADDR", "is not set although RANK and WORLD_SIZE are", "start with torchrun, or set it"))
+        read.problems.append(
+            Problem("MASTER_ADDR", "is not set although RANK and WORLD_SIZE are", "start with torchrun, or set it")
+        )
     read.finish()
     launcher = "local" if env.get("FRONTIER_LLM_LAUNCHER") == "local" else "torchrun"
     return RankEnv(rank, world, local, local_world, socket.gethostname(), env["MASTER_ADDR"], port, launcher)
@@ -87,11 +100,14 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     read = _Reader(env, "slurm")
     rank = read.integer("SLURM_PROCID")
     world = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    local, node = read.integer("SLURM_LOCALID"), read.integer("SLURM_NODEID")
+    local = read.integer("SLURM_LOCALID")
+    node = read.integer("SLURM_NODEID")
     read.finish()
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(world))))
     if node >= len(counts):
-        raise FrontierError(f"{node} is past the {len(counts)} nodes of SLURM_STEP_TASKS_PER_NODE", where="SLURM_NODEID")
+        raise FrontierError(
+            f"{node} is past the {len(counts)} nodes of SLURM_STEP_TASKS_PER_NODE", where="SLURM_NODEID"
+        )
     return _with_rendezvous(env, "slurm", rank, world, local, counts[node])
 
 
@@ -131,20 +147,28 @@ def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
         ) from error
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    address = env.get("MASTER_ADDR") or ("127.0.0.1" if node.size == world.size else socket.gethostbyname(socket.gethostname()))
+    address = env.get("MASTER_ADDR") or (
+        "127.0.0.1" if node.size == world.size else socket.gethostbyname(socket.gethostname())
+    )
     port = int(env["MASTER_PORT"]) if env.get("MASTER_PORT", "").isdigit() else free_port()
     address, port = world.bcast((address, port), root=0)
     return RankEnv(world.rank, world.size, node.rank, node.size, socket.gethostname(), address, port, "mpi4py")
 
 
-def _with_rendezvous(env: Mapping[str, str], launcher: str, rank: int, world: int, local: int, local_world: int) -> RankEnv:
-    """The place, and where the ranks meet: MASTER_*, else the first node of the step and a port derived from the job's identity."""
+def _with_rendezvous(
+    env: Mapping[str, str], launcher: str, rank: int, world: int, local: int, local_world: int
+) -> RankEnv:
+    """The place, and where the ranks meet: MASTER_*, else the first node of the step and a port derived from the
+    job's identity.
+    """
     hostname = env.get("SLURMD_NODENAME") if launcher == "slurm" else None
     address = _address(env, launcher, one_node=world == local_world)
     port = _port(env, launcher)
     if port is None and world > 1:
         raise FrontierError(
-            f"{launcher} gives no job identity to derive a port from", "export the same MASTER_PORT for all ranks", "MASTER_PORT"
+            f"{launcher} gives no job identity to derive a port from",
+            "export the same MASTER_PORT for all ranks",
+            "MASTER_PORT",
         )
     return RankEnv(rank, world, local, local_world, hostname or socket.gethostname(), address, port, launcher)
 
@@ -212,7 +236,9 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise FrontierError(f"no free port in {FIRST_PORT}-{FIRST_PORT + PORT_COUNT - 1}", "end processes that listen there")
+    raise FrontierError(
+        f"no free port in {FIRST_PORT}-{FIRST_PORT + PORT_COUNT - 1}", "end processes that listen there"
+    )
 
 
 LAUNCHERS: dict[str, Callable[[Mapping[str, str]], RankEnv]] = {

@@ -1,6 +1,7 @@
 """Folders in a node's temporary directory, and the removal of those whose processes were killed.
 
-Every process that uses a folder holds a shared lock on its file `in_use` until it ends, however it ends. A folder without any lock is stale.
+Every process that uses a folder holds a shared lock on its file `in_use` until it ends, however it ends. A folder
+without any lock is stale.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _held: dict[Path, int] = {}
 
 
 def hold(folder: Path) -> None:
-    """Lock a folder of this user until this process ends. A file system without locks leaves it as it is: it is then never removed."""
+    """Lock a folder of this user until this process ends. A file system without locks leaves it as it is: it is then
+    never removed.
+    """
     with suppress(OSError):
         if folder in _held and os.fstat(_held[folder]).st_ino == (folder / IN_USE).lstat().st_ino:
             return
@@ -38,7 +41,9 @@ def hold(folder: Path) -> None:
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Remove the folders of this user below `root` whose processes are gone. Returns them; what cannot be removed stays."""
+    """Remove the folders of this user below `root` whose processes are gone. Returns them; what cannot be removed
+    stays.
+    """
     removed: list[Path] = []
     try:
         with os.scandir(root) as entries:
@@ -75,7 +80,9 @@ def _remove_if_stale(folder: Path) -> bool:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder in the temporary directory until the end of the body. If this process is killed, a later one removes it."""
+    """A folder in the temporary directory until the end of the body. If this process is killed, a later one removes
+    it.
+    """
     root = Path(tempfile.gettempdir())
     remove_stale(root)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=root) as name:

@@ -1,11 +1,11 @@
 """Who am I among the processes of this run? The only reader of `os.environ` in the package.
 
-One process per device may be started by torchrun, by srun, by Open MPI's mpirun, by a PMI launcher (Cray PALS, MPICH), or by
-`cluster.local`; each leaves its own variables. `discover` turns them into one `RankEnv`, or None when no launcher
+One process per device may be started by torchrun, by srun, by Open MPI's mpirun, by a PMI launcher (Cray PALS, MPICH),
+or by `cluster.local`; each leaves its own variables. `discover` turns them into one `RankEnv`, or None when no launcher
 started this process, or says which variables contradict each other.
 
-Variables that a user may set: MASTER_ADDR and MASTER_PORT override the rendezvous; FRONTIER_LLM_LAUNCHER names the launcher to
-believe ('mpi4py' asks MPI itself, which some sites want imported before torch).
+Variables that a user may set: MASTER_ADDR and MASTER_PORT override the rendezvous; FRONTIER_LLM_LAUNCHER names the
+launcher to believe ('mpi4py' asks MPI itself, which some sites want imported before torch).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def put(name: str, value: str) -> None:
 def discover(variables: Mapping[str, str] | None = None) -> RankEnv | None:
     """This process's place, or None when it was started alone (a login shell, a laptop, the shell of an sbatch script).
 
-    `variables` replaces the process environment in tests. Raises FrontierError naming every variable that is missing, is not a
-    number, or contradicts another.
+    `variables` replaces the process environment in tests. Raises FrontierError naming every variable that is missing,
+    is not a number, or contradicts another.
     """
     env = os.environ if variables is None else variables
     launcher = env.get("FRONTIER_LLM_LAUNCHER") or _detect(env)
@@ -94,7 +94,9 @@ def _detect(env: Mapping[str, str]) -> str | None:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """A task of srun. The batch shell has SLURM_PROCID=0 too, but no step id; an interactive shell has one task and a terminal."""
+    """A task of srun. The batch shell has SLURM_PROCID=0 too, but no step id; an interactive shell has one task and
+    a terminal.
+    """
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
     if step is None or step in _SHELL_STEPS or "SLURM_PROCID" not in env:
         return False
@@ -104,14 +106,19 @@ def _in_slurm_step(env: Mapping[str, str]) -> bool:
 
 def _contradictions(place: RankEnv, env: Mapping[str, str]) -> Iterator[Problem]:
     """Values that cannot be true together; each names its variables."""
-    rank, world, local, local_world = place.rank, place.world_size, place.local_rank, place.local_world_size
+    rank = place.rank
+    world = place.world_size
+    local = place.local_rank
+    local_world = place.local_world_size
     rules = (
         (rank < world, "rank", f"{rank} of a world of {world}"),
         (local < local_world, "local rank", f"{local} of {local_world} here"),
         (local_world <= world, "local world size", f"{local_world} of {world}"),
     )
     sources = _sources(place, env)
-    yield from (Problem(where, f"{what} ({sources})", "unset stale variables") for holds, where, what in rules if not holds)
+    yield from (
+        Problem(where, f"{what} ({sources})", "unset stale variables") for holds, where, what in rules if not holds
+    )
     if place.master_port is not None and not 0 < place.master_port < 65536:
         yield Problem("MASTER_PORT", f"{place.master_port} is not a port", "choose 1024-65535")
     if place.launcher in ("slurm", "openmpi", "pmi"):
@@ -130,4 +137,6 @@ def _sources(place: RankEnv, env: Mapping[str, str]) -> str:
     """The launcher's variables and values, for a message."""
     prefixes = ("OMPI_COMM_WORLD", "PMI_", "PALS_", "MPI_LOCAL")
     others = sorted(name for name in env if name.startswith(prefixes) or name in _TORCH_NAMES)
-    return ", ".join(f"{name}={env[name]}" for name in (_SLURM_NAMES if place.launcher == "slurm" else others) if name in env)
+    return ", ".join(
+        f"{name}={env[name]}" for name in (_SLURM_NAMES if place.launcher == "slurm" else others) if name in env
+    )

@@ -1,4 +1,5 @@
-"""Reads the small files of a run directory. A file that is not what the program wrote is named; it never becomes a traceback.
+"""Reads the small files of a run directory. A file that is not what the program wrote is named; it never becomes a
+traceback.
 
 A full disk, a restored backup or an editor can leave any content behind. So every value has its type checked here.
 """
@@ -44,7 +45,9 @@ def open_record(path: Path) -> BinaryIO | None:
     except FileNotFoundError:
         raise DamagedRecord("is a link to a file that does not exist", "remove the link", str(path)) from None
     except OSError as error:
-        raise DamagedRecord(f"cannot be read: {error.strerror}", "check its permissions and its disk", str(path)) from None
+        raise DamagedRecord(
+            f"cannot be read: {error.strerror}", "check its permissions and its disk", str(path)
+        ) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -72,7 +75,9 @@ def read_text(path: Path) -> str | None:
 
 
 def read_json(path: Path, expected: type, fix: str = "restore it from a copy, or move it away") -> Any:
-    """The JSON value in a small file, which must be an `expected` (dict or list); None if there is no such file. Raises DamagedRecord."""
+    """The JSON value in a small file, which must be an `expected` (dict or list); None if there is no such file.
+    Raises DamagedRecord.
+    """
     text = read_text(path)
     if text is None:
         return None
@@ -88,7 +93,8 @@ def read_json(path: Path, expected: type, fix: str = "restore it from a copy, or
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(line number, its object) of a JSON-lines file; None for a line that holds no object. A last line that a crash cut off is left out.
+    """(line number, its object) of a JSON-lines file; None for a line that holds no object. A last line that a crash
+    cut off is left out.
 
     No lines if there is no such file. Raises DamagedRecord.
     """
@@ -109,7 +115,9 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def damaged_lines(path: Path, is_sound: Callable[[dict[str, Any]], bool]) -> str:
-    """'line 43 is damaged and left out' if a JSON-lines file has lines that are no object or not sound; '' otherwise. Raises DamagedRecord."""
+    """'line 43 is damaged and left out' if a JSON-lines file has lines that are no object or not sound; ''
+    otherwise. Raises DamagedRecord.
+    """
     bad = [number for number, row in json_lines(path) if row is None or not is_sound(row)]
     if not bad:
         return ""

@@ -1,14 +1,14 @@
 """What a run directory tells about its run, read without torch: last checkpoint, metrics, attempts, and who may write.
 
 checkpoints/step_NNNNNNNN/     complete.py decides which one is the newest complete one
-metrics.jsonl                  one line per step, evaluation, tasks, save, start and rewind; the last two name the layout
-attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
+metrics.jsonl                  one line per step, evaluation, tasks, save, start and rewind; the last two name the
+layout attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
 incarnation.json               the newest start, and its job (holder.py)
 bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
 successor                      id of the job that was queued last
-untrusted_nodes.json           hosts that computed wrongly or differed from the others at a start: never used again; delete the file to forgive them
-STOP                           made by a person: save, end, and do not continue until it is deleted
-SAVE                           made by a person: save within a step and go on; the run deletes it
+untrusted_nodes.json           hosts that computed wrongly or differed from the others at a start: never used again;
+delete the file to forgive them STOP                           made by a person: save, end, and do not continue until it
+is deleted SAVE                           made by a person: save within a step and go on; the run deletes it
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from frontier_llm.run.complete import newest_complete
 from frontier_llm.run.records import DamagedRecord, is_count, is_number, json_lines, read_json, read_text
 from frontier_llm.units import strict_json
 
-STOP_FILE, SAVE_FILE = "STOP", "SAVE"
+STOP_FILE = "STOP"
+SAVE_FILE = "SAVE"
 MOVED = "was moved away or deleted while the run goes on; nothing is written in its old place"
 MOVE_BACK = "move it back, or start again where it is now"
 TORN_BYTES = 1 << 16  # no line is nearly as long
-NUMBERS = ("loss", "gradient_norm", "tokens_per_s", "step_time_s", "consumed_tokens")  # of a row of metrics.jsonl, where it has them
-NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")  # so null in the file; a null `mfu` is not known
+# of a row of metrics.jsonl, where it has them
+NUMBERS = ("loss", "gradient_norm", "tokens_per_s", "step_time_s", "consumed_tokens")
+# so null in the file; a null `mfu` is not known
+NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,17 @@ def place(run_dir: Path) -> tuple[int, int]:
 
 
 def refuse_moved(run_dir: Path, before: tuple[int, int]) -> None:
-    """Raise Moved if the run directory was renamed, deleted or replaced: a record in its old place would begin another run."""
+    """Raise Moved if the run directory was renamed, deleted or replaced: a record in its old place would begin
+    another run.
+    """
     if place(run_dir) != before:
         raise Moved(MOVED, MOVE_BACK, str(run_dir))
 
 
 def open_lines(path: Path) -> FileIO:
-    """For appending whole lines. Half a line that a crash or a full disk has left at the end is cut off. Raises FrontierError for a link."""
+    """For appending whole lines. Half a line that a crash or a full disk has left at the end is cut off. Raises
+    FrontierError for a link.
+    """
     lines = FileIO(open_below(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
     size = os.fstat(lines.fileno()).st_size
     lines.seek(max(0, size - TORN_BYTES))
@@ -94,7 +101,9 @@ def open_lines(path: Path) -> FileIO:
 
 
 def make_log_dir(log_dir: Path, run_dir: Path | None) -> None:
-    """Make the folder of the ranks' logs. Raises FrontierError if it lies below the run directory and a link is on the way."""
+    """Make the folder of the ranks' logs. Raises FrontierError if it lies below the run directory and a link is on
+    the way.
+    """
     if run_dir is not None and log_dir.is_relative_to(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         folder_below(run_dir, str(log_dir.relative_to(run_dir)))
@@ -116,11 +125,15 @@ def latest_step(run_dir: Path) -> int:
     try:
         return newest_complete(folder) or 0
     except OSError as error:
-        raise DamagedRecord(f"cannot be read: {error.strerror}", "check its permissions and its disk", str(folder)) from None
+        raise DamagedRecord(
+            f"cannot be read: {error.strerror}", "check its permissions and its disk", str(folder)
+        ) from None
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file. Lines that are no object are left out. Raises DamagedRecord if it is not a file."""
+    """The objects of a JSON-lines file. Lines that are no object are left out. Raises DamagedRecord if it is not a
+    file.
+    """
     return (row for _, row in json_lines(path) if row is not None)
 
 
@@ -134,7 +147,9 @@ def is_row(row: Mapping[str, Any]) -> bool:
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what the run has taken back: a start or a rewind at step N is followed by steps N + 1, N + 2 … again."""
+    """metrics.jsonl without what the run has taken back: a start or a rewind at step N is followed by steps N + 1, N
+    + 2 … again.
+    """
     valid: list[dict[str, Any]] = []
     for row in read_jsonl(run_dir / "metrics.jsonl"):
         if not is_row(row):
@@ -147,7 +162,9 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def steps(run_dir: Path) -> list[dict[str, Any]]:
     """Training rows, one per step, in their order."""
-    by_step = {row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind", "step") == "step" and "loss" in row}
+    by_step = {
+        row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind", "step") == "step" and "loss" in row
+    }
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -168,12 +185,18 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 def tasks(run_dir: Path) -> list[dict[str, Any]]:
     """Accuracies of in-context tasks by kind and name, one row per step at which they were asked, in their order."""
-    by_step = {row["step"]: row for row in rows(run_dir) if row.get("kind") == "tasks" and isinstance(row.get("accuracy"), dict)}
+    by_step = {
+        row["step"]: row
+        for row in rows(run_dir)
+        if row.get("kind") == "tasks" and isinstance(row.get("accuracy"), dict)
+    }
     return [by_step[step] for step in sorted(by_step)]
 
 
 def layouts(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of starts and rewinds from which on the run had another `layout` than before; none in files from before it was written down."""
+    """The rows of starts and rewinds from which on the run had another `layout` than before; none in files from
+    before it was written down.
+    """
     changes: list[dict[str, Any]] = []
     for row in rows(run_dir):
         if isinstance(row.get("layout"), dict):
@@ -210,7 +233,9 @@ def last_attempt(run_dir: Path) -> Attempt | None:
 
 
 def end(run_dir: Path, steps: float, save_final: bool = True) -> str:
-    """'finished' when a run of so many steps is done, 'stopped' while a person has stopped it, '' when there is work."""
+    """'finished' when a run of so many steps is done, 'stopped' while a person has stopped it, '' when there is
+    work.
+    """
     last = last_attempt(run_dir)
     if latest_step(run_dir) >= steps or (not save_final and last and last.cause == "finished"):
         return "finished"
@@ -219,7 +244,10 @@ def end(run_dir: Path, steps: float, save_final: bool = True) -> str:
 
 def node_hours(run_dir: Path) -> float:
     """What the run's attempts have used so far."""
-    return sum(len(attempt.nodes) * max(0.0, attempt.ended_unix_s - attempt.started_unix_s) / 3600 for attempt in attempts(run_dir))
+    return sum(
+        len(attempt.nodes) * max(0.0, attempt.ended_unix_s - attempt.started_unix_s) / 3600
+        for attempt in attempts(run_dir)
+    )
 
 
 def record(run_dir: Path, attempt: Attempt) -> None:
@@ -228,7 +256,9 @@ def record(run_dir: Path, attempt: Attempt) -> None:
 
 
 def queued_job(run_dir: Path) -> str:
-    """The id of the job that was queued last for this run; '' when none was. Raises DamagedRecord for a file without a job id."""
+    """The id of the job that was queued last for this run; '' when none was. Raises DamagedRecord for a file without
+    a job id.
+    """
     path = run_dir / "successor"
     text = (read_text(path) or "").strip()
     if text and not re.fullmatch(r"[0-9][0-9_+.\[\]-]{0,63}", text):
@@ -237,7 +267,9 @@ def queued_job(run_dir: Path) -> str:
 
 
 def bad_hosts(run_dir: Path) -> list[str]:
-    """Hosts that failed: that went down, that computed wrongly, or on which ranks were twice killed or found their hardware broken."""
+    """Hosts that failed: that went down, that computed wrongly, or on which ranks were twice killed or found their
+    hardware broken.
+    """
     first = [attempt.failed_host for attempt in attempts(run_dir) if attempt.cause == "crash" and attempt.failed_host]
     twice = {host for host in first if first.count(host) >= 2}
     return sorted({*_listed(run_dir / "bad_nodes.json"), *untrusted_hosts(run_dir), *twice})

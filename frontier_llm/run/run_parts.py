@@ -26,7 +26,9 @@ class RunParts:
         except FrontierError as error:
             self.damage += [self._relative(problem) for problem in error.problems]
         except OSError as error:
-            self.damage.append(self._relative(Problem(str(error.filename or self.directory), f"cannot be read: {error.strerror}")))
+            self.damage.append(
+                self._relative(Problem(str(error.filename or self.directory), f"cannot be read: {error.strerror}"))
+            )
         return default
 
     def note(self, problem: Problem) -> None:

@@ -1,13 +1,13 @@
 """Signals that reach a rank even while it is blocked inside a collective.
 
-A Python signal handler runs between byte codes of the main thread; a rank waiting in gloo for a dead peer never gets there
-(measured: 6.0 s late, exactly when the collective returned). CPython's C-level handler, however, writes the signal's number
-to the wakeup descriptor at once, from whichever thread the kernel chose. A thread reads it here and raises a flag; the
-training loop looks at the flag between steps.
+A Python signal handler runs between byte codes of the main thread; a rank waiting in gloo for a dead peer never gets
+there (measured: 6.0 s late, exactly when the collective returned). CPython's C-level handler, however, writes the
+signal's number to the wakeup descriptor at once, from whichever thread the kernel chose. A thread reads it here and
+raises a flag; the training loop looks at the flag between steps.
 
-Until there are handlers, half a second after the start at best, a signal would kill the process. So whoever starts ranks holds the warnings
-back (`held`): they wait in the kernel, also across exec, until a watcher takes them. Before any rank starts, a command checks its run and
-has nothing to save: SIGTERM then ends it at once.
+Until there are handlers, half a second after the start at best, a signal would kill the process. So whoever starts
+ranks holds the warnings back (`held`): they wait in the kernel, also across exec, until a watcher takes them. Before
+any rank starts, a command checks its run and has nothing to save: SIGTERM then ends it at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 
 # A rank saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
 EXIT_INTERRUPTED = 75
-BEFORE_RANKS = (signal.SIGUSR1, signal.SIGHUP)  # blocked while a command checks its run: a batch script's warning is then acted on later
+# blocked while a command checks its run: a batch script's warning is then acted on later
+BEFORE_RANKS = (signal.SIGUSR1, signal.SIGHUP)
 HELD = (*BEFORE_RANKS, signal.SIGTERM)
 SIGNALS = (*HELD, signal.SIGINT)  # Ctrl-C is not held back: nothing is lost yet, and the user sits there waiting
 
@@ -37,7 +38,9 @@ def heeded() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def held(numbers: Collection[signal.Signals] = HELD) -> Iterator[None]:
-    """In the body, and in processes started there, these signals wait until a SignalWatcher is entered. Main thread only."""
+    """In the body, and in processes started there, these signals wait until a SignalWatcher is entered. Main thread
+    only.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -49,9 +52,9 @@ class SignalWatcher:
     """Context manager: `.requested` is None until one of SIGNALS arrives, then its name ('SIGUSR1').
 
     The first signal asks for an orderly end. A second one, `debounce_s` or more after it, ends the process at once with
-    128 + its number, even when the main thread is stuck: what has been committed to disk stays, nothing else is waited for.
-    Within `debounce_s` repeats count as one request, because Slurm and a script's trap may both deliver the same warning.
-    Must be entered in the main thread; restores handlers, wakeup descriptor and mask when left.
+    128 + its number, even when the main thread is stuck: what has been committed to disk stays, nothing else is waited
+    for. Within `debounce_s` repeats count as one request, because Slurm and a script's trap may both deliver the same
+    warning. Must be entered in the main thread; restores handlers, wakeup descriptor and mask when left.
     """
 
     def __init__(self, debounce_s: float = 1.0) -> None:
@@ -70,7 +73,9 @@ class SignalWatcher:
         self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # takes what has been held back
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         for number, handler in self._old.items():
             signal.signal(number, handler)

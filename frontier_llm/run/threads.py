@@ -32,7 +32,9 @@ class Heartbeat:
     """Touches a file every few seconds, so that others see that whoever made it lives."""
 
     def __init__(self, path: Path, every_s: float) -> None:
-        self._path, self._every_s, self._stopped = path, every_s, threading.Event()
+        self._path = path
+        self._every_s = every_s
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 

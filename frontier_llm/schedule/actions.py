@@ -1,7 +1,9 @@
-"""A pipeline schedule as data: what each pipeline rank does, in order. Engine, simulator, checker and figure play this list.
+"""A pipeline schedule as data: what each pipeline rank does, in order. Engine, simulator, checker and figure play this
+list.
 
-Vocabulary: `stage` or `rank` = pipeline rank (0 … pp-1); `position` = place of a virtual stage in the model (0 … pp·chunks-1). Activations
-flow from position to position + 1, gradients back. Which rank holds a position is the placement's to say, and nobody else's.
+Vocabulary: `stage` or `rank` = pipeline rank (0 … pp-1); `position` = place of a virtual stage in the model (0 …
+pp·chunks-1). Activations flow from position to position + 1, gradients back. Which rank holds a position is the
+placement's to say, and nobody else's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Kind(Enum):
     BACKWARD_INPUT = "I"  # input gradient only; its weight gradient follows as W (zero-bubble schedules)
     BACKWARD_WEIGHT = "W"
     SEND_FORWARD = "SF"  # send this position's output activation to the next position
-    RECV_FORWARD = "RF"  # post the receive of this position's input activation; the F of the same microbatch waits for it
+    # post the receive of this position's input activation; the F of the same microbatch waits for it
+    RECV_FORWARD = "RF"
     SEND_BACKWARD = "SB"  # send the gradient of this position's input to the previous position
     RECV_BACKWARD = "RB"  # post the receive of the gradient of this position's output; B or I waits for it
 
@@ -46,7 +49,8 @@ _STEP = {Kind.SEND_FORWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1, Ki
 
 
 class Channel(Enum):
-    """The independent streams of a pipeline rank. Each carries one kind of message in one direction, in one order that both sides share.
+    """The independent streams of a pipeline rank. Each carries one kind of message in one direction, in one order that
+    both sides share.
 
     So no tags are needed, and two ranks never write to each other on one channel, wherever the virtual stages live.
     """
@@ -70,7 +74,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which pipeline rank holds each virtual stage. Neighbours on the same rank (the turn of a V) exchange no message."""
+    """Which pipeline rank holds each virtual stage. Neighbours on the same rank (the turn of a V) exchange no
+    message.
+    """
 
     rank_of: tuple[int, ...]  # by position in the model
 
@@ -107,7 +113,9 @@ class Placement:
         return self.rank_of[position + _STEP[kind]]
 
     def received_by(self, kind: Kind, position: int) -> Kind | None:
-        """The receive that a compute action waits for; None at the model's ends, for W, and from a neighbour on the same rank."""
+        """The receive that a compute action waits for; None at the model's ends, for W, and from a neighbour on the
+        same rank.
+        """
         return self._crossing(_NEEDS.get(kind), position)
 
     def sent_by(self, kind: Kind, position: int) -> Kind | None:
@@ -120,7 +128,8 @@ class Placement:
 
     def channel(self, kind: Kind, position: int) -> Channel:
         """The channel of a SEND or RECV."""
-        here, there = self.rank_of[position], self.peer(kind, position)
+        here = self.rank_of[position]
+        there = self.peer(kind, position)
         rises = (here < there) == kind.sends
         if kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
             return Channel.FORWARD if rises else Channel.FORWARD_WRAP
@@ -128,12 +137,18 @@ class Placement:
 
     @cached_property
     def streams(self) -> dict[Channel, list[tuple[int, int]]]:
-        """(sender, receiver) pairs of every channel in use, neighbours that share no rank first, so that they can be opened at once."""
+        """(sender, receiver) pairs of every channel in use, neighbours that share no rank first, so that they can be
+        opened at once.
+        """
         pairs: dict[Channel, set[tuple[int, int]]] = {}
         for position, rank in enumerate(self.rank_of):
             for kind in filter(None, (self.sent_by(Kind.FORWARD, position), self.sent_by(Kind.BACKWARD, position))):
                 pairs.setdefault(self.channel(kind, position), set()).add((rank, self.peer(kind, position)))
-        return {channel: sorted(pairs[channel], key=lambda pair: (min(pair) % 2, pair)) for channel in Channel if channel in pairs}
+        return {
+            channel: sorted(pairs[channel], key=lambda pair: (min(pair) % 2, pair))
+            for channel in Channel
+            if channel in pairs
+        }
 
 
 def round_robin(stages: int, chunks: int = 1) -> Placement:
@@ -143,7 +158,9 @@ def round_robin(stages: int, chunks: int = 1) -> Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[stage]` is what that pipeline rank plays in one training step, messages included, in the one order of communication."""
+    """`actions[stage]` is what that pipeline rank plays in one training step, messages included, in the one order of
+    communication.
+    """
 
     name: str  # as registered, or forward-only
     placement: Placement
@@ -168,7 +185,9 @@ class Schedule:
 
     @property
     def length(self) -> int:
-        """Actions of all ranks in a training step, both sides of each message included, whether `actions` has them or not."""
+        """Actions of all ranks in a training step, both sides of each message included, whether `actions` has them
+        or not.
+        """
         crossings = sum(
             self.placement.sent_by(kind, position) is not None
             for kind in (Kind.FORWARD, Kind.BACKWARD)

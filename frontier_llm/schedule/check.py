@@ -13,10 +13,10 @@ from frontier_llm.schedule.pairs import beside
 def check(schedule: Schedule, rank: int) -> None:
     """Raise ScheduleError unless a pipeline rank's list is legal; cheap enough for every start.
 
-    Legal: the rank runs forward and backward (B, or I and later W) of each microbatch and position exactly once and in that order; each
-    message is sent once, after the compute that makes it, and its receive is posted before the compute that needs it. An evaluation
-    (`forward_only`) must have the forwards alone. A pair is of two microbatches. That ranks do not wait for each other in a circle is the
-    order's doing (`with_messages`).
+    Legal: the rank runs forward and backward (B, or I and later W) of each microbatch and position exactly once and in
+    that order; each message is sent once, after the compute that makes it, and its receive is posted before the compute
+    that needs it. An evaluation (`forward_only`) must have the forwards alone. A pair is of two microbatches. That
+    ranks do not wait for each other in a circle is the order's doing (`with_messages`).
     """
     if len(schedule.actions) != schedule.stages:
         raise ScheduleError(f"{len(schedule.actions)} lists of actions for {schedule.stages} stages")
@@ -26,13 +26,23 @@ def check(schedule: Schedule, rank: int) -> None:
 
 def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
     """What is wrong with one stage's list, seen alone."""
-    where, problems, placement = f"stage {stage}", [], schedule.placement
+    where = f"stage {stage}"
+    problems = []
+    placement = schedule.placement
     counts = Counter(schedule.actions[stage])
-    problems += [Problem(where, f"{action} occurs {times} times", "once each") for action, times in counts.items() if times > 1]
-    work = [(microbatch, position) for microbatch in range(schedule.microbatches) for position in placement.positions_of(stage)]
+    problems += [
+        Problem(where, f"{action} occurs {times} times", "once each") for action, times in counts.items() if times > 1
+    ]
+    work = [
+        (microbatch, position)
+        for microbatch in range(schedule.microbatches)
+        for position in placement.positions_of(stage)
+    ]
     expected: set[Action] = set()
     for microbatch, position in work:
-        split = any(Action(kind, microbatch, position) in counts for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+        split = any(
+            Action(kind, microbatch, position) in counts for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        )
         backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.BACKWARD,)
         for kind in (Kind.FORWARD, *(backward if schedule.name != FORWARD_ONLY else ())):
             messages = placement.received_by(kind, position), placement.sent_by(kind, position)
@@ -45,9 +55,12 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
 def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
     """Each compute action after what it needs on its own stage; each message after the compute that makes it."""
     place = {action: index for index, action in enumerate(schedule.actions[stage])}
-    placement, problems = schedule.placement, []
+    placement = schedule.placement
+    problems = []
     for action in schedule.actions[stage]:
-        kind, microbatch, position = action.kind, action.microbatch, action.position
+        kind = action.kind
+        microbatch = action.microbatch
+        position = action.position
         before: list[tuple[Kind | None, int]] = []
         if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             before = [(Kind.FORWARD, position), (placement.received_by(kind, position), position), (kind, position + 1)]
@@ -63,4 +76,6 @@ def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
         late = [first for first in firsts if place.get(first, -1) > place[action]]
         problems += [Problem(f"stage {stage}", f"{action} comes before {first}") for first in late]
     one = (pair for pair in beside(schedule, stage).items() if pair[0].microbatch == pair[1].microbatch)
-    return problems + [Problem(f"stage {stage}", f"{second} is beside {first}, which it needs") for second, first in one]
+    return problems + [
+        Problem(f"stage {stage}", f"{second} is beside {first}, which it needs") for second, first in one
+    ]

@@ -1,12 +1,17 @@
-"""DualPipeV: a V whose steady state is pairs, a forward beside the backward of another microbatch through the rank's other position.
+"""DualPipeV: a V whose steady state is pairs, a forward beside the backward of another microbatch through the rank's
+other position.
 
-Neither half of a pair needs the other, so what one sends and waits for goes on under the other's compute: the forward comes first, its message leaves
-under the backward, and the gradient that the backward needs arrives under the forward. Kernels of the two are issued one after the other, so of the
-collectives inside layers only rows to experts go under the other half's products: there the pair is played as one (schedule/pairs.py). Where a rank has one communication in flight, neighbours must keep step:
-the order of communication is made for halves of one length (`beat`). Made for a backward of twice a forward, a forward's message meets the neighbour in the middle of a backward: with
-F : I : W = 50 : 62 : 44 and a message of 4 % of a forward a step of 4 to 16 ranks takes 28 to 37 % longer where compute waits for messages (simulated); so it takes 3 to 5 % less than ZB-V.
+Neither half of a pair needs the other, so what one sends and waits for goes on under the other's compute: the forward
+comes first, its message leaves under the backward, and the gradient that the backward needs arrives under the forward.
+Kernels of the two are issued one after the other, so of the collectives inside layers only rows to experts go under the
+other half's products: there the pair is played as one (schedule/pairs.py). Where a rank has one communication in
+flight, neighbours must keep step: the order of communication is made for halves of one length (`beat`). Made for a
+backward of twice a forward, a forward's message meets the neighbour in the middle of a backward: with F : I : W = 50 :
+62 : 44 and a message of 4 % of a forward a step of 4 to 16 ranks takes 28 to 37 % longer where compute waits for
+messages (simulated); so it takes 3 to 5 % less than ZB-V.
 
-Source: DeepSeek-AI 2024 (arXiv:2412.19437, section 3.2.1) in the V form of its authors' repository (deepseek-ai/DualPipe).
+Source: DeepSeek-AI 2024 (arXiv:2412.19437, section 3.2.1) in the V form of its authors' repository
+(deepseek-ai/DualPipe).
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ from frontier_llm.schedule.actions import Action, Kind, Placement
 from frontier_llm.schedule.registry import Number, ScheduleRule, register
 from frontier_llm.schedule.zero_bubble import v_shape
 
-DOWN, UP = 0, 1  # the two ways through the ranks: a rank's first position and its second
+# the two ways through the ranks: a rank's first position and its second
+DOWN = 0
+UP = 1
 
 
 class _Rank:
@@ -27,7 +34,9 @@ class _Rank:
 
     def __init__(self, positions: tuple[int, ...]) -> None:
         self.order: list[Action] = []
-        self._positions, self._done, self._late = positions, Counter[tuple[bool, int]](), deque[Action]()
+        self._positions = positions
+        self._done = Counter[tuple[bool, int]]()
+        self._late = deque[Action]()
 
     def forward(self, way: int) -> None:
         self._add(Kind.FORWARD, way)
@@ -54,8 +63,12 @@ class _Rank:
 
 
 def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Action]:
-    """Fewer microbatches than positions are played as that many, of which the missing are skipped: what is left of a legal order is legal."""
-    behind, before = placement.ranks - 1 - rank, rank + 1  # ranks behind this one; this one and those before
+    """Fewer microbatches than positions are played as that many, of which the missing are skipped: what is left of a
+    legal order is legal.
+    """
+    # ranks behind this one; this one and those before
+    behind = placement.ranks - 1 - rank
+    before = rank + 1
     played = _Rank(placement.positions_of(rank))
     for _ in range(2 * behind):
         played.forward(DOWN)
@@ -83,7 +96,9 @@ def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Act
 
 
 def _peak_in_flight(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-    """Of its first position and of its second; with microbatches enough as many on every rank, one for each position of the model and one for the pair."""
+    """Of its first position and of its second; with microbatches enough as many on every rank, one for each position
+    of the model and one for the pair.
+    """
     return np.minimum(microbatches, 2 * stages - stage) + np.minimum(microbatches, stage + 1)
 
 
@@ -93,7 +108,9 @@ def _peak_waiting(stages: Number, microbatches: Number, chunks: Number, stage: N
 
 
 def _split_share(stages: Number, microbatches: Number) -> Number:
-    """On each rank 2p - 1 - rank of 2m, before the pairs and behind them. Of fewer microbatches than positions it is a guess, at most a quarter off."""
+    """On each rank 2p - 1 - rank of 2m, before the pairs and behind them. Of fewer microbatches than positions it is
+    a guess, at most a quarter off.
+    """
     return (3 * stages - 1) / (4 * np.maximum(microbatches, 2 * stages))
 
 

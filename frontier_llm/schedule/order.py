@@ -1,12 +1,14 @@
-"""The one order of communication. Every message and every collective is one event that its ranks share, and all ranks play restrictions
-of one topological order of these events. So the earliest unfinished event stands at the head of each participant's queue, and no circular
-wait exists, however few communications a rank may have in flight: one is enough (tests/harness/dry_run.py plays it so).
+"""The one order of communication. Every message and every collective is one event that its ranks share, and all ranks
+play restrictions of one topological order of these events. So the earliest unfinished event stands at the head of each
+participant's queue, and no circular wait exists, however few communications a rank may have in flight: one is enough
+(tests/harness/dry_run.py plays it so).
 
-The order comes from the schedule played with actions of equal length: a message stands where its producer ends, a compute action and the
-collectives inside it where it starts. Ranks then wait little for each other. With a single communication in flight, host and compute waiting
-for it, and a message of 2 % of a forward (simulated): 1F1B and GPipe lose 0.9 to 1.4 %, ZB-H1 1.2 to 2.2 %, interleaved in whole rounds 1.8 to
-9.3 %, and with an incomplete last round (5 stages, 13 microbatches, 3 chunks) 24 to 38 %. Two other orders are as safe and were rejected: each
-message directly behind its producer's start loses 8 to 221 %, compute at its end 8 to 129 %.
+The order comes from the schedule played with actions of equal length: a message stands where its producer ends, a
+compute action and the collectives inside it where it starts. Ranks then wait little for each other. With a single
+communication in flight, host and compute waiting for it, and a message of 2 % of a forward (simulated): 1F1B and GPipe
+lose 0.9 to 1.4 %, ZB-H1 1.2 to 2.2 %, interleaved in whole rounds 1.8 to 9.3 %, and with an incomplete last round (5
+stages, 13 microbatches, 3 chunks) 24 to 38 %. Two other orders are as safe and were rejected: each message directly
+behind its producer's start loses 8 to 221 %, compute at its end 8 to 129 %.
 """
 
 from __future__ import annotations
@@ -32,17 +34,24 @@ class ScheduleError(FrontierError):
 def with_messages(
     placement: Placement, orders: Sequence[Sequence[Action]], backward: float = 2.0, pairs: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
-    """Each rank's restriction of the order: its compute actions, and its side of every message. `backward`: length of a B beside an F of 1.
+    """Each rank's restriction of the order: its compute actions, and its side of every message. `backward`: length of a
+    B beside an F of 1.
 
-    With `pairs` no message stands within one: its collectives are one event of the order, whichever way they interleave.
-    Raises ScheduleError when the ranks' orders of compute wait for each other in a circle.
+    With `pairs` no message stands within one: its collectives are one event of the order, whichever way they
+    interleave. Raises ScheduleError when the ranks' orders of compute wait for each other in a circle.
     """
     length = {**_LENGTH, Kind.BACKWARD: backward}
     starts, ends = play(placement, orders, lambda rank, action: length[action.kind], pairs)
     stuck = [(rank, orders[rank][len(times)]) for rank, times in enumerate(ends) if len(times) < len(orders[rank])]
     if stuck:
-        raise ScheduleError([Problem(f"stage {rank}", f"deadlock: {action} waits for its neighbour") for rank, action in stuck])
-    routes = {(kind, position): _route(placement, kind, position) for kind in _LENGTH for position in range(len(placement.rank_of))}
+        raise ScheduleError(
+            [Problem(f"stage {rank}", f"deadlock: {action} waits for its neighbour") for rank, action in stuck]
+        )
+    routes = {
+        (kind, position): _route(placement, kind, position)
+        for kind in _LENGTH
+        for position in range(len(placement.rank_of))
+    }
     messages = sorted(
         (
             (end, rank, action, route)
@@ -58,7 +67,10 @@ def with_messages(
         times.append(inf)
     for moment, rank, action, (send, receive, position, peer) in messages:
         microbatch = action.microbatch
-        for end, message in (rank, Action(send, microbatch, action.position)), (peer, Action(receive, microbatch, position)):
+        for end, message in (
+            (rank, Action(send, microbatch, action.position)),
+            (peer, Action(receive, microbatch, position)),
+        ):
             first = place = begun[end]
             times = starts[end]
             while times[place] < moment:  # behind what the rank has begun by then
@@ -79,8 +91,9 @@ def _route(placement: Placement, kind: Kind, position: int) -> tuple[Kind, Kind,
 def ahead(schedule: Schedule) -> tuple[int, ...]:
     """By rank, how many actions of its list it may play before all ranks have ended the step before: forwards alone.
 
-    Where ranks begin one after the other and end so too, a rank that ended first is into its next step by the time that the last one ends. The
-    border is one moment of the one order, so on neither side of it a message has one end only; zeros where the rank that begins ends last.
+    Where ranks begin one after the other and end so too, a rank that ended first is into its next step by the time that
+    the last one ends. The border is one moment of the one order, so on neither side of it a message has one end only;
+    zeros where the rank that begins ends last.
     """
     starts, ends = play(schedule.placement, schedule.compute, lambda rank, action: _LENGTH[action.kind], schedule.pairs)
     ended_s: dict[tuple[int, int], float] = {}
@@ -88,7 +101,9 @@ def ahead(schedule: Schedule) -> tuple[int, ...]:
     for order, begun, done in zip(schedule.compute, starts, ends, strict=True):
         timed |= dict(zip(order, begun, strict=True))
         ended_s |= {
-            (action.position, action.microbatch): end for action, end in zip(order, done, strict=True) if action.kind is Kind.FORWARD
+            (action.position, action.microbatch): end
+            for action, end in zip(order, done, strict=True)
+            if action.kind is Kind.FORWARD
         }
     border = max(done[-1] for done in ends) - max(done[-1] - begun[0] for begun, done in zip(starts, ends, strict=True))
     border = min(border, *(start for action, start in timed.items() if action.kind is not Kind.FORWARD))
@@ -105,7 +120,8 @@ def ahead(schedule: Schedule) -> tuple[int, ...]:
 
 
 def posted_ahead(actions: Sequence[Action], pairs: bool = False) -> list[Action]:
-    """The same messages in the same sequence, each receive one compute action (or pair) early, so that it is open when the message comes.
+    """The same messages in the same sequence, each receive one compute action (or pair) early, so that it is open when
+    the message comes.
 
     For runtimes with many communications in flight: nothing waits behind a posted receive there.
     """

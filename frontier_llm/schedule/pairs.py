@@ -1,7 +1,8 @@
-"""Pairs: a forward and the backward of another microbatch that a rank plays together, so that each one's rows to experts travel under the other's compute.
+"""Pairs: a forward and the backward of another microbatch that a rank plays together, so that each one's rows to
+experts travel under the other's compute.
 
-Played as one, both begin when both have their inputs, and their messages follow when both have ended. In the order of communication a pair is
-one event, however its collectives interleave: whoever shares them plays the same pair.
+Played as one, both begin when both have their inputs, and their messages follow when both have ended. In the order of
+communication a pair is one event, however its collectives interleave: whoever shares them plays the same pair.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ _GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def is_pair(first: Action, second: Action) -> bool:
-    """Whether of two that follow each other directly the second goes backward through the other position of the first, a forward."""
+    """Whether of two that follow each other directly the second goes backward through the other position of the
+    first, a forward.
+    """
     return first.kind is Kind.FORWARD and second.kind in _GRADIENTS and second.position != first.position
 
 

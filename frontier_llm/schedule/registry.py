@@ -30,16 +30,22 @@ class ScheduleRule:
     placement: Callable[[int, int], Placement] = round_robin  # (stages, chunks) → who holds what
     chunks: Sequence[int] = (1,)  # allowed virtual stages per rank
     splits_backward: bool = False  # I and W instead of B
-    # most virtual-stage activations that a stage keeps, from F to B or W; None: a bound is used, and finalists are counted on the actions
+    # most virtual-stage activations that a stage keeps, from F to B or W; None: a bound is used, and finalists are
+    # counted on the actions
     peak_in_flight: Formula | None = None
     # of these, most that wait between I and W; None likewise
     peak_waiting: Formula | None = None
-    # share of 1F1B's bubble that is left where F = I = W, with one virtual stage per rank unless a V fixes two; the planner's closed form
+    # share of 1F1B's bubble that is left where F = I = W, with one virtual stage per rank unless a V fixes two; the
+    # planner's closed form
     idle: float = 1.0
-    # ranks begin one after the other and end so too: where the optimizer waits for no other rank, steps overlap (optimizer.validated=after)
+    # ranks begin one after the other and end so too: where the optimizer waits for no other rank, steps overlap
+    # (optimizer.validated=after)
     staggered: bool = False
-    pairs: bool = False  # forwards directly before backwards of the rank's other position may be played together (schedule/pairs.py)
-    beat: float = 2.0  # length of a B beside an F of 1, to which the order of communication is made; 1: neighbours' pairs of both keep step
+    # forwards directly before backwards of the rank's other position may be played together (schedule/pairs.py)
+    pairs: bool = False
+    # length of a B beside an F of 1, to which the order of communication is made; 1: neighbours' pairs of both keep
+    # step
+    beat: float = 2.0
     # of (stages, microbatches): share of a step's backwards that are split; None: all where any is
     split_share: Callable[[Number, Number], Number] | None = None
 
@@ -49,7 +55,9 @@ _FAMILIES: dict[str, Callable[[str], ScheduleRule | None]] = {}
 
 
 def register_family(name: str, parse: Callable[[str], ScheduleRule | None]) -> None:
-    """Make `parallel.schedule: name:parameters` mean the rule that `parse` makes of the parameters; None: they are none."""
+    """Make `parallel.schedule: name:parameters` mean the rule that `parse` makes of the parameters; None: they are
+    none.
+    """
     _FAMILIES[name] = parse
 
 
@@ -97,11 +105,14 @@ def _unknown(name: str) -> Problem:
 
 
 @lru_cache(maxsize=32)
-def build(name: str, stages: int, microbatches: int, chunks: int = 1, messages: bool = True, pairs: bool = False) -> Schedule:
-    """The schedule `name` for `stages` pipeline ranks, `microbatches` per step and replica, `chunks` virtual stages per rank.
+def build(
+    name: str, stages: int, microbatches: int, chunks: int = 1, messages: bool = True, pairs: bool = False
+) -> Schedule:
+    """The schedule `name` for `stages` pipeline ranks, `microbatches` per step and replica, `chunks` virtual stages per
+    rank.
 
-    Any count of microbatches >= 1 is legal for every schedule of the package. Raises LayoutError for an unknown name, a size below 1,
-    or chunks that the schedule does not take. Without `messages` it can be simulated, but not played.
+    Any count of microbatches >= 1 is legal for every schedule of the package. Raises LayoutError for an unknown name, a
+    size below 1, or chunks that the schedule does not take. Without `messages` it can be simulated, but not played.
     With `pairs` those of a schedule that has some are played as one.
     """
     wrong = [
@@ -124,8 +135,8 @@ def build(name: str, stages: int, microbatches: int, chunks: int = 1, messages: 
 def forward_only(schedule: Schedule) -> Schedule:
     """The same pipeline without gradients, for evaluation: each stage's forwards in the order in which it trains.
 
-    (All microbatches through chunk 0, then all through chunk 1, would leave the last stage with every message of the wrap-around
-    undelivered, and with bounded sends in a deadlock.)
+    (All microbatches through chunk 0, then all through chunk 1, would leave the last stage with every message of the
+    wrap-around undelivered, and with bounded sends in a deadlock.)
     """
     orders = [[action for action in actions if action.kind is Kind.FORWARD] for actions in schedule.compute]
     return Schedule(FORWARD_ONLY, schedule.placement, schedule.microbatches, with_messages(schedule.placement, orders))
@@ -148,7 +159,9 @@ def split_share(name: str, stages: Number, microbatches: Number) -> Number:
 
 
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
-    """Most virtual-stage activations that a stage keeps at once; where the schedule declares no formula, all of a step."""
+    """Most virtual-stage activations that a stage keeps at once; where the schedule declares no formula, all of a
+    step.
+    """
     formula = rule(name).peak_in_flight
     return microbatches * chunks if formula is None else formula(stages, microbatches, chunks, stage)
 

@@ -20,19 +20,23 @@ COLORS = {
 
 
 def render_text(timeline: Timeline, columns: int = 160) -> str:
-    """One line per stage, time to the right, idle time as dots; the shortest action gets just enough columns for its name.
+    """One line per stage, time to the right, idle time as dots; the shortest action gets just enough columns for its
+    name.
 
     A timeline that needs more than `columns` is cut there, marked with '…'. The last line gives makespan and bubble.
     """
     schedule = timeline.schedule
     spans = [span for stage in range(schedule.stages) for span in islice(timeline.spans(stage), columns)]
-    column_s = min((end_s - start_s) / (len(schedule.label(action)) + 1) for action, start_s, end_s in spans if end_s > start_s)
+    column_s = min(
+        (end_s - start_s) / (len(schedule.label(action)) + 1) for action, start_s, end_s in spans if end_s > start_s
+    )
     label = len(f"stage {schedule.stages - 1}")
     lines = []
     for stage in range(schedule.stages):
         line = ""
         for action, start_s, end_s in timeline.spans(stage):
-            begin, end = round(start_s / column_s), round(end_s / column_s)
+            begin = round(start_s / column_s)
+            end = round(end_s / column_s)
             line = line.ljust(begin, "·") + schedule.label(action)[: end - begin].ljust(end - begin)
             if len(line) > columns:
                 break
@@ -40,7 +44,9 @@ def render_text(timeline: Timeline, columns: int = 160) -> str:
         lines.append(f"{f'stage {stage}':<{label}} |" + (line if len(line) <= columns else line[: columns - 1] + "…"))
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     size = f"{schedule.name}, {schedule.stages} stages{chunks}, {plural(schedule.microbatches, 'microbatch')}"
-    return "\n".join([*lines, f"{size}: makespan {timeline.makespan_s:.4g}, bubble {timeline.bubble_fraction:.1%} of compute"])
+    return "\n".join(
+        [*lines, f"{size}: makespan {timeline.makespan_s:.4g}, bubble {timeline.bubble_fraction:.1%} of compute"]
+    )
 
 
 def _color(action: Action, placement: Placement) -> str:
@@ -51,7 +57,8 @@ def _color(action: Action, placement: Placement) -> str:
 
 
 def timeline_chart(timeline: Timeline, unit: str = "time units", most_actions: int = 6000) -> Chart:
-    """The timeline as a figure: a row per pipeline rank, what is idle stays grey, bars carry the microbatch number where there is room.
+    """The timeline as a figure: a row per pipeline rank, what is idle stays grey, bars carry the microbatch number
+    where there is room.
 
     Of more than `most_actions` only the beginning is drawn.
     """
@@ -63,8 +70,13 @@ def timeline_chart(timeline: Timeline, unit: str = "time units", most_actions: i
     drawn_until_s = max(end_s for spans in rows.values() for *_, end_s in spans)
     few = sum(map(len, rows.values())) <= 80 * schedule.stages
     idle = {"base": [0.0] * schedule.stages, "x": [drawn_until_s] * schedule.stages, "y": list(range(schedule.stages))}
-    traces = [{"type": "bar", "orientation": "h", "name": "idle", "marker": {"color": "#8883"}, "hoverinfo": "skip", **idle}]
-    traces += [_bars(schedule, kind, spans, few) for kind, spans in sorted(rows.items(), key=lambda row: list(Kind).index(row[0]))]
+    traces = [
+        {"type": "bar", "orientation": "h", "name": "idle", "marker": {"color": "#8883"}, "hoverinfo": "skip", **idle}
+    ]
+    traces += [
+        _bars(schedule, kind, spans, few)
+        for kind, spans in sorted(rows.items(), key=lambda row: list(Kind).index(row[0]))
+    ]
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     size = f"{schedule.name}{chunks}, {plural(schedule.microbatches, 'microbatch')}"
     layout = {
@@ -77,11 +89,14 @@ def timeline_chart(timeline: Timeline, unit: str = "time units", most_actions: i
     return Chart(title, unit, "pipeline rank", traces, height_px=150 + min(28 * schedule.stages, 480), layout=layout)
 
 
-def _bars(schedule: Schedule, kind: Kind, spans: list[tuple[Action, int, float, float]], labelled: bool) -> dict[str, Any]:
+def _bars(
+    schedule: Schedule, kind: Kind, spans: list[tuple[Action, int, float, float]], labelled: bool
+) -> dict[str, Any]:
     """All bars of one kind, as one trace that the legend toggles."""
     name = kind.name.lower().replace("_", " ")
     hover = [
-        f"{name}, microbatch {action.microbatch}" + (f", virtual stage {action.position}" if schedule.chunks > 1 else "")
+        f"{name}, microbatch {action.microbatch}"
+        + (f", virtual stage {action.position}" if schedule.chunks > 1 else "")
         for action, *_ in spans
     ]
     return {
@@ -91,11 +106,18 @@ def _bars(schedule: Schedule, kind: Kind, spans: list[tuple[Action, int, float, 
         "base": [start_s for *_, start_s, _ in spans],
         "x": [end_s - start_s for *_, start_s, end_s in spans],
         "y": [stage for _, stage, *_ in spans],
-        "marker": {"color": [_color(action, schedule.placement) for action, *_ in spans], "line": {"width": 0.4, "color": "#fff"}},
+        "marker": {
+            "color": [_color(action, schedule.placement) for action, *_ in spans],
+            "line": {"width": 0.4, "color": "#fff"},
+        },
         "hovertext": hover,
         "hovertemplate": "%{hovertext}<br>%{base:.4g} + %{x:.4g}<extra></extra>",
         **(
-            {"text": [str(action.microbatch) for action, *_ in spans], "textposition": "inside", "insidetextanchor": "middle"}
+            {
+                "text": [str(action.microbatch) for action, *_ in spans],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+            }
             if labelled
             else {}
         ),

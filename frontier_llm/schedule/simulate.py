@@ -1,4 +1,6 @@
-"""The list of actions played against a clock: exact for given durations, so closed forms can be checked and plans compared."""
+"""The list of actions played against a clock: exact for given durations, so closed forms can be checked and plans
+compared.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time over compute time, all stages together; (pp - 1) / m for 1F1B with equal stages (SC21, section 2.2)."""
+        """Idle time over compute time, all stages together; (pp - 1) / m for 1F1B with equal stages (SC21, section
+        2.2).
+        """
         busy_s = sum(self.busy_s(stage) for stage in range(self.schedule.stages))
         return self.schedule.stages * self.makespan_s / busy_s - 1
 
@@ -46,33 +50,43 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Follows:
-    """How a step begins that follows another whose optimizer waits for no other rank, but is validated after (optimizer.validated)."""
+    """How a step begins that follows another whose optimizer waits for no other rank, but is validated after
+    (optimizer.validated).
+    """
 
     begin_s: Sequence[float]  # when each rank begins
     ahead: Sequence[int]  # how much of its list it plays before all wait for the one that comes last (`ahead`)
 
 
-def simulate(schedule: Schedule, duration: Duration, send_s: Transfer = 0.0, follows: Follows | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule, duration: Duration, send_s: Transfer = 0.0, follows: Follows | None = None
+) -> Timeline:
     """Play the schedule. `duration(stage, action)` gives the seconds of a compute action.
 
-    `send_s` is the seconds of one transfer, or a function of (source stage, target stage). Communication takes no time on the rank; a
-    message leaves when the action that makes it ends, one at a time per directed stream.
+    `send_s` is the seconds of one transfer, or a function of (source stage, target stage). Communication takes no time
+    on the rank; a message leaves when the action that makes it ends, one at a time per directed stream.
     The schedule must be legal (see `check`). One step of 1600 microbatches on 64 stages takes less than a second.
     """
     if follows is not None:  # messages are not in the lists that are played
         counts = [
-            sum(action.kind.computes for action in order[:place]) for order, place in zip(schedule.actions, follows.ahead, strict=True)
+            sum(action.kind.computes for action in order[:place])
+            for order, place in zip(schedule.actions, follows.ahead, strict=True)
         ]
         follows = Follows(follows.begin_s, counts)
-    return Timeline(schedule, *_played(_Player(schedule.placement, schedule.compute, duration, send_s, schedule.pairs), follows))
+    return Timeline(
+        schedule, *_played(_Player(schedule.placement, schedule.compute, duration, send_s, schedule.pairs), follows)
+    )
 
 
-def simulate_in_turn(schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool, follows: Follows | None = None) -> Timeline:
-    """Play the schedule with one communication in flight on each rank (comm.in_flight: one), in the one order of its `actions`.
+def simulate_in_turn(
+    schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool, follows: Follows | None = None
+) -> Timeline:
+    """Play the schedule with one communication in flight on each rank (comm.in_flight: one), in the one order of its
+    `actions`.
 
-    A message begins when both its ranks have ended what stands before it, compute and messages. With `waits` what stands behind it begins when it
-    has ended: where the host waits for each call, or where compute has collectives inside, which take their turn. Otherwise compute waits
-    only for what it needs. The schedule needs its messages.
+    A message begins when both its ranks have ended what stands before it, compute and messages. With `waits` what
+    stands behind it begins when it has ended: where the host waits for each call, or where compute has collectives
+    inside, which take their turn. Otherwise compute waits only for what it needs. The schedule needs its messages.
     """
     return Timeline(schedule, *_played(_Turns(schedule, duration, send_s, waits), follows))
 
@@ -102,12 +116,18 @@ class _Meeting:
 
 
 class _Turns:
-    """State of such a simulation: per rank one clock of its compute, one of its communication, and a place in the list."""
+    """State of such a simulation: per rank one clock of its compute, one of its communication, and a place in the
+    list.
+    """
 
     def __init__(self, schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> None:
-        self.schedule, self.duration, self.waits = schedule, duration, waits
-        placement, seconds = schedule.placement, send_s if callable(send_s) else lambda source, target: send_s
-        self.meetings: dict[tuple[Kind, int], _Meeting | None] = {}  # of a message by either end; of a compute action, what it waits for
+        self.schedule = schedule
+        self.duration = duration
+        self.waits = waits
+        placement = schedule.placement
+        seconds = send_s if callable(send_s) else lambda source, target: send_s
+        # of a message by either end; of a compute action, what it waits for
+        self.meetings: dict[tuple[Kind, int], _Meeting | None] = {}
         for kind, (position, rank) in product((Kind.FORWARD, Kind.BACKWARD), enumerate(placement.rank_of)):
             if send := placement.sent_by(kind, position):
                 receive = Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD
@@ -117,7 +137,9 @@ class _Turns:
             if kind.computes:
                 receives = placement.received_by(kind, position)
                 self.meetings[kind, position] = self.meetings[receives, position] if receives else None
-        self.compute_s, self.turn_s, self.place = [0.0] * schedule.stages, [0.0] * schedule.stages, [0] * schedule.stages
+        self.compute_s = [0.0] * schedule.stages
+        self.turn_s = [0.0] * schedule.stages
+        self.place = [0] * schedule.stages
         self.orders: Sequence[Sequence[Action]] = schedule.actions
         self.clocks_s = self.compute_s, self.turn_s
         self.start_s: Times = tuple([] for _ in schedule.actions)
@@ -132,8 +154,11 @@ class _Turns:
 
     def _advance(self, rank: int, runnable: set[int]) -> None:
         """Play one rank until it stands in a message whose other end is not there; note whom it meets."""
-        actions, meetings, place = self.orders[rank], self.meetings, self.place[rank]
-        compute_s, turn_s = self.compute_s[rank], self.turn_s[rank]
+        actions = self.orders[rank]
+        meetings = self.meetings
+        place = self.place[rank]
+        compute_s = self.compute_s[rank]
+        turn_s = self.turn_s[rank]
         while place < len(actions):
             action = actions[place]
             kind, microbatch, position = action
@@ -159,7 +184,9 @@ class _Turns:
         self.compute_s[rank], self.turn_s[rank], self.place[rank] = compute_s, turn_s, place
 
 
-def play(placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, pairs: bool = False) -> tuple[Times, Times]:
+def play(
+    placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, pairs: bool = False
+) -> tuple[Times, Times]:
     """(starts, ends) of the compute actions in `orders`, by rank, the same for both of a pair; messages take no time.
 
     The lists end early where ranks wait for each other in a circle.
@@ -176,7 +203,9 @@ class _Stream:
     """Messages of one kind from one rank to another: they leave one after the other."""
 
     def __init__(self, target: int, send_s: float) -> None:
-        self.target, self.send_s, self.free_s = target, send_s, 0.0
+        self.target = target
+        self.send_s = send_s
+        self.free_s = 0.0
 
 
 class _Wire(NamedTuple):
@@ -190,7 +219,14 @@ class _Wire(NamedTuple):
 class _Player:
     """State of a simulation: one clock and one place in the list of units per rank."""
 
-    def __init__(self, placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, send_s: Transfer, pairs: bool) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        orders: Sequence[Sequence[Action]],
+        duration: Duration,
+        send_s: Transfer,
+        pairs: bool,
+    ) -> None:
         self.duration = duration
         seconds = send_s if callable(send_s) else lambda source, target: send_s
         forward: list[dict[int, float]] = [{} for _ in placement.rank_of]
@@ -202,14 +238,18 @@ class _Player:
                 self.wires[kind, position] = _Wire(None, {}, None)
                 continue
             arrivals, step = (forward, 1) if kind is Kind.FORWARD else (backward, -1)
-            stream, message = None, placement.sent_by(kind, position)
+            stream = None
+            message = placement.sent_by(kind, position)
             if message:
                 peer = placement.peer(message, position)
                 stream = streams.setdefault((message, rank, peer), _Stream(peer, seconds(rank, peer)))
             waits, hands = (0 <= other <= placement.last for other in (position - step, position + step))
-            self.wires[kind, position] = _Wire(arrivals[position] if waits else None, arrivals[position + step] if hands else {}, stream)
+            self.wires[kind, position] = _Wire(
+                arrivals[position] if waits else None, arrivals[position + step] if hands else {}, stream
+            )
         self.orders: Sequence[Sequence[tuple[Action, ...]]] = [list(units(order, pairs)) for order in orders]
-        self.place, self.clock_s = [0] * placement.ranks, [0.0] * placement.ranks
+        self.place = [0] * placement.ranks
+        self.clock_s = [0.0] * placement.ranks
         self.clocks_s = (self.clock_s,)
         self.start_s: Times = tuple([] for _ in orders)
         self.end_s: Times = tuple([] for _ in orders)
@@ -223,10 +263,16 @@ class _Player:
 
     def _advance(self, rank: int, runnable: set[int]) -> None:
         """Play one rank until it waits for what was not made yet; note which ranks its messages make runnable."""
-        order, clock_s, duration, wires = self.orders[rank], self.clock_s[rank], self.duration, self.wires
-        starts_s, ends_s, place = self.start_s[rank], self.end_s[rank], self.place[rank]
+        order = self.orders[rank]
+        clock_s = self.clock_s[rank]
+        duration = self.duration
+        wires = self.wires
+        starts_s = self.start_s[rank]
+        ends_s = self.end_s[rank]
+        place = self.place[rank]
         while place < len(order):
-            unit, begin_s = order[place], clock_s
+            unit = order[place]
+            begin_s = clock_s
             for kind, microbatch, position in unit:
                 arrivals_s = wires[kind, position].arrivals_s
                 if arrivals_s is not None and (arrival_s := arrivals_s.get(microbatch, inf)) > begin_s:

@@ -1,7 +1,7 @@
 """GPipe, 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2, each an order of compute and what it keeps.
 
-Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-Flush, Narayanan et al. 2021), interleaved 1F1B (Narayanan et al., SC21,
-section 2.2), ZB-H1 and ZB-H2 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2).
+Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-Flush, Narayanan et al. 2021), interleaved 1F1B (Narayanan et al.,
+SC21, section 2.2), ZB-H1 and ZB-H2 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2).
 """
 
 from __future__ import annotations
@@ -26,25 +26,31 @@ def _gpipe(placement: Placement, microbatches: int, rank: int) -> Order:
 
 def _one_f_one_b(placement: Placement, microbatches: int, rank: int) -> Order:
     """As many forwards as there are stages behind, then forward and backward in turn."""
-    forwards, backwards = _all(Kind.FORWARD, microbatches, rank), _all(Kind.BACKWARD, microbatches, rank)
+    forwards = _all(Kind.FORWARD, microbatches, rank)
+    backwards = _all(Kind.BACKWARD, microbatches, rank)
     return _alternate(forwards, backwards, warmup=placement.ranks - 1 - rank)
 
 
 def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
     """Microbatches pass through a rank's chunks in rounds of pp, with twice the warm-up distance between neighbours.
 
-    An incomplete last round is played as a full one whose missing microbatches are skipped: what is left of a legal order
-    is legal, so no count of microbatches can deadlock. (Rounds shortened to the remainder do, for remainders below pp.)
+    An incomplete last round is played as a full one whose missing microbatches are skipped: what is left of a legal
+    order is legal, so no count of microbatches can deadlock. (Rounds shortened to the remainder do, for remainders
+    below pp.)
     """
-    stages, held = placement.ranks, placement.positions_of(rank)
+    stages = placement.ranks
+    held = placement.positions_of(rank)
     if len(held) == 1:
         return _one_f_one_b(placement, microbatches, rank)
     rounds = range(0, -(-microbatches // stages) * stages, stages)
 
     def passes(kind: Kind, through: Sequence[int]) -> Order:
-        return [Action(kind, first + place, position) for first in rounds for position in through for place in range(stages)]
+        return [
+            Action(kind, first + place, position) for first in rounds for position in through for place in range(stages)
+        ]
 
-    forwards, backwards = passes(Kind.FORWARD, held), passes(Kind.BACKWARD, held[::-1])
+    forwards = passes(Kind.FORWARD, held)
+    backwards = passes(Kind.BACKWARD, held[::-1])
     order = _alternate(forwards, backwards, warmup=2 * (stages - 1 - rank) + (len(held) - 1) * stages)
     return [action for action in order if action.microbatch < microbatches]
 
@@ -53,16 +59,18 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
 class _ZeroBubble:
     """1F1B with backward split, and `depth` times its forwards before the first backward.
 
-    W of a microbatch follows `depth · rank` inputs' gradients late and fills the drain's bubbles. The delay equals the forwards that a later
-    stage has fewer in flight, so every stage holds what the first one holds.
+    W of a microbatch follows `depth · rank` inputs' gradients late and fills the drain's bubbles. The delay equals the
+    forwards that a later stage has fewer in flight, so every stage holds what the first one holds.
     """
 
     depth: int  # 1: ZB-H1; 2: ZB-H2, where no rank idles between its first and its last action
 
     def __call__(self, placement: Placement, microbatches: int, rank: int) -> Order:
         """See ScheduleRule."""
-        forwards, inputs = _all(Kind.FORWARD, microbatches, rank), _all(Kind.BACKWARD_INPUT, microbatches, rank)
-        weights, delay = _all(Kind.BACKWARD_WEIGHT, microbatches, rank), self.depth * rank
+        forwards = _all(Kind.FORWARD, microbatches, rank)
+        inputs = _all(Kind.BACKWARD_INPUT, microbatches, rank)
+        weights = _all(Kind.BACKWARD_WEIGHT, microbatches, rank)
+        delay = self.depth * rank
         order: Order = []
         for action in _alternate(forwards, inputs, warmup=self.depth * (placement.ranks - 1 - rank)):
             order.append(action)
@@ -77,7 +85,9 @@ class _ZeroBubble:
 
     def peak_waiting(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
         """See ScheduleRule."""
-        return self.peak_in_flight(stages, microbatches, chunks, stage) - np.minimum(microbatches, self.depth * (stages - 1 - stage) + 1)
+        return self.peak_in_flight(stages, microbatches, chunks, stage) - np.minimum(
+            microbatches, self.depth * (stages - 1 - stage) + 1
+        )
 
 
 def _all(kind: Kind, microbatches: int, position: int) -> Order:
@@ -109,5 +119,7 @@ register("gpipe", ScheduleRule(_gpipe, peak_in_flight=lambda stages, microbatche
 register("1f1b", ScheduleRule(_one_f_one_b, peak_in_flight=_peak_one_f_one_b))
 register("interleaved", ScheduleRule(interleaved, chunks=range(1, MOST_CHUNKS + 1), peak_in_flight=peak_interleaved))
 for name, one in (("zb-h1", _ZeroBubble(1)), ("zb-h2", _ZeroBubble(2))):
-    rule = ScheduleRule(one, splits_backward=True, peak_in_flight=one.peak_in_flight, peak_waiting=one.peak_waiting, idle=1 / 3)
+    rule = ScheduleRule(
+        one, splits_backward=True, peak_in_flight=one.peak_in_flight, peak_waiting=one.peak_waiting, idle=1 / 3
+    )
     register(name, replace(rule, staggered=one.depth == 2))

@@ -1,11 +1,13 @@
 """Schedules whose weight gradients fill what others idle: interleaved, and V shapes with a chosen share of the memory.
 
-In a V, rank r holds positions r and 2p - 1 - r: embedding and head share a rank, the turn needs no message, and what a rank keeps of its two
-positions adds up to about the same on all ranks. A V's order repeats one *block* per microbatch, six units of time long (two forwards, two
-input gradients, two weight gradients). How far apart neighbouring positions run their passes decides how long an activation lives, and
-so the memory: with distances that sum up to s over F and I, a share of s/6 of what 1F1B keeps.
+In a V, rank r holds positions r and 2p - 1 - r: embedding and head share a rank, the turn needs no message, and what a
+rank keeps of its two positions adds up to about the same on all ranks. A V's order repeats one *block* per microbatch,
+six units of time long (two forwards, two input gradients, two weight gradients). How far apart neighbouring positions
+run their passes decides how long an activation lives, and so the memory: with distances that sum up to s over F and I,
+a share of s/6 of what 1F1B keeps.
 
-Source: Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory": V-Min, V-Half, ZB-V). Orders are made for F = I = W and then kept, whatever the durations are.
+Source: Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory": V-Min, V-Half, ZB-V). Orders are made for F = I
+= W and then kept, whatever the durations are.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interl
 Order = list[Action]
 PERIOD = 6  # units of a microbatch on a rank that holds two positions
 GAPS = [
-    (turn, loss, back) for turn in range(1, PERIOD + 1) for loss in range(1, PERIOD + 1) for back in range(1, PERIOD + 1)
+    (turn, loss, back)
+    for turn in range(1, PERIOD + 1)
+    for loss in range(1, PERIOD + 1)
+    for back in range(1, PERIOD + 1)
 ]  # at a V's ends
 
 
@@ -70,19 +75,29 @@ Distances = tuple[int, int, int, int]  # between neighbours: of F down the ranks
 def pattern_of(stages: int, choices: tuple[Distances, ...]) -> Pattern:
     """The shortest-lived block with neighbours' passes one of these distances apart.
 
-    Units of a rank are taken modulo the period: the gaps at the turns are the smallest with which no two passes fall on one.
+    Units of a rank are taken modulo the period: the gaps at the turns are the smallest with which no two passes fall on
+    one.
     """
     every = product(choices, GAPS)
     found = (candidate for distances, gaps in every if (candidate := _with_gaps(stages, distances, gaps)))
-    return min(found, key=lambda one: (max(one.lifetimes[rank] + one.lifetimes[-1 - rank] for rank in range(stages)), one.backward[0]))
+    return min(
+        found,
+        key=lambda one: (
+            max(one.lifetimes[rank] + one.lifetimes[-1 - rank] for rank in range(stages)),
+            one.backward[0],
+        ),
+    )
 
 
 def _with_gaps(stages: int, distances: Distances, gaps: tuple[int, int, int]) -> Pattern | None:
-    """The block with these gaps at the turn of F, at the loss, and at the turn of I; None where two passes of a rank fall on one unit."""
+    """The block with these gaps at the turn of F, at the loss, and at the turn of I; None where two passes of a rank
+    fall on one unit.
+    """
     ways = [[distance] * (stages - 1) for distance in distances]
     steps = [*ways[0], gaps[0], *ways[1], gaps[1], *ways[2], gaps[2], *ways[3]]
     moments = np.cumsum([0, *steps]).tolist()
-    forward, backward = moments[: 2 * stages], moments[: 2 * stages - 1 : -1]
+    forward = moments[: 2 * stages]
+    backward = moments[: 2 * stages - 1 : -1]
     weight = [0] * (2 * stages)
     for rank in range(stages):
         held = rank, 2 * stages - 1 - rank
@@ -109,7 +124,9 @@ class VOrder:
         return list(_v_orders(self, placement, microbatches)[rank])
 
     def peak_in_flight(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-        """See ScheduleRule. With no more microbatches than stages at most that: some weight gradients run earlier than in the block."""
+        """See ScheduleRule. With no more microbatches than stages at most that: some weight gradients run earlier
+        than in the block.
+        """
         return self._peaks(stages, microbatches, stage)[0]
 
     def peak_waiting(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
@@ -117,7 +134,9 @@ class VOrder:
         return self._peaks(stages, microbatches, stage)[1]
 
     def _peaks(self, stages: Number, microbatches: Number, stage: Number) -> tuple[np.ndarray, ...]:
-        """More microbatches than a block lives change nothing. Of a search's thousands of layouts some hundred differ here: each is counted once."""
+        """More microbatches than a block lives change nothing. Of a search's thousands of layouts some hundred
+        differ here: each is counted once.
+        """
         columns = np.broadcast_arrays(stages, np.minimum(microbatches, 3 * np.asarray(stages) + 4), stage)
         keys, places = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
         counted = np.array([_alive(self, *map(int, key)) for key in keys.T])
@@ -131,7 +150,8 @@ def _alive(order: VOrder, stages: int, microbatches: int, rank: int) -> tuple[in
 
 @lru_cache(maxsize=8)
 def _v_orders(order: VOrder, placement: Placement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    one, listed = pattern_of(placement.ranks, order.choices), []
+    one = pattern_of(placement.ranks, order.choices)
+    listed = []
     for rank in range(placement.ranks):
         timed = [
             (moment + PERIOD * microbatch, Action(kind, microbatch, position))
@@ -150,12 +170,13 @@ def _v_orders(order: VOrder, placement: Placement, microbatches: int) -> tuple[t
 def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
     """The orders with weight gradients moved to where a rank would idle.
 
-    Played in units of time. A weight gradient runs at its place, or before it when nothing else can run; behind its rank's last forward,
-    when memory only falls, input gradients go first, because other ranks wait for them.
+    Played in units of time. A weight gradient runs at its place, or before it when nothing else can run; behind its
+    rank's last forward, when memory only falls, input gradients go first, because other ranks wait for them.
     """
     ranks = [_Rank(order) for order in orders]
     ended: dict[tuple[bool, int, int], int] = {}  # (forward?, microbatch, position) → unit
-    moment, left = 0, sum(map(len, orders))
+    moment = 0
+    left = sum(map(len, orders))
     while left:
         played = [(rank, action) for rank in ranks if (action := rank.next(placement, ended, moment))]
         assert played, "the order waits for itself"
@@ -195,11 +216,14 @@ class _Rank:
                 return action
         return next(iter(self.waiting), None)
 
-    def _ready(self, action: Action, placement: Placement, ended: dict[tuple[bool, int, int], int], moment: int) -> bool:
+    def _ready(
+        self, action: Action, placement: Placement, ended: dict[tuple[bool, int, int], int], moment: int
+    ) -> bool:
         forward = action.kind is Kind.FORWARD
         before = action.position + (-1 if forward else 1)
         if not forward and before > placement.last:
-            before, forward = action.position, True
+            before = action.position
+            forward = True
         return before < 0 or ended.get((forward, action.microbatch, before), moment + 1) <= moment
 
     def play(self, action: Action) -> None:
@@ -216,7 +240,9 @@ class _Rank:
 
 
 def _interleaved_zero_bubble(placement: Placement, microbatches: int, rank: int) -> Order:
-    """Interleaved 1F1B with backward split; W follows as late as the first rank's memory allows, which has most in flight."""
+    """Interleaved 1F1B with backward split; W follows as late as the first rank's memory allows, which has most in
+    flight.
+    """
     return list(_interleaved_orders(placement, microbatches)[rank])
 
 
@@ -224,7 +250,8 @@ def _interleaved_zero_bubble(placement: Placement, microbatches: int, rank: int)
 def _interleaved_orders(placement: Placement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     orders = []
     for rank in range(placement.ranks):
-        order, backward = list[Action](), deque[Action]()
+        order = list[Action]()
+        backward = deque[Action]()
         for action in interleaved(placement, microbatches, rank):
             order.append(action if action.kind is Kind.FORWARD else action._replace(kind=Kind.BACKWARD_INPUT))
             if action.kind is Kind.BACKWARD:
@@ -258,8 +285,27 @@ DISTANCES: dict[int, tuple[Distances, ...]] = {
     3: ((2, 1, 2, 1), (1, 2, 1, 2)),
     4: ((2, 2, 2, 2), (1, 3, 1, 3), (3, 1, 3, 1)),
     6: (
-        *((4, 2, 4, 2), (3, 3, 3, 3), (2, 4, 2, 4), (1, 5, 1, 5), (5, 1, 5, 1), (2, 2, 4, 4), (4, 4, 2, 2), (1, 1, 5, 5), (5, 5, 1, 1)),
-        *((1, 2, 4, 5), (1, 3, 3, 5), (2, 1, 5, 4), (3, 1, 5, 3), (3, 5, 1, 3), (4, 5, 1, 2), (5, 3, 3, 1), (5, 4, 2, 1)),
+        *(
+            (4, 2, 4, 2),
+            (3, 3, 3, 3),
+            (2, 4, 2, 4),
+            (1, 5, 1, 5),
+            (5, 1, 5, 1),
+            (2, 2, 4, 4),
+            (4, 4, 2, 2),
+            (1, 1, 5, 5),
+            (5, 5, 1, 1),
+        ),
+        *(
+            (1, 2, 4, 5),
+            (1, 3, 3, 5),
+            (2, 1, 5, 4),
+            (3, 1, 5, 3),
+            (3, 5, 1, 3),
+            (4, 5, 1, 2),
+            (5, 3, 3, 1),
+            (5, 4, 2, 1),
+        ),
     ),
 }
 

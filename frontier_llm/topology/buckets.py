@@ -1,4 +1,5 @@
-"""Where parameters lie in flat buckets: what is alike travels together, and owners' slices of a bucket are of one length.
+"""Where parameters lie in flat buckets: what is alike travels together, and owners' slices of a bucket are of one
+length.
 
 The runtime fills its buckets by this plan (`optim/buckets.py`) and the planner counts their bytes and padding by it.
 """
@@ -17,7 +18,8 @@ from frontier_llm.topology.shards import BUCKET_ALIGNMENT
 
 T = TypeVar("T")
 
-# share of a bucket that may be padding before an optimizer that can gather tensors from cut slices does so: padding costs memory for
+# share of a bucket that may be padding before an optimizer that can gather tensors from cut slices does so: padding
+# costs memory for
 # weights and gradients and time for their sums, gathering costs the sending of the tensors' 16 bits once more
 MOST_PADDING = 1 / 8
 
@@ -43,14 +45,20 @@ def plan_buckets(
 ) -> Iterator[BucketPlan[T]]:
     """Buckets of at most `limit` elements of `members`, in the order in which backward completes them.
 
-    `of` says a member's parameter and how many of its elements are here; `replicas`, how many ranks an axis of replicas has. Each computes a
-    part of a bucket's norm, and, where the optimizer is `sharded` (ZeRO), owns a slice of it.
+    `of` says a member's parameter and how many of its elements are here; `replicas`, how many ranks an axis of replicas
+    has. Each computes a part of a bucket's norm, and, where the optimizer is `sharded` (ZeRO), owns a slice of it.
     """
 
     def alike(member: T) -> tuple[Any, ...]:
         parameter = of(member)[0]
         return (
-            *(parameter.decay, parameter.partial_axes(), rule.whole(parameter), rule.kinds(parameter), parameter.replicas),
+            *(
+                parameter.decay,
+                parameter.partial_axes(),
+                rule.whole(parameter),
+                rule.kinds(parameter),
+                parameter.replicas,
+            ),
             *(parameter.wide, bool(rule.statistics(parameter))),
         )
 
@@ -61,7 +69,8 @@ def plan_buckets(
         return _aligned(numel(member), BUCKET_ALIGNMENT)
 
     for (_, _, whole, _, axis, *_), equals in groupby(sorted(members, key=alike), key=alike):
-        same, parts = list(equals), replicas(axis)
+        same = list(equals)
+        parts = replicas(axis)
         owners = parts if sharded else 1
         # whole parameters need room for one in each owner's slice, or most of a bucket would be padding
         for group in packed(same, numel, max(limit, owners * max(map(numel, same))) if whole else limit):
@@ -84,11 +93,18 @@ def _in_a_row(members: list[T], room: Callable[[T], int], parts: int) -> BucketP
 
 def _apart(members: list[T], room: Callable[[T], int], owners: int, parts: int) -> BucketPlan[T]:
     """With no member in two owners' slices: the largest first, each to the owner who has least."""
-    filled, places = [0] * owners, list[tuple[int, int, T]]()
+    filled = [0] * owners
+    places = list[tuple[int, int, T]]()
     for member in sorted(members, key=room, reverse=True):
         owner = filled.index(min(filled))
         places.append((owner, filled[owner], member))
         filled[owner] += room(member)
     size = _aligned(max(filled), BUCKET_ALIGNMENT * (parts // owners))
     places.sort(key=lambda place: place[:2])
-    return BucketPlan([member for *_, member in places], [owner * size + start for owner, start, _ in places], owners * size, True, True)
+    return BucketPlan(
+        [member for *_, member in places],
+        [owner * size + start for owner, start, _ in places],
+        owners * size,
+        True,
+        True,
+    )

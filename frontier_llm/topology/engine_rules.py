@@ -19,16 +19,20 @@ def in_flight(config: RunConfig) -> str:
 
 def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """What the engines that bring their own data parallelism cannot do, and why."""
-    parallel, precision = config.parallel, config.precision
-    deepspeed, fsdp = config.optimizer.engine == "deepspeed", parallel.data_mode == "fsdp"
+    parallel = config.parallel
+    precision = config.precision
+    deepspeed = config.optimizer.engine == "deepspeed"
+    fsdp = parallel.data_mode == "fsdp"
     native = not deepspeed and not fsdp
-    who, instead = "fsdp" if fsdp else "deepspeed", "use the native engine with data_mode=zero"
+    who = "fsdp" if fsdp else "deepspeed"
+    instead = "use the native engine with data_mode=zero"
     for broken, where, what, fix in (
         (
             not native and in_flight(config) == "one",
             *(
                 "comm.in_flight",
-                f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order of its own",
+                f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order "
+                f"of its own",
             ),
             f"{instead}, or set comm.in_flight=many where many at a time do not hang",
         ),
@@ -43,17 +47,25 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         ),
         (
             parallel.zero > 1,
-            *("parallel.zero", f"{parallel.zero} is not supported: zero splits the optimizer state, 0 = not, 1 = over dp"),
+            *(
+                "parallel.zero",
+                f"{parallel.zero} is not supported: zero splits the optimizer state, 0 = not, 1 = over dp",
+            ),
             "set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1",
         ),
         (
             parallel.zero == 0 and deepspeed,
-            *("parallel.zero", "without ZeRO there is nothing for DeepSpeed to do", "set parallel.zero=1, or optimizer.engine=native"),
+            *(
+                "parallel.zero",
+                "without ZeRO there is nothing for DeepSpeed to do",
+                "set parallel.zero=1, or optimizer.engine=native",
+            ),
         ),
         (
             fsdp and parallel.pipeline > 1,
             "parallel.pipeline",
-            f"{parallel.pipeline} stages with fsdp: weights would be gathered and gradients reduced once per microbatch, and a pipeline needs many",
+            f"{parallel.pipeline} stages with fsdp: weights would be gathered and gradients reduced once per "
+            f"microbatch, and a pipeline needs many",
             "set parallel.pipeline=1, or data_mode=zero",
         ),
         (
@@ -63,11 +75,19 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         ),
         (
             not native and config.guard.recompute_interval > 0,
-            *("guard.recompute_interval", "only the native engine can compute a step again", f"set it to 0, or {instead}"),
+            *(
+                "guard.recompute_interval",
+                "only the native engine can compute a step again",
+                f"set it to 0, or {instead}",
+            ),
         ),
         (
             not native and precision.gradient_wire != "full",
-            *("precision.gradient_wire", "only the native engine narrows gradients on their way", f"set it to full, or {instead}"),
+            *(
+                "precision.gradient_wire",
+                "only the native engine narrows gradients on their way",
+                f"set it to full, or {instead}",
+            ),
         ),
         (
             not native and config.optimizer.validated == "after",
@@ -75,7 +95,11 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         ),
         (
             config.optimizer.deepspeed_config is not None and not deepspeed,
-            *("optimizer.deepspeed_config", "is given, but the engine is native", "set optimizer.engine=deepspeed, or leave it out"),
+            *(
+                "optimizer.deepspeed_config",
+                "is given, but the engine is native",
+                "set optimizer.engine=deepspeed, or leave it out",
+            ),
         ),
     ):
         if broken:
@@ -99,9 +123,18 @@ def _optimizer_problems(config: RunConfig, native: bool, who: str) -> Iterator[P
 
 def _data_shard_problems(config: RunConfig, shard: int, world_size: int) -> Iterator[Problem]:
     """Replicas that share out the weights, of those that there are."""
-    parallel, where = config.parallel, "parallel.data_shard"
+    parallel = config.parallel
+    where = "parallel.data_shard"
     replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))  # of dp x cp
     if parallel.data_mode != "fsdp":
-        yield Problem(where, "shares out the weights, which data_mode=zero keeps whole", "set parallel.data_mode=fsdp, or leave it out")
+        yield Problem(
+            where,
+            "shares out the weights, which data_mode=zero keeps whole",
+            "set parallel.data_mode=fsdp, or leave it out",
+        )
     elif replicas % shard:
-        yield Problem(where, f"{shard} does not divide the {replicas} replicas", f"use one of {nearest(shard, divisors(replicas), 3)}")
+        yield Problem(
+            where,
+            f"{shard} does not divide the {replicas} replicas",
+            f"use one of {nearest(shard, divisors(replicas), 3)}",
+        )

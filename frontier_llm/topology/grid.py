@@ -1,7 +1,8 @@
 """global rank ↔ (pp, dp, cp, tp): the bijection, and the groups that it implies, as plain tuples of ranks.
 
-Experts fold the ranks of one pipeline rank anew: where attention has tp x cp x dp, they have etp x ep x edp. The innermost of both are
-neighbours, so the ranks that share out the experts stay within a node for as long as they fit there.
+Experts fold the ranks of one pipeline rank anew: where attention has tp x cp x dp, they have etp x ep x edp. The
+innermost of both are neighbours, so the ranks that share out the experts stay within a node for as long as they fit
+there.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Grid:
     """The mesh of ranks. `order` is innermost first: ranks that differ in its first axis are neighbours.
 
     TP is always innermost, because its collectives run in every layer and must stay on a node's Infinity Fabric
-    (200/100/50 GB/s between GCDs against 12.5 GB/s per GCD through the NICs). CP, which runs in every layer too, but moves only keys and
-    values, stands next to it whatever the order says of the others.
+    (200/100/50 GB/s between GCDs against 12.5 GB/s per GCD through the NICs). CP, which runs in every layer too, but
+    moves only keys and values, stands next to it whatever the order says of the others.
     """
 
     tp: int
@@ -37,7 +38,9 @@ class Grid:
     def __post_init__(self) -> None:
         if self.order not in AXIS_ORDERS:
             raise ConfigError(
-                f"{self.order!r} is not an axis order with tp innermost", suggest(self.order, AXIS_ORDERS), "parallel.axis_order"
+                f"{self.order!r} is not an axis order with tp innermost",
+                suggest(self.order, AXIS_ORDERS),
+                "parallel.axis_order",
             )
 
     @property
@@ -63,7 +66,9 @@ class Grid:
 
     @property
     def replicas(self) -> str:
-        """The joint axis of all ranks that hold the same weights: over it gradients are summed and optimizer state is shared out."""
+        """The joint axis of all ranks that hold the same weights: over it gradients are summed and optimizer state
+        is shared out.
+        """
         return "dp.cp" if self.cp > 1 else "dp"
 
     @property
@@ -80,11 +85,14 @@ class Grid:
         inner = [axis for axis in self._innermost_first if axis != "pp"]
         place = self.coordinates(global_rank)
         places = product(*(range(self.degree(axis)) for axis in reversed(inner)))
-        return tuple(self.global_rank({**place, **dict(zip(reversed(inner), values, strict=True))}) for values in places)
+        return tuple(
+            self.global_rank({**place, **dict(zip(reversed(inner), values, strict=True))}) for values in places
+        )
 
     def experts_group(self, global_rank: int) -> tuple[int, ...]:
         """The ranks that hold one copy of all experts, etp innermost: tokens travel among them."""
-        plane, size = self.plane(global_rank), self.etp * self.ep
+        plane = self.plane(global_rank)
+        size = self.etp * self.ep
         first = plane.index(global_rank) // size * size
         return plane[first : first + size]
 
@@ -96,7 +104,8 @@ class Grid:
 
     def replicas_group(self, global_rank: int) -> tuple[int, ...]:
         """The ranks that hold the same part of the same experts."""
-        plane, size = self.plane(global_rank), self.etp * self.ep
+        plane = self.plane(global_rank)
+        size = self.etp * self.ep
         return plane[plane.index(global_rank) % size :: size]
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
@@ -108,14 +117,18 @@ class Grid:
 
     def global_rank(self, place: Mapping[str, int]) -> int:
         """The rank at the given coordinates."""
-        rank, stride = 0, 1
+        rank = 0
+        stride = 1
         for axis in self._innermost_first:
             rank += place[axis] * stride
             stride *= self.degree(axis)
         return rank
 
     def group(self, axis: str, global_rank: int) -> tuple[int, ...]:
-        """The ranks that share every coordinate with `global_rank` but `axis`, ordered along that axis; along a joint one its first part is outermost."""
-        place, parts = self.coordinates(global_rank), axis.split(".")
+        """The ranks that share every coordinate with `global_rank` but `axis`, ordered along that axis; along a
+        joint one its first part is outermost.
+        """
+        place = self.coordinates(global_rank)
+        parts = axis.split(".")
         indices = product(*(range(self.degree(part)) for part in parts))
         return tuple(self.global_rank({**place, **dict(zip(parts, index, strict=True))}) for index in indices)

@@ -16,7 +16,8 @@ def packed(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Itera
         size = size_of(item)
         if group and held + size > limit:
             yield group
-            group, held = [], 0
+            group = []
+            held = 0
         group.append(item)
         held += size
     if group:

@@ -1,4 +1,6 @@
-"""RunConfig + world size → ParallelPlan: every rule of the layout checked in one place, before anything expensive starts."""
+"""RunConfig + world size → ParallelPlan: every rule of the layout checked in one place, before anything expensive
+starts.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class ParallelPlan:
 
 
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """Every rule that this config violates on `world_size` ranks, in any of its phases; empty when the layout is legal."""
+    """Every rule that this config violates on `world_size` ranks, in any of its phases; empty when the layout is
+    legal.
+    """
     if config.train.phases:
         return _phase_problems(config, world_size)
     return [
@@ -67,7 +71,8 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
 def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
     """The layout of this config on `world_size` ranks.
 
-    Of a run with phases that of the first; the others differ in the number of microbatches. Raises LayoutError with every violated rule, its value and the nearest valid values.
+    Of a run with phases that of the first; the others differ in the number of microbatches. Raises LayoutError with
+    every violated rule, its value and the nearest valid values.
     """
     problems = plan_problems(config, world_size)
     if problems:
@@ -77,7 +82,8 @@ def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
 
 def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
     """The layout without looking for problems: of a run that has taken place."""
-    parallel, batch = config.parallel, config.batch
+    parallel = config.parallel
+    batch = config.batch
     dp = world_size // parallel.model_ranks
     return ParallelPlan(
         grid=Grid(
@@ -106,10 +112,13 @@ def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
     for phase in phases:
         for problem in plan_problems(phase.config, world_size):
             problems.setdefault(problem, phase.number)
-    learned, lengths = config.model.position == "learned", {phase.config.model.sequence_length for phase in phases}
+    learned = config.model.position == "learned"
+    lengths = {phase.config.model.sequence_length for phase in phases}
     if learned and len(lengths | {config.model.sequence_length}) > 1:
         what = "learned positions have a vector for each place, which no other length fits"
-        problems[Problem("model.sequence_length", what, "leave it as it is, or use model.position=rope or alibi")] = len(phases)
+        problems[Problem("model.sequence_length", what, "leave it as it is, or use model.position=rope or alibi")] = (
+            len(phases)
+        )
     prefixes = {number: f"train.phases.{number - 1}." if number > 1 else "" for number in problems.values()}
     named = [replace(problem, where=prefixes[number] + problem.where) for problem, number in problems.items()]
     if config.optimizer.engine == "deepspeed" or config.parallel.data_mode == "fsdp":
@@ -119,21 +128,27 @@ def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def _degree_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    parallel, batch = config.parallel, config.batch
+    parallel = config.parallel
+    batch = config.batch
     if parallel.axis_order not in AXIS_ORDERS:
         what = f"{parallel.axis_order!r} is not an order with tp innermost"
         yield Problem("parallel.axis_order", what, f"use one of {list(AXIS_ORDERS)}")
     model_ranks = parallel.model_ranks
     if world_size % model_ranks:
         context = f"context {parallel.context} x " if parallel.context > 1 else ""
-        what = f"{world_size} is not a multiple of tensor {parallel.tensor} x {context}pipeline {parallel.pipeline} = {model_ranks}"
+        what = (
+            f"{world_size} is not a multiple of tensor {parallel.tensor} x {context}pipeline {parallel.pipeline} "
+            f"= {model_ranks}"
+        )
         valid = nearest(world_size, range(model_ranks, 2 * world_size + model_ranks + 1, model_ranks))
         yield Problem("world size", what, f"start {' or '.join(map(str, valid))} ranks, or change the degrees")
         return
     dp = world_size // model_ranks
     if parallel.data is not None and parallel.data != dp:
         what = f"{parallel.data} x {model_ranks} model ranks is not the world size {world_size}"
-        yield Problem("parallel.data", what, f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out")
+        yield Problem(
+            "parallel.data", what, f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out"
+        )
     step = batch.micro_batch * dp
     if batch.global_batch % step:
         what = f"{batch.global_batch} is not a multiple of micro_batch {batch.micro_batch} x dp {dp} = {step}"
@@ -143,7 +158,8 @@ def _degree_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
-    model, tp = config.model, config.parallel.tensor
+    model = config.model
+    tp = config.parallel.tensor
     rules = [
         ("model.heads", "attention heads", model.heads),
         ("model.kv_heads", "key/value heads", model.num_kv_heads),
@@ -152,19 +168,27 @@ def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
     ]
     if config.parallel.sequence_parallel:
         rules.append(
-            ("model.sequence_length", "a rank's part of the sequence (sequence_parallel)", model.sequence_length // config.parallel.context)
+            (
+                "model.sequence_length",
+                "a rank's part of the sequence (sequence_parallel)",
+                model.sequence_length // config.parallel.context,
+            )
         )
 
     def every_rank_has_a_token(tp: int) -> bool:
         return model.padded_vocab_size - model.vocab_size < max(1, model.padded_vocab_size // tp)
 
     common = [
-        degree for degree in divisors(tp_limit(model)) if all(size % degree == 0 for *_, size in rules) and every_rank_has_a_token(degree)
+        degree
+        for degree in divisors(tp_limit(model))
+        if all(size % degree == 0 for *_, size in rules) and every_rank_has_a_token(degree)
     ]
     for key, what, size in rules:
         if size % tp:
             yield Problem(
-                key, f"{what}, {size}, is not divisible by tensor {tp}", f"set parallel.tensor to one of {nearest(tp, common, 3)}"
+                key,
+                f"{what}, {size}, is not divisible by tensor {tp}",
+                f"set parallel.tensor to one of {nearest(tp, common, 3)}",
             )
     if not every_rank_has_a_token(tp):
         what = f"padding the vocabulary to {model.padded_vocab_size} leaves the last of {tp} tensor ranks no real row"
@@ -173,21 +197,30 @@ def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _context_problems(config: RunConfig) -> Iterator[Problem]:
     """parallel.context cuts each sequence in two chunks per rank, or shares out the key/value heads."""
-    cp, length, kv_heads = config.parallel.context, config.model.sequence_length, config.model.num_kv_heads // config.parallel.tensor
+    cp = config.parallel.context
+    length = config.model.sequence_length
+    kv_heads = config.model.num_kv_heads // config.parallel.tensor
     if cp == 1:
         return
     if config.parallel.context_attention == "heads" and kv_heads % cp:
-        what = f"heads, but context {cp} does not go into the {plural(kv_heads, 'key/value head')} that tensor {config.parallel.tensor} leaves a rank"
+        what = (
+            f"heads, but context {cp} does not go into the {plural(kv_heads, 'key/value head')} that tensor "
+            f"{config.parallel.tensor} leaves a rank"
+        )
         yield Problem("parallel.context_attention", what, "use gather or ring, or another parallel.context")
     if length % (2 * cp):
         valid = nearest(length, range(2 * cp, 2 * length + 2 * cp + 1, 2 * cp))
-        what = f"{length} tokens are no multiple of 2 x context {cp}: each rank holds two equal chunks of every sequence"
+        what = (
+            f"{length} tokens are no multiple of 2 x context {cp}: each rank holds two equal chunks of every sequence"
+        )
         yield Problem("model.sequence_length", what, f"use {' or '.join(map(str, valid))}, or another parallel.context")
 
 
 def _tensor_chunk_problems(config: RunConfig) -> Iterator[Problem]:
     """comm.tensor_chunks cuts the sequence, or each rank's part of it, into equal pieces."""
-    chunks, tp, length = config.comm.tensor_chunks, config.parallel.tensor, config.model.sequence_length
+    chunks = config.comm.tensor_chunks
+    tp = config.parallel.tensor
+    length = config.model.sequence_length
     rows = length // config.parallel.context // (tp if config.parallel.sequence_parallel else 1)
     if chunks > 1 and tp == 1:
         what = f"{chunks} chunks, but without tensor parallelism no product has a collective beside it"
@@ -198,12 +231,18 @@ def _tensor_chunk_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The experts' own degrees, folded out of the ranks of one pipeline rank; and what models with experts cannot do."""
-    model, parallel, moe = config.model, config.parallel, config.model.moe
+    """The experts' own degrees, folded out of the ranks of one pipeline rank; and what models with experts cannot
+    do.
+    """
+    model = config.model
+    parallel = config.parallel
+    moe = config.model.moe
     if moe is None:
         for key, degree in (("parallel.expert", parallel.expert), ("parallel.expert_tensor", parallel.expert_tensor)):
             if degree > 1:
-                yield Problem(key, f"{degree}, but {model.name} has no experts", f"set {key}=1, or give the model a section moe")
+                yield Problem(
+                    key, f"{degree}, but {model.name} has no experts", f"set {key}=1, or give the model a section moe"
+                )
         return
     plane = max(1, world_size // parallel.pipeline)
     for key, what, size, degree in (
@@ -211,20 +250,27 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         ("parallel.expert_tensor", "an expert's width", model.expert_hidden, parallel.expert_tensor),
     ):
         if size % degree:
-            yield Problem(key, f"{degree} does not divide {what}, {size}", f"use one of {nearest(degree, divisors(size), 3)}")
-    ranks, cuts = parallel.expert * parallel.expert_tensor, parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed"
+            yield Problem(
+                key, f"{degree} does not divide {what}, {size}", f"use one of {nearest(degree, divisors(size), 3)}"
+            )
+    ranks = parallel.expert * parallel.expert_tensor
+    cuts = parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed"
     where, who = ("parallel.data_mode", "fsdp") if parallel.data_mode == "fsdp" else ("optimizer.engine", "deepspeed")
     for broken, key, what, fix in (
         (
             plane % ranks,
             "parallel.expert",
-            f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the {plane} ranks of a stage (tensor x data)",
-            f"use one of {nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for expert, with expert_tensor=1",
+            f"expert {parallel.expert} x expert_tensor {parallel.expert_tensor} = {ranks} does not divide the "
+            f"{plane} ranks of a stage (tensor x data)",
+            f"use one of "
+            f"{nearest(parallel.expert, [degree for degree in divisors(plane) if moe.experts % degree == 0], 3)} for "
+            f"expert, with expert_tensor=1",
         ),
         (
             model.sequence_length % parallel.tensor,
             "model.sequence_length",
-            f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part of the sequence",
+            f"{model.sequence_length} is not divisible by tensor {parallel.tensor}: each tensor rank routes a part "
+            f"of the sequence",
             f"set parallel.tensor to one of {nearest(parallel.tensor, divisors(model.sequence_length), 3)}",
         ),
         (
@@ -251,7 +297,8 @@ def tp_limit(model: ModelConfig) -> int:
 
 
 def _pipeline_problems(config: RunConfig) -> Iterator[Problem]:
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     virtual = parallel.pipeline * parallel.chunks
     if virtual > model.layers:
         chunks, or_chunks = (f" x {parallel.chunks} chunks", " or parallel.chunks") if parallel.chunks > 1 else ("", "")
@@ -263,4 +310,6 @@ def _pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     counts = parallel.stage_layers
     if counts is not None and (len(counts) != virtual or sum(counts) != model.layers):
         what = f"{list(counts)} has {len(counts)} entries summing to {sum(counts)}"
-        yield Problem("parallel.stage_layers", what, f"give {virtual} entries that sum to {model.layers}, or leave it out")
+        yield Problem(
+            "parallel.stage_layers", what, f"give {virtual} entries that sum to {model.layers}, or leave it out"
+        )

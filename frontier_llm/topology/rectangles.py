@@ -1,4 +1,5 @@
-"""Rectangles of global tensors: how ZeRO's flat runs become them, and how saved ones are cut to those that another layout needs.
+"""Rectangles of global tensors: how ZeRO's flat runs become them, and how saved ones are cut to those that another
+layout needs.
 
 Everything here is arithmetic on tuples: no torch, no files.
 """
@@ -31,7 +32,9 @@ class Rectangle:
     def intersect(self, other: Rectangle) -> Rectangle | None:
         """What both have, or None."""
         offset = tuple(map(max, self.offset, other.offset))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
+        ends = (
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
         shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
         return Rectangle(offset, shape) if min(shape, default=1) > 0 else None
 
@@ -44,14 +47,16 @@ class Rectangle:
 def rectangles_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
     """Cut elements [start, stop) of a row-major array into rectangles, in flat order; each is contiguous in that array.
 
-    At most 2 * dims - 1 of them: the end of a first row, whole rows, the start of a last row, and so on within those two rows.
+    At most 2 * dims - 1 of them: the end of a first row, whole rows, the start of a last row, and so on within those
+    two rows.
     """
     if start >= stop:
         return
     if len(shape) <= 1:
         yield Rectangle((start,) if shape else (), (stop - start,) if shape else ())
         return
-    inner, zeros = prod(shape[1:]), (0,) * (len(shape) - 1)
+    inner = prod(shape[1:])
+    zeros = (0,) * (len(shape) - 1)
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
     if head:
@@ -69,7 +74,9 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
 
 
 def contiguous_runs(outer: Rectangle, part: Rectangle) -> tuple[np.ndarray, int]:
-    """(flat indices at which the runs of `part` start in a row-major array holding `outer`, i64; the elements of each run)."""
+    """(flat indices at which the runs of `part` start in a row-major array holding `outer`, i64; the elements of
+    each run).
+    """
     dims = len(outer.shape)
     if dims == 0:
         return np.zeros(1, np.int64), 1
@@ -90,7 +97,8 @@ def spans(outer: Rectangle, part: Rectangle, merge_gap: int, limit: int) -> list
     """
     starts, run = contiguous_runs(outer, part)
     breaks = np.flatnonzero(np.diff(starts) - run > merge_gap) + 1
-    firsts, lasts = starts[np.r_[0, breaks]], starts[np.r_[breaks - 1, len(starts) - 1]] + run
+    firsts = starts[np.r_[0, breaks]]
+    lasts = starts[np.r_[breaks - 1, len(starts) - 1]] + run
     return [
         (position, min(position + limit, last))
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)

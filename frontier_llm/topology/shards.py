@@ -1,4 +1,6 @@
-"""ShardSpec: what a rank owns of a parameter. ZeRO, gradient norm, tied weights, initialisation and checkpoints read only this."""
+"""ShardSpec: what a rank owns of a parameter. ZeRO, gradient norm, tied weights, initialisation and checkpoints read
+only this.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,17 @@ from math import prod
 
 from frontier_llm.blueprint import Parameter, Split
 
-# elements: each parameter in a flat bucket, and each rank's slice of one, starts on a multiple; 256 bytes in bf16, the width that RCCL and
+# elements: each parameter in a flat bucket, and each rank's slice of one, starts on a multiple; 256 bytes in bf16, the
+# width that RCCL and
 # vector loads like
 BUCKET_ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One rank's rectangle of one global parameter. The local tensor has exactly `shape`; layers view it as they need."""
+    """One rank's rectangle of one global parameter. The local tensor has exactly `shape`; layers view it as they
+    need.
+    """
 
     parameter: Parameter
     offset: tuple[int, ...]  # of this rank's rectangle in the global tensor
@@ -34,7 +39,9 @@ class ShardSpec:
 
     @property
     def counted(self) -> bool:
-        """True on the one copy that enters the gradient norm and the checkpoint: the first on every axis that does not split it."""
+        """True on the one copy that enters the gradient norm and the checkpoint: the first on every axis that does
+        not split it.
+        """
         return not any(self.coordinates[axis] for axis in self.coordinates if not self.splits_over(axis))
 
     @property
@@ -47,13 +54,18 @@ class ShardSpec:
         return isinstance(self.parameter.axes.get(axis), Split)
 
 
-def shard(parameter: Parameter, degrees: Mapping[str, int] | None = None, coordinates: Mapping[str, int] | None = None) -> ShardSpec:
-    """The part of a parameter at `coordinates` of a mesh with these degrees, cut along every axis that splits it; by default all of it.
+def shard(
+    parameter: Parameter, degrees: Mapping[str, int] | None = None, coordinates: Mapping[str, int] | None = None
+) -> ShardSpec:
+    """The part of a parameter at `coordinates` of a mesh with these degrees, cut along every axis that splits it; by
+    default all of it.
 
     The caller has checked divisibility (topology.plan does, for every layer).
     """
-    degrees, coordinates = degrees or {}, coordinates or {}
-    shape, offset = list(parameter.shape), [0] * len(parameter.shape)
+    degrees = degrees or {}
+    coordinates = coordinates or {}
+    shape = list(parameter.shape)
+    offset = [0] * len(parameter.shape)
     for axis, how in parameter.axes.items():
         if isinstance(how, Split):
             part, rest = divmod(shape[how.dim], degrees.get(axis, 1))

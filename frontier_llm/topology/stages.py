@@ -11,7 +11,8 @@ from frontier_llm.config import ModelConfig
 
 def head_cost_in_layers(model: ModelConfig) -> float:
     """FLOPs of the output head over FLOPs of one layer, attention counted causally."""
-    layout, software = Layout(), Software()
+    layout = Layout()
+    software = Software()
     layer = flops(block_work(model, layout, software), causal=True, forward_only=True)
     return flops(head_work(model, layout, software), forward_only=True) / layer
 
@@ -19,9 +20,9 @@ def head_cost_in_layers(model: ModelConfig) -> float:
 def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
     """Layers of each virtual stage so that the busiest has as little to do as possible, the head counted on the last.
 
-    Leftovers fill the front; then layers leave the head's stage while that makes the busiest stage lighter. Large models stay
-    even (the head is V/12h layers: 0.17 for the 1T model, 0.69 for 22B); a small model with a large vocabulary does not
-    (L8 H384 V8192 on two stages: 5 + 3 layers, because the head costs as much as 1.7).
+    Leftovers fill the front; then layers leave the head's stage while that makes the busiest stage lighter. Large
+    models stay even (the head is V/12h layers: 0.17 for the 1T model, 0.69 for 22B); a small model with a large
+    vocabulary does not (L8 H384 V8192 on two stages: 5 + 3 layers, because the head costs as much as 1.7).
     """
     base, remainder = divmod(model.layers, virtual_stages)
     counts = [base + (stage < remainder) for stage in range(virtual_stages)]
@@ -35,7 +36,9 @@ def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def split_layers(model: ModelConfig, virtual_stages: int, counts: tuple[int, ...] | None = None) -> tuple[StageSpec, ...]:
+def split_layers(
+    model: ModelConfig, virtual_stages: int, counts: tuple[int, ...] | None = None
+) -> tuple[StageSpec, ...]:
     """One StageSpec per virtual stage in model order; `counts` overrides the balanced split."""
     counts = counts or balanced(model, virtual_stages)
     last = virtual_stages - 1

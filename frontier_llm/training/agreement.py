@@ -1,7 +1,8 @@
 """Agreement of all ranks, before the first collective, on device, torch build, kernels and C++ libraries.
 
-Every rank puts one report of some hundred bytes into the rendezvous store. Rank 0 reads all reports by one request, and puts one verdict there.
-A rank that cannot use its device reports that too, so all ranks end with the same cause within seconds.
+Every rank puts one report of some hundred bytes into the rendezvous store. Rank 0 reads all reports by one request, and
+puts one verdict there. A rank that cannot use its device reports that too, so all ranks end with the same cause within
+seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from frontier_llm.units import plural, strict_json
 AGREED = "agreed"
 LINGER_S = 3.0  # of rank 0, whose process may hold the store, until the other ranks have read the verdict
 POLL_S = 0.02
-_VERDICT, _READ = "start/verdict", "start/read"
+_VERDICT = "start/verdict"
+_READ = "start/read"
 _FIX = "\n    fix: "  # as Problem writes it
 
 
@@ -42,11 +44,18 @@ class RankReport:
         return strict_json(asdict(self), indent=None)
 
 
-def agree(store: dist.Store, rank: int, world_size: int, report: RankReport, record: Callable[[Failure], None], timeout_s: float) -> None:
+def agree(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    report: RankReport,
+    record: Callable[[Failure], None],
+    timeout_s: float,
+) -> None:
     """Return if all ranks have reported the same facts and no error.
 
-    Otherwise every rank raises: RankFailure for a fault of some nodes or missing ranks, FrontierError for a refusal. Rank 0 calls `record` first.
-    Raises RuntimeError if the store or the verdict cannot be reached within `timeout_s`.
+    Otherwise every rank raises: RankFailure for a fault of some nodes or missing ranks, FrontierError for a refusal.
+    Rank 0 calls `record` first. Raises RuntimeError if the store or the verdict cannot be reached within `timeout_s`.
     """
     store.set(_report_key(rank), report.to_json())
     if rank == 0:
@@ -78,8 +87,9 @@ def raise_failure(failure: Failure) -> NoReturn:
 def judge(reports: Sequence[RankReport]) -> Failure | None:
     """None if the reports of all ranks, in their order, are alike and without errors.
 
-    The expected facts are those of most hosts whose ranks are alike; with equally many hosts, those of the lower rank. If fewer than half of
-    the hosts differ from them, it is a fault of those nodes, which `excluded_hosts` names. Otherwise it is a refusal.
+    The expected facts are those of most hosts whose ranks are alike; with equally many hosts, those of the lower rank.
+    If fewer than half of the hosts differ from them, it is a fault of those nodes, which `excluded_hosts` names.
+    Otherwise it is a refusal.
     """
     by_host: dict[str, list[RankReport]] = {}
     for report in reports:
@@ -99,7 +109,9 @@ def judge(reports: Sequence[RankReport]) -> Failure | None:
     affected = {report.host for report in reports if report.error} if normal.error else differing
     problem = _explain(first, told, normal)
     if len(affected) > 1:
-        problem = replace(problem, what=f"{problem.what} (so {len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)})")
+        problem = replace(
+            problem, what=f"{problem.what} (so {len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)})"
+        )
     return Failure(
         problem.what,
         Evidence.EXCEPTION if told.error else Evidence.COMPARISON,
@@ -123,7 +135,9 @@ def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
         what, _, fix = told.error.partition(_FIX)
         return Problem("", what, fix)
     differences = [
-        f"{name} is {value}, elsewhere {normal.facts.get(name)}" for name, value in told.facts.items() if normal.facts.get(name) != value
+        f"{name} is {value}, elsewhere {normal.facts.get(name)}"
+        for name, value in told.facts.items()
+        if normal.facts.get(name) != value
     ]
     return Problem(
         "",
@@ -133,7 +147,9 @@ def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
 
 
 def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | None:
-    """Rank 0: read all reports, and judge them. Ranks that have not reported within `timeout_s` are a failure that names them."""
+    """Rank 0: read all reports, and judge them. Ranks that have not reported within `timeout_s` are a failure that
+    names them.
+    """
     keys = [_report_key(rank) for rank in range(world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
@@ -141,9 +157,14 @@ def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | 
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise
-        what = f"{len(missing)} of {world_size} ranks did not start within {timeout_s:g} s: {hostlist.compress(map(str, missing))}"
+        what = (
+            f"{len(missing)} of {world_size} ranks did not start within {timeout_s:g} s: "
+            f"{hostlist.compress(map(str, missing))}"
+        )
         problem = Problem("", what, "read the logs of these ranks; raise train.timeout_s if they are merely slow")
-        return Failure(what, Evidence.NOTICES, rank=missing[0], section="start", message=tuple(str(problem).splitlines()))
+        return Failure(
+            what, Evidence.NOTICES, rank=missing[0], section="start", message=tuple(str(problem).splitlines())
+        )
     return judge([RankReport(**json.loads(text)) for text in store.multi_get(keys)])
 
 

@@ -1,4 +1,6 @@
-"""Build order of a rank: layout → layers on the meta device → memory and initial weights → what updates them → pipeline."""
+"""Build order of a rank: layout → layers on the meta device → memory and initial weights → what updates them →
+pipeline.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
 from frontier_llm.data.position import START, Position
 from frontier_llm.model import Microbatch, Stage, build_stages, losses
 from frontier_llm.ops import AttentionNeeds, AttentionShape, select_ops, working_dtype
-from frontier_llm.optim import EngineInputs, GradientSums, GradientSync, LossScaler, Optimizer, build_update, gradient_destination
+from frontier_llm.optim import (
+    EngineInputs,
+    GradientSums,
+    GradientSync,
+    LossScaler,
+    Optimizer,
+    build_update,
+    gradient_destination,
+)
 from frontier_llm.parallel.pipeline import ActivationSpec, Engine
 from frontier_llm.parallel.tensor import LayerContext
 from frontier_llm.schedule import FORWARD_ONLY, Schedule, forward_only
@@ -63,14 +73,20 @@ class TrainState:
         `position`: in the data of the run, where `source` begins; START: `source` is not the run's data.
         """
         self.position = position
-        config, context = phase.config, self.stages[0].context
-        self.config, batch = config, config.batch
+        config = phase.config
+        context = self.stages[0].context
+        self.config = config
+        batch = config.batch
         self.plan = replace(self.plan, microbatches=batch.global_batch // (batch.micro_batch * self.plan.grid.dp))
         for stage in self.stages:
             stage.follow(config.model)
         if isinstance(self.sync, GradientSync):
             self.sync.microbatches = self.plan.microbatches
-        tokens = config.model.sequence_length // self.mesh.cp.size // (self.mesh.tp.size if self.plan.sequence_parallel else 1)
+        tokens = (
+            config.model.sequence_length
+            // self.mesh.cp.size
+            // (self.mesh.tp.size if self.plan.sequence_parallel else 1)
+        )
         activation = ActivationSpec((tokens, batch.micro_batch, config.model.hidden), context.dtype, self.device)
 
         def engine(schedule: Schedule) -> Engine:
@@ -91,14 +107,24 @@ class TrainState:
             )
 
         pairs = config.comm.overlap_experts and self.mesh.ep.size > 1
-        schedule = build_schedule(self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks, pairs=pairs)
-        self.pipeline, self.evaluator = engine(schedule), engine(forward_only(schedule))
-        self.feed, self.ahead = self.new_feed(source), None
+        schedule = build_schedule(
+            self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks, pairs=pairs
+        )
+        self.pipeline = engine(schedule)
+        self.evaluator = engine(forward_only(schedule))
+        self.feed = self.new_feed(source)
+        self.ahead = None
 
     @property
     def steps_early(self) -> bool:
-        """Whether this rank may update before all have ended the step: there is something to gain, the phase goes on, and the update will probably stand."""
-        return self.calm and self.pipeline.runs_ahead and self.current_step + 1 < phase_at(self.phases, self.current_step).end
+        """Whether this rank may update before all have ended the step: there is something to gain, the phase goes
+        on, and the update will probably stand.
+        """
+        return (
+            self.calm
+            and self.pipeline.runs_ahead
+            and self.current_step + 1 < phase_at(self.phases, self.current_step).end
+        )
 
     def new_feed(self, source: BatchSource) -> Feed:
         """Another stream of batches for this rank, e.g. the held-out one."""
@@ -112,14 +138,16 @@ class TrainState:
 def build_state(
     config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource, draws: bool = True
 ) -> TrainState:
-    """One rank's part of the run in its first phase, with initial weights, unless a checkpoint will be loaded (`draws`).
+    """One rank's part of the run in its first phase, with initial weights, unless a checkpoint will be loaded
+    (`draws`).
 
     Raises BackendError when a chosen op is not there.
     """
     phases = phases_of(config)
     config = phases[0].config
     dtype = working_dtype(config.precision.dtype)
-    model, documents = config.model, config.data.reset_at_documents
+    model = config.model
+    documents = config.data.reset_at_documents
     shape = AttentionShape(model.dim_per_head, extras=documents or model.position == "alibi")
     way = context_way(model, mesh.tp.size, mesh.cp.size, config.parallel.context_attention)
     needs = AttentionNeeds(
@@ -144,7 +172,8 @@ def build_state(
         way,
         config.train.seed,
     )
-    specs, terms = plan.stages_of(mesh.pp.rank), losses.select(config.train.loss_weights)
+    specs = plan.stages_of(mesh.pp.rank)
+    terms = losses.select(config.train.loss_weights)
     stages = build_stages(model, specs, context, device, config.train.recompute, terms)
     sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
     state = TrainState(

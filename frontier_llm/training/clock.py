@@ -19,12 +19,13 @@ T = TypeVar("T")
 class PhaseClock:
     """Seconds by phase; what is blocked in communication is left out of them and booked to its axis instead.
 
-    With `synchronize` the device is waited for at each boundary, which is exact on a GPU and slow: benches do so. Without it a
-    GPU's figures are the host's, good for finding a host that lags, not for finding slow kernels.
+    With `synchronize` the device is waited for at each boundary, which is exact on a GPU and slow: benches do so.
+    Without it a GPU's figures are the host's, good for finding a host that lags, not for finding slow kernels.
     """
 
     def __init__(self, ledger: Ledger, synchronize: bool = False) -> None:
-        self._ledger, self._synchronize = ledger, synchronize and torch.cuda.is_available()
+        self._ledger = ledger
+        self._synchronize = synchronize and torch.cuda.is_available()
         self._seconds: dict[str, float] = defaultdict(float)
         self._phase, self._since, self._blocked_since = "optimizer", time.perf_counter(), self._blocked()
         self._blocked_taken: dict[str, float] = defaultdict(float)
@@ -38,9 +39,12 @@ class PhaseClock:
         """The previous phase ends here."""
         if self._synchronize:
             torch.cuda.synchronize()
-        now, blocked = time.perf_counter(), self._blocked()
+        now = time.perf_counter()
+        blocked = self._blocked()
         self._seconds[self._phase] += now - self._since - (blocked - self._blocked_since)
-        self._phase, self._since, self._blocked_since = phase, now, blocked
+        self._phase = phase
+        self._since = now
+        self._blocked_since = blocked
 
     def on_action(self, action: Action | None) -> None:
         """For `Engine`: forward and backward by the kind of action; what follows the last one is the optimizer's."""
@@ -63,8 +67,14 @@ class PhaseClock:
         return taken
 
     def communication(self) -> dict[str, Any]:
-        """What this rank has moved and waited for since it joined: `operations` (Ledger.summary) `axes` (Ledger.latency_by_axis), `most_in_flight`."""
-        return {"operations": self._ledger.summary(), "axes": self._ledger.latency_by_axis(), "most_in_flight": self._ledger.most_in_flight}
+        """What this rank has moved and waited for since it joined: `operations` (Ledger.summary) `axes`
+        (Ledger.latency_by_axis), `most_in_flight`.
+        """
+        return {
+            "operations": self._ledger.summary(),
+            "axes": self._ledger.latency_by_axis(),
+            "most_in_flight": self._ledger.most_in_flight,
+        }
 
     def _timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
         """`function`, its time booked to `phase` instead of the phase that calls it."""

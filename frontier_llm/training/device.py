@@ -1,4 +1,6 @@
-"""The device of a rank: chosen from the run and its machine file, checked against both, and described for the comparison of all ranks."""
+"""The device of a rank: chosen from the run and its machine file, checked against both, and described for the
+comparison of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -
         device = choose_device(config, place, folder)
         fact = "cpu" if device.type == "cpu" else architecture_of_device(device.index)
     except DeviceError as refused:
-        error, fact = refused, refused.fact
+        error = refused
+        fact = refused.fact
     except RuntimeError as failed:  # torch's, of a GPU that is broken or in use
         fact = str(failed).partition("\n")[0]
         fix = "exclude the node and report it to the site (rocm-smi or nvidia-smi there), or set train.device=cpu"
@@ -76,7 +79,8 @@ def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -
 def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -> torch.device:
     """The CPU or this rank's GPU: the only visible one (srun --gpus-per-task=1), otherwise the one of its local rank.
 
-    `train.device: cpu` is obeyed without any check. Raises DeviceError if the GPU is not the one that the machine file states.
+    `train.device: cpu` is obeyed without any check. Raises DeviceError if the GPU is not the one that the machine file
+    states.
     """
     wanted = config.train.device
     if wanted == "cpu":
@@ -89,10 +93,12 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
         raise DeviceError(
             "no GPU",
             f"{torch_facts().describe()} on {node_name()} sees no GPU; {_expectation(config, expected)}",
-            "check the modules, the container and ROCR_VISIBLE_DEVICES, or set train.device=cpu, which computes on CPUs without any check",
+            "check the modules, the container and ROCR_VISIBLE_DEVICES, or set train.device=cpu, which computes on "
+            "CPUs without any check",
         )
     visible = torch.cuda.device_count()
-    if place is not None and 1 < visible < place.local_world_size:  # one is what a launcher shows that gives each rank its own
+    # one is what a launcher shows that gives each rank its own
+    if place is not None and 1 < visible < place.local_world_size:
         raise DeviceError(
             f"{visible} GPUs",
             f"{place.local_world_size} ranks on {place.hostname}, where torch sees {visible} GPUs",
@@ -104,7 +110,8 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
     if expected.vendor != "none" and expected.architecture not in (None, architecture):
         raise DeviceError(
             architecture,
-            f"{torch.cuda.get_device_name(index)} on {node_name()} has the architecture {architecture}; {_expectation(config, expected)}",
+            f"{torch.cuda.get_device_name(index)} on {node_name()} has the architecture {architecture}; "
+            f"{_expectation(config, expected)}",
             "set machine= to the one of these nodes, or correct device.architecture in the machine file",
         )
     if place is not None and folder is not None and visible < place.local_world_size:
@@ -122,8 +129,10 @@ def _check_build(config: RunConfig, expected: Device) -> None:
         return
     raise DeviceError(
         "torch of another vendor",
-        f"{build.describe()} on {node_name()} cannot use {VENDOR_NAMES[expected.vendor]} GPUs; {_expectation(config, expected)}",
-        f"install the {_BUILDS[expected.vendor]} build of torch (docs/frontier.md), or point FRONTIER_LLM_PYTHON at the Python that has it; "
+        f"{build.describe()} on {node_name()} cannot use {VENDOR_NAMES[expected.vendor]} GPUs; "
+        f"{_expectation(config, expected)}",
+        f"install the {_BUILDS[expected.vendor]} build of torch (docs/frontier.md), or point FRONTIER_LLM_PYTHON at "
+        f"the Python that has it; "
         "on a computer that is not this machine: machine=local; train.device=cpu computes on CPUs without any check",
     )
 
@@ -133,7 +142,10 @@ def _expectation(config: RunConfig, expected: Device) -> str:
     if expected.vendor == "none":
         return f"train.device={config.train.device} needs one"
     architecture = f" ({expected.architecture})" if expected.architecture else ""
-    return f"train.device={config.train.device} means an {VENDOR_NAMES[expected.vendor]} GPU{architecture} on machine={config.machine}"
+    return (
+        f"train.device={config.train.device} means an {VENDOR_NAMES[expected.vendor]} GPU{architecture} on "
+        f"machine={config.machine}"
+    )
 
 
 def _use(index: int) -> None:
@@ -142,7 +154,9 @@ def _use(index: int) -> None:
 
 
 def _take_gpu(place: RankEnv, folder: Path, properties: Any) -> None:
-    """Lock this rank's only GPU for this process, by its place on the bus. Raises DeviceError if another rank of the job has it."""
+    """Lock this rank's only GPU for this process, by its place on the bus. Raises DeviceError if another rank of the
+    job has it.
+    """
     where = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     if None in where:  # a torch older than 2.8; the communicator will refuse duplicates, later and in other words
         return
@@ -156,7 +170,9 @@ def _take_gpu(place: RankEnv, folder: Path, properties: Any) -> None:
         lock.close()
         raise DeviceError(
             "one GPU for several ranks",
-            f"local rank {place.local_rank} on {place.hostname} sees one GPU (bus {where[1]:#04x}), which another rank of this job has",
-            "let each rank see its own (srun --gpus-per-task=1), or all of a node's (unset ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)",
+            f"local rank {place.local_rank} on {place.hostname} sees one GPU (bus {where[1]:#04x}), which another "
+            f"rank of this job has",
+            "let each rank see its own (srun --gpus-per-task=1), or all of a node's (unset ROCR_VISIBLE_DEVICES, "
+            "CUDA_VISIBLE_DEVICES)",
         ) from error
     _LOCKS[path] = lock

@@ -19,9 +19,11 @@ from frontier_llm.training.guard import Wish
 from frontier_llm.training.step import global_sums
 
 
-def evaluate(state: TrainState, sources: Mapping[str, BatchSource], samples: int, interrupted: Callable[[], bool]) -> dict[str, float]:
-    """The loss of each held-out set under its name (nats per token); of the first also as `loss`, with its perplexity and, where the text's
-    size is known, bits per byte. Logged. Collective over the world.
+def evaluate(
+    state: TrainState, sources: Mapping[str, BatchSource], samples: int, interrupted: Callable[[], bool]
+) -> dict[str, float]:
+    """The loss of each held-out set under its name (nats per token); of the first also as `loss`, with its perplexity
+    and, where the text's size is known, bits per byte. Logged. Collective over the world.
 
     Empty when `interrupted()`, asked after each global batch, said so.
     """
@@ -44,20 +46,26 @@ def evaluate(state: TrainState, sources: Mapping[str, BatchSource], samples: int
 
 
 @torch.no_grad()
-def held_out_loss(state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]) -> float | None:
-    """Mean loss in nats per token over the first samples of a held-out stream; every target that counts weighs the same.
+def held_out_loss(
+    state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]
+) -> float | None:
+    """Mean loss in nats per token over the first samples of a held-out stream; every target that counts weighs the
+    same.
 
     The number of samples is rounded up to whole global batches, so that every layout evaluates the same ones. None when
     `interrupted()` after one of them. Collective over the world.
     """
     rounds = max(1, math.ceil(samples / state.config.batch.global_batch))
-    feed, loss_sum, targets = state.new_feed(source), 0.0, 0
+    feed = state.new_feed(source)
+    loss_sum = 0.0
+    targets = 0
     for step in range(rounds):
         hit("train.evaluate")
         counted = int(feed.count_targets(step))
         losses = state.evaluator.run(partial(feed.microbatch, step, global_targets=counted))
         mean = global_sums(state, losses, torch.zeros_like(losses["loss"]), Wish())[0]
-        loss_sum, targets = loss_sum + float(mean) * counted, targets + counted
+        loss_sum = loss_sum + float(mean) * counted
+        targets = targets + counted
         if interrupted():
             return None
     return loss_sum / max(1, targets)  # not a number where none counts

@@ -31,7 +31,9 @@ class BatchSource(Protocol):
 
 
 class Feed:
-    """One rank's batches on its device. Stages between the ends of the pipeline read nothing, unless documents cut attention."""
+    """One rank's batches on its device. Stages between the ends of the pipeline read nothing, unless documents cut
+    attention.
+    """
 
     def __init__(
         self,
@@ -44,16 +46,23 @@ class Feed:
         sequences_per_step: int = 0,
         drops: bool = False,
     ) -> None:
-        """`targets_per_step`: global batch x sequence, the count where no target is masked. `is_end`: this rank embeds or has the head.
+        """`targets_per_step`: global batch x sequence, the count where no target is masked. `is_end`: this rank embeds
+        or has the head.
 
         `drops`: the model drops features in training.
         """
         self._sequences_per_step = sequences_per_step
-        self._source, self._targets_per_step, self._mesh, self._device = source, targets_per_step, mesh, device
-        self._reads, self._drops = is_end or source.reset_at_documents, drops
+        self._source = source
+        self._targets_per_step = targets_per_step
+        self._mesh = mesh
+        self._device = device
+        self._reads = is_end or source.reset_at_documents
+        self._drops = drops
 
     def step(self, step: int) -> Callable[[int], Microbatch]:
-        """Return the microbatches of a training step by number. Collective over the replicas if the source masks any target."""
+        """Return the microbatches of a training step by number. Collective over the replicas if the source masks any
+        target.
+        """
         targets = self.count_targets(step)
 
         def microbatch(index: int) -> Microbatch:
@@ -81,9 +90,11 @@ class Feed:
         )
 
     def count_targets(self, step: int) -> int | Tensor:
-        """Targets of the step's global batch that count in the loss. Collective over the replicas if the source masks any target.
+        """Targets of the step's global batch that count in the loss. Collective over the replicas if the source masks
+        any target.
 
-        Their number is then on the device, where the loss is divided by it: the host need not wait for the sum over dp and cp.
+        Their number is then on the device, where the loss is divided by it: the host need not wait for the sum over dp
+        and cp.
         """
         if not self._source.masks_targets:
             return self._targets_per_step
@@ -106,6 +117,8 @@ class Feed:
         return np.concatenate([rows[part.start : part.stop] for part in held_positions(len(rows), cp.size, cp.rank)])
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        """On the device; through pinned memory to a GPU, because from ordinary memory the host would wait for the copy's turn."""
+        """On the device; through pinned memory to a GPU, because from ordinary memory the host would wait for the
+        copy's turn.
+        """
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)

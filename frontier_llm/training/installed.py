@@ -1,9 +1,10 @@
 """The facts of this interpreter: torch, the requirements, our C++ libraries, the GPU kernels and the op back-ends.
 
-    python -P -m frontier_llm.training.installed [ARCHITECTURE|none [-]]      prints the facts as one JSON line; -: a run file follows on stdin
+    python -P -m frontier_llm.training.installed [ARCHITECTURE|none [-]]      prints the facts as one JSON line; -: a
+    run file follows on stdin
 
-`submit`, the batch script and `doctor` run it in the interpreter of the ranks; a rank calls `installation`. Every part works without
-those before it: an interpreter without torch still gives the facts of the rest.
+`submit`, the batch script and `doctor` run it in the interpreter of the ranks; a rank calls `installation`. Every part
+works without those before it: an interpreter without torch still gives the facts of the rest.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ REQUIREMENTS = ("numpy", "yaml", "pydantic", "rich", "safetensors", "sentencepie
 
 
 def installation(architecture: str | None = None, run_text: str | None = None) -> Installation:
-    """Collect all facts. `architecture`, such as gfx90a, names the GPU kernels that are examined; `run_text` is a run file's content."""
+    """Collect all facts. `architecture`, such as gfx90a, names the GPU kernels that are examined; `run_text` is a
+    run file's content.
+    """
     started_s = time.monotonic()
     torch = torch_facts()
     ops_error = torch.error or _import_error("frontier_llm.ops")
     libraries = {name: _library_error(name) for name in LIBRARIES}
-    built_for, providers, kernels = "", {}, None
+    built_for = ""
+    providers = {}
+    kernels = None
     if not ops_error:
         libraries[TORCH_OPS], built_for = _torch_ops()
         providers = provider_facts()
@@ -91,7 +96,8 @@ def kernel_facts(architecture: str) -> KernelFacts:
 def provider_facts() -> dict[str, str]:
     """By op back-end: why it cannot be used here, or ''. Needs torch.
 
-    Triton's back-end needs a GPU to be asked. A login node has none, so `kernel_facts` examines its code objects instead.
+    Triton's back-end needs a GPU to be asked. A login node has none, so `kernel_facts` examines its code objects
+    instead.
     """
     from frontier_llm.ops.providers import PROVIDERS
 
@@ -99,7 +105,8 @@ def provider_facts() -> dict[str, str]:
 
 
 def input_facts(run_text: str) -> InputFacts | None:
-    """Examine data, tokenizer and run directory of a run file; None if the interpreter lacks what reading the file takes.
+    """Examine data, tokenizer and run directory of a run file; None if the interpreter lacks what reading the file
+    takes.
 
     Nothing stays behind: the probe of the run directory is written beside it if it does not exist yet.
     """

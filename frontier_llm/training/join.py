@@ -12,7 +12,13 @@ import torch
 from torch.distributed import Store
 
 from frontier_llm import log
-from frontier_llm.cluster.rank_variables import environment_name, needs_network_plugin, node_count, set_rank_variables, shards_weights
+from frontier_llm.cluster.rank_variables import (
+    environment_name,
+    needs_network_plugin,
+    node_count,
+    set_rank_variables,
+    shards_weights,
+)
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, dump_flight_record, serial_mesh
 from frontier_llm.comm.rendezvous import start_store
 from frontier_llm.comm.transport import check_transport, read_transport
@@ -37,10 +43,13 @@ from frontier_llm.units import plural
 
 
 @contextmanager
-def joined(config: RunConfig, place: RankEnv | None, recorded: bool = True) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
+def joined(
+    config: RunConfig, place: RankEnv | None, recorded: bool = True
+) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
     """Join the job's ranks; leave the groups at the end, whatever happens.
 
-    `recorded`: a failed start is written to the run directory. Raises FrontierError if a device cannot be used or the ranks differ.
+    `recorded`: a failed start is written to the run directory. Raises FrontierError if a device cannot be used or the
+    ranks differ.
     """
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
@@ -67,7 +76,9 @@ def joined(config: RunConfig, place: RankEnv | None, recorded: bool = True) -> I
 
 @contextmanager
 def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
-    """Join the job's ranks and build this rank's part of the run; `draws`: with initial weights, which no checkpoint will replace."""
+    """Join the job's ranks and build this rank's part of the run; `draws`: with initial weights, which no checkpoint
+    will replace.
+    """
     with joined(config, place) as (plan, mesh, device):
         batches = open_batches(phases_of(config)[0].config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, plan, mesh, device, batches, draws)
@@ -79,13 +90,16 @@ class _Job:
     """What this rank knows of the job that started it, and the job's folder on this node."""
 
     def __init__(self, config: RunConfig, place: RankEnv) -> None:
-        self.place, self.secret = place, JobSecret(place, Path(config.train.run_dir))
+        self.place = place
+        self.secret = JobSecret(place, Path(config.train.run_dir))
         self.folder = private_folder(self.secret.wait(config.train.timeout_s))
 
 
 @contextmanager
 def _known(config: RunConfig, place: RankEnv | None) -> Iterator[_Job | None]:
-    """The job of a process that a launcher has started; leaves its groups and removes what it has made outside of the run at the end."""
+    """The job of a process that a launcher has started; leaves its groups and removes what it has made outside of
+    the run at the end.
+    """
     job = _Job(config, place) if place else None
     try:
         yield job
@@ -98,7 +112,8 @@ def _known(config: RunConfig, place: RankEnv | None) -> Iterator[_Job | None]:
 
 
 def _set_environment(config: RunConfig, job: _Job | None) -> bool:
-    """Set what RCCL, libfabric and MIOpen need on this machine if the command has not yet, and log each variable with its origin.
+    """Set what RCCL, libfabric and MIOpen need on this machine if the command has not yet, and log each variable with
+    its origin.
 
     Raises ConfigError for a machine whose environment is unknown. Returns True if collectives must not use sockets.
     """
@@ -113,7 +128,10 @@ def _set_environment(config: RunConfig, job: _Job | None) -> bool:
     for setting in settings:
         log.info(f"  {setting.describe()}")
     if shards_weights(config) and environ(ONE_QUEUE) == "1":
-        log.warn(f"{ONE_QUEUE}=1, which you exported, keeps FSDP's gathers behind the compute that they are to overlap: unset it")
+        log.warn(
+            f"{ONE_QUEUE}=1, which you exported, keeps FSDP's gathers behind the compute that they are to overlap: "
+            f"unset it"
+        )
     return needs_network_plugin(config, nodes)
 
 
@@ -157,7 +175,10 @@ def _meeting(config: RunConfig, job: _Job) -> Meeting:
 def _start_store(config: RunConfig, job: _Job | None) -> None:
     """On rank 0, let the store's process start while this rank prepares its device."""
     if config.comm.store in ("direct", "node"):
-        log.info(f"comm.store={config.comm.store} is read as auto: torch's TCPStore. comm.store=authenticated is the store of before")
+        log.info(
+            f"comm.store={config.comm.store} is read as auto: torch's TCPStore. comm.store=authenticated is the "
+            f"store of before"
+        )
     if job is not None and job.place.world_size > 1 and config.comm.backend != "mpi":
         start_store(job.place.rank, job.place.world_size, _meeting(config, job), config.train.timeout_s)
 
@@ -169,7 +190,10 @@ def _record_failed_start(run_dir: Path, failure: Failure) -> None:
         try:
             distrust(run_dir, list(failure.excluded_hosts))
         except OSError as error:
-            log.warn(f"cannot write down that {hostlist.compress(failure.excluded_hosts)} should no longer be used: {error.strerror}")
+            log.warn(
+                f"cannot write down that {hostlist.compress(failure.excluded_hosts)} should no longer be used: "
+                f"{error.strerror}"
+            )
 
 
 def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found, recorded: bool) -> Mesh:

@@ -27,7 +27,18 @@ from frontier_llm.run.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.training import observers
 from frontier_llm.training.build import BestLoss, TrainState
 from frontier_llm.training.evaluate import evaluate
-from frontier_llm.training.guard import Decisions, Recompute, ReplicaCheck, RouterWatch, Saves, Skips, Watchdog, Wish, Wishes, provenance
+from frontier_llm.training.guard import (
+    Decisions,
+    Recompute,
+    ReplicaCheck,
+    RouterWatch,
+    Saves,
+    Skips,
+    Watchdog,
+    Wish,
+    Wishes,
+    provenance,
+)
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.metrics import Metrics, metrics_of
 from frontier_llm.training.progress import AS_BEFORE, Resume, progress_of, restore
@@ -35,7 +46,8 @@ from frontier_llm.training.step import StepResult, local_gradients, train_step
 from frontier_llm.training.tasks import evaluate_tasks, open_tasks
 from frontier_llm.units import strict_json
 
-START_TIMEOUTS = 3  # times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
+# times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
+START_TIMEOUTS = 3
 
 
 def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = AS_BEFORE) -> int:
@@ -62,20 +74,35 @@ class _Session:
     """What one process of the run holds from start to end."""
 
     def __init__(
-        self, config: RunConfig, state: TrainState, resume: Resume, watchdog: Watchdog, signals: SignalWatcher, drawn: bool = True
+        self,
+        config: RunConfig,
+        state: TrainState,
+        resume: Resume,
+        watchdog: Watchdog,
+        signals: SignalWatcher,
+        drawn: bool = True,
     ) -> None:
-        """`config` is the whole run's, `state` in one of its phases. `drawn`: the weights are initial ones; otherwise they are nothing yet."""
-        self.state, self.config, self.resume, self.watchdog = state, config, resume, watchdog
+        """`config` is the whole run's, `state` in one of its phases. `drawn`: the weights are initial ones;
+        otherwise they are nothing yet.
+        """
+        self.state = state
+        self.config = config
+        self.resume = resume
+        self.watchdog = watchdog
         self.drawn = drawn
-        self.run_dir, world = Path(self.config.train.run_dir), state.mesh.world
+        self.run_dir = Path(self.config.train.run_dir)
+        world = state.mesh.world
         self.is_first = world.rank == 0
-        self.validation, self.tasks = _validation(state), open_tasks(config)
+        self.validation = _validation(state)
+        self.tasks = open_tasks(config)
         self.metrics: Metrics | None = None  # of rank 0
         self.datasets = _datasets(config, state)
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
         self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
-        self.stragglers = StragglerWatch(state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval)
+        self.stragglers = StragglerWatch(
+            state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval
+        )
         self.routers = RouterWatch(self.config.model)
         self.wishes = Wishes(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
@@ -99,7 +126,10 @@ class _Session:
             self.metrics = metrics_of(self.config, self.state, self.manager.incarnation, self.observers)
             self.metrics.data(self.state)
             if self.state.current_step >= self.config.train.steps:
-                log.info(f"nothing to train: {self.state.current_step} steps are done, train.steps is {self.config.train.steps}")
+                log.info(
+                    f"nothing to train: {self.state.current_step} steps are done, train.steps is "
+                    f"{self.config.train.steps}"
+                )
         finished = self._train_until_end()
         with self.watchdog.section("save"):
             if self.config.train.save_final or (not finished and self.config.train.save_interval):
@@ -110,7 +140,10 @@ class _Session:
         if not finished and not environ("SLURM_JOB_ID"):  # a job's supervisor goes on by itself
             stop = self.run_dir / STOP_FILE
             first = f"delete {stop}, then " if stop.exists() else ""
-            log.info(f"step {self.state.current_step} of {self.config.train.steps} is saved; to go on: {first}the same command again")
+            log.info(
+                f"step {self.state.current_step} of {self.config.train.steps} is saved; to go on: {first}the same "
+                f"command again"
+            )
         return 0 if finished else EXIT_INTERRUPTED
 
     def _resume(self) -> None:
@@ -118,7 +151,8 @@ class _Session:
             progress = self.saves.resume(self.resume.strict)
         if progress is not None:
             restore(self.state, progress)
-        elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:  # some rank had seen a checkpoint that is gone
+        # some rank had seen a checkpoint that is gone
+        elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:
             draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
         self._count_durations()
         self.decisions.resume_at(self.state.current_step, progress.policy.get("rewinds", []) if progress else [])
@@ -134,16 +168,23 @@ class _Session:
     def _restart_source(self, path: str) -> None:
         """Raises ConfigError for a dataset that the run does not train on."""
         if path not in self.datasets:
-            raise ConfigError(f"{path!r} is no dataset of this run", suggest(path, list(self.datasets)), "--restart-source")
+            raise ConfigError(
+                f"{path!r} is no dataset of this run", suggest(path, list(self.datasets)), "--restart-source"
+            )
         identity = self.datasets[path].identity
-        samples = sum(stream.taken for stream in self.state.position.streams if stream.dataset == identity and not stream.retired)
+        samples = sum(
+            stream.taken for stream in self.state.position.streams if stream.dataset == identity and not stream.retired
+        )
         self.state.position = self.state.position.restart(identity)
         self.decisions.add(self.state.current_step, "restart source", path=path, samples_taken=samples)
-        log.info(f"after step {self.state.current_step}: {path} is read from its beginning, after {samples} samples of it")
+        log.info(
+            f"after step {self.state.current_step}: {path} is read from its beginning, after {samples} samples of it"
+        )
 
     def _train_until_end(self) -> bool:
         """False when a signal or STOP ended it; all ranks agree on the step."""
-        state, train = self.state, self.config.train
+        state = self.state
+        train = self.config.train
         if self.wishes.stop() or (state.current_step == 0 and not self._evaluate()):
             return False
         while state.current_step < train.steps:
@@ -153,7 +194,9 @@ class _Session:
                 return False
             if _due(state.current_step, self.config.guard.replica_check_interval, train.steps):
                 self.replicas.check(state.current_step, state.mesh.world)
-            if self.recompute is not None and _due(state.current_step, self.config.guard.recompute_interval, train.steps):
+            if self.recompute is not None and _due(
+                state.current_step, self.config.guard.recompute_interval, train.steps
+            ):
                 self._look_for_wrong_arithmetic(self.recompute)
             if _due(state.current_step, train.eval_interval, train.steps) and not self._evaluate():
                 return False
@@ -184,7 +227,8 @@ class _Session:
 
     def _enter(self, phase: RunPhase, left_out_samples: int = 0) -> None:
         """Train in `phase` from here on: at the start, at a border, and after a rewind, which leaves samples out."""
-        state, dp = self.state, self.state.mesh.dp
+        state = self.state
+        dp = self.state.mesh.dp
         position = state.position.enter(wanted(phase.config, self.datasets))
         for line in news(state.position, position):
             log.info(line)
@@ -270,7 +314,8 @@ class _Session:
 
     def _keep_if_best(self, losses: Mapping[str, float]) -> None:
         """Save a step at once whose held-out loss is the lowest so far; BEST names it when it is on disk."""
-        state, name = self.state, self.config.train.keep_best
+        state = self.state
+        name = self.config.train.keep_best
         loss = losses.get("loss" if name == "validation" else name or "")
         if loss is None or state.current_step == 0 or (state.best is not None and not loss < state.best.loss):
             return
@@ -318,7 +363,9 @@ def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
     return {path: Dataset(*dataset) for path, dataset in found.items()}
 
 
-def _manager(config: RunConfig, state: TrainState, resume: Resume, datasets: Mapping[str, Dataset]) -> CheckpointManager:
+def _manager(
+    config: RunConfig, state: TrainState, resume: Resume, datasets: Mapping[str, Dataset]
+) -> CheckpointManager:
     train = config.train
     return CheckpointManager(
         _checkpoints(train),

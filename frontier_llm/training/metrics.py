@@ -38,34 +38,51 @@ class Throughput:
 class Metrics:
     """Written by global rank 0, only ever appended to; each line carries the incarnation that wrote it.
 
-    A line of kind `start` or `rewind` takes back what earlier lines say of later steps: `cluster.run_dir.rows` reads it so, and
-    observers are told the same. It also says on which layout the steps after it run, as an attempt may have another than the one before.
+    A line of kind `start` or `rewind` takes back what earlier lines say of later steps: `cluster.run_dir.rows` reads it
+    so, and observers are told the same. It also says on which layout the steps after it run, as an attempt may have
+    another than the one before.
     """
 
     def __init__(
-        self, config: RunConfig, world_size: int, clock: PhaseClock, incarnation: int, done_steps: int, observers: Sequence[Observer] = ()
+        self,
+        config: RunConfig,
+        world_size: int,
+        clock: PhaseClock,
+        incarnation: int,
+        done_steps: int,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """Go on after `done_steps` steps in the run's directory; `config` is the whole run's."""
-        self._train, self._phases = config.train, phases_of(config)
-        self._world_size, self._clock, self._incarnation = world_size, clock, incarnation
-        self._layout, self._peak_tflops = layout_of(config, world_size), peak_tflops(config)
+        self._train = config.train
+        self._phases = phases_of(config)
+        self._world_size = world_size
+        self._clock = clock
+        self._incarnation = incarnation
+        self._layout = layout_of(config, world_size)
+        self._peak_tflops = peak_tflops(config)
         self._follow(phase_at(self._phases, done_steps))
         run_dir = Path(config.train.run_dir)
         self._observers = observers
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lines = open_lines(run_dir / "metrics.jsonl")
         self._write("start", done_steps, {"layout": self._layout})
-        self._since = self._started = time.perf_counter()  # when the steps since the last record began; when `_first_step` did
-        self._steps_since, self._first_step, self._last_step = 0, done_steps, done_steps
+        # when the steps since the last record began; when `_first_step` did
+        self._since = self._started = time.perf_counter()
+        self._steps_since = 0
+        self._first_step = done_steps
+        self._last_step = done_steps
 
     def _follow(self, phase: RunPhase) -> None:
         """From here on steps are as long as those of this phase; a record is of one phase's alone."""
-        self._phase, self._flops_per_token = phase, model_flops_per_token(phase.config.model)
+        self._phase = phase
+        self._flops_per_token = model_flops_per_token(phase.config.model)
 
     def _throughput(self, steps: int, elapsed_s: float) -> Throughput:
         tokens = steps * self._phase.tokens_per_step
         tflops = tokens / elapsed_s * self._flops_per_token / self._world_size / TERA
-        return Throughput(elapsed_s / steps, tokens / elapsed_s, tflops, tflops / self._peak_tflops if self._peak_tflops else None)
+        return Throughput(
+            elapsed_s / steps, tokens / elapsed_s, tflops, tflops / self._peak_tflops if self._peak_tflops else None
+        )
 
     def enter(self, state: TrainState) -> None:
         """`state` has another engine and feed."""
@@ -79,12 +96,19 @@ class Metrics:
 
     def phase(self, state: TrainState) -> None:
         """Another phase has begun."""
-        model, batch = state.config.model, state.config.batch
-        values = {"number": self._phase.number, "sequence_length": model.sequence_length, "global_batch": batch.global_batch}
+        model = state.config.model
+        batch = state.config.batch
+        values = {
+            "number": self._phase.number,
+            "sequence_length": model.sequence_length,
+            "global_batch": batch.global_batch,
+        }
         self.event("phase", state.current_step, values)
 
     def step(self, step: int, result: StepResult, skipped_steps: int, position: Position) -> None:
-        """Account for finished step `step` (0-based) and, every log_interval, write it down. `position`: in the data, after it."""
+        """Account for finished step `step` (0-based) and, every log_interval, write it down. `position`: in the
+        data, after it.
+        """
         self._steps_since += 1
         self._last_step = step + 1
         train = self._train
@@ -93,7 +117,8 @@ class Metrics:
         now = time.perf_counter()
         speed = self._throughput(self._steps_since, now - self._since)
         phases_s = {name: seconds / self._steps_since for name, seconds in self._clock.take().items()}
-        self._since, self._steps_since = now, 0
+        self._since = now
+        self._steps_since = 0
         self._write(
             "step",
             step + 1,
@@ -123,7 +148,8 @@ class Metrics:
         """The run has returned to where `step` steps were done."""
         self._write("rewind", step, {"layout": self._layout})
         self._since = self._started = time.perf_counter()
-        self._steps_since, self._first_step = 0, step
+        self._steps_since = 0
+        self._first_step = step
         self._clock.take()
 
     def communication(self) -> None:
@@ -177,7 +203,9 @@ def metrics_of(config: RunConfig, state: TrainState, incarnation: int, observers
 
 
 def peak_tflops(config: RunConfig) -> float | None:
-    """One device's peak, for MFU: the run's own value, else the machine file's unless that is only an estimate (a laptop's)."""
+    """One device's peak, for MFU: the run's own value, else the machine file's unless that is only an estimate (a
+    laptop's).
+    """
     if config.train.peak_tflops is not None:
         return config.train.peak_tflops
     peak = load_machine(config.machine).device.peak_tflops

@@ -1,4 +1,6 @@
-"""The scalars that a run continues from, between the training state and a checkpoint; the tensors are the checkpoint room's."""
+"""The scalars that a run continues from, between the training state and a checkpoint; the tensors are the checkpoint
+room's.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,12 @@ def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
 
 def restore(state: TrainState, progress: Progress) -> None:
     """Put the scalars back."""
-    state.current_step, state.skipped_steps, state.ahead = progress.step, progress.skipped_steps, None
+    state.current_step = progress.step
+    state.skipped_steps = progress.skipped_steps
+    state.ahead = None
     state.optimizer.updates = progress.optimizer_updates
-    state.scaler.scale, state.scaler.clean_steps = progress.loss_scale, progress.scaler_clean_steps
+    state.scaler.scale = progress.loss_scale
+    state.scaler.clean_steps = progress.scaler_clean_steps
     state.spikes.restore(progress.policy)
     state.best = BestLoss(**progress.policy["best"]) if "best" in progress.policy else None
     state.position = progress.position or START  # weights that were imported have none

@@ -1,4 +1,6 @@
-"""What the routers of a step did: figures for the metrics, and what routers keep of it: the selection bias that evens the load (arXiv:2408.15664)."""
+"""What the routers of a step did: figures for the metrics, and what routers keep of it: the selection bias that
+evens the load (arXiv:2408.15664).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ from frontier_llm.model import Stage
 
 
 def summary(load_LE: Tensor, model: ModelConfig) -> dict[str, Any]:
-    """For people, from `model.experts.Routed.load` summed over the step: rows of each expert over all layers, and figures of each layer."""
+    """For people, from `model.experts.Routed.load` summed over the step: rows of each expert over all layers, and
+    figures of each layer.
+    """
     assert model.moe is not None
-    rows_LE, entropy_L, dropped_L = load_LE[:, :-2], load_LE[:, -2], load_LE[:, -1]
+    rows_LE = load_LE[:, :-2]
+    entropy_L = load_LE[:, -2]
+    dropped_L = load_LE[:, -1]
     tokens = rows_LE.sum(1) / model.moe.top_k
     return {
         "rows_per_expert": rows_LE.sum(0).long().tolist(),
@@ -28,7 +34,8 @@ def summary(load_LE: Tensor, model: ModelConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def tell_routers(stages: Iterable[Stage], load_LE: Tensor) -> None:
-    """The load of the step's global batch, the same on all replicas: for the balance of the next, and for the selection bias.
+    """The load of the step's global batch, the same on all replicas: for the balance of the next, and for the selection
+    bias.
 
     That moves towards experts that had less than the mean, by one rate whatever the distance.
     """

@@ -31,25 +31,31 @@ class StepResult:
     loss_scale: float
     skipped: bool  # nothing was updated, anywhere: loss or gradient was not finite, or a spike
     spike: bool = False  # both were finite, but far from those of the steps before (guard.spike_sigmas)
-    further_losses: Mapping[str, float] = field(default_factory=dict)  # by name, without their weights (train.loss_weights)
+    # by name, without their weights (train.loss_weights)
+    further_losses: Mapping[str, float] = field(default_factory=dict)
     routing: Mapping[str, Any] = field(default_factory=dict)  # what the experts had to do (train.routing)
     wish: Wish = field(default_factory=Wish)  # what any rank has been asked for
 
 
 def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult:
-    """One optimizer step over the global batch. Collective over the world; `wish()`: what this rank has been asked for meanwhile.
+    """One optimizer step over the global batch. Collective over the world; `wish()`: what this rank has been asked for
+    meanwhile.
 
     A loss or gradient that is not finite on any rank reaches every rank through the one sum below, so all take the same
     decision: weights and optimizer state stay as they are, the step counts as skipped, and fp16's loss scale is halved.
     """
-    optimizer, scaler, config = state.optimizer, state.scaler, state.config.optimizer
+    optimizer = state.optimizer
+    scaler = state.scaler
+    config = state.config.optimizer
 
-    batch, state.ahead = state.ahead or state.feed.step(state.current_step), None
+    batch = state.ahead or state.feed.step(state.current_step)
+    state.ahead = None
     state.sync.begin()
     losses = state.pipeline.run(batch, scaler.scale)
     state.sync.finish()
 
-    lr, norm_share = learning_rate(config, state.current_step, state.config.train.steps), optimizer.squared_norm_share()
+    lr = learning_rate(config, state.current_step, state.config.train.steps)
+    norm_share = optimizer.squared_norm_share()
     early = step_early(state, lr) if state.steps_early else None
     sums = global_sums(state, losses, norm_share, wish())
     load = sums[len(sums) - losses[LOAD].numel() :].view_as(losses[LOAD]) if LOAD in losses else None
@@ -60,7 +66,9 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     spike = not overflowed and state.spikes.is_spike(loss, norm)
     further_losses = dict(zip([name for name in losses if name not in (LOSS, LOAD)], further, strict=True))
     routing = {} if load is None else summary(load, state.config.model)
-    result = StepResult(loss, norm, lr, scaler.scale, overflowed or spike, spike, further_losses, routing, Wish(stop > 0, save > 0))
+    result = StepResult(
+        loss, norm, lr, scaler.scale, overflowed or spike, spike, further_losses, routing, Wish(stop > 0, save > 0)
+    )
 
     clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
     state.calm = clip == 1.0 and not result.skipped
@@ -81,10 +89,12 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
 
 
 def step_early(state: TrainState, lr: float) -> Zero:
-    """Update this rank before all have ended the step, as if its gradient were finite and need no clipping, and play the next one's first forwards.
+    """Update this rank before all have ended the step, as if its gradient were finite and need no clipping, and play
+    the next one's first forwards.
 
-    The sum over the world then comes when the rank that ends last has ended, and finds nobody waiting (optimizer.validated=after; Qi et al. 2023, section 4).
-    If the step does not stand, its update is undone and done again as it should have been, and the forwards are forgotten.
+    The sum over the world then comes when the rank that ends last has ended, and finds nobody waiting
+    (optimizer.validated=after; Qi et al. 2023, section 4). If the step does not stand, its update is undone and done
+    again as it should have been, and the forwards are forgotten.
     """
     optimizer = state.optimizer
     assert isinstance(optimizer, Zero)
@@ -96,13 +106,15 @@ def step_early(state: TrainState, lr: float) -> Zero:
 
 
 def global_sums(state: TrainState, losses: Mapping[str, Tensor], squared_norm: Tensor, wish: Wish) -> Tensor:
-    """All that every rank must know of a step, in one sum over the world: [losses …, squared gradient norm, stop, save, load …], fp64.
+    """All that every rank must know of a step, in one sum over the world: [losses …, squared gradient norm, stop, save,
+    load …], fp64.
 
-    Only last stages have a loss, and the tp ranks of one have the same: the first counts, the others add zero times theirs, which is heard
-    where it is not finite. The experts' load is each rank's own.
+    Only last stages have a loss, and the tp ranks of one have the same: the first counts, the others add zero times
+    theirs, which is heard where it is not finite. The experts' load is each rank's own.
     """
     counted = [loss * (state.mesh.tp.rank == 0) for name, loss in losses.items() if name != LOAD]
-    wishes = [squared_norm.new_full((), float(asked)) for asked in (wish.stop, wish.save)]  # filled on the device: a copy would wait
+    # filled on the device: a copy would wait
+    wishes = [squared_norm.new_full((), float(asked)) for asked in (wish.stop, wish.save)]
     numbers = torch.stack((*counted, squared_norm, *wishes))
     if LOAD in losses:
         numbers = torch.cat((numbers, losses[LOAD].flatten()))

@@ -1,4 +1,6 @@
-"""In-context tasks while training: the options of their questions, packed into samples, are played forward by the training stages."""
+"""In-context tasks while training: the options of their questions, packed into samples, are played forward by the
+training stages.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from frontier_llm.training.build import TrainState
 
 
 class PackedTexts:
-    """A sample stream of (context, continuation), as many as fit into each sample, as documents that do not see each other."""
+    """A sample stream of (context, continuation), as many as fit into each sample, as documents that do not see each
+    other.
+    """
 
     masked = True  # of a text its continuation alone counts
 
@@ -45,14 +49,18 @@ class PackedTexts:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def fill(self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+    def fill(
+        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.int64]:
         """See SampleStream; past the last text nothing counts."""
         assert learnt_S1 is not None
         tokens_S1[:], learnt_S1[:] = 0, False
-        lengths, end = [], 0
+        lengths = []
+        end = 0
         for number in self._numbers(k):
             text = self._texts[number]
-            start, end = end, end + len(text)
+            start = end
+            end = end + len(text)
             tokens_S1[start:end] = text
             learnt_S1[max(end - self._counted[number], start + 1) : end] = True
             lengths.append(len(text))
@@ -74,28 +82,38 @@ class PackedTexts:
 
 
 def open_tasks(config: RunConfig) -> list[Asked]:
-    """The run's tasks as tokens. Raises ConfigError for an option that the model's context or vocabulary cannot hold."""
+    """The run's tasks as tokens. Raises ConfigError for an option that the model's context or vocabulary cannot
+    hold.
+    """
     if not config.train.eval_tasks:
         return []
     assert config.data.tokenizer is not None  # cli.checks
     tokenizer = load_tokenizer(config.data.tokenizer)
-    tasks = [ask(tokenizer, read_task(name, one.path, one.limit), one.shots) for name, one in config.train.eval_tasks.items()]
+    tasks = [
+        ask(tokenizer, read_task(name, one.path, one.limit), one.shots) for name, one in config.train.eval_tasks.items()
+    ]
     for task in tasks:
         check_requests(config.model, task.pairs)
     return tasks
 
 
-def evaluate_tasks(state: TrainState, tasks: Sequence[Asked], interrupted: Callable[[], bool]) -> dict[str, Mapping[str, float]]:
-    """Accuracies by kind and task; logged. Collective over the world. Empty when `interrupted()`, asked after each global batch, said so."""
+def evaluate_tasks(
+    state: TrainState, tasks: Sequence[Asked], interrupted: Callable[[], bool]
+) -> dict[str, Mapping[str, float]]:
+    """Accuracies by kind and task; logged. Collective over the world. Empty when `interrupted()`, asked after each
+    global batch, said so.
+    """
     scores = log_likelihoods(state, [pair for task in tasks for pair in task.pairs], interrupted)
     if scores is None:
         return {}
     results: list[TaskResult] = []
     for task in tasks:
-        result, scores = task.judge(scores[: len(task.pairs)]), scores[len(task.pairs) :]
+        result = task.judge(scores[: len(task.pairs)])
+        scores = scores[len(task.pairs) :]
         results.append(result)
         log.info(
-            f"task {result.task} after step {state.current_step}: accuracy {result.acc:.4f} of {result.items}, per token {result.acc_token:.4f}"
+            f"task {result.task} after step {state.current_step}: accuracy {result.acc:.4f} of {result.items}, per "
+            f"token {result.acc_token:.4f}"
         )
     normed = {result.task: result.acc_norm for result in results if result.acc_norm is not None}
     return {
@@ -107,11 +125,23 @@ def evaluate_tasks(state: TrainState, tasks: Sequence[Asked], interrupted: Calla
 
 @torch.no_grad()
 def log_likelihoods(state: TrainState, pairs: Sequence[Pair], interrupted: Callable[[], bool]) -> list[float] | None:
-    """log p(continuation | context) of each pair, on every rank; None when `interrupted()`. Collective over the world."""
-    batch, mesh = state.config.batch, state.mesh
-    documents = state.config.data.reset_at_documents or mesh.cp.size == 1  # attention over stretches may have been chosen that knows none
+    """log p(continuation | context) of each pair, on every rank; None when `interrupted()`. Collective over the
+    world.
+    """
+    batch = state.config.batch
+    mesh = state.mesh
+    # attention over stretches may have been chosen that knows none
+    documents = state.config.data.reset_at_documents or mesh.cp.size == 1
     texts = PackedTexts(pairs, state.config.model.sequence_length, None if documents else 1)
-    source = Batches(texts, batch.global_batch, batch.micro_batch, mesh.dp.rank, mesh.dp.size, reset_at_documents=documents, read_ahead=0)
+    source = Batches(
+        texts,
+        batch.global_batch,
+        batch.micro_batch,
+        mesh.dp.rank,
+        mesh.dp.size,
+        reset_at_documents=documents,
+        read_ahead=0,
+    )
     feed = state.new_feed(source)
     sums_T = torch.zeros(len(pairs), dtype=torch.float64, device=state.device)
 

@@ -1,4 +1,6 @@
-"""What scripts/first_gpu.sh runs: the stages, each in a process group of its own with a time limit, and the page. Standard library only."""
+"""What scripts/first_gpu.sh runs: the stages, each in a process group of its own with a time limit, and the page.
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Stage:
 # in the order of what is wanted most, should the time run out
 STAGES = (
     Stage("machine", 30, "driver, versions, devices"),
-    Stage("build", 150, "C++ parts and kernels, built again with this machine's assembler where the driver refuses them"),
+    Stage(
+        "build", 150, "C++ parts and kernels, built again with this machine's assembler where the driver refuses them"
+    ),
     Stage("checks", 60, "every op against float64"),
     Stage("ceilings", 30, "matrix products and copies, by torch"),
     Stage("ops", 80, "each op beside eager torch and the best SDPA"),
@@ -53,13 +57,17 @@ def run_limited(command: list[str], limit_s: float, log: Path, environment: dict
     """'' or what went wrong. A late command is ended with all that it has started: it would keep the GPU."""
     with (
         log.open("wb") as output,
-        subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT) as process,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT
+        ) as process,
     ):
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return f"not ready after {limit_s:.0f} s"
-        finally:  # also what a stage that has ended left behind, and after an interrupt from the keyboard, which reaches no other session
+        # also what a stage that has ended left behind, and after an interrupt from the keyboard, which reaches no other
+        # session
+        finally:
             _end_group(process)
     return f"exit code {code}" if code else ""
 
@@ -79,7 +87,8 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 def run_stage(stage: Stage, limit_s: float, out: Path, python: str, environment: dict[str, str]) -> dict[str, Any]:
     """Run one stage; what went wrong becomes its result, beside what it had written until then."""
-    result_path, log = out / f"{stage.name}.json", out / "logs" / f"{stage.name}.log"
+    result_path = out / f"{stage.name}.json"
+    log = out / "logs" / f"{stage.name}.log"
     result_path.unlink(missing_ok=True)
     partial = out / f"{stage.name}.partial.json"
     partial.unlink(missing_ok=True)
@@ -89,8 +98,20 @@ def run_stage(stage: Stage, limit_s: float, out: Path, python: str, environment:
     result = _read(result_path)
     if fault:
         tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:] if log.is_file() else []
-        result = {**result, "state": "failed" if limit_s > 0 else "skipped", "why": fault, "log_tail": tail, "until_then": _read(partial)}
-    result = {"stage": stage.name, "about": stage.about, **result, "seconds": round(time.monotonic() - begin, 1), "limit_s": round(limit_s)}
+        result = {
+            **result,
+            "state": "failed" if limit_s > 0 else "skipped",
+            "why": fault,
+            "log_tail": tail,
+            "until_then": _read(partial),
+        }
+    result = {
+        "stage": stage.name,
+        "about": stage.about,
+        **result,
+        "seconds": round(time.monotonic() - begin, 1),
+        "limit_s": round(limit_s),
+    }
     result_path.write_text(json.dumps(result, indent=1), encoding="utf-8")
     partial.unlink(missing_ok=True)
     return result
@@ -103,26 +124,39 @@ def _read(path: Path) -> Any:
 def main() -> int:
     """Exit code 0 when no stage failed."""
     parser = argparse.ArgumentParser(prog="scripts/first_gpu.sh", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "first_gpu", metavar="DIR", help="results (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "first_gpu", metavar="DIR", help="results (default: %(default)s)"
+    )
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that this Python may lack")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything together (default: 9)")
     parser.add_argument("--stages", default=",".join(stage.name for stage in STAGES), help="only these (default: all)")
-    parser.add_argument("--rehearse", action="store_true", help="play every stage on the CPU or a fake driver, in a bare environment")
-    parser.add_argument("--collect-wheels", type=Path, metavar="DIR", help="download wheels for another machine, and end")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="play every stage on the CPU or a fake driver, in a bare environment"
+    )
+    parser.add_argument(
+        "--collect-wheels", type=Path, metavar="DIR", help="download wheels for another machine, and end"
+    )
     parser.add_argument("--python", default="3.12", help="that machine's Python (default: 3.12)")
     parser.add_argument(
-        "--platform", action="append", default=[], help="a platform tag of wheels that it takes; may be given several times"
+        "--platform",
+        action="append",
+        default=[],
+        help="a platform tag of wheels that it takes; may be given several times",
     )
     args = parser.parse_args()
     if args.collect_wheels:
         return wheels.collect(args.collect_wheels, args.python, args.platform)
     unknown = set(args.stages.split(",")) - {stage.name for stage in STAGES}
     if unknown:
-        parser.error(f"no stage is called {', '.join(sorted(unknown))}; there are {', '.join(stage.name for stage in STAGES)}")
+        parser.error(
+            f"no stage is called {', '.join(sorted(unknown))}; there are {', '.join(stage.name for stage in STAGES)}"
+        )
 
-    begin, out = time.monotonic(), args.out.absolute()
+    begin = time.monotonic()
+    out = args.out.absolute()
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    python, wheels_folder = sys.executable, args.wheels
+    python = sys.executable
+    wheels_folder = args.wheels
     if args.rehearse:
         if wheels_folder is None:
             wheels_folder = out / "wheels"
@@ -140,16 +174,26 @@ def main() -> int:
     for name in [name for name in environment if name.startswith(("SLURM_", "PMI_", "OMPI_"))]:
         environment.pop(name)  # ranks are started here, not by the launcher that started this
 
-    total_s, results = 60 * args.minutes, []
+    total_s = 60 * args.minutes
+    results = []
     for stage in STAGES:
         if stage.name in args.stages.split(","):
             left_s = total_s - (time.monotonic() - begin)
             result = run_stage(stage, min(stage.limit_s * args.minutes / 9, left_s - GRACE_S), out, python, environment)
             results.append(result)
-            print(f"{stage.name:<10} {result['state']:<8} {result['seconds']:6.1f} s  {result.get('why', '')}", file=sys.stderr, flush=True)
+            print(
+                f"{stage.name:<10} {result['state']:<8} {result['seconds']:6.1f} s  {result.get('why', '')}",
+                file=sys.stderr,
+                flush=True,
+            )
             if stage.name == "machine" and result["state"] == "failed":
                 break
-    summary = {"rehearsal": args.rehearse, "wheels": used, "seconds": round(time.monotonic() - begin, 1), "stages": results}
+    summary = {
+        "rehearsal": args.rehearse,
+        "wheels": used,
+        "seconds": round(time.monotonic() - begin, 1),
+        "stages": results,
+    }
     (out / "page.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     text, machine = page.render(summary)
     (out / "page.md").write_text(text, encoding="utf-8")

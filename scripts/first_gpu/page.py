@@ -1,4 +1,6 @@
-"""One page of what the stages of first_gpu.sh found: Markdown, and the constants as a machine file. Standard library only."""
+"""One page of what the stages of first_gpu.sh found: Markdown, and the constants as a machine file. Standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 TERA = 1e12
-GOALS = {"memory": 0.85, "attention": 0.9, "mfu": 0.6}  # shares of copy bandwidth, of SDPA's best back-end, of the measured product rate
+# shares of copy bandwidth, of SDPA's best back-end, of the measured product rate
+GOALS = {"memory": 0.85, "attention": 0.9, "mfu": 0.6}
 _BASES = {"gfx90a": "frontier", "gfx942": "mi300x", "sm_80": "selene"}
 
 
@@ -20,15 +23,21 @@ def render(summary: dict[str, Any]) -> tuple[str, str]:
     """(the page, a machine file or '' where too little was measured)."""
     results = {stage["stage"]: stage.get("result") or stage.get("until_then") or {} for stage in summary["stages"]}
     machine = results.get("machine", {})
-    kind = "rehearsal on a CPU, sizes are tiny and times mean nothing" if summary["rehearsal"] else machine.get("device", "?")
+    kind = (
+        "rehearsal on a CPU, sizes are tiny and times mean nothing"
+        if summary["rehearsal"]
+        else machine.get("device", "?")
+    )
     lines = [f"# First run: {kind}", "", *_machine_lines(machine), "", *_stage_lines(summary), ""]
     ceiling = results.get("ceilings", {})
-    copy, gemm = ceiling.get("copy_bytes_per_s"), ceiling.get("gemm_flops_per_s")
+    copy = ceiling.get("copy_bytes_per_s")
+    gemm = ceiling.get("gemm_flops_per_s")
     if copy and gemm:
         lines += [
             "## Ceilings",
             "",
-            f"Copies {copy / 1e9:,.0f} GB/s (read and written), bf16 products {gemm / TERA:,.1f} TFLOP/s, both by torch.",
+            f"Copies {copy / 1e9:,.0f} GB/s (read and written), bf16 products {gemm / TERA:,.1f} TFLOP/s, both by "
+            f"torch.",
             "",
         ]
     timings = [timing for stage in ("ops", "compiled") for timing in results.get(stage, {}).get("timings", [])]
@@ -48,8 +57,14 @@ def render(summary: dict[str, Any]) -> tuple[str, str]:
 
 def _machine_lines(machine: dict[str, Any]) -> Iterator[str]:
     packages = ", ".join(f"{name} {version}" for name, version in machine.get("packages", {}).items() if version)
-    yield f"{machine.get('devices')} x {machine.get('device')} ({machine.get('architecture')}), driver: {machine.get('driver')}"
-    yield f"Python {machine.get('python')}, {packages}; CUDA {machine.get('cuda')}, HIP {machine.get('hip')}; {machine.get('cores')} cores"
+    yield (
+        f"{machine.get('devices')} x {machine.get('device')} ({machine.get('architecture')}), driver: "
+        f"{machine.get('driver')}"
+    )
+    yield (
+        f"Python {machine.get('python')}, {packages}; CUDA {machine.get('cuda')}, HIP {machine.get('hip')}; "
+        f"{machine.get('cores')} cores"
+    )
 
 
 def _stage_lines(summary: dict[str, Any]) -> Iterator[str]:
@@ -57,7 +72,10 @@ def _stage_lines(summary: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|--:|--:|---|"
     for stage in summary["stages"]:
         why = str(stage.get("why", "")).replace("|", "/").replace("\n", " ")
-        yield f"| {stage['stage']}: {stage['about']} | {stage['state']} | {stage['seconds']} | {stage['limit_s']} | {why} |"
+        yield (
+            f"| {stage['stage']}: {stage['about']} | {stage['state']} | {stage['seconds']} | {stage['limit_s']} | "
+            f"{why} |"
+        )
     yield ""
     yield f"{summary['seconds']:.0f} s together."
     for stage in summary["stages"]:
@@ -75,7 +93,9 @@ def _op_lines(timings: list[dict[str, Any]], copy: float, gemm: float) -> Iterat
     for op, ways in by_op.items():
         fastest = best_sdpa(ways)
         ours = ways.get("ours", ways.get("all", {}))
-        share = _share(ours, copy, gemm, ways[fastest]["seconds"] if fastest else None) if ours.get("seconds") else "failed"
+        share = (
+            _share(ours, copy, gemm, ways[fastest]["seconds"] if fastest else None) if ours.get("seconds") else "failed"
+        )
         sdpa = f"{_ms(ways[fastest])} ({fastest.removeprefix('sdpa-')})" if fastest else "-"
         yield f"| {op} | {' | '.join(_ms(ways.get(way)) for way in ('ours', 'eager', 'compiled'))} | {sdpa} | {share} |"
     yield ""
@@ -107,15 +127,20 @@ def _ms(timing: dict[str, Any] | None) -> str:
 
 
 def _step_lines(step: dict[str, Any]) -> Iterator[str]:
-    mfu, idle = step["mfu_of_measured_gemm_rate"], step["device_idle_share"]
+    mfu = step["mfu_of_measured_gemm_rate"]
+    idle = step["device_idle_share"]
     yield (
-        f"{step['tokens_per_s']:,.0f} tokens/s, {step['step_s'] * 1e3:.1f} ms per step of 2 microbatches of {step['micro_batch']}, recompute "
+        f"{step['tokens_per_s']:,.0f} tokens/s, {step['step_s'] * 1e3:.1f} ms per step of 2 microbatches of "
+        f"{step['micro_batch']}, recompute "
         f"{step['recompute']}; {step['model_flops_per_s'] / TERA:.1f} model TFLOP/s"
         + (f", MFU of the measured product rate {_verdict(mfu, GOALS['mfu'])}" if mfu else "")
         + f"; {step['memory_gib']:.1f} GiB; ready after {step['start_s']:.1f} s."
     )
     if idle is not None:
-        yield f"The device waits for the host (or for nothing) {idle:.0%} of a step; {step['launches_per_step']:,.0f} launches per step."
+        yield (
+            f"The device waits for the host (or for nothing) {idle:.0%} of a step; "
+            f"{step['launches_per_step']:,.0f} launches per step."
+        )
     if "bitwise_equal" in step:
         yield f"{len(step['losses'])} losses twice: {'equal to the bit' if step['bitwise_equal'] else 'NOT EQUAL'}."
     yield "\n| kernel | ms per step | share | calls per step |\n|---|--:|--:|--:|"
@@ -152,7 +177,9 @@ def _machine_file(machine: dict[str, Any], results: dict[str, Any], timings: lis
     if "attention" in ours:
         rate = ours["attention"]["flops"] / ours["attention"]["seconds"] / ceiling["gemm_flops_per_s"]
         stack += ["    flash_efficiency: " + number(rate), "    flash_backward: " + number(1.0)]
-    shares = [one["bytes_moved"] / one["seconds"] / ceiling["copy_bytes_per_s"] for one in ours.values() if one["bytes_moved"]]
+    shares = [
+        one["bytes_moved"] / one["seconds"] / ceiling["copy_bytes_per_s"] for one in ours.values() if one["bytes_moved"]
+    ]
     if shares:
         stack.append("    hbm_efficiency: " + number(min(sorted(shares)[len(shares) // 2], 1.0)))
     return "\n".join([*lines, "stacks:", "  frontier-llm:", *stack]) + "\n"

@@ -1,4 +1,6 @@
-"""A bare environment on this machine, to rehearse in: this Python's packages without those that a machine with a GPU may lack. Standard library only."""
+"""A bare environment on this machine, to rehearse in: this Python's packages without those that a machine with a GPU
+may lack. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def bare_environment(folder: Path) -> Path:
         left_out |= {file.parts[0] for file in distribution.files or []}
     for library in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]}:
         for path in Path(library).iterdir():
-            ours = path.name.startswith(("frontier_llm", "__editable__", "distutils-precedence"))  # the checkout's own is on PYTHONPATH
+            # the checkout's own is on PYTHONPATH
+            ours = path.name.startswith(("frontier_llm", "__editable__", "distutils-precedence"))
             if path.name not in left_out and not ours and not (site / path.name).exists():
                 (site / path.name).symlink_to(path)
     return python

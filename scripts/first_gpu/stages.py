@@ -1,4 +1,5 @@
-"""One stage of first_gpu.sh, in its own process: `stages.py NAME OUT` writes OUT/NAME.json. On a CPU with FIRST_GPU_DEVICE=rehearsal, at tiny sizes.
+"""One stage of first_gpu.sh, in its own process: `stages.py NAME OUT` writes OUT/NAME.json. On a CPU with
+FIRST_GPU_DEVICE=rehearsal, at tiny sizes.
 
 A stage returns its result; a result with `wrong` has failed, one with `skipped` says why there was nothing to do.
 """
@@ -26,8 +27,24 @@ CLI = [sys.executable, "-m", "frontier_llm.cli.main"]
 
 # Llama's shapes with head dim 128, so that attention is what larger models have: 1.1 and 3.1 billion parameters
 MODELS: dict[str, dict[str, Any]] = {
-    "1b": {"hidden": 2048, "layers": 20, "heads": 16, "kv_heads": 16, "ffn_hidden": 5632, "sequence_length": 2048, "vocab_size": 32000},
-    "3b": {"hidden": 3072, "layers": 26, "heads": 24, "kv_heads": 24, "ffn_hidden": 8192, "sequence_length": 2048, "vocab_size": 32000},
+    "1b": {
+        "hidden": 2048,
+        "layers": 20,
+        "heads": 16,
+        "kv_heads": 16,
+        "ffn_hidden": 5632,
+        "sequence_length": 2048,
+        "vocab_size": 32000,
+    },
+    "3b": {
+        "hidden": 3072,
+        "layers": 26,
+        "heads": 24,
+        "kv_heads": 24,
+        "ffn_hidden": 8192,
+        "sequence_length": 2048,
+        "vocab_size": 32000,
+    },
 }
 
 
@@ -41,7 +58,10 @@ def machine(_out: Path) -> dict[str, Any]:
 
     if not REHEARSAL and not torch.cuda.is_available():
         raise RuntimeError(f"{sys.executable} has no torch that sees a GPU: set PYTHON, or try first_gpu.sh --rehearse")
-    tools = {name: shutil.which(name) for name in ("nvidia-smi", "rocm-smi", "nvcc", "hipcc", "ptxas", "compute-sanitizer", "c++")}
+    tools = {
+        name: shutil.which(name)
+        for name in ("nvidia-smi", "rocm-smi", "nvcc", "hipcc", "ptxas", "compute-sanitizer", "c++")
+    }
     count = torch.cuda.device_count()
     packages = {name: _version(name) for name in ("torch", "triton", "numpy", "pydantic", "flash_attn", "apex")}
     return {
@@ -69,7 +89,9 @@ def _version(name: str) -> str | None:
 
 def _driver(tools: dict[str, str | None]) -> str:
     if tools["nvidia-smi"]:
-        return _said(["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"])
+        return _said(
+            ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
+        )
     return _said(["rocm-smi", "--showdriverversion", "--showproductname"]) if tools["rocm-smi"] else "none"
 
 
@@ -86,10 +108,16 @@ def _architecture() -> str:
 
 
 def build(_out: Path) -> dict[str, Any]:
-    """The C++ parts, then this GPU's kernels; built again with the machine's own assembler where the driver refuses them."""
+    """The C++ parts, then this GPU's kernels; built again with the machine's own assembler where the driver refuses
+    them.
+    """
     result: dict[str, Any] = {"architecture": _architecture()}
     native = subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=False)
-    result["native"] = "built" if native.returncode == 0 else "not built: a C++ compiler and torch's headers are wanted (logs/build.log)"
+    result["native"] = (
+        "built"
+        if native.returncode == 0
+        else "not built: a C++ compiler and torch's headers are wanted (logs/build.log)"
+    )
     if REHEARSAL:
         return result | _rehearsed_build()
     for assembler in (None, _assembler()):
@@ -110,7 +138,10 @@ def build(_out: Path) -> dict[str, Any]:
 
 def _assembler() -> str | None:
     """The ptxas of this machine's CUDA, which its driver understands."""
-    places = [os.environ.get("PATH", ""), *(f"{os.environ.get(name) or '/usr/local/cuda'}/bin" for name in ("CUDA_HOME", "CUDA_PATH"))]
+    places = [
+        os.environ.get("PATH", ""),
+        *(f"{os.environ.get(name) or '/usr/local/cuda'}/bin" for name in ("CUDA_HOME", "CUDA_PATH")),
+    ]
     return shutil.which("ptxas", path=os.pathsep.join(places))
 
 
@@ -121,7 +152,9 @@ def torch_is_nvidia() -> bool:
 
 
 def _kernels_fault() -> str:
-    """Why this GPU's kernels cannot be used, or ''; in another process, for a refused code object stays with its own."""
+    """Why this GPU's kernels cannot be used, or ''; in another process, for a refused code object stays with its
+    own.
+    """
     code = "from frontier_llm.ops.prebuilt import kernels_of_this_gpu as k; k()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -131,8 +164,16 @@ def _built(architecture: str) -> dict[str, Any]:
     from frontier_llm.ops.manifest import read_manifest
 
     manifest = read_manifest(architecture)
-    spilled = [f"{line['kernel']} {line['variant']}" for line in manifest["kernels"] if line["spills"] and line["dtype"] == "bf16"]
-    return {"kernels": len(manifest["kernels"]), "triton": manifest["tools"]["triton"], "spilled_bf16": sorted(set(spilled))}
+    spilled = [
+        f"{line['kernel']} {line['variant']}"
+        for line in manifest["kernels"]
+        if line["spills"] and line["dtype"] == "bf16"
+    ]
+    return {
+        "kernels": len(manifest["kernels"]),
+        "triton": manifest["tools"]["triton"],
+        "spilled_bf16": sorted(set(spilled)),
+    }
 
 
 def _rehearsed_build() -> dict[str, Any]:
@@ -142,7 +183,9 @@ def _rehearsed_build() -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        compiled = [compile_one(Build("sm_90", *kind, True), Path(folder)).symbol for kind in (("accumulate", "bf16", "any"),)]
+        compiled = [
+            compile_one(Build("sm_90", *kind, True), Path(folder)).symbol for kind in (("accumulate", "bf16", "any"),)
+        ]
         with fake_gpu("sm_90", Path(folder)) as (kernels, *_):
             kernels.load_any()
     return {"kernels": len(kernels._variants), "compiled": compiled, "triton": _version("triton"), "spilled_bf16": []}
@@ -165,22 +208,41 @@ def checks(_out: Path) -> dict[str, Any]:
 
 def _summed(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
     listed = list(cases)
-    bad = [f"{case['op']} {case['dtype']} {case['shape']}: {case['fault'] or case['error']}" for case in listed if not case["ok"]]
+    bad = [
+        f"{case['op']} {case['dtype']} {case['shape']}: {case['fault'] or case['error']}"
+        for case in listed
+        if not case["ok"]
+    ]
     worst = max((case["error"] / case["limit"] for case in listed if case["ok"]), default=0.0)
     return {"cases": len(listed), "worst_of_its_limit": worst, **({"wrong": "; ".join(bad)} if bad else {})}
 
 
 def addresses(out: Path) -> dict[str, Any]:
-    """Every op in bf16 where each access to memory is checked. ROCm has no such tool for code objects that are there already."""
+    """Every op in bf16 where each access to memory is checked. ROCm has no such tool for code objects that are there
+    already.
+    """
     if REHEARSAL:
         return _fake_addresses()
     checker = shutil.which("compute-sanitizer")
     if checker is None:
         raise Skipped(
-            "no compute-sanitizer here; gfx90a's kernels were executed with checked addresses by scripts/check_gfx90a.py (simulated)"
+            "no compute-sanitizer here; gfx90a's kernels were executed with checked addresses by "
+            "scripts/check_gfx90a.py (simulated)"
         )
     log = out / "logs" / "compute-sanitizer.log"
-    command = [checker, "--tool", "memcheck", "--error-exitcode", "86", "--log-file", str(log), *CLI, "ops", "check", "--json"]
+    command = [
+        checker,
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "86",
+        "--log-file",
+        str(log),
+        *CLI,
+        "ops",
+        "check",
+        "--json",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.is_file() else []
     last = found[-1] if found else done.stderr.strip()[-300:]
@@ -197,7 +259,11 @@ def _fake_addresses() -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder, fake_gpu("sm_90", Path(folder)) as (kernels, _, record):
         faults = [result.fault for result in check(GpuOps(kernels), "cpu", ["bf16"]) if result.fault]
-        return {"checker": "fake driver", "launches": record.launches, **({"wrong": "; ".join(faults)} if faults else {})}
+        return {
+            "checker": "fake driver",
+            "launches": record.launches,
+            **({"wrong": "; ".join(faults)} if faults else {}),
+        }
 
 
 def ceilings(_out: Path) -> dict[str, Any]:
@@ -251,7 +317,9 @@ def _timed(out: Path, stage: str, chosen: Any, rounds: int, compiler: Callable[.
     from frontier_llm.experiments.measure.ops import compare
 
     timings: list[dict[str, Any]] = []
-    for timing in compare(chosen, model_of("1b"), 2 if REHEARSAL else 8, torch.bfloat16, DEVICE, rounds=rounds, compiler=compiler):
+    for timing in compare(
+        chosen, model_of("1b"), 2 if REHEARSAL else 8, torch.bfloat16, DEVICE, rounds=rounds, compiler=compiler
+    ):
         timings.append(asdict(timing) | ({"seconds": None} if timing.error else {}))
         (out / f"{stage}.partial.json").write_text(json.dumps({"timings": timings}), encoding="utf-8")
     return {"timings": timings}
@@ -305,11 +373,26 @@ def layout(out: Path) -> dict[str, Any]:
     return steps.layout(out)
 
 
-STAGES = (machine, build, checks, ceilings, ops, attention, step_1b, step_3b, reference, hang_test, layout, addresses, compiled)
+STAGES = (
+    machine,
+    build,
+    checks,
+    ceilings,
+    ops,
+    attention,
+    step_1b,
+    step_3b,
+    reference,
+    hang_test,
+    layout,
+    addresses,
+    compiled,
+)
 
 
 def main() -> int:
-    name, out = sys.argv[1], Path(sys.argv[2])
+    name = sys.argv[1]
+    out = Path(sys.argv[2])
     run = next(stage for stage in STAGES if stage.__name__ == name)
     try:
         result = run(out)

@@ -1,4 +1,6 @@
-"""The stages of first_gpu.sh that train: speed and time by kernel of a step, a CPU's losses beside this device's, several devices beside one."""
+"""The stages of first_gpu.sh that train: speed and time by kernel of a step, a CPU's losses beside this device's,
+several devices beside one.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,13 @@ KERNELS_SHOWN = 25
 WARM_UP = 1 if REHEARSAL else 3
 _MEASURED = Path(sys.argv[2]) / "attention.yaml"  # by the stage before
 TABLE = str(_MEASURED) if _MEASURED.is_file() else "shipped"
-SIZES = ((8, "none"), (4, "none"), (2, "none"), (1, "none"), (1, "full"))  # (microbatch, recomputation), the first that fits
+# (microbatch, recomputation), the first that fits
+SIZES = ((8, "none"), (4, "none"), (2, "none"), (1, "none"), (1, "full"))
 
 
-def built(model: ModelConfig, micro_batch: int, recompute: str, dtype: str = "bf16", device: str = DEVICE, op: str = "auto") -> TrainState:
+def built(
+    model: ModelConfig, micro_batch: int, recompute: str, dtype: str = "bf16", device: str = DEVICE, op: str = "auto"
+) -> TrainState:
     """A run of one rank on a device, `op` the back-end of all ops."""
     ops = OpsConfig(no_jit=True, attention_table=TABLE)
     chosen = {name: op for name, value in ops if value == "auto"}
@@ -47,7 +52,9 @@ def built(model: ModelConfig, micro_batch: int, recompute: str, dtype: str = "bf
         train=TrainConfig(steps=1000, recompute=recompute),
     )
     batches = open_batches(config, 0, 1)
-    return build_state(config, make_plan(config, 1), serial_mesh(), torch.device(device, *([0] if device == "cuda" else [])), batches)
+    return build_state(
+        config, make_plan(config, 1), serial_mesh(), torch.device(device, *([0] if device == "cuda" else [])), batches
+    )
 
 
 def wait() -> None:
@@ -56,8 +63,11 @@ def wait() -> None:
 
 
 def speed(name: str, out: Path, twice: bool) -> dict[str, Any]:
-    """Seconds, memory and kernels of a step, in the largest size that fits; with `twice` the first losses of two runs."""
-    model, faults = model_of(name), []
+    """Seconds, memory and kernels of a step, in the largest size that fits; with `twice` the first losses of two
+    runs.
+    """
+    model = model_of(name)
+    faults = []
     begin = time.monotonic()
     for size in SIZES[3:] if REHEARSAL else SIZES:
         try:
@@ -69,7 +79,11 @@ def speed(name: str, out: Path, twice: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()  # behind the except: the error's frames hold tensors
     else:
         raise Skipped(f"no size of the {name} model fits: {faults[-1]}")
-    result |= {"model": model.model_dump(exclude_defaults=True), "start_s": result.pop("ready_at") - begin, "too_large": len(faults)}
+    result |= {
+        "model": model.model_dump(exclude_defaults=True),
+        "start_s": result.pop("ready_at") - begin,
+        "too_large": len(faults),
+    }
     if twice:
         torch.cuda.empty_cache()
         again = built(model, *size)
@@ -114,7 +128,8 @@ def measured(state: TrainState, out: Path) -> tuple[dict[str, Any], list[float]]
             "model_flops_per_s": flops / step_s,
             "mfu_of_measured_gemm_rate": flops / step_s / rate if rate else None,
             "memory_gib": memory / 2**30,
-            "device_idle_share": max(1 - busy_s / step_s, 0.0) if DEVICE == "cuda" else None,  # kernels' time is without the profiler's
+            # kernels' time is without the profiler's
+            "device_idle_share": max(1 - busy_s / step_s, 0.0) if DEVICE == "cuda" else None,
             "profiled_step_s": profiled_s,
             "launches_per_step": sum(row["calls_per_step"] for row in rows),
             "kernels": rows[:KERNELS_SHOWN],
@@ -127,9 +142,17 @@ def measured(state: TrainState, out: Path) -> tuple[dict[str, Any], list[float]]
 def kernel_rows(profiler: Any) -> list[dict[str, Any]]:
     """Time on the device by kernel, longest first; in a rehearsal the CPU's ops."""
     field = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
-    events = [event for event in profiler.key_averages() if getattr(event, field) > 0 and (DEVICE == "cpu" or _on_device(event))]
+    events = [
+        event
+        for event in profiler.key_averages()
+        if getattr(event, field) > 0 and (DEVICE == "cpu" or _on_device(event))
+    ]
     rows = [
-        {"kernel": event.key[:120], "seconds_per_step": getattr(event, field) / 1e6 / PROFILED, "calls_per_step": event.count / PROFILED}
+        {
+            "kernel": event.key[:120],
+            "seconds_per_step": getattr(event, field) / 1e6 / PROFILED,
+            "calls_per_step": event.count / PROFILED,
+        }
         for event in events
     ]
     return sorted(rows, key=lambda row: -row["seconds_per_step"])
@@ -146,9 +169,13 @@ def _ceiling(out: Path) -> float | None:
 
 
 def against_cpu(_out: Path) -> dict[str, Any]:
-    """Losses of 100 steps in fp32 on this device with its own ops, and of the same steps in plain torch on the CPU; then in bf16."""
+    """Losses of 100 steps in fp32 on this device with its own ops, and of the same steps in plain torch on the CPU;
+    then in bf16.
+    """
     count = 4 if REHEARSAL else 100
-    shapes = load_model("llama-tiny" if REHEARSAL else "llama-15m", {} if REHEARSAL else {"layers": 4, "head_dim": 64, "heads": 4})
+    shapes = load_model(
+        "llama-tiny" if REHEARSAL else "llama-15m", {} if REHEARSAL else {"layers": 4, "head_dim": 64, "heads": 4}
+    )
     torch.set_num_threads(min(16, len(os.sched_getaffinity(0))))
 
     def losses(device: str, dtype: str, op: str, steps: int) -> list[float]:
@@ -238,7 +265,10 @@ def layout(out: Path) -> dict[str, Any]:
         done = subprocess.run([*CLI, "train", str(path)], cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             return {"wrong": f"the run on {name} ended with exit code {done.returncode}: {done.stderr.strip()[-600:]}"}
-        lines = [json.loads(line) for line in (path.with_suffix("") / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (path.with_suffix("") / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         losses[name] = [line["loss"] for line in lines if "loss" in line and "mfu" in line]
     worst = max(abs(a - b) / b for a, b in zip(losses["one"], losses["several"], strict=True))
     result = {"tensor": tensor, "pipeline": pipeline, "data": data, "losses": losses, "worst_difference": worst}

@@ -1,4 +1,6 @@
-"""Python packages that a bare machine lacks: fetched beforehand where there is a network, unpacked where there is none. Standard library only."""
+"""Python packages that a bare machine lacks: fetched beforehand where there is a network, unpacked where there is
+none. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import zipfile
 from importlib import metadata, util
 from pathlib import Path
 
-# distribution → the module that shows that it is there. torch and Triton are the machine's own; the last two compile and read kernels.
+# distribution → the module that shows that it is there. torch and Triton are the machine's own; the last two compile
+# and read kernels.
 NEEDED = {
     "numpy": "numpy",
     "PyYAML": "yaml",
@@ -42,7 +45,9 @@ def missing() -> list[str]:
 
 
 def unpack(wheels: Path, names: list[str], site: Path) -> list[str]:
-    """The wheels of these distributions, unpacked where PYTHONPATH will look first; returns the names of their files."""
+    """The wheels of these distributions, unpacked where PYTHONPATH will look first; returns the names of their
+    files.
+    """
     site.mkdir(parents=True, exist_ok=True)
     wanted = set(map(normal, names))
     chosen = [path for path in sorted(wheels.glob("*.whl")) if normal(path.name.split("-")[0]) in wanted]
@@ -53,11 +58,14 @@ def unpack(wheels: Path, names: list[str], site: Path) -> list[str]:
 
 
 def provide(wheels: Path | None, site: Path, python: str) -> list[str]:
-    """Give `python` what it lacks; returns the wheels used. SystemExit, with what to do, where it still cannot import the package's needs.
+    """Give `python` what it lacks; returns the wheels used. SystemExit, with what to do, where it still cannot import
+    the package's needs.
 
-    First only what is missing. Where that does not import (a pydantic that wants another pydantic-core), all that there is.
+    First only what is missing. Where that does not import (a pydantic that wants another pydantic-core), all that there
+    is.
     """
-    lacking, used = missing(), []
+    lacking = missing()
+    used = []
     if lacking and wheels is not None:
         used = unpack(wheels, lacking, site)
         if imports(python, site):
@@ -65,7 +73,8 @@ def provide(wheels: Path | None, site: Path, python: str) -> list[str]:
     if fault := imports(python, site):
         raise SystemExit(
             f"error: this Python cannot import what the package needs: {fault}\n"
-            f"  fix: where there is a network: scripts/first_gpu.sh --collect-wheels DIR --python {sys.version_info[0]}.{sys.version_info[1]}"
+            f"  fix: where there is a network: scripts/first_gpu.sh --collect-wheels DIR --python "
+            f"{sys.version_info[0]}.{sys.version_info[1]}"
             ", then here: scripts/first_gpu.sh --wheels DIR"
         )
     return used
@@ -82,7 +91,16 @@ def collect(folder: Path, python: str, platforms: list[str]) -> int:
     """Download the wheels for another machine's Python, pydantic's core in the version that its pydantic wants."""
     folder.mkdir(parents=True, exist_ok=True)
     tags = [word for platform in platforms or PLATFORMS for word in ("--platform", platform)]
-    options = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", *tags, "--dest", str(folder)]
+    options = [
+        "--only-binary=:all:",
+        "--python-version",
+        python,
+        "--implementation",
+        "cp",
+        *tags,
+        "--dest",
+        str(folder),
+    ]
     subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *options, *NEEDED], check=True)
     files = sorted(folder.glob("*.whl"))
     size = sum(path.stat().st_size for path in files)

@@ -1,7 +1,8 @@
-"""One rank of megatron-core 0.16.1 on gloo and the CPU: the same GPT as configs/models/bench-l8-h384.yaml, timed, or with experts.
+"""One rank of megatron-core 0.16.1 on gloo and the CPU: the same GPT as configs/models/bench-l8-h384.yaml, timed, or
+with experts.
 
-Started by scripts/bench_peers.py and bench_moe.py under torchrun. megatron-core expects CUDA; `run_on_cpu` is what it takes to do without, and it
-changes no arithmetic. Fused CUDA kernels are switched off because they do not exist here.
+Started by scripts/bench_peers.py and bench_moe.py under torchrun. megatron-core expects CUDA; `run_on_cpu` is what it
+takes to do without, and it changes no arithmetic. Fused CUDA kernels are switched off because they do not exist here.
 """
 
 import argparse
@@ -22,7 +23,8 @@ def run_on_cpu() -> None:
     torch.cuda.set_device = lambda device: None
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    torch.cuda.random.get_rng_state, torch.cuda.random.set_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.synchronize = lambda *args: None
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None
@@ -61,9 +63,11 @@ def run_on_cpu() -> None:
 
 
 def experts_on_cpu() -> None:
-    """The same for megatron-core's MoE layer: a function of Transformer Engine is asked for unimported, counts that need no copy stay tensors.
+    """The same for megatron-core's MoE layer: a function of Transformer Engine is asked for unimported, counts that
+    need no copy stay tensors.
 
-    And sequence parallelism, which experts beside tensor parallelism need, refuses torch's norm, though over a part of the sequence it is the same.
+    And sequence parallelism, which experts beside tensor parallelism need, refuses torch's norm, though over a part of
+    the sequence it is the same.
     """
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -87,7 +91,20 @@ def experts_on_cpu() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("tp", "pp", "steps", "warmup", "layers", "hidden", "heads", "ffn", "sequence", "vocab", "micro_batch", "global_batch"):
+    for name in (
+        "tp",
+        "pp",
+        "steps",
+        "warmup",
+        "layers",
+        "hidden",
+        "heads",
+        "ffn",
+        "sequence",
+        "vocab",
+        "micro_batch",
+        "global_batch",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name, none in (("experts", 0), ("top_k", 1), ("expert_hidden", 0), ("ep", 1)):
         parser.add_argument(f"--{name}", type=int, default=none)
@@ -105,16 +122,25 @@ def main() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(args.tp, args.pp, expert_model_parallel_size=args.ep, expert_tensor_parallel_size=1)
+    parallel_state.initialize_model_parallel(
+        args.tp, args.pp, expert_model_parallel_size=args.ep, expert_tensor_parallel_size=1
+    )
     experts = {}
     if args.experts:
         experts_on_cpu()
         experts = {
-            "num_moe_experts": args.experts, "moe_router_topk": args.top_k, "moe_ffn_hidden_size": args.expert_hidden,
-            "moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "seq_aux_loss",
-            "moe_aux_loss_coeff": 0.01, "expert_model_parallel_size": args.ep, "expert_tensor_parallel_size": 1, "add_bias_linear": False,
+            "num_moe_experts": args.experts,
+            "moe_router_topk": args.top_k,
+            "moe_ffn_hidden_size": args.expert_hidden,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+            "expert_model_parallel_size": args.ep,
+            "expert_tensor_parallel_size": 1,
+            "add_bias_linear": False,
             "sequence_parallel": args.tp > 1,  # megatron-core demands it of experts beside tensor parallelism
-        }  # fmt: skip
+        }
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     bf16 = args.dtype == "bf16"
     config = TransformerConfig(
@@ -150,7 +176,9 @@ def main() -> None:
     )
     if bf16:
         model = model.bfloat16()
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+    )
     model = DistributedDataParallel(config, ddp, model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=1e-4, bf16=bf16, use_distributed_optimizer=True, clip_grad=1.0), [model]
@@ -166,10 +194,12 @@ def main() -> None:
         return output, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
 
     play = get_forward_backward_func()
-    seconds, cpu_seconds = [], []
+    seconds = []
+    cpu_seconds = []
     for step in range(args.warmup + args.steps):
         dist.barrier()
-        begin, cpu_begin = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
+        cpu_begin = time.process_time()
         model.zero_grad_buffer()
         optimizer.zero_grad()
         play(

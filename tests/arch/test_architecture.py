@@ -41,7 +41,10 @@ def test_torch_free_rooms_import_with_torch_blocked():
         for path in SOURCES
         if str(path.relative_to(PACKAGE)).startswith(tuple(f"{name}/" for name in TORCH_FREE))
     ]
-    program = f"import sys; sys.modules['torch'] = None\nimport importlib\nfor name in {modules!r}: importlib.import_module(name)"
+    program = (
+        f"import sys; sys.modules['torch'] = None\nimport importlib\nfor name in {modules!r}: "
+        f"importlib.import_module(name)"
+    )
     done = run("-c", program)
     assert done.returncode == 0, done.stderr
 
@@ -78,7 +81,16 @@ def test_files_and_functions_stay_readable(path):
             assert length <= 70, f"{node.name} has {length} lines; a function fits on one screen"
 
 
-FORBIDDEN_CALLS = {"pickle.load", "pickle.loads", "torch.load", "yaml.load", "eval", "exec", "broadcast_object_list", "all_gather_object"}
+FORBIDDEN_CALLS = {
+    "pickle.load",
+    "pickle.loads",
+    "torch.load",
+    "yaml.load",
+    "eval",
+    "exec",
+    "broadcast_object_list",
+    "all_gather_object",
+}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -86,12 +98,16 @@ def test_nothing_received_is_executed(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            assert name not in FORBIDDEN_CALLS and name.rpartition(".")[2] not in {"broadcast_object_list", "all_gather_object"}, name
+            assert name not in FORBIDDEN_CALLS and name.rpartition(".")[2] not in {
+                "broadcast_object_list",
+                "all_gather_object",
+            }, name
             shell = [keyword for keyword in node.keywords if keyword.arg == "shell"]
             assert not shell, f"line {node.lineno}: shell="
 
 
-UNPICKLER = "interop/megatron/archive.py"  # reads other programs' torch.save files; looks every name up in tables of inert things
+# reads other programs' torch.save files; looks every name up in tables of inert things
+UNPICKLER = "interop/megatron/archive.py"
 PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
@@ -110,7 +126,9 @@ def test_one_file_knows_pickle_and_it_imports_no_name():
         "Unpickler",
         "UnpicklingError",
     }
-    (unpickler,) = [node for node in nodes if isinstance(node, ast.ClassDef) and "pickle.Unpickler" in map(ast.unparse, node.bases)]
+    (unpickler,) = [
+        node for node in nodes if isinstance(node, ast.ClassDef) and "pickle.Unpickler" in map(ast.unparse, node.bases)
+    ]
     methods = {node.name: ast.unparse(node) for node in unpickler.body if isinstance(node, ast.FunctionDef)}
     assert {"find_class", "persistent_load"} <= set(methods)
     assert "super()" not in methods["find_class"]  # the inherited one imports
@@ -120,18 +138,23 @@ def test_one_file_knows_pickle_and_it_imports_no_name():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_rank_environment_reads_environ(path):
-    if path.relative_to(PACKAGE).as_posix() in ("run/rank_env.py", "machine/env.py", "ops/aot/build.py"):  # the last: a build tool
+    # the last: a build tool
+    if path.relative_to(PACKAGE).as_posix() in ("run/rank_env.py", "machine/env.py", "ops/aot/build.py"):
         return
     text = path.read_text(encoding="utf-8")
     assert "os.environ" not in text and "os.getenv" not in text, "ask cluster.rank_env"
 
 
 def test_groups_have_one_caller():
-    callers = [path.relative_to(PACKAGE).as_posix() for path in SOURCES if "new_group(" in path.read_text(encoding="utf-8")]
+    callers = [
+        path.relative_to(PACKAGE).as_posix() for path in SOURCES if "new_group(" in path.read_text(encoding="utf-8")
+    ]
     assert set(callers) <= {"comm/groups.py"}
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if "triton" not in path.parts], ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if "triton" not in path.parts], ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_no_function_takes_more_than_seven_positional_arguments(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -158,16 +181,33 @@ OWN_JSON = (
     "checkpoint/weights.py",
     "data/tokenize.py",
 )
-WIRE_JSON = ("comm/board.py", "comm/heartbeat.py", "comm/store_launch.py", "comm/store_process.py", "comm/values.py", "cluster/probe.py")
+WIRE_JSON = (
+    "comm/board.py",
+    "comm/heartbeat.py",
+    "comm/store_launch.py",
+    "comm/store_process.py",
+    "comm/values.py",
+    "cluster/probe.py",
+)
 
 
 def test_json_for_readers_is_written_by_one_function() -> None:
     """`units.strict_json`: a NaN would make a file that no other language reads."""
-    writers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "json.dump" in path.read_text(encoding="utf-8")}
+    writers = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "json.dump" in path.read_text(encoding="utf-8")
+    }
     assert writers - {*OWN_JSON, *WIRE_JSON} == set()
 
 
 def test_files_for_readers_are_written_whole_or_not_at_all() -> None:
-    """`files.py`: on a full disk it names the file and leaves no half of it. What is left: build outputs, an empty probe, a failing rank's last words."""
-    writers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if ".write_text(" in path.read_text(encoding="utf-8")}
+    """`files.py`: on a full disk it names the file and leaves no half of it. What is left: build outputs, an empty
+    probe, a failing rank's last words.
+    """
+    writers = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if ".write_text(" in path.read_text(encoding="utf-8")
+    }
     assert writers == {"cli/checks.py", "cluster/sbatch.py", "ops/aot/build.py"}

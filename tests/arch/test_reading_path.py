@@ -1,4 +1,6 @@
-"""docs/architecture.md names the files of one training step: nothing else of the package may run in it, and they stay few and short."""
+"""docs/architecture.md names the files of one training step: nothing else of the package may run in it, and they
+stay few and short.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from tests.parity.play import build
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "frontier_llm"
-MOST_FILES, MOST_LINES, MOST_LEAVES = 20, 2_700, 12
+MOST_FILES = 20
+MOST_LINES = 2_700
+MOST_LEAVES = 12
 
 
 def listed(heading: str) -> list[str]:
     """Files named in a section of docs/architecture.md."""
-    section = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    )
     return list(dict.fromkeys(re.findall(r"`(\w+(?:/\w+)*\.py)`", section)))
 
 
@@ -44,7 +50,8 @@ def files_of_one_step(rank: int, case: Case) -> list[str]:
 
 
 def test_every_file_that_runs_in_a_step_is_on_the_reading_path_or_a_named_leaf(ranks: RankPool) -> None:
-    path, leaves = listed("One training step"), listed("Leaves")
+    path = listed("One training step")
+    leaves = listed("Leaves")
     case = Case("llama", tp=2, pp=2, dp=2, sequence_parallel=True)
     ran = set().union(*ranks.run(case.world_size, files_of_one_step, case))
     assert len(ran) > 10

@@ -13,7 +13,8 @@ import torch
 
 PACKAGE = Path(__file__).resolve().parents[2] / "frontier_llm"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-LISTED = json.loads((Path(__file__).parent / "torch_2_10_names.json").read_text(encoding="utf-8"))  # scripts/torch_names.py
+# scripts/torch_names.py
+LISTED = json.loads((Path(__file__).parent / "torch_2_10_names.json").read_text(encoding="utf-8"))
 MODULES = {name: set(words.split()) for name, words in LISTED["modules"].items()}
 CLASSES = {name: set(words.split()) for name, words in LISTED["classes"].items()}
 OPERATORS = set(LISTED["operators"].split())
@@ -50,7 +51,13 @@ def used_names(source: str) -> set[str]:
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)} | shadowed(tree, names)
     chains = [dotted(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner]
     used = {".".join([names[chain[0]], *chain[1:]]) for chain in chains if chain and chain[0] in names}
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names if alias.name.startswith("torch.")}
+    modules = {
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.startswith("torch.")
+    }
     return used | set(names.values()) | modules
 
 
@@ -60,14 +67,18 @@ def shadowed(tree: ast.AST, names: dict[str, str]) -> set[int]:
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             nodes = list(ast.walk(function))
-            assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)} & names.keys()
+            assigned = {
+                node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            } & names.keys()
             chains = [(node, dotted(node)) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
             found |= {id(node) for node, chain in chains if chain and chain[0] in assigned}
     return found
 
 
 def used_attributes(source: str) -> set[str]:
-    """Every attribute of anything in a file, for methods of tensors and of other objects whose class a reader of the source cannot tell."""
+    """Every attribute of anything in a file, for methods of tensors and of other objects whose class a reader of the
+    source cannot tell.
+    """
     return {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
 
 
@@ -126,14 +137,18 @@ def test_the_list_is_that_of_torch_2_10() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in SOURCES if "torch" in path.read_text(encoding="utf-8")], ids=lambda path: str(path.relative_to(PACKAGE))
+    "path",
+    [path for path in SOURCES if "torch" in path.read_text(encoding="utf-8")],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_every_name_of_torch_is_in_2_10(path: Path) -> None:
     assert list(missing_names(path.read_text(encoding="utf-8"))) == []
 
 
 def test_no_method_is_newer_than_2_10() -> None:
-    """As far as names tell: a method of torch that another class of torch 2.10 or of the package has too is not found."""
+    """As far as names tell: a method of torch that another class of torch 2.10 or of the package has too is not
+    found.
+    """
     new = new_members()
     used = {name for path in SOURCES for name in used_attributes(path.read_text(encoding="utf-8"))}
     assert {name: new[name] for name in used & new.keys() - own_names()} == {}

@@ -1,4 +1,6 @@
-"""Damaged inputs, and what reading one may cost: only typed errors, bounded time and memory, no file outside of the given folder."""
+"""Damaged inputs, and what reading one may cost: only typed errors, bounded time and memory, no file outside of the
+given folder.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,42 @@ from typing import Any
 from frontier_llm.errors import FrontierError
 
 # Together 10,000 cases; each kind's test takes its number from here
-MANIFESTS, HEADERS, INDICES, RUN_FILES = 6_900, 500, 2_000, 600
+MANIFESTS = 6_900
+HEADERS = 500
+INDICES = 2_000
+RUN_FILES = 600
 OTHERS = 60  # of each other reader's files, besides
 MOST_CPU_S = 2.0  # of one case; a run file of 100,000 characters of YAML takes one of them
 MOST_GROWTH_KIB = 200 * 1024
 
 NASTY: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**53, 2**63, 2**64, 10**40, 0.5, 1e308, "", "../../../etc/passwd", "/etc/passwd", "shard_00000.safetensors",
-    "shard_00001.safetensors\x00", "shard_00001.safetensors/../..", "é" * 100, "a" * 100_000, [], [[]], {}, [0] * 1000, [2**40] * 8, [1] * 9,
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**53,
+    2**63,
+    2**64,
+    10**40,
+    0.5,
+    1e308,
+    "",
+    "../../../etc/passwd",
+    "/etc/passwd",
+    "shard_00000.safetensors",
+    "shard_00001.safetensors\x00",
+    "shard_00001.safetensors/../..",
+    "é" * 100,
+    "a" * 100_000,
+    [],
+    [[]],
+    {},
+    [0] * 1000,
+    [2**40] * 8,
+    [1] * 9,
+]
 
 
 def paths(value: Any, prefix: tuple = ()) -> list[tuple]:
@@ -34,7 +63,11 @@ def paths(value: Any, prefix: tuple = ()) -> list[tuple]:
 def mutate(content: Any, rng: random.Random, places: list[tuple]) -> bytes:
     """One to three changes of the tree, or of the text."""
     text = json.dumps(content)
-    return mutate_bytes(text.encode(), rng) if rng.random() < 0.3 else json.dumps(_mutate_tree(json.loads(text), rng, places)).encode()
+    return (
+        mutate_bytes(text.encode(), rng)
+        if rng.random() < 0.3
+        else json.dumps(_mutate_tree(json.loads(text), rng, places)).encode()
+    )
 
 
 def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
@@ -92,7 +125,9 @@ def refused(what: str, read: Callable[[bytes], bool], cases: list[bytes], folder
 
     Prints and asserts the bounds on time and memory, and asserts that files were opened in `folders` only.
     """
-    before_kib, count, slowest_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, 0.0
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    count = 0
+    slowest_s = 0.0
     _opened.append(set())
     try:
         for case in cases:
@@ -104,14 +139,17 @@ def refused(what: str, read: Callable[[bytes], bool], cases: list[bytes], folder
             slowest_s = max(slowest_s, time.process_time() - started_s)
     finally:
         opened = _opened.pop()
-    grown_kib, largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib, max(map(len, cases))
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    largest = max(map(len, cases))
     print(
-        f"{what}: {count} of {len(cases)} refused, up to {largest:,} bytes each; at most {slowest_s:.3f} of {MOST_CPU_S:g} CPU seconds, "
+        f"{what}: {count} of {len(cases)} refused, up to {largest:,} bytes each; at most {slowest_s:.3f} of "
+        f"{MOST_CPU_S:g} CPU seconds, "
         f"{grown_kib / 1024:.0f} of {MOST_GROWTH_KIB / 1024:.0f} MiB"
     )
     assert slowest_s < MOST_CPU_S
     assert grown_kib < MOST_GROWTH_KIB
     outside = [path for path in opened if (path.startswith("/") or ".." in path) and Path(path).parent not in folders]
-    strange = [path for path in outside if not path.startswith(sys.base_prefix)]  # a codec that is imported at its first use
+    # a codec that is imported at its first use
+    strange = [path for path in outside if not path.startswith(sys.base_prefix)]
     assert strange == [], strange
     return count

@@ -1,4 +1,6 @@
-"""Small files that unpack to a gigabyte: each reader stops at its bound, within the CPU seconds and the memory that the fuzzer allows (`-s` shows both)."""
+"""Small files that unpack to a gigabyte: each reader stops at its bound, within the CPU seconds and the memory that
+the fuzzer allows (`-s` shows both).
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def test_an_endless_line_ends_a_packed_file_alone(tmp_path: Path, monkeypatch: p
     (piece,) = cut(path, "file", 1 << 20)
     first, damage, second, *end = read(piece, max_bytes=1000)
     assert (first, second) == (Text("a"), Text("b")) and isinstance(damage, Damage) and damage.where == f"{path}:2"
-    assert [item.where for item in end] == [f"{path}:4", str(path)] and "one line of more than 2.0 KiB, the rest is left out" in end[1].why
+    assert [item.where for item in end] == [
+        f"{path}:4",
+        str(path),
+    ] and "one line of more than 2.0 KiB, the rest is left out" in end[1].why
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (piece,) = cut(tmp_path / "a.jsonl", "file", 1 << 20)
     assert list(read(piece, max_bytes=1000))[-1] == Text("c"), "a file that is as long as it says costs what it weighs"

@@ -1,4 +1,6 @@
-"""What strangers' checkpoints and models try: each is refused by name, before it costs memory, and nothing of it leaks."""
+"""What strangers' checkpoints and models try: each is refused by name, before it costs memory, and nothing of it
+leaks.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,10 @@ def test_a_hard_link_into_a_strangers_checkpoint(name: str, checkpoint: Path, tm
 def test_pieces_tile_their_tensor_exactly() -> None:
     def fits(whole: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
         rows = [(-1, 0, *(0,) * len(whole), *whole)]
-        rows += [(1, 0, *offset, *(first + size for first, size in zip(offset, shape, strict=True))) for offset, shape in boxes]
+        rows += [
+            (1, 0, *offset, *(first + size for first, size in zip(offset, shape, strict=True)))
+            for offset, shape in boxes
+        ]
         return not manifest._uncovered(np.array(rows), len(whole))
 
     assert fits((), ((), ())) and not fits((), ((), ()), ((), ())) and not fits((4,))
@@ -221,9 +226,13 @@ def test_a_tracker_names_a_folder_beside_it(tracker: str, name: str, tmp_path: P
 
 
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32,
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
     "num_hidden_layers": 2,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,16 @@ NEWEST = "checkpoints/step_00000030"
 def make_run(directory: Path) -> None:
     """A run at step 40 of 100 with two starts behind it and every file that `status` reads."""
     directory.mkdir(parents=True)
-    rows = [{"kind": "step", "step": step, "loss": 3 - step / 100, "tokens_per_s": 1000.0, "step_time_s": 2.0} for step in range(1, 41)]
+    rows = [
+        {"kind": "step", "step": step, "loss": 3 - step / 100, "tokens_per_s": 1000.0, "step_time_s": 2.0}
+        for step in range(1, 41)
+    ]
     rows.append({"kind": "communication", "step": 40, "axes": {"tp": {"calls": 9000, "p50_us": 128, "p99_us": 4096}}})
     rows.append({"kind": "straggler", "step": 25, "incarnation": 1, "host": "n7", "slowdown": 1.4})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "config.yaml").write_text("train: {steps: 100}\nbatch: {global_batch: 8}\nmodel: {sequence_length: 32}\n")
+    (directory / "config.yaml").write_text(
+        "train: {steps: 100}\nbatch: {global_batch: 8}\nmodel: {sequence_length: 32}\n"
+    )
     save_only(directory, 30)
     take(directory, "77", "n0")
     run_dir.record(directory, run_dir.Attempt(1, "77", ("n0",), 0, 30, 1, "crash", "rank 3 on n0 failed first", "n0"))
@@ -108,14 +113,22 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("truncated incarnation", content("incarnation.json", '{"incarnation": 1, "jo'), "incarnation.json: is not JSON"),
     ("binary incarnation", content("incarnation.json", BINARY), "incarnation.json: is not text"),
     ("list as incarnation", content("incarnation.json", "[1]"), "incarnation.json: holds a list, expected an object"),
-    ("text as number of starts", content("incarnation.json", '{"incarnation": "1"}'), "incarnation.json: incarnation is '1'"),
+    (
+        "text as number of starts",
+        content("incarnation.json", '{"incarnation": "1"}'),
+        "incarnation.json: incarnation is '1'",
+    ),
     ("deep incarnation", content("incarnation.json", "[" * 100_000), "incarnation.json: is not JSON"),
     ("folder as incarnation", folder_for("incarnation.json"), "incarnation.json: is a directory, not a file"),
     ("empty bad nodes", content("bad_nodes.json", ""), "bad_nodes.json: is empty"),
     ("number as bad nodes", content("bad_nodes.json", "5"), "bad_nodes.json: holds a number, expected a list"),
     ("numbers as hosts", content("bad_nodes.json", "[5]"), "bad_nodes.json: holds something else than names of hosts"),
     ("binary untrusted nodes", content("untrusted_nodes.json", BINARY), "untrusted_nodes.json: is not text"),
-    ("null as untrusted nodes", content("untrusted_nodes.json", "null"), "untrusted_nodes.json: holds null, expected a list"),
+    (
+        "null as untrusted nodes",
+        content("untrusted_nodes.json", "null"),
+        "untrusted_nodes.json: holds null, expected a list",
+    ),
     ("binary successor", content("successor", BINARY), "successor: is not text"),
     ("option as successor", content("successor", "--help"), "successor: holds '--help', expected the id of a job"),
     ("folder as successor", folder_for("successor"), "successor: is a directory, not a file"),
@@ -130,15 +143,35 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("folder as metrics", folder_for("metrics.jsonl"), "metrics.jsonl: is a directory, not a file"),
     ("link to nowhere as metrics", dangling("metrics.jsonl"), "metrics.jsonl: is a link to a file that does not exist"),
     ("pipe as metrics", fifo("metrics.jsonl"), "metrics.jsonl: is not a regular file"),
-    ("binary metrics", content("metrics.jsonl", BINARY + b"\n"), "metrics.jsonl: 2 lines, the first is line 1, are damaged and left out"),
-    ("NaN as loss", line("metrics.jsonl", '{"step": 41, "loss": NaN}'), "metrics.jsonl: line 43 is damaged and left out"),
-    ("infinite time", line("metrics.jsonl", '{"step": 41, "loss": 1, "step_time_s": 1e999}'), "metrics.jsonl: line 43 is damaged"),
+    (
+        "binary metrics",
+        content("metrics.jsonl", BINARY + b"\n"),
+        "metrics.jsonl: 2 lines, the first is line 1, are damaged and left out",
+    ),
+    (
+        "NaN as loss",
+        line("metrics.jsonl", '{"step": 41, "loss": NaN}'),
+        "metrics.jsonl: line 43 is damaged and left out",
+    ),
+    (
+        "infinite time",
+        line("metrics.jsonl", '{"step": 41, "loss": 1, "step_time_s": 1e999}'),
+        "metrics.jsonl: line 43 is damaged",
+    ),
     ("text as loss", line("metrics.jsonl", '{"step": 41, "loss": "low"}'), "metrics.jsonl: line 43 is damaged"),
     ("boolean as step", line("metrics.jsonl", '{"step": true, "loss": 1}'), "metrics.jsonl: line 43 is damaged"),
-    ("huge step", line("metrics.jsonl", '{"step": ' + "9" * 4000 + ', "loss": 1}'), "metrics.jsonl: line 43 is damaged"),
+    (
+        "huge step",
+        line("metrics.jsonl", '{"step": ' + "9" * 4000 + ', "loss": 1}'),
+        "metrics.jsonl: line 43 is damaged",
+    ),
     ("deep line", line("metrics.jsonl", "[" * 100_000), "metrics.jsonl: line 43 is damaged"),
     ("list as kind", line("metrics.jsonl", '{"step": 41, "kind": []}'), "metrics.jsonl: line 43 is damaged"),
-    ("straggler of no host", line("metrics.jsonl", '{"step": 41, "kind": "straggler", "host": []}'), "metrics.jsonl: line 43 is damaged"),
+    (
+        "straggler of no host",
+        line("metrics.jsonl", '{"step": 41, "kind": "straggler", "host": []}'),
+        "metrics.jsonl: line 43 is damaged",
+    ),
     ("text as nodes", line("attempts.jsonl", attempt(nodes=5)), "attempts.jsonl: line 3 is damaged"),
     ("boolean as end", line("attempts.jsonl", attempt(end_step=True)), "attempts.jsonl: line 3 is damaged"),
     ("list as cause", line("attempts.jsonl", attempt(cause=["crash"])), "attempts.jsonl: line 3 is damaged"),
@@ -150,12 +183,20 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("null as manifest", manifest("null"), f"{NEWEST}/{MANIFEST}: is not a manifest"),
     ("list as progress", manifest('{"progress": [], "shards": []}'), f"{NEWEST}/{MANIFEST}: is not a manifest"),
     ("another step", manifest('{"progress": {"step": 31}, "shards": []}'), f"{NEWEST}/{MANIFEST}: is of step 31"),
-    ("boolean as step of manifest", manifest('{"progress": {"step": true}, "shards": []}'), f"{NEWEST}/{MANIFEST}: is of step True"),
-    ("no manifest", lambda run: (run / NEWEST / MANIFEST).unlink(), f"{NEWEST}/{MANIFEST}: cannot be read: No such file"),
+    (
+        "boolean as step of manifest",
+        manifest('{"progress": {"step": true}, "shards": []}'),
+        f"{NEWEST}/{MANIFEST}: is of step True",
+    ),
+    (
+        "no manifest",
+        lambda run: (run / NEWEST / MANIFEST).unlink(),
+        f"{NEWEST}/{MANIFEST}: cannot be read: No such file",
+    ),
     ("no shard", lambda run: (run / NEWEST / SHARD).unlink(), f"{NEWEST}/{SHARD}: is missing"),
     ("truncated shard", content(f"{NEWEST}/{SHARD}", ""), f"{NEWEST}/{SHARD}: has 0 bytes, the manifest says 7"),
     ("folder as shard", folder_for(f"{NEWEST}/{SHARD}"), f"{NEWEST}/{SHARD}: is not a plain file"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -182,7 +223,9 @@ def test_a_damaged_run_is_named_and_hides_no_other(
     assert first["damage"] == [] and len(second["damage"]) == 1
 
 
-def test_a_file_that_may_not_be_read_is_named(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_may_not_be_read_is_named(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened = os.open
 
     def refuse(path: object, *arguments: object, **options: object) -> int:
@@ -192,10 +235,15 @@ def test_a_file_that_may_not_be_read_is_named(runs: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "open", refuse)  # root may read everything
     assert main(["status"]) == 0
-    assert "  damaged    metrics.jsonl: cannot be read: Permission denied" in (text := capsys.readouterr().out) and "40 of 100" in text
+    assert (
+        "  damaged    metrics.jsonl: cannot be read: Permission denied" in (text := capsys.readouterr().out)
+        and "40 of 100" in text
+    )
 
 
-def test_a_run_of_dangling_links_and_a_missing_one_hide_no_other(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_dangling_links_and_a_missing_one_hide_no_other(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.rmtree(runs / "b")
     (runs / "b").mkdir()
     dangling("metrics.jsonl")(runs / "b")
@@ -248,4 +296,7 @@ def test_the_supervisor_says_that_node_hours_are_not_counted(
     monkeypatch.setattr(job, "nothing_to_do", lambda job: "finished")
     supervised: Any = SimpleNamespace(directory=runs / "b")
     assert job.supervise(supervised) == 0
-    assert "attempts.jsonl: line 3 is damaged and left out; the node-hours of these starts are not counted" in capfd.readouterr().err
+    assert (
+        "attempts.jsonl: line 3 is damaged and left out; the node-hours of these starts are not counted"
+        in capfd.readouterr().err
+    )

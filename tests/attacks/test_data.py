@@ -1,4 +1,6 @@
-"""Inputs that are damaged on purpose, larger than they look, or in somebody else's hands at the same time: errors that name them."""
+"""Inputs that are damaged on purpose, larger than they look, or in somebody else's hands at the same time: errors
+that name them.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,12 @@ def test_a_line_beyond_the_bound_is_left_out_whole(tmp_path: Path, ending: str) 
     (piece,) = cut(path, "file", 1 << 20)
     first, damage, last = read(piece, max_bytes=1000)
     assert (first, last) == (Text("a"), Text("b"))
-    assert isinstance(damage, Damage) and damage.where == f"{path}:2" and "more than 1000 B" in damage.why and "--max-mib" in damage.why
+    assert (
+        isinstance(damage, Damage)
+        and damage.where == f"{path}:2"
+        and "more than 1000 B" in damage.why
+        and "--max-mib" in damage.why
+    )
     assert len(list(read(piece, max_bytes=6000))) == 3
 
 
@@ -118,24 +125,38 @@ def test_a_parquet_value_beyond_the_bound_is_left_out(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["short", "x" * 1001, "also"]}), tmp_path / "a.parquet")
     (piece,) = cut(tmp_path / "a.parquet", "file", 1 << 20)
     why = "holds more than 1000 B; if that is right, give a larger --max-mib"
-    assert list(read(piece, max_bytes=1000)) == [Text("short"), Damage(f"{tmp_path}/a.parquet row 1", why), Text("also")]
+    assert list(read(piece, max_bytes=1000)) == [
+        Text("short"),
+        Damage(f"{tmp_path}/a.parquet row 1", why),
+        Text("also"),
+    ]
 
 
 def damages(path: Path, max_bytes: int) -> list[str]:
-    return [item.why for piece in cut(path, "file", 1 << 20) for item in read(piece, max_bytes=max_bytes) if isinstance(item, Damage)]
+    return [
+        item.why
+        for piece in cut(path, "file", 1 << 20)
+        for item in read(piece, max_bytes=max_bytes)
+        if isinstance(item, Damage)
+    ]
 
 
 def test_a_parquet_page_is_measured_before_it_is_decoded(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    path, texts = tmp_path / "a.parquet", [f"{number}" * 1000 for number in range(2000)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, use_dictionary=False, compression="none", data_page_size=4 << 20)
+    path = tmp_path / "a.parquet"
+    texts = [f"{number}" * 1000 for number in range(2000)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), path, use_dictionary=False, compression="none", data_page_size=4 << 20
+    )
     assert damages(path, 2 << 20) == []
     (why,) = damages(path, 1 << 19)
     assert "more than 4.0 MiB in a page" in why and "--max-mib" in why
-    content, before = bytearray(path.read_bytes()), peak_bytes()
-    field = next(at for at in range(100) if content[at : at + 3] == b"\x15\x00\x15") + 3  # the type of a data page, then its size
+    content = bytearray(path.read_bytes())
+    before = peak_bytes()
+    # the type of a data page, then its size
+    field = next(at for at in range(100) if content[at : at + 3] == b"\x15\x00\x15") + 3
     assert content[field + 3] < 128 <= content[field + 2], "four bytes"
     content[field : field + 4] = b"\xfe\xff\xff\x7f"
     path.write_bytes(content)
@@ -151,7 +172,8 @@ def test_one_long_value_said_often_is_not_held_often(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    path, before = tmp_path / "a.parquet", peak_bytes()
+    path = tmp_path / "a.parquet"
+    before = peak_bytes()
     column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 500, pyarrow.int32()), ["x" * (1 << 20)])
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
     assert path.stat().st_size < 10_000
@@ -243,7 +265,9 @@ def test_control_characters_from_files_are_written_out() -> None:
     )
 
 
-def test_a_log_line_and_an_inspection_hold_no_control_character(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_line_and_an_inspection_hold_no_control_character(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from frontier_llm import log
     from frontier_llm.cli.main import main
 
@@ -259,7 +283,14 @@ def test_a_log_line_and_an_inspection_hold_no_control_character(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     "content",
-    ['{"format": ' + "[" * 200_000, '{"vocab_size": "many"}', '{"tokens": 1.5}', '{"damaged_examples": 3}', '{"format": 2}', '{"more": 1}'],
+    [
+        '{"format": ' + "[" * 200_000,
+        '{"vocab_size": "many"}',
+        '{"tokens": 1.5}',
+        '{"damaged_examples": 3}',
+        '{"format": 2}',
+        '{"more": 1}',
+    ],
 )
 def test_a_record_of_another_form_is_damage(text: Path, content: str) -> None:
     tokenize([text / "a.txt"], text / "out", "bytes", workers=1)

@@ -1,4 +1,6 @@
-"""Mutated files of every reader; manifests and shards of checkpoints are in test_fuzz_checkpoints.py. `-s` shows what each needed."""
+"""Mutated files of every reader; manifests and shards of checkpoints are in test_fuzz_checkpoints.py. `-s` shows
+what each needed.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def test_mutated_run_files(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: llama-tiny\nbatch: {global_batch: 8}\n")
     content = yaml.safe_load(dump(load_run(str(path))))
-    rng, places = random.Random(5), paths(content)
+    rng = random.Random(5)
+    places = paths(content)
 
     def read(data: bytes) -> bool:
         path.write_bytes(data)  # JSON is YAML
@@ -52,11 +55,13 @@ def test_mutated_run_files(tmp_path: Path) -> None:
 
 
 def test_mutated_indices(tmp_path: Path) -> None:
-    prefix, rng = tmp_path / "text", random.Random(9)
+    prefix = tmp_path / "text"
+    rng = random.Random(9)
     with IndexedWriter(prefix, "uint16") as writer:
         for length in (5, 0, 17, 3, 40):
             writer.add_document(np.arange(length))
-    path, tokens = idx_path(prefix), IndexedDataset(prefix).token_count
+    path = idx_path(prefix)
+    tokens = IndexedDataset(prefix).token_count
     content = path.read_bytes()
 
     def damage() -> bytes:
@@ -85,16 +90,23 @@ SHARDS = Path(__file__).parents[1] / "unit" / "data" / "mds_shards"
 TEXTS = [f"document {number} " + "word " * number for number in range(50)]
 JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8,
-    "num_hidden_layers": 1, "tie_word_embeddings": True,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "tie_word_embeddings": True,
+}
 
 
 def model(folder: Path, file: str) -> Path:
     """A Hugging Face directory, so far as opening it goes, with its tokenizer."""
     weights = {"model.embed_tokens.weight": (8, 8), "model.norm.weight": (8,)}
     layer = {"input_layernorm": (8,), "post_attention_layernorm": (8,)}
-    layer |= {f"self_attn.{name}_proj": (8, 8) for name in "qkvo"} | {f"mlp.{name}_proj": (8, 8) for name in ("gate", "up", "down")}
+    layer |= {f"self_attn.{name}_proj": (8, 8) for name in "qkvo"} | {
+        f"mlp.{name}_proj": (8, 8) for name in ("gate", "up", "down")
+    }
     weights |= {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
     save_file({name: torch.zeros(shape) for name, shape in weights.items()}, folder / "model.safetensors")
     index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
@@ -148,31 +160,56 @@ def sentences(folder: Path) -> Path:
 # by name: (makes a valid file in a folder, reads it)
 READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "config.json": (lambda folder: model(folder, "config.json"), lambda path: HuggingFaceModel(path.parent)),
-    "index of a model": (lambda folder: model(folder, "model.safetensors.index.json"), lambda path: HuggingFaceModel(path.parent)),
+    "index of a model": (
+        lambda folder: model(folder, "model.safetensors.index.json"),
+        lambda path: HuggingFaceModel(path.parent),
+    ),
     "safetensors": (lambda folder: model(folder, "model.safetensors"), lambda path: HuggingFaceModel(path.parent)),
     "tokenizer.json": (lambda folder: model(folder, "tokenizer.json"), lambda path: load_tokenizer(str(path.parent))),
     "tokenizer.model": (sentences, lambda path: load_tokenizer(str(path)).encode("a few words")),
-    "tokenizer_config.json": (lambda folder: model(folder, "tokenizer_config.json"), lambda path: load_tokenizer(str(path.parent))),
+    "tokenizer_config.json": (
+        lambda folder: model(folder, "tokenizer_config.json"),
+        lambda path: load_tokenizer(str(path.parent)),
+    ),
     "parquet": (lambda folder: table(folder / "a.parquet"), documents),
-    "parquet, zstd": (lambda folder: table(folder / "a.parquet", compression="zstd", data_page_version="2.0"), documents),
-    "parquet, plain": (lambda folder: table(folder / "a.parquet", use_dictionary=False, compression="none", row_group_size=9), documents),
+    "parquet, zstd": (
+        lambda folder: table(folder / "a.parquet", compression="zstd", data_page_version="2.0"),
+        documents,
+    ),
+    "parquet, plain": (
+        lambda folder: table(folder / "a.parquet", use_dictionary=False, compression="none", row_group_size=9),
+        documents,
+    ),
     "JSONL": (lambda folder: written(folder / "a.jsonl", JSONL), documents),
     "JSONL, gzip": (lambda folder: written(folder / "a.jsonl.gz", gzip.compress(JSONL)), documents),
-    "JSONL, zstd": (lambda folder: written(folder / "a.jsonl.zst", pyarrow.compress(JSONL, "zstd", asbytes=True)), documents),
-    "MDS": (lambda folder: written(folder / "a.mds", (SHARDS / "text-None" / "shard.00000.mds").read_bytes()), documents),
-    "MDS, zstd": (lambda folder: written(folder / "a.mds.zstd", (SHARDS / "text-zstd" / "shard.00000.mds.zstd").read_bytes()), documents),
-    "MDS of tokens": (lambda folder: written(folder / "a.mds", (SHARDS / "tok-None" / "shard.00000.mds").read_bytes()), tokens),
+    "JSONL, zstd": (
+        lambda folder: written(folder / "a.jsonl.zst", pyarrow.compress(JSONL, "zstd", asbytes=True)),
+        documents,
+    ),
+    "MDS": (
+        lambda folder: written(folder / "a.mds", (SHARDS / "text-None" / "shard.00000.mds").read_bytes()),
+        documents,
+    ),
+    "MDS, zstd": (
+        lambda folder: written(folder / "a.mds.zstd", (SHARDS / "text-zstd" / "shard.00000.mds.zstd").read_bytes()),
+        documents,
+    ),
+    "MDS of tokens": (
+        lambda folder: written(folder / "a.mds", (SHARDS / "tok-None" / "shard.00000.mds").read_bytes()),
+        tokens,
+    ),
     "NumPy": (lambda folder: array(folder / "a.npy"), tokens),
     "record of a dataset": (record, lambda path: read_meta(path.parent / "text")),
     "torch's archive": (lambda folder: saved(folder / "a.pt"), TorchArchive),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_mutated_files_of_strangers(name: str, tmp_path: Path) -> None:
     make, open_ = READERS[name]
     path = make(tmp_path)
-    content, rng = path.read_bytes(), random.Random(zlib.crc32(name.encode()))
+    content = path.read_bytes()
+    rng = random.Random(zlib.crc32(name.encode()))
 
     def read(data: bytes) -> bool:
         path.unlink()  # it may still be mapped

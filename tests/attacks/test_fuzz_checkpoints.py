@@ -1,4 +1,6 @@
-"""Mutated manifests and shard headers: typed errors only, in bounded time and memory, and no path outside the checkpoint is opened (see tests/attacks/fuzz)."""
+"""Mutated manifests and shard headers: typed errors only, in bounded time and memory, and no path outside the
+checkpoint is opened (see tests/attacks/fuzz).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_mutated_manifests(checkpoint: Path) -> None:
     content = json.loads((checkpoint / folder.MANIFEST).read_text())
-    rng, places = random.Random(7), paths(content)
+    rng = random.Random(7)
+    places = paths(content)
     optimizer = optimizer_of(buckets_of(TINY, Layout(), 0), filled=False)
 
     def read(data: bytes) -> bool:
@@ -41,7 +44,8 @@ def test_mutated_manifests(checkpoint: Path) -> None:
 def test_mutated_headers(checkpoint: Path) -> None:
     path = checkpoint / "shard_00000.safetensors"
     content = path.read_bytes()
-    header_bytes, rng = 8 + int.from_bytes(content[:8], "little"), random.Random(3)
+    header_bytes = 8 + int.from_bytes(content[:8], "little")
+    rng = random.Random(3)
 
     def damage() -> bytes:
         damaged = bytearray(content)
@@ -60,9 +64,18 @@ def test_mutated_headers(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["../shard_00000.safetensors", "/etc/passwd", "shard_00000.safetensors/x", "shard_1.safetensors", "shard_00000.bin"]
+    "file",
+    [
+        "../shard_00000.safetensors",
+        "/etc/passwd",
+        "shard_00000.safetensors/x",
+        "shard_1.safetensors",
+        "shard_00000.bin",
+    ],
 )
-def test_names_that_are_no_shard_are_refused_although_the_digest_is_right(file: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_names_that_are_no_shard_are_refused_although_the_digest_is_right(
+    file: str, checkpoint: Path, tmp_path: Path
+) -> None:
     content = json.loads((checkpoint / folder.MANIFEST).read_text())
     content["shards"][0]["file"] = file
     data = json.dumps(content).encode()

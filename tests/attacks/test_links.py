@@ -1,4 +1,6 @@
-"""Nothing below a run directory is written through a link; the run directory itself and its `checkpoints/` may be links."""
+"""Nothing below a run directory is written through a link; the run directory itself and its `checkpoints/` may be
+links.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def run(tmp_path: Path) -> Path:
 def test_a_linked_record_is_refused(name: str, run: Path, victim: Path) -> None:
     (run / name).symlink_to(victim / "rank_0.log")
     with pytest.raises(
-        FrontierError, match=f"{name}: is a link to .*/victim/rank_0.log; nothing is written through links below a run directory"
+        FrontierError,
+        match=f"{name}: is a link to .*/victim/rank_0.log; nothing is written through links below a run directory",
     ):
         run_dir.append_line(run / name, {"step": 1})
     assert (victim / "rank_0.log").read_text() == "precious\n"
@@ -107,7 +110,9 @@ def test_last_words_of_a_rank_replace_a_link(run: Path, victim: Path) -> None:
 def test_curves_stay_in_the_run_directory(run: Path, victim: Path) -> None:
     pytest.importorskip("tensorboard")
     (run / "events").symlink_to(victim)
-    config = RunConfig(model=load_model("llama-tiny"), batch=BatchConfig(global_batch=8), train=TrainConfig(run_dir=str(run)))
+    config = RunConfig(
+        model=load_model("llama-tiny"), batch=BatchConfig(global_batch=8), train=TrainConfig(run_dir=str(run))
+    )
     with pytest.raises(FrontierError, match="events: is a link"):
         Events(config).record("start", 0, {})
     assert [path.name for path in victim.iterdir()] == ["rank_0.log"]
@@ -136,7 +141,9 @@ def test_a_run_directory_that_goes_away_under_the_launcher(how: str, tmp_path: P
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_run_directory_that_goes_away_under_the_supervisor(replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_that_goes_away_under_the_supervisor(
+    replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
 

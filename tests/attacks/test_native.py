@@ -1,4 +1,6 @@
-"""C++ that is given ranks, indices and lengths which do not exist says so; scripts/check_native.sh plays this with sanitizers."""
+"""C++ that is given ranks, indices and lengths which do not exist says so; scripts/check_native.sh plays this with
+sanitizers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ BAD_ARGUMENT = -4
 
 @pytest.mark.parametrize("rank", [-1, 2, 3, 511, 1 << 30])
 def test_messages_to_and_from_ranks_that_do_not_exist(rank: int) -> None:
-    library, status = host_memory.library(), ctypes.c_int64(0)
+    library = host_memory.library()
+    status = ctypes.c_int64(0)
     descriptor, _ = host_memory.create_memory()
     region = library.fl_shm_open(descriptor, 0, 2, 1 << 20, 1 << 20, 0, ctypes.byref(status))
     data = ctypes.create_string_buffer(8)
@@ -31,9 +34,11 @@ def test_messages_to_and_from_ranks_that_do_not_exist(rank: int) -> None:
 
 @pytest.mark.parametrize("damage", [1 << 44, -(1 << 44), -1, (1 << 63) - 1])
 def test_documents_outside_of_the_table(damage: int) -> None:
-    lengths, documents = np.full(8, 5, np.int32), np.arange(9, dtype=np.int64)
+    lengths = np.full(8, 5, np.int32)
+    documents = np.arange(9, dtype=np.int64)
     documents[3] = damage
-    prefix, out = np.zeros(9, np.uint64), [np.zeros(64, np.int64) for _ in range(4)]
+    prefix = np.zeros(9, np.uint64)
+    out = [np.zeros(64, np.int64) for _ in range(4)]
     with pytest.raises(DataError):
         native.call("fl_build", lengths, documents, 8, 1, 1, 1, prefix)
     prefix[:] = np.arange(9) * 5
@@ -46,5 +51,7 @@ def test_documents_outside_of_the_table(damage: int) -> None:
 def test_all_of_it_under_sanitizers() -> None:
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
         pytest.skip("this is that run")
-    ended = subprocess.run([Path(__file__).parents[2] / "scripts" / "check_native.sh"], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [Path(__file__).parents[2] / "scripts" / "check_native.sh"], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]

@@ -28,7 +28,8 @@ from frontier_llm.run import job_secret
 from frontier_llm.run.job_secret import JobSecret, private_folder
 from frontier_llm.run.launchers import RankEnv, free_port
 
-NOBODY, SECRET = 65534, os.urandom(32)
+NOBODY = 65534
+SECRET = os.urandom(32)
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="playing another user takes root")
 
 
@@ -65,7 +66,10 @@ def meeting() -> Iterator[Meeting]:
 def test_another_user_of_the_node_is_refused(meeting: Meeting, capfd: pytest.CaptureFixture[str]) -> None:
     def join() -> str:
         """What every store of the node answers, one of which is this job's."""
-        names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@frontier-llm-" in line}  # open to all
+        # open to all
+        names = {
+            line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@frontier-llm-" in line
+        }
         answers = b""
         for name in names:
             with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(ConnectionError):
@@ -76,12 +80,16 @@ def test_another_user_of_the_node_is_refused(meeting: Meeting, capfd: pytest.Cap
 
     assert as_another_user(join) == "True b''"
     _until(
-        capfd, rf"refused a stranger at the rendezvous of this node, from this node: process \d+ belongs to another user \(uid {NOBODY}\)"
+        capfd,
+        rf"refused a stranger at the rendezvous of this node, from this node: process \d+ belongs to another user "
+        rf"\(uid {NOBODY}\)",
     )
 
 
 def _torch_client(meeting: Meeting) -> str:
-    store = dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
+    store = dist.TCPStore(
+        meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False
+    )
     return f"joined: {store.num_keys()}"
 
 
@@ -91,7 +99,10 @@ def _guessed(meeting: Meeting) -> str:
 
 def _replayed(meeting: Meeting) -> str:
     """What a rank has once said is no answer to another challenge."""
-    with socket.create_server(("127.0.0.1", 0)) as false_server, socket.create_connection(false_server.getsockname()) as rank:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as false_server,
+        socket.create_connection(false_server.getsockname()) as rank,
+    ):
         pretended, _ = false_server.accept()
         pretended.sendall(GREETING + b"c" * 32)
         with patch.object(door, "HANDSHAKE_S", 0.2):
@@ -145,7 +156,10 @@ def test_one_that_says_nothing_holds_up_nobody(
 
 def test_one_that_speaks_slowly_gets_no_more_time(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "HANDSHAKE_S", 0.3)
-    with socket.create_connection((meeting.address, meeting.port)) as drip, pytest.raises((ConnectionResetError, BrokenPipeError)):
+    with (
+        socket.create_connection((meeting.address, meeting.port)) as drip,
+        pytest.raises((ConnectionResetError, BrokenPipeError)),
+    ):
         for byte in GREETING:
             drip.send(bytes([byte]))
             time.sleep(0.1)
@@ -155,7 +169,9 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
     """A neighbour took the port before rank 0 came."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        entrance = door.Door(taken, lambda peer: door.require_proof(peer, b"the neighbour's own"), lambda peer: None, "a test")
+        entrance = door.Door(
+            taken, lambda peer: door.require_proof(peer, b"the neighbour's own"), lambda peer: None, "a test"
+        )
         with pytest.raises(dist.DistStoreError, match=r"no store of this job within 0\.3 s"):
             join_store(1, 2, Meeting("127.0.0.1", port, 1, 1, lambda: SECRET, "authenticated"), 0.3)
         entrance.close()
@@ -163,7 +179,9 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
 
 
 def test_torch_s_store_has_no_authentication_and_what_still_holds_there(tmp_path: Path) -> None:
-    """As docs/security.md says: a user of the node who finds the port can read and change the store. It holds no secret."""
+    """As docs/security.md says: a user of the node who finds the port can read and change the store. It holds no
+    secret.
+    """
     folder = tmp_path / "job"
     folder.mkdir(mode=0o700)
     meeting = Meeting("127.0.0.1", free_port(), 0, 2, lambda: SECRET, folder=lambda: folder)
@@ -171,7 +189,9 @@ def test_torch_s_store_has_no_authentication_and_what_still_holds_there(tmp_path
         join_store(0, 2, meeting, 60.0).set("step", "1")
         address = store_address()
         assert address is not None
-        assert "PermissionError" in as_another_user(lambda: (folder / "store-port").read_text()), "the port has to be searched for"
+        assert "PermissionError" in as_another_user(lambda: (folder / "store-port").read_text()), (
+            "the port has to be searched for"
+        )
         assert "joined" in as_another_user(lambda: _torch_client(replace(meeting, port=address[1])))
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         values = [store.get(key) for key in store.list_keys()]
@@ -182,7 +202,8 @@ def test_torch_s_store_has_no_authentication_and_what_still_holds_there(tmp_path
 
 def _until(capfd: pytest.CaptureFixture[str], line: str) -> None:
     """Rank 0's log says so."""
-    said, deadline_s = "", time.monotonic() + 10.0
+    said = ""
+    deadline_s = time.monotonic() + 10.0
     while not re.search(line, said):
         assert time.monotonic() < deadline_s, said
         time.sleep(0.02)
@@ -261,6 +282,12 @@ def test_shared_memory_of_somebody_else_is_not_opened(tmp_path: Path) -> None:
     os.close(descriptor)
     (tmp_path / "victim").write_text("mine")
     with (tmp_path / "victim").open() as victim:
-        for other in (f"/proc/{os.getpid()}/fd/{victim.fileno()}", str(tmp_path / "victim"), "/proc/self/fd/0", f"{path}/../../mem", ""):
+        for other in (
+            f"/proc/{os.getpid()}/fd/{victim.fileno()}",
+            str(tmp_path / "victim"),
+            "/proc/self/fd/0",
+            f"{path}/../../mem",
+            "",
+        ):
             with pytest.raises(OSError, match="is no shared region"):
                 host_memory.open_memory(other)

@@ -1,4 +1,6 @@
-"""Checkpoints, tokenizers and datasets of strangers, and numbers that are none: each ends in a message that a user understands."""
+"""Checkpoints, tokenizers and datasets of strangers, and numbers that are none: each ends in a message that a user
+understands.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def claim(**sizes: Any) -> Callable[[dict[str, Any]], None]:
             r"claims \d\S+T parameters, the tensors hold \S+K: \S+ would be \(\d+, 8388608\) and is",
         ),
         ({"vocab_size": 1 << 30}, r"claims \S+B parameters, the tensors hold \S+K"),
-        ({"tied_embeddings": not TINY.tied_embeddings}, r"claims \S+ parameters, the tensors hold \S+: \S+ is no part of the model"),
+        (
+            {"tied_embeddings": not TINY.tied_embeddings},
+            r"claims \S+ parameters, the tensors hold \S+: \S+ is no part of the model",
+        ),
     ],
     ids=["layers", "width", "vocabulary", "head"],
 )
@@ -74,7 +79,9 @@ def test_a_configuration_that_claims_another_model_is_refused_before_anything_is
         ("a\0b", "no such tokenizer"),
     ],
 )
-def test_a_tokenizer_that_a_checkpoint_names(spec: str, said: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_that_a_checkpoint_names(
+    spec: str, said: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(DataError) as caught:
         load_tokenizer(spec)
     assert said in str(caught.value)
@@ -83,7 +90,9 @@ def test_a_tokenizer_that_a_checkpoint_names(spec: str, said: str, checkpoint: P
     assert said in capsys.readouterr().err
 
 
-def test_a_tokenizer_of_the_hub_is_fetched_only_for_the_user(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_of_the_hub_is_fetched_only_for_the_user(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("huggingface_hub")
     rewrite(checkpoint, lambda content: content["config"]["data"].update(tokenizer="hf://stranger/never-fetched"))
     assert main(["generate", str(checkpoint), "--prompt", "a"]) == 2
@@ -111,7 +120,10 @@ def test_a_boolean_is_no_number(word: str, said: str) -> None:
 
 @pytest.mark.parametrize("hours", ["nan", "inf", "-1", "0", "many", "1e999", "NaN"])
 def test_node_hours_are_a_number(hours: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "train_small", "--site", "local", "--nodes", "1", f"--max-node-hours={hours}", "--dry-run"]) == 2
+    assert (
+        main(["submit", "train_small", "--site", "local", "--nodes", "1", f"--max-node-hours={hours}", "--dry-run"])
+        == 2
+    )
     assert f"argument --max-node-hours: '{hours}' is not a number" in capsys.readouterr().err
 
 
@@ -137,7 +149,9 @@ def test_an_index_that_is_cut_during_a_run_is_named(size: int, dataset: IndexedD
         dataset.scan,
     ]
     for use in uses:
-        with pytest.raises(DataError, match=f"tokens.idx: at byte {size}: expected {whole} bytes, as at the start, found {size}") as caught:
+        with pytest.raises(
+            DataError, match=f"tokens.idx: at byte {size}: expected {whole} bytes, as at the start, found {size}"
+        ) as caught:
             use()
         assert "the file was cut while it was in use" in str(caught.value)
 

@@ -1,4 +1,6 @@
-"""Names that strangers chose never reach a terminal raw; checkpoints' and datasets' are in test_checkpoints.py and test_data.py."""
+"""Names that strangers chose never reach a terminal raw; checkpoints' and datasets' are in test_checkpoints.py and
+test_data.py.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,23 @@ from frontier_llm.cluster.local import run_local_ranks
 ATTACK = "\x1b]0;owned\x07\x9b31m\u202e"
 
 
-def test_status_of_a_run_with_a_name_and_a_record_that_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_run_with_a_name_and_a_record_that_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / f"run{ATTACK}"
     run.mkdir()
     (run / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "loss": 1.0}) + "\n")
-    (run / "incarnation.json").write_text(json.dumps({"incarnation": 1, "job_id": ATTACK, "host": ATTACK, "pid": 1, "since_unix_s": 0.0}))
+    (run / "incarnation.json").write_text(
+        json.dumps({"incarnation": 1, "job_id": ATTACK, "host": ATTACK, "pid": 1, "since_unix_s": 0.0})
+    )
     main(["status", str(tmp_path)])
     _harmless("".join(capsys.readouterr()))
 
 
 def test_what_a_rank_failed_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = f"import os; open('/nonexistent/' + {ATTACK!r}) if os.environ['RANK'] == '1' else __import__('time').sleep(60)"
+    code = (
+        f"import os; open('/nonexistent/' + {ATTACK!r}) if os.environ['RANK'] == '1' else __import__('time').sleep(60)"
+    )
     assert run_local_ranks(2, [code], dict(os.environ), tmp_path, program=(sys.executable, "-c")) == 1
     _harmless(capfd.readouterr().err)
 

@@ -54,7 +54,9 @@ def test_the_living_ranks_logs_and_record_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--check"], []])
-def test_train_and_its_check_see_that_a_directory_is_in_use(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_and_its_check_see_that_a_directory_is_in_use(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     held_by(tmp_path, this_process())
     assert main(["train", "quickstart", f"train.run_dir={tmp_path}", *flags]) == 2
     assert "is in use by" in capsys.readouterr().err

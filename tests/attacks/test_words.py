@@ -35,7 +35,7 @@ def test_what_yaml_unfolds_to_is_bounded(tmp_path: Path, bomb: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["2024-13-45", "2024-01-01", "9" * 5000, "-" + "9" * 400, "1e999", "0x" + "f" * 2000, "\udc80", "\x1b[2J", "[" * 5000, "{a: [", "*a", "!!python/object:os.x", "!!binary x"],
+    ["2024-13-45", "2024-01-01", "9" * 5000, "-" + "9" * 400, "1e999", "0x" + "f" * 2000, "\udc80", "\x1b[2J", "[" * 5000, "{a: [", "*a", "!!python/object:os.x", "!!binary x"],  # noqa: E501
 )  # fmt: skip
 @pytest.mark.parametrize("key", ["train.steps", "optimizer.lr", "train"])
 def test_overrides_that_are_no_numbers(key: str, value: str) -> None:
@@ -47,7 +47,8 @@ def test_overrides_that_are_no_numbers(key: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["n[1-999999999]", "n[0-999]x[0-999]", ",".join(["n[0-99999]"] * 100), "n[0-9]" * 50, "n[" + "9" * 5000 + "]"]
+    "text",
+    ["n[1-999999999]", "n[0-999]x[0-999]", ",".join(["n[0-99999]"] * 100), "n[0-9]" * 50, "n[" + "9" * 5000 + "]"],
 )
 def test_host_lists_are_counted_before_they_are_made(text: str) -> None:
     started_s = time.process_time()

@@ -1,4 +1,5 @@
-"""A functional simulator of gfx90a (CDNA2, the MI250X): executes code objects on host memory, in numpy, and watches what hardware does not.
+"""A functional simulator of gfx90a (CDNA2, the MI250X): executes code objects on host memory, in numpy, and watches
+what hardware does not.
 
 Facts from AMD's "Instinct MI200 Instruction Set Architecture" and LLVM's "User Guide for AMDGPU Backend".
 """

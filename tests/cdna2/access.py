@@ -16,8 +16,14 @@ from tests.cdna2.local_memory import LocalMemory
 from tests.cdna2.operands import Operand, Read, Unknown, operand, reader
 from tests.cdna2.state import LANES, Array, Waves
 
-_SIZES: Final[dict[str, tuple[Any, int]]] = {"ushort": (np.uint16, 1), "short": (np.uint16, 1), "dword": (np.uint32, 1), "dwordx2": (np.uint32, 2),
-                 "dwordx3": (np.uint32, 3), "dwordx4": (np.uint32, 4)}  # fmt: skip
+_SIZES: Final[dict[str, tuple[Any, int]]] = {
+    "ushort": (np.uint16, 1),
+    "short": (np.uint16, 1),
+    "dword": (np.uint32, 1),
+    "dwordx2": (np.uint32, 2),
+    "dwordx3": (np.uint32, 3),
+    "dwordx4": (np.uint32, 4),
+}
 _LOCAL_SIZES: Final[dict[str, tuple[Any, int]]] = {
     "u8": (np.uint8, 1),  # read alone: a write of half a cell would look like a race
     "u16": (np.uint16, 1),
@@ -41,7 +47,9 @@ class Places:
 
 @dataclass(frozen=True)
 class Access:
-    """A memory instruction: its step, the counter that tells of its end ("vm" or "lgkm"), the registers that it loads, bytes per lane."""
+    """A memory instruction: its step, the counter that tells of its end ("vm" or "lgkm"), the registers that it
+    loads, bytes per lane.
+    """
 
     step: Callable[[Waves, Places], None]
     counter: str
@@ -56,7 +64,11 @@ def access(instruction: Instruction, descriptor: Descriptor) -> Access | None:
     operands = [operand(text, descriptor) for text in instruction.operands if text != "off"]
     modifiers = dict(instruction.modifiers)
     if found := _GLOBAL.match(name):
-        address = _buffer_address(operands, modifiers) if found["space"] == "buffer" else _global_address(instruction, operands, modifiers)
+        address = (
+            _buffer_address(operands, modifiers)
+            if found["space"] == "buffer"
+            else _global_address(instruction, operands, modifiers)
+        )
         made = _global(found, operands, address)
     elif found := _LOCAL.match(name):
         made = _local(found, operands, modifiers)
@@ -86,7 +98,8 @@ def _global_address(instruction: Instruction, operands: list[Operand], modifiers
         read = reader(operands[place], "i64", per_lane=True)
         return lambda waves, size: (read(waves) + offset, waves.lanes)
     place = 0 if "store" in instruction.mnemonic else 1
-    inner, base = reader(operands[place], "u32", per_lane=True), reader(operands[-1], "i64", per_lane=True)
+    inner = reader(operands[place], "u32", per_lane=True)
+    base = reader(operands[-1], "i64", per_lane=True)
     return lambda waves, size: (base(waves) + inner(waves) + offset, waves.lanes)
 
 
@@ -95,11 +108,14 @@ def _buffer_address(operands: list[Operand], modifiers: dict[str, str]) -> Addre
     if "offen" not in modifiers or operands[3].register >= 0 or operands[3].number:
         raise Unknown("a buffer access without offen, or with a scalar offset")
     modifiers.pop("offen")
-    offset, inner = _take(modifiers, "offset"), reader(operands[1], "u32", per_lane=True)
+    offset = _take(modifiers, "offset")
+    inner = reader(operands[1], "u32", per_lane=True)
     first = operands[2].register
 
     def address(waves: Waves, size: int) -> tuple[Array, Array]:
-        low, high, records, _ = (waves.scalar[first + word, waves.chosen].astype(np.int64)[:, None] for word in range(4))
+        low, high, records, _ = (
+            waves.scalar[first + word, waves.chosen].astype(np.int64)[:, None] for word in range(4)
+        )
         if (high >> 16).any():
             raise Violation("a buffer with a stride, which the simulator does not know")
         relative = inner(waves).astype(np.int64) + offset
@@ -123,7 +139,8 @@ def _global(found: re.Match[str], operands: list[Operand], address: Address) -> 
                 waves.write_vector(destination.register + place, values[..., place])
 
         return Access(load, "vm", destination.rows, size)
-    data, shift = _data(operands[0 if found["space"] == "buffer" else 1], count), np.uint32(16 if found["high"] else 0)
+    data = _data(operands[0 if found["space"] == "buffer" else 1], count)
+    shift = np.uint32(16 if found["high"] else 0)
 
     def store(waves: Waves, places: Places) -> None:
         addresses, where = address(waves, size)
@@ -145,9 +162,14 @@ def _stacked(waves: Waves, source: Operand) -> Array:
 
 def _local(found: re.Match[str], operands: list[Operand], modifiers: dict[str, str]) -> Access:
     dtype, count = _LOCAL_SIZES[found["size"]]
-    width, two = np.dtype(dtype).itemsize * count, bool(found["two"])
+    width = np.dtype(dtype).itemsize * count
+    two = bool(found["two"])
     unit = width * (64 if found["far"] else 1)
-    offsets = [unit * _take(modifiers, "offset0"), unit * _take(modifiers, "offset1")] if two else [_take(modifiers, "offset")]
+    offsets = (
+        [unit * _take(modifiers, "offset0"), unit * _take(modifiers, "offset1")]
+        if two
+        else [_take(modifiers, "offset")]
+    )
     reads = found["action"] == "read"
     if reads and found["high"]:
         raise Unknown("a load into the high half")
@@ -165,7 +187,8 @@ def _local(found: re.Match[str], operands: list[Operand], modifiers: dict[str, s
                 waves.write_vector(destination.register + place, word)
 
         return Access(load, "lgkm", destination.rows, width * len(offsets))
-    data, shift = [_data(source, count) for source in operands[1:]], np.uint32(16 if found["high"] else 0)
+    data = [_data(source, count) for source in operands[1:]]
+    shift = np.uint32(16 if found["high"] else 0)
 
     def store(waves: Waves, places: Places) -> None:
         for source, offset in zip(data, offsets, strict=True):
@@ -177,11 +200,14 @@ def _local(found: re.Match[str], operands: list[Operand], modifiers: dict[str, s
 def _permute(operands: list[Operand]) -> Access:
     """ds_bpermute_b32: each lane reads another's register by way of the LDS' crossbar; inactive lanes give 0."""
     destination, lane, source = operands
-    which, values = reader(lane, "u32", per_lane=True), reader(source, "u32", per_lane=True)
+    which = reader(lane, "u32", per_lane=True)
+    values = reader(source, "u32", per_lane=True)
 
     def step(waves: Waves, places: Places) -> None:
         given = np.where(waves.lanes, values(waves), np.uint32(0))
-        waves.write_vector(destination.register, np.take_along_axis(given, (which(waves) >> np.uint32(2) & 63).astype(np.intp), axis=1))
+        waves.write_vector(
+            destination.register, np.take_along_axis(given, (which(waves) >> np.uint32(2) & 63).astype(np.intp), axis=1)
+        )
 
     return Access(step, "lgkm", destination.rows, 4)
 

@@ -18,10 +18,12 @@ def flush(x: Array) -> Array:
 def fma(a: Array, b: Array, c: Array) -> Array:
     """a * b + c of float32, rounded once.
 
-    The product is exact in float64, their sum is not: rounding it again errs where it lies on the middle between two float32, or where the
-    result is subnormal. There the sum is first rounded to odd, after which the second rounding is right (Boldo and Melquiond, 2008).
+    The product is exact in float64, their sum is not: rounding it again errs where it lies on the middle between two
+    float32, or where the result is subnormal. There the sum is first rounded to odd, after which the second rounding is
+    right (Boldo and Melquiond, 2008).
     """
-    product, addend = a.astype(np.float64) * b, c.astype(np.float64)
+    product = a.astype(np.float64) * b
+    addend = c.astype(np.float64)
     total = product + addend
     bits = total.view(np.int64)
     doubtful = (bits & 0x1FFFFFFF) == 0x10000000
@@ -35,7 +37,9 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 
 def approximate(function: np.ufunc, x: Array) -> Array:
-    """A transcendental instruction: within one unit in the last place on hardware, here the nearest; subnormal numbers are flushed."""
+    """A transcendental instruction: within one unit in the last place on hardware, here the nearest; subnormal
+    numbers are flushed.
+    """
     return flush(function(flush(x).astype(np.float64)).astype(np.float32))
 
 
@@ -56,20 +60,37 @@ def _exponent(x: Array) -> Array:
 
 
 def div_scale(x: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """x, which is one of the others, scaled such that their quotient can be refined; and whether the quotient must be scaled back.
+    """x, which is one of the others, scaled such that their quotient can be refined; and whether the quotient must be
+    scaled back.
 
-    By the exponents, as GPUs do; AMD's pseudo-code asks whether quotients are subnormal, and would scale a large denominator up.
+    By the exponents, as GPUs do; AMD's pseudo-code asks whether quotients are subnormal, and would scale a large
+    denominator up.
     """
     apart = _exponent(numerator) - _exponent(denominator)
-    far_above, far_below = apart >= 96, apart <= -96
+    far_above = apart >= 96
+    far_below = apart <= -96
     inverse_small = _exponent(denominator) >= 253
     tiny = (_exponent(denominator) == 0) | (_exponent(numerator) <= 23)
-    up, down = scale_exponent(x, 64), scale_exponent(x, -64)
-    is_denominator, is_numerator = x == denominator, x == numerator
-    cases = [(numerator == 0) | (denominator == 0), far_above, far_below & inverse_small, far_below, inverse_small, tiny]
+    up = scale_exponent(x, 64)
+    down = scale_exponent(x, -64)
+    is_denominator = x == denominator
+    is_numerator = x == numerator
+    cases = [
+        (numerator == 0) | (denominator == 0),
+        far_above,
+        far_below & inverse_small,
+        far_below,
+        inverse_small,
+        tiny,
+    ]
     scaled = [
-        np.full_like(up, np.nan), np.where(is_denominator, up, x), np.where(is_denominator, down, x), np.where(is_numerator, up, x), down, up,
-    ]  # fmt: skip
+        np.full_like(up, np.nan),
+        np.where(is_denominator, up, x),
+        np.where(is_denominator, down, x),
+        np.where(is_numerator, up, x),
+        down,
+        up,
+    ]
     return np.select(cases, scaled, x), far_above | far_below
 
 
@@ -83,8 +104,10 @@ def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     """The refined quotient, or what IEEE 754 says for operands that cannot be refined."""
     sign = np.where(np.signbit(denominator) != np.signbit(numerator), np.float32(-1), np.float32(1))
     apart = _exponent(numerator) - _exponent(denominator)
-    both_zero, both_infinite = (numerator == 0) & (denominator == 0), np.isinf(numerator) & np.isinf(denominator)
-    infinity, zero = sign * np.float32(np.inf), sign * np.float32(0)
+    both_zero = (numerator == 0) & (denominator == 0)
+    both_infinite = np.isinf(numerator) & np.isinf(denominator)
+    infinity = sign * np.float32(np.inf)
+    zero = sign * np.float32(0)
     cases = [
         np.isnan(numerator), np.isnan(denominator), both_zero | both_infinite, (denominator == 0) | np.isinf(numerator),
         np.isinf(denominator) | (numerator == 0), apart < -150, np.isnan(quotient),

@@ -18,7 +18,9 @@ KEPT = Path(__file__).resolve().parents[2] / "build"  # as setup.py's: git knows
 
 @cache
 def folder() -> Path:
-    """The shipped folder when it is up to date, else one that the tests of this checkout have built (half a minute on one core)."""
+    """The shipped folder when it is up to date, else one that the tests of this checkout have built (half a minute
+    on one core).
+    """
     built = KEPT / f"triton-{version('triton')}" / "gfx90a"
     built.parent.mkdir(parents=True, exist_ok=True)
     with (built.parent / "lock").open("w", encoding="ascii") as lock:

@@ -56,14 +56,18 @@ class Program:
 
 
 def disassemble(image: bytes, symbol: str) -> Program:
-    """The kernel of a gfx90a code object. Raises BackendError without llvm-objdump, or for what the simulator does not know."""
+    """The kernel of a gfx90a code object. Raises BackendError without llvm-objdump, or for what the simulator does
+    not know.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.hsaco"
         path.write_bytes(image)
         command = [find_objdump(), "-d", "--mcpu=gfx90a", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
-        raise BackendError(f"llvm-objdump cannot read it: {done.stderr.strip()}", "take LLVM 14 or later", f"code object of {symbol}")
+        raise BackendError(
+            f"llvm-objdump cannot read it: {done.stderr.strip()}", "take LLVM 14 or later", f"code object of {symbol}"
+        )
     return Program(symbol, parse(done.stdout), _descriptor(image, symbol))
 
 
@@ -77,7 +81,9 @@ def find_objdump() -> str:
             if found := shutil.which(name, path=path):
                 return found
     raise BackendError(
-        "llvm-objdump is neither on PATH nor in ROCm", "apt-get install llvm, or load the rocm module", "simulator of gfx90a"
+        "llvm-objdump is neither on PATH nor in ROCm",
+        "apt-get install llvm, or load the rocm module",
+        "simulator of gfx90a",
     )
 
 
@@ -91,7 +97,8 @@ def parse(listing: str) -> tuple[Instruction, ...]:
 def _instruction(text: str, address: int, words: list[str], index: dict[int, int]) -> Instruction:
     name, _, rest = text.partition(" ")
     encoding = _ENCODING.search(name)
-    tokens, operands = rest.split(), []
+    tokens = rest.split()
+    operands = []
     while tokens:
         operands.append(tokens[0].removesuffix(","))
         if not tokens.pop(0).endswith(","):
@@ -101,7 +108,8 @@ def _instruction(text: str, address: int, words: list[str], index: dict[int, int
         offset = int(words[0], 16) & 0xFFFF
         target = index[address + 4 + 4 * ((offset ^ 0x8000) - 0x8000)]
     if name == "s_waitcnt":
-        operands, tokens = [], [token.replace("(", ":").removesuffix(")") for token in rest.split()]
+        operands = []
+        tokens = [token.replace("(", ":").removesuffix(")") for token in rest.split()]
     modifiers = {name: value for name, _, value in (token.partition(":") for token in tokens)}
     base = name[: encoding.start()] if encoding else name
     return Instruction(address, base, encoding[1] if encoding else "", tuple(operands), modifiers, text, target)
@@ -110,7 +118,9 @@ def _instruction(text: str, address: int, words: list[str], index: dict[int, int
 def _descriptor(image: bytes, symbol: str) -> Descriptor:
     data = sections(ELFFile(io.BytesIO(image))).get(".rodata", b"")
     if len(data) != 64:
-        raise BackendError(f"{len(data)} bytes where a kernel descriptor of 64 should be", where=f"code object of {symbol}")
+        raise BackendError(
+            f"{len(data)} bytes where a kernel descriptor of 64 should be", where=f"code object of {symbol}"
+        )
     rsrc3, rsrc1, rsrc2, properties, preload = struct.unpack_from("<3I2H", data, 44)
     # private segment buffer, dispatch pointer, queue pointer come before the arguments' address
     before = sum(size for bit, size in enumerate((4, 2, 2)) if properties >> bit & 1)
@@ -122,7 +132,9 @@ def _descriptor(image: bytes, symbol: str) -> Descriptor:
         "work-item ids in v0": (rsrc2 >> 11 & 3, 0),
         "private segment": (rsrc2 & 1, 0),
     }
-    unknown = [f"{what}: {found:#x}, the simulator knows {ours:#x}" for what, (found, ours) in known.items() if found != ours]
+    unknown = [
+        f"{what}: {found:#x}, the simulator knows {ours:#x}" for what, (found, ours) in known.items() if found != ours
+    ]
     if unknown:
         raise BackendError("; ".join(unknown), where=f"code object of {symbol}")
     ids = tuple(user + place for place in range(sum(rsrc2 >> bit & 1 for bit in (7, 8, 9))))

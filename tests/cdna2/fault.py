@@ -12,8 +12,12 @@ class Fault(FrontierError):
 
 
 class Violation(Exception):
-    """A broken rule as the instruction sees it; `wave` counts within the waves that step together. The simulator makes a Fault of it."""
+    """A broken rule as the instruction sees it; `wave` counts within the waves that step together. The simulator
+    makes a Fault of it.
+    """
 
     def __init__(self, what: str, wave: int = 0, lane: int | None = None) -> None:
         super().__init__(what)
-        self.what, self.wave, self.lane = what, wave, lane
+        self.what = what
+        self.wave = wave
+        self.lane = lane

@@ -36,7 +36,9 @@ class Memory:
         return address
 
     def load(self, addresses: Array, where: Array, dtype: type[np.generic], count: int) -> Array:
-        """`count` numbers per address, [*addresses, count]; zeros where not asked. Raises Violation outside of every range."""
+        """`count` numbers per address, [*addresses, count]; zeros where not asked. Raises Violation outside of every
+        range.
+        """
         result = np.zeros((*addresses.shape, count), dtype)
         for of_range, window_, offsets in self._parts(addresses, where, dtype, count):
             result[of_range] = window_[offsets]
@@ -47,7 +49,9 @@ class Memory:
         for of_range, window_, offsets in self._parts(addresses, where, values.dtype.type, values.shape[-1]):
             window_[offsets] = values[of_range]
 
-    def _parts(self, addresses: Array, where: Array, dtype: type[np.generic], count: int) -> list[tuple[Any, Array, Array]]:
+    def _parts(
+        self, addresses: Array, where: Array, dtype: type[np.generic], count: int
+    ) -> list[tuple[Any, Array, Array]]:
         """The accesses by range: (which, window, offsets in it)."""
         if not where.any():
             return []
@@ -66,6 +70,7 @@ class Memory:
         wave, lane = (int(index) for index in np.argwhere(stray)[0])
         address = int(addresses[wave, lane])
         nearest = int(np.argmin(np.minimum(abs(self._starts - address), abs(self._ends - address))))
-        start, end = int(self._starts[nearest]), int(self._ends[nearest])
+        start = int(self._starts[nearest])
+        end = int(self._ends[nearest])
         what = f"{size} bytes at offset {address - start} of {self._names[nearest]}, which has {end - start} bytes"
         return Violation(f"a global access outside of the launch's tensors: {what}", wave, lane)

@@ -13,14 +13,17 @@ _COUNTERS = ("vm", "lgkm")
 
 
 class InFlight:
-    """Memory instructions end in the order of their issue, so a wait for all but n ends all but the last n; only scalar loads end in any order."""
+    """Memory instructions end in the order of their issue, so a wait for all but n ends all but the last n; only
+    scalar loads end in any order.
+    """
 
     def __init__(self, count: int) -> None:
         self._issued = {counter: np.zeros(count, np.int64) for counter in _COUNTERS}
         self._ended = {counter: np.zeros(count, np.int64) for counter in _COUNTERS}
         self._last_scalar: Array = np.zeros(count, np.int64)
         self._last_local: Array = np.zeros(count, np.int64)
-        # by register and counter, per wave: the number of the load's issue; waves that parted load one register in different ways
+        # by register and counter, per wave: the number of the load's issue; waves that parted load one register in
+        # different ways
         self.registers: dict[tuple[bool, int], dict[str, Array]] = {}
 
     def check(self, waves: Waves, touched: frozenset[tuple[bool, int]], by: Access | None) -> None:
@@ -32,7 +35,9 @@ class InFlight:
                 early = issue[waves.chosen] > self._ended[counter][waves.chosen]
                 if early.any():
                     name = f"{'v' if register[0] else 's'}{register[1]}"
-                    raise Violation(f"{name} is touched while its load is in flight: an s_waitcnt is missing", int(np.argmax(early)))
+                    raise Violation(
+                        f"{name} is touched while its load is in flight: an s_waitcnt is missing", int(np.argmax(early))
+                    )
 
     def issue(self, waves: Waves, access: Access) -> None:
         """The chosen waves begin an access."""
@@ -52,7 +57,8 @@ class InFlight:
             counter = name.removesuffix("cnt")
             if counter == "exp":
                 continue
-            left, chosen = int(text), waves.chosen
+            left = int(text)
+            chosen = waves.chosen
             ended = self._issued[counter][chosen] - left
             if counter == "lgkm" and left:
                 ended = np.where(self._last_scalar[chosen] > self._ended[counter][chosen], 0, ended)
@@ -68,4 +74,6 @@ class InFlight:
         """Raises Violation when LDS accesses may still be under way: the barrier would order nothing."""
         early = self._last_local[waves.chosen] > self._ended["lgkm"][waves.chosen]
         if early.any():
-            raise Violation("a barrier while LDS accesses are in flight: s_waitcnt lgkmcnt(0) is missing", int(np.argmax(early)))
+            raise Violation(
+                "a barrier while LDS accesses are in flight: s_waitcnt lgkmcnt(0) is missing", int(np.argmax(early))
+            )

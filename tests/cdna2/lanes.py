@@ -12,7 +12,11 @@ from tests.cdna2.state import LANES, Array, Waves
 
 _LANE: Final = np.arange(LANES)
 _ROW: Final = _LANE // 16
-PARTS: Final = {"DWORD": (0, 32), **{f"WORD_{i}": (16 * i, 16) for i in range(2)}, **{f"BYTE_{i}": (8 * i, 8) for i in range(4)}}
+PARTS: Final = {
+    "DWORD": (0, 32),
+    **{f"WORD_{i}": (16 * i, 16) for i in range(2)},
+    **{f"BYTE_{i}": (8 * i, 8) for i in range(4)},
+}
 
 
 def _in_row(place: Array) -> Array:
@@ -40,7 +44,9 @@ def _source_lanes(name: str, value: str) -> Array | None:
 
 
 class FromOtherLanes:
-    """DPP: lane i reads lane `lanes[i]`. Lanes that are masked are not written; those without a source read 0 (bound_ctrl) or are not written."""
+    """DPP: lane i reads lane `lanes[i]`. Lanes that are masked are not written; those without a source read 0
+    (bound_ctrl) or are not written.
+    """
 
     def __init__(self, modifiers: dict[str, str]) -> None:
         rest = dict(modifiers)

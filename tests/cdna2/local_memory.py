@@ -12,7 +12,8 @@ from tests.cdna2.state import LANES, Array, Waves
 
 _BANKS: Final = 32  # of 4 bytes; a cycle gives each of them one word, to all lanes that ask for it
 _LANES: Final[Array] = np.arange(LANES)
-# reads of 16 bytes: lanes 0 to 3 are served with 20 to 23, 4 to 7 with 16 to 19, and so on; all other accesses by neighbours
+# reads of 16 bytes: lanes 0 to 3 are served with 20 to 23, 4 to 7 with 16 to 19, and so on; all other accesses by
+# neighbours
 _WIDE_READS: Final[Array] = np.argsort(_LANES // 32 * 4 + (_LANES // 4 % 4 ^ _LANES // 16 % 2), kind="stable")
 _CELL: Final = 2  # bytes: the smallest access
 _WAVES: Final = 64  # stamps are epoch * 64 + wave within the workgroup
@@ -20,10 +21,11 @@ _MANY: Final = _WAVES - 1
 
 
 def bank_cycles(addresses: Array, active: Array, size: int, *, reads: bool) -> int:
-    """Cycles of the LDS for the access of one wave's lanes to `size` bytes each: the most words that a bank gives, for each group of lanes that is
-    served at once (32 of 4 bytes and less, 16 of 8, 8 of 16).
+    """Cycles of the LDS for the access of one wave's lanes to `size` bytes each: the most words that a bank gives, for
+    each group of lanes that is served at once (32 of 4 bytes and less, 16 of 8, 8 of 16).
 
-    Banks and groups: AMD, Composable Kernel, "Understanding AMD GPU LDS and bank conflicts"; AMD OpenCL programming guide, "LDS optimizations".
+    Banks and groups: AMD, Composable Kernel, "Understanding AMD GPU LDS and bank conflicts"; AMD OpenCL programming
+    guide, "LDS optimizations".
     """
     words = max(1, size // 4)
     order = _WIDE_READS if reads and words == 4 else _LANES
@@ -36,19 +38,22 @@ def bank_cycles(addresses: Array, active: Array, size: int, *, reads: bool) -> i
 
 
 class LocalMemory:
-    """`epoch` counts each workgroup's barriers. Two waves that touch one cell in the same epoch, one of them writing, race.
+    """`epoch` counts each workgroup's barriers. Two waves that touch one cell in the same epoch, one of them writing,
+    race.
 
     While `watched`, `cycles` adds up what the accesses of the first chosen wave take.
     """
 
     def __init__(self, groups: int, waves_per_group: int, shared_bytes: int) -> None:
-        self._bytes, self._waves_per_group = shared_bytes, waves_per_group
+        self._bytes = shared_bytes
+        self._waves_per_group = waves_per_group
         self._data: Array = np.full(groups * shared_bytes, 0xA5, np.uint8)
         self._cells = -(-shared_bytes // _CELL)
         self._written: Array = np.full(groups * self._cells, -1, np.int64)
         self._read: Array = np.full(groups * self._cells, -1, np.int64)
         self.epoch: Array = np.zeros(groups, np.int64)
-        self.watched, self.cycles = False, 0
+        self.watched = False
+        self.cycles = 0
 
     def load(self, waves: Waves, addresses: Array, dtype: type[np.generic], count: int) -> Array:
         """Numbers at each active lane's address, [wave, lane, count]; raises Violation."""
@@ -66,36 +71,47 @@ class LocalMemory:
         return result
 
     def store(self, waves: Waves, addresses: Array, values: Array) -> None:
-        """Write values [wave, lane, count] of the active lanes; raises Violation. Writing what is there already is no race."""
+        """Write values [wave, lane, count] of the active lanes; raises Violation. Writing what is there already is
+        no race.
+        """
         self._watch(waves, addresses, values.itemsize * values.shape[-1], reads=False)
         offsets, cells, stamps = self._place(waves, addresses, values.itemsize * values.shape[-1])
-        data, new = window(self._data, values.dtype.type, values.shape[-1]), values[waves.lanes]
+        data = window(self._data, values.dtype.type, values.shape[-1])
+        new = values[waves.lanes]
         changed = (data[offsets] != new).any(axis=1)
         self._refuse_others(waves, self._written[cells], stamps, "writes what another wave wrote", changed)
         self._refuse_others(waves, self._read[cells], stamps, "writes what another wave read", changed)
         self._written[cells] = stamps
         data[offsets] = new
-        self._refuse_others(waves, self._written[cells], stamps, "writes what another wave writes", (data[offsets] != new).any(axis=1))
+        self._refuse_others(
+            waves, self._written[cells], stamps, "writes what another wave writes", (data[offsets] != new).any(axis=1)
+        )
 
     def _watch(self, waves: Waves, addresses: Array, size: int, *, reads: bool) -> None:
         if self.watched:
             self.cycles += bank_cycles(addresses[0], waves.lanes[0], size, reads=reads)
 
     def _place(self, waves: Waves, addresses: Array, size: int) -> tuple[Array, Array, Array]:
-        """Of the active lanes: offsets into the data, and the cells [access, cell] with the stamps that they would get."""
+        """Of the active lanes: offsets into the data, and the cells [access, cell] with the stamps that they would
+        get.
+        """
         stray = waves.lanes & (addresses + size > self._bytes)
         if stray.any():
             wave, lane = (int(index) for index in np.argwhere(stray)[0])
             what = f"{size} bytes at {int(addresses[wave, lane])} of {self._bytes} bytes of LDS"
             raise Violation(f"an LDS access outside of what the launch gives: {what}", wave, lane)
         group = waves.group[waves.waves]
-        stamps = np.broadcast_to((self.epoch[group] * _WAVES + waves.waves % self._waves_per_group)[:, None], addresses.shape)
+        stamps = np.broadcast_to(
+            (self.epoch[group] * _WAVES + waves.waves % self._waves_per_group)[:, None], addresses.shape
+        )
         base = np.broadcast_to(group[:, None], addresses.shape)[waves.lanes]
         inside = addresses[waves.lanes]
         cells = (base * self._cells + inside // _CELL)[:, None] + np.arange(-(-size // _CELL))
         return base * self._bytes + inside, cells, np.broadcast_to(stamps[waves.lanes][:, None], cells.shape)
 
-    def _refuse_others(self, waves: Waves, found: Array, stamps: Array, what: str, accesses: Array | None = None) -> None:
+    def _refuse_others(
+        self, waves: Waves, found: Array, stamps: Array, what: str, accesses: Array | None = None
+    ) -> None:
         others = _by_another(found, stamps)
         if accesses is not None:
             others &= accesses[:, None]

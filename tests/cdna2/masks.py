@@ -1,4 +1,6 @@
-"""Vector instructions that read or write masks and scalars: comparisons, carries, the steps of a division, reading a lane."""
+"""Vector instructions that read or write masks and scalars: comparisons, carries, the steps of a division, reading a
+lane.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def compare(name: str, operands: list[Operand]) -> Step:
     kind, function = COMPARE[name]
     destination, *sources = operands
     reads = readers(sources, [kind, kind])
-    return lambda waves: waves.write_mask(destination.register, waves.lanes & function(*(read(waves) for read in reads)))
+    return lambda waves: waves.write_mask(
+        destination.register, waves.lanes & function(*(read(waves) for read in reads))
+    )
 
 
 def _with_carry(sign: int, carried: bool) -> Callable[[list[Operand]], Step]:
@@ -70,7 +74,8 @@ def _multiply_add(kind: str) -> Callable[[list[Operand]], Step]:
         dtype = np.dtype({"u64": np.uint64, "i64": np.int64}[wide])
 
         def run(waves: Waves) -> None:
-            product, addend = a(waves).astype(dtype) * b(waves).astype(dtype), c(waves)
+            product = a(waves).astype(dtype) * b(waves).astype(dtype)
+            addend = c(waves)
             total = product + addend
             signed = np.where((product < 0) == (addend < 0), product < 0, total < 0)
             highest = total < addend if wide == "u64" else signed

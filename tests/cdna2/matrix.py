@@ -1,4 +1,6 @@
-"""Matrix instructions. A wave holds 32 x 8 of A, 8 x 32 of B and 32 x 32 of C in its lanes' registers; or 16 x 16 of each."""
+"""Matrix instructions. A wave holds 32 x 8 of A, 8 x 32 of B and 32 x 32 of C in its lanes' registers; or 16 x 16 of
+each.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ _KINDS: Final[dict[str, tuple[int, type[np.float16] | None]]] = {
 
 
 def layout(size: int) -> tuple[Array, Array]:
-    """Rows and columns of the result, [register, lane]: the column is the lane's number modulo the size; rows come in fours, which the
-    parts of the wave that have the same columns take in turn. A's row, or B's column, is the lane's number modulo the size too, and each
-    part of the wave has four values of K.
+    """Rows and columns of the result, [register, lane]: the column is the lane's number modulo the size; rows come in
+    fours, which the parts of the wave that have the same columns take in turn. A's row, or B's column, is the lane's
+    number modulo the size too, and each part of the wave has four values of K.
     """
-    lane, register = np.arange(LANES)[None, :], np.arange(size * size // LANES)[:, None]
+    lane = np.arange(LANES)[None, :]
+    register = np.arange(size * size // LANES)[:, None]
     rows = 4 * (LANES // size) * (register // 4) + 4 * (lane // size) + register % 4
     return rows, np.broadcast_to(lane % size, rows.shape)
 
@@ -35,8 +38,8 @@ def layout(size: int) -> tuple[Array, Array]:
 def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
     """What the instruction does to the chosen waves; None when it is not a matrix instruction.
 
-    Subnormal inputs and outputs are zeros on MI200 (MIOpen: MI200 MFMA behavior specifics). Sums are taken in float64 and rounded once;
-    hardware rounds more often, in an order that is not documented. The execution mask has no say.
+    Subnormal inputs and outputs are zeros on MI200 (MIOpen: MI200 MFMA behavior specifics). Sums are taken in float64
+    and rounded once; hardware rounds more often, in an order that is not documented. The execution mask has no say.
     """
     if instruction.mnemonic not in _KINDS:
         return None
@@ -45,7 +48,11 @@ def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
     size, half = _KINDS[instruction.mnemonic]
     results, (rows, columns) = size * size // LANES, layout(size)
     d, a, b, c = (operand(text, descriptor) for text in instruction.operands)
-    if not (d.vector and a.vector and b.vector) or (d.count, a.count, b.count) != (results, 2, 2) or c.count not in (0, results):
+    if (
+        not (d.vector and a.vector and b.vector)
+        or (d.count, a.count, b.count) != (results, 2, 2)
+        or c.count not in (0, results)
+    ):
         raise Unknown(f"operands {instruction.operands}")
     if c.register < 0 and c.number:
         raise Unknown(f"operand {c.text}")

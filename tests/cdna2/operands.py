@@ -1,4 +1,6 @@
-"""Operands as text into functions that read and write them: registers, inline constants, literals, negation and absolute value."""
+"""Operands as text into functions that read and write them: registers, inline constants, literals, negation and
+absolute value.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ class Operand:
     @cached_property
     def rows(self) -> frozenset[tuple[bool, int]]:
         """The registers that it names."""
-        return frozenset((self.vector, self.register + place) for place in range(self.count)) if self.register >= 0 else frozenset()
+        return (
+            frozenset((self.vector, self.register + place) for place in range(self.count))
+            if self.register >= 0
+            else frozenset()
+        )
 
 
 class Unknown(Exception):
@@ -65,7 +71,8 @@ def operand(text: str, descriptor: Descriptor) -> Operand:
     if found := _REGISTER.match(body):
         first = int(found[2] or found[3])
         count = 1 if found[2] else int(found[4]) - first + 1
-        offset, end = 0, descriptor.vector_registers
+        offset = 0
+        end = descriptor.vector_registers
         if found[1] == "a":
             offset = descriptor.accumulation_offset
         elif found[1] == "v":
@@ -81,7 +88,9 @@ def operand(text: str, descriptor: Descriptor) -> Operand:
 
 
 def constant_bits(number: float | int, kind: str) -> int:
-    """The bits of an inline constant or literal: floats in the operand's own type, integers sign-extended from what they are."""
+    """The bits of an inline constant or literal: floats in the operand's own type, integers sign-extended from what
+    they are.
+    """
     width = np.dtype(KINDS[kind]).itemsize
     if isinstance(number, float):
         number = 1 / (2 * np.pi) if number == _INVERSE_TWO_PI else number
@@ -95,7 +104,9 @@ def constant_bits(number: float | int, kind: str) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def reader(source: Operand, kind: str, per_lane: bool) -> Read:
-    """A function that gives the operand's values: [wave, lane] (one lane for scalars) in vector instructions, else [wave]."""
+    """A function that gives the operand's values: [wave, lane] (one lane for scalars) in vector instructions, else
+    [wave].
+    """
     dtype = np.dtype(KINDS[kind])
     read = _constant(source, kind, per_lane) if source.register < 0 else _words(source, dtype.itemsize, per_lane)
     if (source.negate or source.absolute) and dtype.kind != "f":
@@ -117,7 +128,8 @@ def _constant(source: Operand, kind: str, per_lane: bool) -> Read:
 
 def _words(source: Operand, width: int, per_lane: bool) -> Read:
     """Registers as unsigned integers of `width` bytes."""
-    register, vector = source.register, source.vector
+    register = source.register
+    vector = source.vector
     if source.count != max(1, width // 4):
         raise Unknown(f"{source.text} where {8 * width} bits are meant")
     if vector and not per_lane:
@@ -136,7 +148,8 @@ def _words(source: Operand, width: int, per_lane: bool) -> Read:
         return word(waves, 0)
 
     def two(waves: Waves) -> Array:
-        low, high = word(waves, 0), word(waves, 1)
+        low = word(waves, 0)
+        high = word(waves, 1)
         both = np.empty((*low.shape, 2), np.uint32)
         both[..., 0], both[..., 1] = low, high
         return both.view(np.uint64)[..., 0]

@@ -17,7 +17,9 @@ Step = Callable[[Waves], None]
 
 @dataclass(frozen=True)
 class Scalar:
-    """A function of scalar operands. `flag`: SCC becomes "result" (!= 0), "given" (the function returns it too), or stays ("")."""
+    """A function of scalar operands. `flag`: SCC becomes "result" (!= 0), "given" (the function returns it too), or
+    stays ("").
+    """
 
     result: str  # kind; "" when only SCC is written
     sources: tuple[str, ...]
@@ -60,12 +62,14 @@ def _signed_field(bits: Array, place: Array) -> Array:
 
 def reverse_bits(x: Array) -> Array:
     """Bit 31 becomes bit 0."""
-    return np.packbits(np.unpackbits(np.ascontiguousarray(x)[..., None].view(np.uint8), axis=-1), axis=-1, bitorder="little").view(">u4")[
-        ..., 0
-    ]
+    return np.packbits(
+        np.unpackbits(np.ascontiguousarray(x)[..., None].view(np.uint8), axis=-1), axis=-1, bitorder="little"
+    ).view(">u4")[..., 0]
 
 
-_U, _I, _D = "u32 = u32 u32", "i32 = i32 i32", "u64 = u64 u64"
+_U = "u32 = u32 u32"
+_I = "i32 = i32 i32"
+_D = "u64 = u64 u64"
 TABLE: Final[dict[str, Scalar]] = {
     "s_mov_b32": _op("u32 = u32", lambda a: a),
     "s_mov_b64": _op("u64 = u64", lambda a: a),
@@ -109,10 +113,19 @@ TABLE: Final[dict[str, Scalar]] = {
     "s_bitcmp0_b32": _op("= u32 u32", lambda a, b: (None, a >> (b & 31) & 1 == 0), "given"),
     "s_bitcmp1_b32": _op("= u32 u32", lambda a, b: (None, a >> (b & 31) & 1 == 1), "given"),
 }
-_ORDER: Final = {"eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal}
+_ORDER: Final = {
+    "eq": np.equal,
+    "lg": np.not_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+}
 for _name, _compare in _ORDER.items():
     for _kind in ("i32", "u32", "u64"):
-        TABLE[f"s_cmp_{_name}_{_kind}"] = _op(f"= {_kind} {_kind}", lambda a, b, compare=_compare: (None, compare(a, b)), "given")
+        TABLE[f"s_cmp_{_name}_{_kind}"] = _op(
+            f"= {_kind} {_kind}", lambda a, b, compare=_compare: (None, compare(a, b)), "given"
+        )
     TABLE[f"s_cmpk_{_name}_i32"] = _op("= i32 k16", lambda a, b, compare=_compare: (None, compare(a, b)), "given")
 _SAVING: Final[dict[str, Callable[[Array, Array], Array]]] = {
     "s_and_saveexec_b64": lambda source, mask: source & mask,
@@ -130,13 +143,16 @@ def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
         raise Unknown(f"modifiers {instruction.modifiers}")
     if name in _SAVING:
         return _saving(_SAVING[name], instruction, descriptor)
-    op, texts = TABLE[name], list(instruction.operands)
+    op = TABLE[name]
+    texts = list(instruction.operands)
     destination = operand(texts[0], descriptor) if op.result else None
     if destination:
         writable(destination, op.result)
         texts = texts if "dst" in op.sources else texts[1:]
     reads = [
-        _short(text) if kind == "k16" else reader(operand(text, descriptor), op.result if kind == "dst" else kind, per_lane=False)
+        _short(text)
+        if kind == "k16"
+        else reader(operand(text, descriptor), op.result if kind == "dst" else kind, per_lane=False)
         for text, kind in zip(texts, op.sources, strict=True)
     ]
 

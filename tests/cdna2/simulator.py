@@ -20,7 +20,8 @@ from tests.cdna2.local_memory import LocalMemory
 from tests.cdna2.operands import Unknown, operand
 from tests.cdna2.state import LANES, VCC, Array, Waves
 
-WAVES_AT_ONCE: Final = 64  # what numpy works on at a time: large enough to hide its overhead, small enough for the caches
+# what numpy works on at a time: large enough to hide its overhead, small enough for the caches
+WAVES_AT_ONCE: Final = 64
 STEPS_AT_MOST: Final = 20_000_000  # of one lot of workgroups: an endless loop ends here
 _CONDITIONS: Final[dict[str, Callable[[Waves], Any]]] = {
     "s_branch": lambda waves: np.ones(len(waves.waves), bool),
@@ -34,8 +35,17 @@ _CONDITIONS: Final[dict[str, Callable[[Waves], Any]]] = {
 Trace = list[
     tuple[int, int]
 ]  # of one wave: the index of each instruction that it executed, and for how many cycles that kept the LDS' banks
-_CLASSES: Final = (("v_mfma", "mfma"), ("v_", "valu"), ("s_waitcnt", "waits"), ("s_barrier", "barriers"), ("s_load", "smem"),
-                   ("s_", "salu"), ("ds_", "lds"), ("global_", "vmem"), ("buffer_", "vmem"))  # fmt: skip
+_CLASSES: Final = (
+    ("v_mfma", "mfma"),
+    ("v_", "valu"),
+    ("s_waitcnt", "waits"),
+    ("s_barrier", "barriers"),
+    ("s_load", "smem"),
+    ("s_", "salu"),
+    ("ds_", "lds"),
+    ("global_", "vmem"),
+    ("buffer_", "vmem"),
+)
 
 
 @dataclass
@@ -79,7 +89,9 @@ def run(
     compiled = _compiled(program)
     arguments = np.frombuffer(bytearray(kernarg), np.uint8)
     address = memory.add("the arguments", arguments)
-    counts, waves_per_group, groups = Counts(), threads // LANES, workgroups or math.prod(grid)
+    counts = Counts()
+    waves_per_group = threads // LANES
+    groups = workgroups or math.prod(grid)
     lot = max(1, WAVES_AT_ONCE // waves_per_group)
     for first in range(0, groups, lot):
         ids = np.unravel_index(np.arange(first, min(first + lot, groups)), grid[::-1])[::-1]
@@ -115,8 +127,12 @@ def _touched(text: str, descriptor: Descriptor) -> frozenset[tuple[bool, int]]:
     return operand(text, descriptor).rows if text != "off" and not text.startswith("0x") else frozenset()
 
 
-def _start(descriptor: Descriptor, ids: tuple[Any, ...], waves_per_group: int, shared_bytes: int, kernarg: int) -> Waves:
-    """The registers as the command processor leaves them: without preloaded arguments, which the kernel's first instructions load."""
+def _start(
+    descriptor: Descriptor, ids: tuple[Any, ...], waves_per_group: int, shared_bytes: int, kernarg: int
+) -> Waves:
+    """The registers as the command processor leaves them: without preloaded arguments, which the kernel's first
+    instructions load.
+    """
     waves = Waves(descriptor.vector_registers, len(ids[0]), waves_per_group, shared_bytes)
     waves.scalar[descriptor.kernarg_register] = kernarg & 0xFFFFFFFF
     waves.scalar[descriptor.kernarg_register + 1] = kernarg >> 32
@@ -131,9 +147,21 @@ class _Lot:
     """The workgroups that run together."""
 
     def __init__(
-        self, program: Program, compiled: list[_Compiled], waves: Waves, memory: Memory, counts: Counts, trace: Trace | None, first: int
+        self,
+        program: Program,
+        compiled: list[_Compiled],
+        waves: Waves,
+        memory: Memory,
+        counts: Counts,
+        trace: Trace | None,
+        first: int,
     ) -> None:
-        self.program, self.compiled, self.waves, self.counts, self.trace, self.first = program, compiled, waves, counts, trace, first
+        self.program = program
+        self.compiled = compiled
+        self.waves = waves
+        self.counts = counts
+        self.trace = trace
+        self.first = first
         groups = waves.count // waves.waves_per_group
         self.places = Places(memory, LocalMemory(groups, waves.waves_per_group, waves.shared_bytes))
         self.in_flight = InFlight(waves.count)
@@ -159,7 +187,8 @@ class _Lot:
         able = ~(self.waiting | self.ended)
         if not able.any():
             self._fail(
-                Violation("a barrier that not all waves of the workgroup reach", int(np.argmax(self.waiting))), np.arange(self.waves.count)
+                Violation("a barrier that not all waves of the workgroup reach", int(np.argmax(self.waiting))),
+                np.arange(self.waves.count),
             )
         at = int(self.at[able].min())
         chosen = np.flatnonzero(able & (self.at == at))
@@ -176,7 +205,9 @@ class _Lot:
             try:
                 if self.steps > STEPS_AT_MOST:
                     raise Violation(f"no end after {STEPS_AT_MOST} steps")
-                following = self._control(compiled.instruction, at) if compiled.control else self._straight(compiled, at)
+                following = (
+                    self._control(compiled.instruction, at) if compiled.control else self._straight(compiled, at)
+                )
             except Violation as violation:
                 self._fail(violation, chosen, compiled.instruction)
             if traced is not None:
@@ -229,9 +260,13 @@ class _Lot:
 
     def _count_bytes(self, compiled: _Compiled) -> None:
         assert compiled.access
-        name, lanes = compiled.instruction.mnemonic, int(self.waves.lanes.sum())
+        name = compiled.instruction.mnemonic
+        lanes = int(self.waves.lanes.sum())
         kind = class_of(name)
-        kind += {"vmem": " stored" if "store" in name else " loaded", "lds": " written" if "write" in name else " read"}.get(kind, "")
+        kind += {
+            "vmem": " stored" if "store" in name else " loaded",
+            "lds": " written" if "write" in name else " read",
+        }.get(kind, "")
         size = compiled.access.size * (len(self.waves.waves) if compiled.access.scalar else lanes)
         self.counts.bytes_moved[kind] = self.counts.bytes_moved.get(kind, 0) + size
 

@@ -18,13 +18,16 @@ _POISON: Final = 0x7FF5DEAD  # a NaN: what a register holds that nobody wrote
 
 
 class Waves:
-    """Registers [register, wave] and [register, wave, lane]. `chosen` are the waves that the next instruction is executed for.
+    """Registers [register, wave] and [register, wave, lane]. `chosen` are the waves that the next instruction is
+    executed for.
 
     Accumulation registers follow the others in `vector`, where the descriptor says.
     """
 
     def __init__(self, vector_registers: int, groups: int, waves_per_group: int, shared_bytes: int) -> None:
-        self.count, self.waves_per_group, self.shared_bytes = groups * waves_per_group, waves_per_group, shared_bytes
+        self.count = groups * waves_per_group
+        self.waves_per_group = waves_per_group
+        self.shared_bytes = shared_bytes
         self.group = np.repeat(np.arange(groups), waves_per_group)
         self.scalar: Array = np.full((_SCALARS, self.count), _POISON, np.uint32)
         self.vector: Array = np.full((vector_registers, self.count, LANES), _POISON, np.uint32)
@@ -45,7 +48,8 @@ class Waves:
 
     def mask(self, register: int) -> Array:
         """Two scalar registers as one number per wave."""
-        low, high = self.scalar[register, self.chosen], self.scalar[register + 1, self.chosen]
+        low = self.scalar[register, self.chosen]
+        high = self.scalar[register + 1, self.chosen]
         return np.ascontiguousarray(low | high.astype(np.uint64) << np.uint64(32))
 
     def write_scalar(self, register: int, bits: Array) -> None:
@@ -64,7 +68,8 @@ class Waves:
 
     def write_vector(self, register: int, bits: Array, also: Array | None = None) -> None:
         """Write 32 bits per lane where the execution mask allows it, and `also`."""
-        row, chosen = self.vector[register], self.chosen
+        row = self.vector[register]
+        chosen = self.chosen
         if self.all_lanes and also is None:
             row[chosen] = bits
             return

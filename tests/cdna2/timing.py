@@ -1,9 +1,11 @@
-"""How long a compute unit takes for a kernel: the instructions that one wave executed, issued again under the machine's rates.
+"""How long a compute unit takes for a kernel: the instructions that one wave executed, issued again under the machine's
+rates.
 
-A model, not a measurement. One SIMD is simulated with as many waves as it holds, each a copy of the traced one and followed by another, and a
-quarter of what the four SIMDs of a compute unit share. A wave issues in order; waves overlap where they want different units, and the oldest one goes first. Waits for
-results of vector and matrix instructions are in the code (gfx90a's compiler puts s_nop there), those for memory at s_waitcnt. An access to
-the LDS takes the cycles that its addresses and banks ask for; a line of instructions that the instruction cache has lost is a load. Not
+A model, not a measurement. One SIMD is simulated with as many waves as it holds, each a copy of the traced one and
+followed by another, and a quarter of what the four SIMDs of a compute unit share. A wave issues in order; waves overlap
+where they want different units, and the oldest one goes first. Waits for results of vector and matrix instructions are
+in the code (gfx90a's compiler puts s_nop there), those for memory at s_waitcnt. An access to the LDS takes the cycles
+that its addresses and banks ask for; a line of instructions that the instruction cache has lost is a load. Not
 modelled: waves of a workgroup that arrive at a barrier at different times.
 """
 
@@ -22,7 +24,8 @@ from tests.cdna2.simulator import Trace
 from tests.cdna2.state import LANES
 
 SIMDS: Final = 4  # of a compute unit
-_SUCCESSORS: Final = 4  # waves that follow each other in a wave's place: those of a SIMD begin together, and drift apart as others' do
+# waves that follow each other in a wave's place: those of a SIMD begin together, and drift apart as others' do
+_SUCCESSORS: Final = 4
 _QUARTER_RATE = re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_f|v_mul_(lo|hi)_|v_mad_[ui]64_")
 _MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)")
 
@@ -31,9 +34,10 @@ _MATRIX = re.compile(r"v_mfma_f32_(\d+)x(\d+)x(\d+)")
 class Rates:
     """Of a compute unit of the MI250X, in cycles of its clock.
 
-    Matrix rate: 191.5 TFLOP/s per GCD of 110 compute units at 1.7 GHz (AMD, CDNA 2 white paper) are 1024 FLOP per cycle. LDS: 128 bytes per cycle, vector L1:
-    64. Instruction cache: 32 KiB in lines of 64 bytes for two compute units (Linux, amdkfd's tables for Aldebaran), which run the same kernel here.
-    The latencies are assumptions: an LDS access of some 64 cycles, a load that hits L2 some 500 under load.
+    Matrix rate: 191.5 TFLOP/s per GCD of 110 compute units at 1.7 GHz (AMD, CDNA 2 white paper) are 1024 FLOP per
+    cycle. LDS: 128 bytes per cycle, vector L1: 64. Instruction cache: 32 KiB in lines of 64 bytes for two compute units
+    (Linux, amdkfd's tables for Aldebaran), which run the same kernel here. The latencies are assumptions: an LDS access
+    of some 64 cycles, a load that hits L2 some 500 under load.
     """
 
     matrix_flops: int = 1024
@@ -49,7 +53,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Timing:
-    """Cycles per wave of a SIMD that always has its full number of waves, and the shares of that time in which its units are busy."""
+    """Cycles per wave of a SIMD that always has its full number of waves, and the shares of that time in which its
+    units are busy.
+    """
 
     cycles: float
     matrix_share: float
@@ -59,7 +65,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class _Issue:
-    """What an instruction asks of the SIMD: its unit, the cycles for which it keeps the unit and the wave, and when its result is there."""
+    """What an instruction asks of the SIMD: its unit, the cycles for which it keeps the unit and the wave, and when
+    its result is there.
+    """
 
     unit: str = ""
     busy: float = 0
@@ -70,11 +78,18 @@ class _Issue:
 
 
 def time_of(program: Program, trace: Trace, waves_per_simd: int, rates: Rates | None = None) -> Timing:
-    """Issue a traced wave's instructions on a SIMD that holds `waves_per_simd` of them (`Architecture.waves_per_simd`)."""
+    """Issue a traced wave's instructions on a SIMD that holds `waves_per_simd` of them
+    (`Architecture.waves_per_simd`).
+    """
     rates = rates or Rates()
     known = {step: _issue(program, *step, rates) for step in set(trace)}
-    fetch, lost = _Issue(holds=rates.memory_latency), _lost_lines(program, trace, rates)
-    issues = [issue for place, step in enumerate(trace) for issue in ((fetch, known[step]) if place in lost else (known[step],))]
+    fetch = _Issue(holds=rates.memory_latency)
+    lost = _lost_lines(program, trace, rates)
+    issues = [
+        issue
+        for place, step in enumerate(trace)
+        for issue in ((fetch, known[step]) if place in lost else (known[step],))
+    ]
     simd = _Simd([_Wave(issues) for _ in range(max(1, waves_per_simd))])
     total, played = simd.play(_SUCCESSORS * len(simd.waves))
     shares = {unit: busy / total for unit, busy in simd.busy.items()}
@@ -88,7 +103,9 @@ def matrix_flops(instruction: Instruction) -> int:
 
 
 def _lost_lines(program: Program, trace: Trace, rates: Rates) -> set[int]:
-    """Places in the trace where the cache no longer has the instruction's line; what earlier workgroups left is there at the start."""
+    """Places in the trace where the cache no longer has the instruction's line; what earlier workgroups left is
+    there at the start.
+    """
     held: dict[int, None] = {}  # lines, the one that was used last at the end
     lost = set()
     for place, (index, _) in enumerate(trace * 2):
@@ -122,7 +139,9 @@ def _issue(program: Program, index: int, bank_cycles: int, rates: Rates) -> _Iss
         if made.counter == "lgkm":
             served = max(LANES * made.size / rates.lds_bytes, bank_cycles if rates.bank_conflicts else 0)
             return _Issue("lds", served * SIMDS, latency=rates.lds_latency, counter="lgkm")
-        return _Issue("memory", LANES * made.size * SIMDS / rates.cache_bytes, latency=rates.memory_latency, counter="vm")
+        return _Issue(
+            "memory", LANES * made.size * SIMDS / rates.cache_bytes, latency=rates.memory_latency, counter="vm"
+        )
     return _Issue("scalar", 4)
 
 
@@ -154,7 +173,9 @@ class _Simd:
         self.busy: dict[str, float] = dict.fromkeys(self.free, 0.0)
 
     def play(self, waves: int) -> tuple[float, float]:
-        """Until one ends and these many have been there: where one ends the next begins. Returns the time, and the waves played, of which some in part."""
+        """Until one ends and these many have been there: where one ends the next begins. Returns the time, and the
+        waves played, of which some in part.
+        """
         ended = 0
         while True:
             wave = min(self.waves, key=self._start)  # of those that could issue first, the oldest does
@@ -175,7 +196,8 @@ class _Simd:
         return max(wave.ready, self.free[issue.unit], self.free["vector"] if issue.unit == "matrix" else 0.0)
 
     def _issue(self, wave: _Wave) -> None:
-        issue, start = wave.issues[wave.at], self._start(wave)
+        issue = wave.issues[wave.at]
+        start = self._start(wave)
         wave.at += 1
         wave.ready = start + issue.holds
         if issue.unit:

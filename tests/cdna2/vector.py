@@ -1,4 +1,6 @@
-"""How a vector instruction becomes a step: operands read, the function applied, the result written where the execution mask is set."""
+"""How a vector instruction becomes a step: operands read, the function applied, the result written where the
+execution mask is set.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.cdna2.vector_table import COMPARE, PACKED, TABLE
 
 def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
     """What the instruction does to the chosen waves; None when it is not a vector instruction."""
-    name, operands = instruction.mnemonic, [operand(text, descriptor) for text in instruction.operands]
+    name = instruction.mnemonic
+    operands = [operand(text, descriptor) for text in instruction.operands]
     if name in TABLE or name in ("v_cndmask_b32",):
         return _simple(instruction, operands)
     if name in PACKED or name == "v_pk_mov_b32":
@@ -38,14 +41,19 @@ def _simple(instruction: Instruction, operands: list[Operand]) -> Step:
     if instruction.mnemonic == "v_cndmask_b32":
         *operands, mask = operands
         choice = lanes_of(mask)
-        result, kinds, function = "u32", ["u32", "u32"], None
+        result = "u32"
+        kinds = ["u32", "u32"]
+        function = None
     else:
         op = TABLE[instruction.mnemonic]
-        result, function = op.result, op.function
+        result = op.result
+        function = op.function
         kinds = [op.result if kind == "dst" else kind for kind in op.sources]
     destination, *sources = operands if function is None or "dst" not in op.sources else [operands[0], *operands]
     writable(destination, result)
-    modifiers, dpp, place = dict(instruction.modifiers), None, "DWORD"
+    modifiers = dict(instruction.modifiers)
+    dpp = None
+    place = "DWORD"
     if instruction.encoding == "sdwa":
         place = modifiers.pop("dst_sel", place)
         if modifiers.pop("dst_unused", "UNUSED_PAD") != "UNUSED_PAD" or (place != "DWORD" and result != "u32"):
@@ -57,7 +65,8 @@ def _simple(instruction: Instruction, operands: list[Operand]) -> Step:
     else:
         reads = readers(sources, kinds)
     if instruction.encoding == "dpp":
-        dpp, modifiers = FromOtherLanes(modifiers), {}
+        dpp = FromOtherLanes(modifiers)
+        modifiers = {}
         reads[0] = dpp.through(reads[0])
     if modifiers:
         raise Unknown(f"modifiers {modifiers}")
@@ -90,7 +99,8 @@ def _only(instruction: Instruction, *names: str) -> None:
 def _packed(instruction: Instruction, operands: list[Operand]) -> Step:
     """v_pk_*: op_sel and neg_lo choose for the low result, op_sel_hi and neg_hi for the high one."""
     destination, *sources = operands
-    count, move = len(sources), instruction.mnemonic == "v_pk_mov_b32"
+    count = len(sources)
+    move = instruction.mnemonic == "v_pk_mov_b32"
     kind, function = ("u32", None) if move else PACKED[instruction.mnemonic]
     _only(instruction, "op_sel", *(() if move else ("op_sel_hi", "neg_lo", "neg_hi")))
     chosen = [_flags(instruction, "op_sel", count, 0), _flags(instruction, "op_sel_hi", count, 1)]
@@ -104,7 +114,9 @@ def _packed(instruction: Instruction, operands: list[Operand]) -> Step:
         elif kind == "f16":
             read = part(source, f"WORD_{high:d}", kind, reader(source, "u32", per_lane=True))
         else:
-            read = reader(replace(source, register=source.register + high, count=source.count // 2), kind, per_lane=True)
+            read = reader(
+                replace(source, register=source.register + high, count=source.count // 2), kind, per_lane=True
+            )
         return (lambda waves: np.negative(read(waves))) if negate else read
 
     if move:
@@ -122,17 +134,23 @@ def _packed(instruction: Instruction, operands: list[Operand]) -> Step:
 
 
 def _mixed(instruction: Instruction, operands: list[Operand]) -> Step:
-    """v_fma_mix_f32, v_fma_mixlo_f16, v_fma_mixhi_f16: op_sel_hi makes a source fp16, op_sel then takes its high half."""
+    """v_fma_mix_f32, v_fma_mixlo_f16, v_fma_mixhi_f16: op_sel_hi makes a source fp16, op_sel then takes its high
+    half.
+    """
     _only(instruction, "op_sel", "op_sel_hi")
     destination, *sources = operands
-    high, halves = _flags(instruction, "op_sel", 3, 0), _flags(instruction, "op_sel_hi", 3, 0)
+    high = _flags(instruction, "op_sel", 3, 0)
+    halves = _flags(instruction, "op_sel_hi", 3, 0)
     reads: list[Read] = []
     for source, upper, half in zip(sources, high, halves, strict=True):
         if half and source.register >= 0:
             if source.absolute:
                 raise Unknown(f"operand {source.text}")
             read = part(
-                replace(source, negate=False), f"WORD_{upper:d}", "f16", reader(replace(source, negate=False), "u32", per_lane=True)
+                replace(source, negate=False),
+                f"WORD_{upper:d}",
+                "f16",
+                reader(replace(source, negate=False), "u32", per_lane=True),
             )
             sign = np.float32(-1 if source.negate else 1)
             reads.append(partial(_widened, read, sign))
@@ -145,8 +163,13 @@ def _mixed(instruction: Instruction, operands: list[Operand]) -> Step:
         if target == "_f32":
             write(waves, destination, split(value, "f32"))
             return
-        word, old = split(value, "f16")[0], waves.vector[destination.register, waves.chosen]
-        kept = old & np.uint32(0xFFFF0000) | word if target == "lo_f16" else old & np.uint32(0xFFFF) | word << np.uint32(16)
+        word = split(value, "f16")[0]
+        old = waves.vector[destination.register, waves.chosen]
+        kept = (
+            old & np.uint32(0xFFFF0000) | word
+            if target == "lo_f16"
+            else old & np.uint32(0xFFFF) | word << np.uint32(16)
+        )
         write(waves, destination, [kept])
 
     if target not in ("_f32", "lo_f16", "hi_f16"):

@@ -55,7 +55,9 @@ def _permute(high: Array, low: Array, selector: Array) -> Array:
         which = (selector >> np.uint32(place) & 0xFF).astype(np.uint64)
         byte = both >> (np.uint64(8) * (which & np.uint64(7))) & np.uint64(0xFF)
         sign = (both >> (np.uint64(16) * (which & np.uint64(3)) + np.uint64(15)) & np.uint64(1)) * np.uint64(0xFF)
-        byte = np.where(which < 8, byte, np.where(which < 12, sign, np.where(which == 12, np.uint64(0), np.uint64(0xFF))))
+        byte = np.where(
+            which < 8, byte, np.where(which < 12, sign, np.where(which == 12, np.uint64(0), np.uint64(0xFF)))
+        )
         result = result | byte << np.uint64(place)
     return np.asarray(result)
 
@@ -68,8 +70,11 @@ def _pack(low: Array, high: Array) -> Array:
     return low.view(np.uint16).astype(np.uint32) | high.view(np.uint16).astype(np.uint32) << np.uint32(16)
 
 
-_U2, _I2, _F2 = "u32 = u32 u32", "i32 = i32 i32", "f32 = f32 f32"
-_U3, _F3 = "u32 = u32 u32 u32", "f32 = f32 f32 f32"
+_U2 = "u32 = u32 u32"
+_I2 = "i32 = i32 i32"
+_F2 = "f32 = f32 f32"
+_U3 = "u32 = u32 u32 u32"
+_F3 = "f32 = f32 f32 f32"
 TABLE: Final[dict[str, Vector]] = {
     "v_mov_b32": _op("u32 = u32", lambda a: a),
     "v_accvgpr_read_b32": _op("u32 = u32", lambda a: a),

@@ -1,7 +1,8 @@
 """The documentation's pages and the code fences in them.
 
-The convention: ```bash runs on a laptop, from the checkout's root, in the page's order, and is run by a test; ```console needs a cluster, a device or a
-file of yours, or stands for several commands (`[--option]`, `…`, CAPITALS), and is read by the real argument parser; other fences are no commands.
+The convention: ```bash runs on a laptop, from the checkout's root, in the page's order, and is run by a test;
+```console needs a cluster, a device or a file of yours, or stands for several commands (`[--option]`, `…`, CAPITALS),
+and is read by the real argument parser; other fences are no commands.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Fence:
 
 def fences(page: Path) -> list[Fence]:
     """All of a page's, in order."""
-    found, opened = [], None
+    found = []
+    opened = None
     lines = page.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         if not line.startswith("```"):
@@ -36,7 +38,9 @@ def fences(page: Path) -> list[Fence]:
             opened = (number, line[3:].strip())
         else:
             first, language = opened
-            found.append(Fence(page.relative_to(ROOT).as_posix(), first, language, "\n".join(lines[first : number - 1]) + "\n"))
+            found.append(
+                Fence(page.relative_to(ROOT).as_posix(), first, language, "\n".join(lines[first : number - 1]) + "\n")
+            )
             opened = None
     assert opened is None, f"{page.name}: the fence of line {opened} is not closed"
     return found

@@ -1,4 +1,5 @@
-"""The HTML that commands write, in a real browser: no console message, nothing fetched from elsewhere, nothing missing, not blank,
+"""The HTML that commands write, in a real browser: no console message, nothing fetched from elsewhere, nothing missing,
+not blank,
 no wider than a phone's window, dark where the reader wants it dark."""
 
 from __future__ import annotations
@@ -12,27 +13,50 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
 
 
 def frontier_llm(*words: object) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "frontier_llm.cli.main", *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "frontier_llm.cli.main", *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def visit(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
-    """(the document after its scripts ran, everything that the console or the network log said); page.png beside the page."""
+    """(the document after its scripts ran, everything that the console or the network log said); page.png beside the
+    page.
+    """
     done = subprocess.run(
         [
-            str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
-            "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--window-size=1200,1600", "--hide-scrollbars",
-            "--virtual-time-budget=8000", *flags, f"--screenshot={page.with_suffix('.png')}", "--dump-dom", page.as_uri(),
+            str(CHROMIUM),
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            f"--user-data-dir={profile}",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            "--enable-logging=stderr",
+            "--window-size=1200,1600",
+            "--hide-scrollbars",
+            "--virtual-time-budget=8000",
+            *flags,
+            f"--screenshot={page.with_suffix('.png')}",
+            "--dump-dom",
+            page.as_uri(),
         ],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -49,11 +73,16 @@ MEASURE = """<script>setTimeout(() => {
 
 def look(page: Path, profile: Path, scheme: str) -> str:
     """What the page says of its own width in frames of each width; the frames' picture beside the page."""
-    measured, frames = page.with_name("measured.html"), page.with_name(f"{page.stem}-{scheme}.html")
+    measured = page.with_name("measured.html")
+    frames = page.with_name(f"{page.stem}-{scheme}.html")
     text = page.read_text(encoding="utf-8")
     measured.write_text(MEASURE.join(text.rsplit("</body>", 1)), encoding="utf-8")
-    frames.write_text(FRAMES + "".join(f'<iframe src="measured.html" width={width} height=2600></iframe>' for width in WIDTHS))
-    document, messages = visit(frames, profile, "--window-size=2640,2700", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}")
+    frames.write_text(
+        FRAMES + "".join(f'<iframe src="measured.html" width={width} height=2600></iframe>' for width in WIDTHS)
+    )
+    document, messages = visit(
+        frames, profile, "--window-size=2640,2700", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"
+    )
     assert messages == []
     return document
 
@@ -71,7 +100,8 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(page: Path, profile: Path, *expected: str) -> None:
     document, messages = visit(page, profile)
     assert messages == []
-    text = page.read_text(encoding="utf-8").split("<script>")[0]  # Plotly's text names its own site; the browser resolves no name
+    # Plotly's text names its own site; the browser resolves no name
+    text = page.read_text(encoding="utf-8").split("<script>")[0]
     assert not re.search(r"""(src|href)=["']https?://""", text), "a page must work offline"
     for words in expected:
         assert words in document, words
@@ -93,7 +123,8 @@ def test_report(tmp_path: Path, profile: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(
         "model: llama-tiny\nbatch: {global_batch: 4}\ndata: {train: synthetic, validation: synthetic}\n"
-        f"train: {{run_dir: {tmp_path}/run, steps: 4, eval_interval: 2, eval_samples: 4, device: cpu, tensorboard: false}}\n"
+        f"train: {{run_dir: {tmp_path}/run, steps: 4, eval_interval: 2, eval_samples: 4, device: cpu, tensorboard: "
+        f"false}}\n"
     )
     frontier_llm("train", run)
     frontier_llm("report", tmp_path / "run")
@@ -111,14 +142,33 @@ def test_plan(tmp_path: Path, profile: Path) -> None:
 def test_scaling(tmp_path: Path, profile: Path) -> None:
     pytest.importorskip("plotly")
     frontier_llm(
-        "scaling", "weak", "--model", "gpt-175b", "--nodes", "16,32", "--site", "frontier", "-A", "x", "--simulate", "--output", tmp_path
+        "scaling",
+        "weak",
+        "--model",
+        "gpt-175b",
+        "--nodes",
+        "16,32",
+        "--site",
+        "frontier",
+        "-A",
+        "x",
+        "--simulate",
+        "--output",
+        tmp_path,
     )
-    check(tmp_path / "simulated_weak_gpt-175b" / "scaling.html", profile, "Weak scaling: efficiency", "ORNL 175B (published)")
+    check(
+        tmp_path / "simulated_weak_gpt-175b" / "scaling.html",
+        profile,
+        "Weak scaling: efficiency",
+        "ORNL 175B (published)",
+    )
 
 
 def test_the_check_itself(tmp_path: Path, profile: Path) -> None:
     page = tmp_path / "bad.html"
-    page.write_text("<!doctype html><title>x</title><script>console.error('broken'); nothing()</script><img src='missing.png'>")
+    page.write_text(
+        "<!doctype html><title>x</title><script>console.error('broken'); nothing()</script><img src='missing.png'>"
+    )
     _, messages = visit(page, profile)
     assert any("broken" in line for line in messages)
     assert any("nothing is not defined" in line for line in messages)

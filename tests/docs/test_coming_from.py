@@ -10,7 +10,11 @@ from frontier_llm.cli.main import COMMANDS
 from frontier_llm.config import RunConfig
 from tests.docs.pages import ROOT
 
-ROWS = [line.split(" | ") for line in (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+ROWS = [
+    line.split(" | ")
+    for line in (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| `")
+]
 SECTIONS = "|".join(RunConfig.model_fields)
 
 
@@ -24,7 +28,12 @@ def keys(section: type[BaseModel], prefix: str = "") -> set[str]:
 
 
 def test_the_keys_named_here_are_keys_of_a_run() -> None:
-    named = {key for row in ROWS for code in re.findall(r"`([^`]+)`", row[-1]) for key in re.findall(rf"^(?:{SECTIONS})\.[a-z_]+", code)}
+    named = {
+        key
+        for row in ROWS
+        for code in re.findall(r"`([^`]+)`", row[-1])
+        for key in re.findall(rf"^(?:{SECTIONS})\.[a-z_]+", code)
+    }
     assert len(named) > 60
     assert named - keys(RunConfig) == set()
 

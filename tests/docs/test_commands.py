@@ -1,4 +1,6 @@
-"""The documentation's commands: those for a laptop are run, those for a cluster are read by the real argument parser."""
+"""The documentation's commands: those for a laptop are run, those for a cluster are read by the real argument
+parser.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.harness.marks import thorough
 
 FENCES = [fence for page in PAGES for fence in fences(page)]
 # the tutorial comes first: other pages show commands on what it leaves
-RUNNABLE = sorted({fence.page for fence in FENCES if fence.language == "bash"}, key=lambda page: (page != "docs/tutorial.md", page))
+RUNNABLE = sorted(
+    {fence.page for fence in FENCES if fence.language == "bash"}, key=lambda page: (page != "docs/tutorial.md", page)
+)
 TO_PARSE = [fence for fence in FENCES if fence.language == "console"]
 SYNOPSIS = re.compile(r"[\[\]…|·]|\b[A-Z][A-Z_]+\b(?!=)")  # stands for several commands
 
@@ -36,7 +40,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("configs", "docs", "frontier_llm", "launch", "scripts", "slurm"):
         (place / name).symlink_to(ROOT / name)
     (place / "bin").mkdir()
-    for name, words in (("frontier-llm", "-m frontier_llm.cli.main"), ("python", "")):  # a link to python would leave its environment
+    # a link to python would leave its environment
+    for name, words in (("frontier-llm", "-m frontier_llm.cli.main"), ("python", "")):
         command = place / "bin" / name
         command.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
         command.chmod(0o755)
@@ -47,9 +52,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("page", list(map(thorough, RUNNABLE)))
 def test_commands_run(page: str, checkout: Path) -> None:
     text = "".join(fence.text for fence in FENCES if fence.page == page and fence.language == "bash")
-    environment = {**os.environ, "PATH": f"{checkout}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PATH": f"{checkout}/bin:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     script = ["bash", "-euxo", "pipefail", "-c", text]
-    done = subprocess.run(script, cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        script, cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, f"{page}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
 
 
@@ -90,7 +102,8 @@ def check_batch_script(line: str) -> None:
 @pytest.mark.parametrize("fence", TO_PARSE, ids=lambda fence: f"{fence.page}:{fence.line}")
 def test_other_commands_are_real(fence: Fence) -> None:
     for line in commands(fence):
-        line = re.sub(r"^.*\bfrontier_llm\.cli\.main\b", "frontier-llm", line)  # also what srun or a launch script starts
+        # also what srun or a launch script starts
+        line = re.sub(r"^.*\bfrontier_llm\.cli\.main\b", "frontier-llm", line)
         if line.startswith("frontier-llm "):
             check_frontier_llm(line)
         elif ".sbatch" in line:
@@ -106,16 +119,24 @@ def placeholders(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_can_be_typed(page: Path) -> None:
-    assert [word for fence in fences(page) if fence.language in ("bash", "console") for word in placeholders(fence.text)] == []
+    assert [
+        word for fence in fences(page) if fence.language in ("bash", "console") for word in placeholders(fence.text)
+    ] == []
 
 
 KEY = re.compile(r"`(model|parallel|batch|optimizer|precision|data|ops|comm|train|guard)\.([a-z_]*[a-z])(?=[`:=\s])")
 
 
 def unknown_keys(text: str) -> list[str]:
-    """Configuration keys that do not exist; of a table that translates, only what stands right of the other framework's column."""
+    """Configuration keys that do not exist; of a table that translates, only what stands right of the other
+    framework's column.
+    """
     ours = re.sub(r"^\| .*? \|", "", text, flags=re.M)
-    return [f"{room}.{key}" for room, key in KEY.findall(ours) if key not in RunConfig.model_fields[room].annotation.model_fields]
+    return [
+        f"{room}.{key}"
+        for room, key in KEY.findall(ours)
+        if key not in RunConfig.model_fields[room].annotation.model_fields
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -124,7 +145,10 @@ def test_configuration_keys_exist(page: Path) -> None:
 
 
 def test_the_checks_themselves() -> None:
-    assert placeholders("pip install x --index-url URL\ngit clone … x\ndata tokenize TEXT… [--dtype T]") == ["URL", "clone …"]
+    assert placeholders("pip install x --index-url URL\ngit clone … x\ndata tokenize TEXT… [--dtype T]") == [
+        "URL",
+        "clone …",
+    ]
     for wrong in (
         "frontier-llm trian",
         "frontier-llm data tokenise X",

@@ -1,4 +1,6 @@
-"""docs/configuration.md is what scripts/config_reference.py makes of config/schema.py, and no field is without a meaning."""
+"""docs/configuration.md is what scripts/config_reference.py makes of config/schema.py, and no field is without a
+meaning.
+"""
 
 from __future__ import annotations
 

@@ -35,19 +35,28 @@ def test_every_rung_gets_its_budget(script: ModuleType) -> None:
         assert script.EVALUATED_SAMPLES % recipe.global_batch == recipe.global_batch % script.MICRO_BATCH == 0
     assert [r.lr for r in recipes] == sorted((r.lr for r in recipes), reverse=True)
     # equation 1 of arXiv:2401.02954, by hand for C = 1e12: 0.3118 * 10**-1.5 and 0.292 * 10**3.9252
-    assert pytest.approx(0.00986, rel=1e-3) == 0.3118 * 1e12**-0.125 and recipes[1].lr == pytest.approx(0.00991, rel=1e-3)
+    assert pytest.approx(0.00986, rel=1e-3) == 0.3118 * 1e12**-0.125 and recipes[1].lr == pytest.approx(
+        0.00991, rel=1e-3
+    )
 
 
 def test_curves_are_compared_and_thinned(script: ModuleType) -> None:
     reference = [3.0 - 0.01 * step for step in range(100)]
-    apart = script.apart([value + (0.5 if step == 3 else 0.1 * (step >= 90)) for step, value in enumerate(reference)], reference)
-    assert apart == {"first_50": pytest.approx(0.5), "largest": pytest.approx(0.5), "mean_of_last_tenth": pytest.approx(0.1)}
+    apart = script.apart(
+        [value + (0.5 if step == 3 else 0.1 * (step >= 90)) for step, value in enumerate(reference)], reference
+    )
+    assert apart == {
+        "first_50": pytest.approx(0.5),
+        "largest": pytest.approx(0.5),
+        "mean_of_last_tenth": pytest.approx(0.1),
+    }
     thinned = script.thin(reference, 10)
     assert thinned[-1][0] == 100 and thinned[0] == [1, 3.0] and len(thinned) <= 10
 
 
 def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> None:
-    page, mark = tmp_path / "page.md", "<!-- measured: written by scripts/any.py -->"
+    page = tmp_path / "page.md"
+    mark = "<!-- measured: written by scripts/any.py -->"
     page.write_text(f"before\n{mark}\nold\n<!-- /measured -->\nafter\n")
     write_measured(page, "/elsewhere/any.py", "new\n")
     write_measured(page, "/elsewhere/any.py", "newer\n")

@@ -1,4 +1,6 @@
-"""docs/extending.md, executed: each worked example enters by the documented door and trains as the serial oracle does."""
+"""docs/extending.md, executed: each worked example enters by the documented door and trains as the serial oracle
+does.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ TOLERANCE = 1e-11
 
 
 def python_of_the_page() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), flags=re.M | re.S
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,10 @@ def test_a_loss_term_is_the_same_on_every_layout_and_changes_the_gradient(ranks:
     alone = gather(ranks.run(1, play_with, str(extensions), serial))
     assert differences(alone, plain) != []  # the term is heard
     terms = ranks.run(1, further_losses, str(extensions), serial)[0]
-    for case in (Case("llama", pp=2, dp=2, settings=weighted), Case("llama", tp=2, pp=2, sequence_parallel=True, settings=weighted)):
+    for case in (
+        Case("llama", pp=2, dp=2, settings=weighted),
+        Case("llama", tp=2, pp=2, sequence_parallel=True, settings=weighted),
+    ):
         ours = gather(ranks.run(case.world_size, play_with, str(extensions), case))
         assert differences(ours, alone) == [], str(case)
         for reported in ranks.run(case.world_size, further_losses, str(extensions), case):
@@ -88,7 +95,9 @@ def test_a_loss_term_is_the_same_on_every_layout_and_changes_the_gradient(ranks:
 
 def test_an_observer_hears_of_evaluations_on_a_data_source_of_its_own(tmp_path: Path) -> None:
     """In a process of its own, because what is registered stays."""
-    (tmp_path / "mine.py").write_text(next(block for block in python_of_the_page() if "observers" in block), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(
+        next(block for block in python_of_the_page() if "observers" in block), encoding="utf-8"
+    )
     source: dict[str, Any] = {}
     exec(next(block for block in python_of_the_page() if "IndexedWriter" in block), source)  # the page's own example
     source["write_sums"](tmp_path / "sums", 12)
@@ -98,12 +107,23 @@ def test_an_observer_hears_of_evaluations_on_a_data_source_of_its_own(tmp_path: 
         "batch": {"global_batch": 2},
         "data": {"train": str(tmp_path / "sums"), "validation": str(tmp_path / "sums")},
         "train": {
-            "run_dir": str(tmp_path / "run"), "steps": 2, "eval_interval": 1, "eval_samples": 2, "device": "cpu", "tensorboard": False,
-            "save_final": False, "observers": ["announcements"],
+            "run_dir": str(tmp_path / "run"),
+            "steps": 2,
+            "eval_interval": 1,
+            "eval_samples": 2,
+            "device": "cpu",
+            "tensorboard": False,
+            "save_final": False,
+            "observers": ["announcements"],
         },
-    }  # fmt: skip
+    }
     (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "frontier_llm.cli.main", "train", str(tmp_path / "run.yaml")], check=True, cwd=ROOT, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "frontier_llm.cli.main", "train", str(tmp_path / "run.yaml")],
+        check=True,
+        cwd=ROOT,
+        timeout=120,
+    )
     lines = (tmp_path / "run" / "announcements.txt").read_text(encoding="utf-8").splitlines()
     assert [line.split(":")[0] for line in lines][-2:] == ["after step 1", "after step 2"]
 
@@ -132,13 +152,20 @@ def test_a_family_of_hugging_face_computes_what_transformers_computes(
     theirs = saved("starcoder2", tmp_path / "theirs")
     command = [sys.executable, "-m", "frontier_llm", "checkpoint", "import-hf", str(tmp_path / "theirs")]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode and "'Starcoder2ForCausalLM' has no mapping" in refused.stderr and "--plugin MODULE" in refused.stderr
+    assert (
+        refused.returncode
+        and "'Starcoder2ForCausalLM' has no mapping" in refused.stderr
+        and "--plugin MODULE" in refused.stderr
+    )
     shown = subprocess.run([*command, "--plugin", str(extensions)], capture_output=True, text=True, check=True)
     assert "norm: layernorm" in shown.stdout and "sliding_window: 5" in shown.stdout
 
     import_plugins([str(extensions)])
     compare(imported(tmp_path / "theirs", "fp32"), theirs, 1e-5)
-    assert export_huggingface(HuggingFaceModel(tmp_path / "theirs"), tmp_path / "ours", torch.float32).model_type == "starcoder2"
+    assert (
+        export_huggingface(HuggingFaceModel(tmp_path / "theirs"), tmp_path / "ours", torch.float32).model_type
+        == "starcoder2"
+    )
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in back.state_dict().items())
 

@@ -29,7 +29,9 @@ def test_lead_times_are_those_of_the_scripts() -> None:
 
 
 def test_the_bins_are_those_of_the_site_file() -> None:
-    bins = [(int(last), float(hours)) for last, hours in re.findall(r"^\| \d+–(\d+) \| (\d+) h \|$", TEXT, re.MULTILINE)]
+    bins = [
+        (int(last), float(hours)) for last, hours in re.findall(r"^\| \d+–(\d+) \| (\d+) h \|$", TEXT, re.MULTILINE)
+    ]
     assert bins == [(limit.max_nodes, limit.max_hours) for limit in SITE.limits("batch")]
     (extended,) = SITE.limits("extended")
     assert f"`extended`: {extended.max_hours:g} h on up to {extended.max_nodes} nodes" in TEXT
@@ -45,7 +47,10 @@ def test_ranks_are_started_with_the_environments_python(page) -> None:
 def test_the_first_days_costs_are_what_the_dry_runs_say(tmp_path) -> None:
     """Predicted node-hours, and at most by the walltime, of every job that `submit` queues."""
     page = (ROOT / "docs" / "first_day.md").read_text(encoding="utf-8")
-    table = {int(row[0]): row[1:] for row in re.findall(r"^\| (\d)\. .*? \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)}
+    table = {
+        int(row[0]): row[1:]
+        for row in re.findall(r"^\| (\d)\. .*? \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    }
     seen = set()
     for fence in fences(ROOT / "docs" / "first_day.md"):
         for line in commands(fence) if fence.language == "bash" else []:

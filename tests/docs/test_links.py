@@ -36,7 +36,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_site_has_every_page_once() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    listed = [page for section in site["nav"] for pages in section.values() for entry in pages for page in entry.values()]
+    listed = [
+        page for section in site["nav"] for pages in section.values() for entry in pages for page in entry.values()
+    ]
     assert sorted(listed) == sorted(page.name for page in PAGES if page.parent.name == "docs")
 
 

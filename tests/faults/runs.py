@@ -18,7 +18,7 @@ batch: {{global_batch: 8, micro_batch: 2}}
 optimizer: {{lr: 1.0e-3, warmup_steps: 2, decay_steps: 60}}
 precision: {{dtype: fp32}}
 train: {{run_dir: {run_dir}, steps: {steps}, save_interval: {save_interval}, device: cpu, tensorboard: false, timeout_s: {timeout_s}}}
-"""
+"""  # noqa: E501
 
 
 @dataclass
@@ -53,12 +53,16 @@ class Run:
     def start(self, failpoints: str = "") -> subprocess.Popen[str]:
         """In the background."""
         pipe = subprocess.PIPE
-        return subprocess.Popen(self.command, env=self.environment(failpoints), stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            self.command, env=self.environment(failpoints), stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
 
     def finish(self, failpoints: str = "", limit_s: float = 240.0) -> tuple[int, str, float]:
         """(exit code, output, seconds)."""
         started = time.monotonic()
-        done = subprocess.run(self.command, env=self.environment(failpoints), capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(
+            self.command, env=self.environment(failpoints), capture_output=True, text=True, timeout=limit_s, check=False
+        )
         return done.returncode, done.stdout + done.stderr, time.monotonic() - started
 
     @property
@@ -80,7 +84,9 @@ class Run:
         return found
 
     def shards(self) -> dict[str, str]:
-        """{file: sha256} of the last checkpoint: the final weights and optimizer state, and the header that names the step."""
+        """{file: sha256} of the last checkpoint: the final weights and optimizer state, and the header that names
+        the step.
+        """
         name = (self.run_dir / "checkpoints" / "LATEST").read_text().strip()
         manifest = json.loads((self.run_dir / "checkpoints" / name / "manifest.json").read_text())
         return {shard["file"]: shard["sha256"] for shard in manifest["shards"]}

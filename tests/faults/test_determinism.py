@@ -1,4 +1,6 @@
-"""The same seed twice is the same run, bit for bit; replicas that compute the same step agree, and one that does not is named."""
+"""The same seed twice is the same run, bit for bit; replicas that compute the same step agree, and one that does not
+is named.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def test_same_seed_twice_is_bit_equal(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_recomputing_changes_nothing_and_is_silent_in_a_clean_run(tmp_path: Path) -> None:
     without, checked = (
-        Run(tmp_path / name, overrides=(*LAYOUT, *more)) for name, more in (("a", ()), ("b", ("guard.recompute_interval=1",)))
+        Run(tmp_path / name, overrides=(*LAYOUT, *more))
+        for name, more in (("a", ()), ("b", ("guard.recompute_interval=1",)))
     )
     assert without.finish()[0] == checked.finish()[0] == 0
     assert checked.losses() == without.losses() and checked.shards() == without.shards()
@@ -44,7 +47,8 @@ def test_a_perturbed_result_is_classified_with_its_rank(tmp_path: Path) -> None:
     lasting = Run(tmp_path / "lasting", overrides=run.overrides)
     code, output, _ = lasting.finish("train.recomputed@2#1%=perturb")
     assert code == 1 and "persistent error on rank 2 on" in output and "start again without these hosts" in output
-    failure, host = lasting.failure(), os.uname().nodename
+    failure = lasting.failure()
+    host = os.uname().nodename
     assert (failure["rank"], failure["host"], failure["step"]) == (2, host, 4) and "weight" in str(failure["suspects"])
     assert run_dir.bad_hosts(lasting.run_dir) == [host]
     assert "rank 1 on" not in output.split("persistent error")[1].splitlines()[0]

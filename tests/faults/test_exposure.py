@@ -48,7 +48,8 @@ def test_ports_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     environment = Path(f"/proc/{pids[0]}/environ").read_bytes()
     assert all(value.encode() in environment for value in SECRETS.values())
     variables = dict(entry.partition("=")[::2] for entry in environment.decode().split("\0"))
-    port, secret = int(variables["MASTER_PORT"]), variables[VARIABLE]
+    port = int(variables["MASTER_PORT"])
+    secret = variables[VARIABLE]
     assert len(secret) == 64
     ports = listening(pids)
     store_port = int((folder_of(secret.encode()) / "store-port").read_text())

@@ -29,7 +29,13 @@ def test_spikes_are_skipped_alike_in_an_interrupted_run(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_rewind_leaves_data_out_and_replays_bit_equal(tmp_path: Path) -> None:
-    rewind = (*SPIKES, "guard.spike_action=rewind", "guard.rewind_steps=3", "guard.rewind_skip_steps=5", "train.keep_every=1")
+    rewind = (
+        *SPIKES,
+        "guard.spike_action=rewind",
+        "guard.rewind_steps=3",
+        "guard.rewind_skip_steps=5",
+        "train.keep_every=1",
+    )
     once, again = (Run(tmp_path / name, steps=16, save_interval=2, overrides=rewind) for name in ("once", "again"))
     code, output, _ = once.finish()
     assert code == 0 and "leaving out 40 samples of data" in output, output
@@ -42,7 +48,9 @@ def test_rewind_leaves_data_out_and_replays_bit_equal(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_run_that_only_skips_stops_with_a_diagnosis(tmp_path: Path) -> None:
-    run = Run(tmp_path, steps=40, overrides=("optimizer.lr=1.0e+30", "optimizer.clip_norm=0", "guard.max_skips_in_row=5"))
+    run = Run(
+        tmp_path, steps=40, overrides=("optimizer.lr=1.0e+30", "optimizer.clip_norm=0", "guard.max_skips_in_row=5")
+    )
     code, output, _ = run.finish()
     assert code == 2 and "5 steps in a row were skipped; at the last one loss was" in output
     assert len(decisions(run)) == 5 and {entry["action"] for entry in decisions(run)} == {"not finite"}
@@ -51,7 +59,9 @@ def test_a_run_that_only_skips_stops_with_a_diagnosis(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_run_whose_weights_are_not_finite_ends_with_an_error_and_keeps_the_good_state(tmp_path: Path) -> None:
     """The last save of it, too, is no save."""
-    run = Run(tmp_path, steps=2, overrides=("optimizer.lr=1.0e+39", "optimizer.warmup_steps=0", "optimizer.decay_steps=2"))
+    run = Run(
+        tmp_path, steps=2, overrides=("optimizer.lr=1.0e+39", "optimizer.warmup_steps=0", "optimizer.decay_steps=2")
+    )
     code, output, _ = run.finish()
     assert code == 2 and "weights are not finite: " in output and "the step is not saved" in output
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))

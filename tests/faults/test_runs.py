@@ -1,4 +1,6 @@
-"""Kills, freezes, errors and signals in whole runs; scripts/kill_anywhere.py and scripts/soak.sh do this by the hundred."""
+"""Kills, freezes, errors and signals in whole runs; scripts/kill_anywhere.py and scripts/soak.sh do this by the
+hundred.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ def same_course(run: Run, undisturbed: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "failpoint", but_first(["checkpoint.before_rename@0#2=kill", "train.step@1#8=kill", "checkpoint.shard_written@1#2=kill"])
+    "failpoint",
+    but_first(["checkpoint.before_rename@0#2=kill", "train.step@1#8=kill", "checkpoint.shard_written@1#2=kill"]),
 )
 def test_killed_rank_then_resumed_is_bit_equal(failpoint: str, undisturbed: Run, tmp_path: Path) -> None:
-    run, victim = Run(tmp_path, overrides=TWO), int(failpoint.partition("@")[2][0])
+    run = Run(tmp_path, overrides=TWO)
+    victim = int(failpoint.partition("@")[2][0])
     code, output, _ = run.finish(failpoint)
     assert code == 137 and f"rank {victim} on" in output.splitlines()[-1] and "it failed first" in output
     done = max(run.losses(), default=0)
@@ -48,8 +52,15 @@ def test_killed_rank_then_resumed_is_bit_equal(failpoint: str, undisturbed: Run,
 
 @pytest.mark.thorough
 def test_a_mixture_of_experts_is_killed_and_resumed_bit_equal(tmp_path: Path) -> None:
-    """Experts over two ranks, their optimizer state over none; selection biases and the load of the step before are in the checkpoint."""
-    router = ("model.moe.score=sigmoid", "model.moe.selection_bias=true", "model.moe.balance=global", "model.moe.balance_weight=0.1")
+    """Experts over two ranks, their optimizer state over none; selection biases and the load of the step before are
+    in the checkpoint.
+    """
+    router = (
+        "model.moe.score=sigmoid",
+        "model.moe.selection_bias=true",
+        "model.moe.balance=global",
+        "model.moe.balance_weight=0.1",
+    )
     settings = (*TWO, "model.base=moe-tiny", "parallel.expert=2", "guard.replica_check_interval=2", *router)
     whole, run = (Run(tmp_path / name, steps=8, overrides=settings) for name in ("whole", "killed"))
     code, output, _ = whole.finish()
@@ -92,7 +103,8 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     process.communicate(timeout=30)
     assert run.failure()["rank"] == victim
     stacks = (run.run_dir / "logs" / f"stacks_rank_{1 - victim:05}.txt").read_text()
-    assert "in _train_until_end" in stacks and not any(map(alive, pids))  # in a step, or where all agree on what comes after it
+    # in a step, or where all agree on what comes after it
+    assert "in _train_until_end" in stacks and not any(map(alive, pids))
     record = json.loads((run.run_dir / "logs" / f"flight_rank{1 - victim:05}.json").read_text())
     assert record["reason"] and not record["calls"][-1]["finished"]
 
@@ -102,7 +114,8 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     [
         thorough("train.step@1#5=sleep:1000", "in hit"),  # as in a data loader or any other Python that never returns
         ("train.step@1#5=hold:1000", "in hit"),  # in C, the interpreter lock held: no thread of this rank runs any more
-        thorough("checkpoint.shard_written@1#1=sleep:1000", "in write"),  # in the thread that writes; the main thread waits for it
+        # in the thread that writes; the main thread waits for it
+        thorough("checkpoint.shard_written@1#1=sleep:1000", "in write"),
     ],
 )
 @pytest.mark.thorough
@@ -125,7 +138,8 @@ def test_first_cause_wins(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_signal_saves_one_agreed_step_and_the_run_goes_on(which: str, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=0, overrides=TWO)
-    process = run.start("train.step#6%=sleep:2")  # so slow that the signal meets a run that trains, also when this process is late
+    # so slow that the signal meets a run that trains, also when this process is late
+    process = run.start("train.step#6%=sleep:2")
     pids = wait_for_ranks(process, run)
     for pid in pids[1:] if which == "one rank" else pids:
         os.kill(pid, signal.SIGUSR1)

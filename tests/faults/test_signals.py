@@ -1,4 +1,6 @@
-"""Signals in any state of a run: starting, loading, evaluating, saving; a second one ends it at once and leaves a loadable checkpoint."""
+"""Signals in any state of a run: starting, loading, evaluating, saving; a second one ends it at once and leaves a
+loadable checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("state", "nth"), but_first([("train.evaluate", 11), ("checkpoint.loading", 1), ("train.start", 1), ("checkpoint.shard_written", 2)])
+    ("state", "nth"),
+    but_first([("train.evaluate", 11), ("checkpoint.loading", 1), ("train.start", 1), ("checkpoint.shard_written", 2)]),
 )
 @pytest.mark.thorough
-def test_one_agreed_step_is_saved_wherever_the_signal_comes(state: str, nth: int, undisturbed: Run, tmp_path: Path) -> None:
+def test_one_agreed_step_is_saved_wherever_the_signal_comes(
+    state: str, nth: int, undisturbed: Run, tmp_path: Path
+) -> None:
     run = Run(tmp_path, overrides=TWO)
     if state == "checkpoint.loading":
         assert run.finish("train.step#8=kill")[0] == 137

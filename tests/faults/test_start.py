@@ -1,4 +1,6 @@
-"""A start on the wrong device, or on nodes that differ, ends before the first step: with the real command, in processes of their own."""
+"""A start on the wrong device, or on nodes that differ, ends before the first step: with the real command, in
+processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,24 @@ from frontier_llm.run.run_dir import steps, untrusted_hosts
 
 # a toy with the shape and the keys of a shipped run
 TOY = (
-    "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "model.ffn_hidden=128", "model.vocab_size=250", "model.vocab_multiple=64",
-    "model.sequence_length=16", "parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=6", "batch.micro_batch=1",
-    "optimizer.warmup_steps=1", "train.steps=2", "train.recompute=none", "train.tensorboard=false", "ops.no_jit=true",
-)  # fmt: skip
+    "model.layers=2",
+    "model.hidden=64",
+    "model.heads=4",
+    "model.kv_heads=4",
+    "model.ffn_hidden=128",
+    "model.vocab_size=250",
+    "model.vocab_multiple=64",
+    "model.sequence_length=16",
+    "parallel.tensor=1",
+    "parallel.pipeline=1",
+    "batch.global_batch=6",
+    "batch.micro_batch=1",
+    "optimizer.warmup_steps=1",
+    "train.steps=2",
+    "train.recompute=none",
+    "train.tensorboard=false",
+    "ops.no_jit=true",
+)
 TIME_LIMIT_S = 600  # train.timeout_s of the runs here: a start that waits for it does not end within a test
 # what a site's Python would say that has another torch; only on the node that it is planted on
 OTHER_TORCH = """
@@ -53,14 +69,21 @@ class Rank:
 def slurm_task(host: str) -> dict[str, str]:
     """What srun sets for the only task of a job."""
     return {
-        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURMD_NODENAME": host,
-    }  # fmt: skip
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURMD_NODENAME": host,
+    }
 
 
 def train_on_hosts(hosts: list[str], tmp_path: Path, variables: dict[str, str], *words: str) -> list[tuple[int, str]]:
     """Run one rank on each of several pretended hosts."""
-    port, run_dir = str(free_port()), f"train.run_dir={tmp_path}/run"
+    port = str(free_port())
+    run_dir = f"train.run_dir={tmp_path}/run"
     (tmp_path / "run").mkdir()
     ranks = [
         Rank(
@@ -81,10 +104,15 @@ def test_a_run_for_frontier_with_a_torch_without_rocm_is_refused_before_a_step(t
     """The run derived from train_22b, in a Slurm step, once trained to its end with reference ops on the CPUs."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH)
     planted = {"PYTHONPATH": str(tmp_path), "PLANTED_ON": "frontier00001" if cuda else "", "PLANTED_CUDA": cuda}
-    code, output = Rank("train_22b", (f"train.run_dir={tmp_path}/run",), {**slurm_task("frontier00001"), **planted}).end()
+    code, output = Rank(
+        "train_22b", (f"train.run_dir={tmp_path}/run",), {**slurm_task("frontier00001"), **planted}
+    ).end()
     assert code == 2, output
     build = "torch 2.9.0 for CUDA 12.8" if cuda else " for CPUs"
-    assert f"{build} on frontier00001 cannot use AMD GPUs; train.device=auto means an AMD GPU (gfx90a) on machine=frontier" in output
+    assert (
+        f"{build} on frontier00001 cannot use AMD GPUs; train.device=auto means an AMD GPU (gfx90a) on machine=frontier"
+        in output
+    )
     assert "Traceback" not in output and steps(tmp_path / "run") == []
     failure = read_failure(tmp_path / "run")
     assert failure is not None and (failure.cause, failure.rank, failure.host) == ("refused", 0, "frontier00001")
@@ -119,7 +147,9 @@ def test_a_rank_whose_gpu_fails_ends_all_ranks_with_its_error(tmp_path: Path, ho
     """One of three hosts is a node to replace; one of two is a refusal, because nothing says which of them is right."""
     hosts = [f"n{number}" for number in range(host_count)]
     ends = train_on_hosts(
-        hosts, tmp_path, {"FRONTIER_LLM_FAILPOINTS": "start.device@1=error:HIP error: no ROCm-capable device is detected"}
+        hosts,
+        tmp_path,
+        {"FRONTIER_LLM_FAILPOINTS": "start.device@1=error:HIP error: no ROCm-capable device is detected"},
     )
     expected, code = ("node failure", 1) if host_count == 3 else ("refused", 2)
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())

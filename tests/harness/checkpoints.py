@@ -13,7 +13,9 @@ SHARD = "shard_00000.safetensors"
 
 
 def save_only(run_dir: Path, step: int) -> Path:
-    """Make step `step` the only complete checkpoint of a run directory, as a run that keeps one would. Returns its folder."""
+    """Make step `step` the only complete checkpoint of a run directory, as a run that keeps one would. Returns its
+    folder.
+    """
     checkpoints = run_dir / "checkpoints"
     building = checkpoints / f"{step_name(step)}.tmp.1"
     building.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""Schedules and their collectives played without time, rank by rank: does the one order of communication end, and what does it keep?"""
+"""Schedules and their collectives played without time, rank by rank: does the one order of communication end, and
+what does it keep?
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,25 @@ from frontier_llm.schedule import Action, Kind, Schedule, ScheduleError
 
 
 def check(schedule: Schedule, in_flight: int | None = 1) -> None:
-    """Raise ScheduleError unless every rank's list is legal and the ranks come to an end with `in_flight` communications under way on each."""
+    """Raise ScheduleError unless every rank's list is legal and the ranks come to an end with `in_flight`
+    communications under way on each.
+    """
     for rank in range(schedule.stages):
         schedules.check(schedule, rank)
     check_order(steps(schedule), in_flight)
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """Peak number of (microbatch, position) activations that a stage keeps, from F to B, or to W where backward is split."""
+    """Peak number of (microbatch, position) activations that a stage keeps, from F to B, or to W where backward is
+    split.
+    """
     return max(alive for alive, _ in _alive(schedule.compute[stage]))
 
 
 def waiting(schedule: Schedule, stage: int) -> int:
-    """Of these, most whose input gradient is done and whose weight gradients are not, when a further forward has run."""
+    """Of these, most whose input gradient is done and whose weight gradients are not, when a further forward has
+    run.
+    """
     return max(late for _, late in _alive(schedule.compute[stage]))
 
 
@@ -48,10 +56,13 @@ Call = tuple[str, str]  # (axis or channel, operation), as the ledger has them
 class Collectives:
     """What a step communicates beside the messages, in order; whoever knows the layers says it."""
 
-    inside: Mapping[tuple[Kind, int], Sequence[Call]] = field(default_factory=dict)  # of each action of a kind at a position
-    instead: Mapping[Action, Sequence[Call]] = field(default_factory=dict)  # of single actions: last backwards, where dp sums start
+    # of each action of a kind at a position
+    inside: Mapping[tuple[Kind, int], Sequence[Call]] = field(default_factory=dict)
+    # of single actions: last backwards, where dp sums start
+    instead: Mapping[Action, Sequence[Call]] = field(default_factory=dict)
     before: Sequence[Call] = ()  # the first action
-    behind: Mapping[int, Sequence[Call]] = field(default_factory=dict)  # the last action, by pipeline rank: tied sums, late dp sums, world
+    # the last action, by pipeline rank: tied sums, late dp sums, world
+    behind: Mapping[int, Sequence[Call]] = field(default_factory=dict)
 
     def of(self, action: Action) -> Sequence[Call]:
         """Inside one compute action."""
@@ -74,7 +85,9 @@ def calls(schedule: Schedule, rank: int, collectives: Collectives) -> Iterator[C
 
 
 class Step(NamedTuple):
-    """One entry of a rank's list, written out: a communication, or (with no ranks) the compute that waits for some of them."""
+    """One entry of a rank's list, written out: a communication, or (with no ranks) the compute that waits for some
+    of them.
+    """
 
     what: str  # the same on all ranks that share the event
     stream: str = ""  # communications of a stream meet in the order in which they are issued
@@ -84,13 +97,15 @@ class Step(NamedTuple):
 
 def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 1, dp: int = 1) -> list[list[Step]]:
     """Every rank's list on a mesh of pp x dp x tp ranks, tp innermost."""
-    collectives, placement = collectives or Collectives(), schedule.placement
+    collectives = collectives or Collectives()
+    placement = schedule.placement
 
     def members(axis: str, stage: int, d: int, t: int) -> tuple[int, ...]:
         if axis == "world":
             return tuple(range(schedule.stages * dp * tp))
         stages = placement.ends if axis == "tied" else (stage,)
-        ds, ts = range(dp) if axis == "dp" else (d,), range(tp) if axis == "tp" else (t,)
+        ds = range(dp) if axis == "dp" else (d,)
+        ts = range(tp) if axis == "tp" else (t,)
         return tuple((s * dp + a) * tp + b for s in stages for a in ds for b in ts)
 
     def written_out(stage: int, d: int, t: int) -> list[Step]:
@@ -105,13 +120,19 @@ def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 
         for call in collectives.before:
             collective(call, "before the first action")
         for action in schedule.actions[stage]:
-            kind, microbatch, position = action.kind, action.microbatch, action.position
+            kind = action.kind
+            microbatch = action.microbatch
+            position = action.position
             if not kind.computes:
                 peer = placement.peer(kind, position)
                 sender = position if kind.sends else placement.other_end(kind, position)
                 ends = tuple((rank * dp + d) * tp + t for rank in ((stage, peer) if kind.sends else (peer, stage)))
                 place[kind, microbatch, position] = len(steps)
-                steps.append(Step(f"{kind.value[1]}{microbatch}@{sender}'s message", placement.channel(kind, position).value, ends))
+                steps.append(
+                    Step(
+                        f"{kind.value[1]}{microbatch}@{sender}'s message", placement.channel(kind, position).value, ends
+                    )
+                )
                 continue
             receive = placement.received_by(kind, position)
             steps.append(Step(str(action), after=(place[receive, microbatch, position],) if receive else ()))
@@ -128,10 +149,11 @@ def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 
 
 
 def check_order(lists: Sequence[Sequence[Step]], in_flight: int | None = 1) -> None:
-    """Raise ScheduleError, naming what each rank waits for, unless the lists end with so many communications in flight per rank.
+    """Raise ScheduleError, naming what each rank waits for, unless the lists end with so many communications in flight
+    per rank.
 
-    Rendezvous without buffering: an event ends when it is the first unfinished one of its stream on all its ranks. A rank that has
-    `in_flight` unfinished ones (None: no bound) goes no further.
+    Rendezvous without buffering: an event ends when it is the first unfinished one of its stream on all its ranks. A
+    rank that has `in_flight` unfinished ones (None: no bound) goes no further.
     """
     _Ranks(lists, in_flight).play()
 
@@ -140,7 +162,8 @@ class _Ranks:
     """Every rank's list played without time: where each stands, and what it has issued and not ended."""
 
     def __init__(self, lists: Sequence[Sequence[Step]], in_flight: int | None) -> None:
-        self.lists, self.in_flight = lists, in_flight
+        self.lists = lists
+        self.in_flight = in_flight
         self.place = [0] * len(lists)
         self.ended: list[set[int]] = [set() for _ in lists]
         self.open: list[dict[str, deque[int]]] = [defaultdict(deque) for _ in lists]
@@ -151,10 +174,14 @@ class _Ranks:
             rank = runnable.pop()
             runnable |= self.advance(rank)
         stuck = {
-            rank: self.obstacle(rank) for rank in range(len(self.lists)) if self.place[rank] < len(self.lists[rank]) or self.issued(rank)
+            rank: self.obstacle(rank)
+            for rank in range(len(self.lists))
+            if self.place[rank] < len(self.lists[rank]) or self.issued(rank)
         }
         if stuck:
-            raise ScheduleError([Problem(f"rank {rank}", f"deadlock: waits for {what}") for rank, what in stuck.items()])
+            raise ScheduleError(
+                [Problem(f"rank {rank}", f"deadlock: waits for {what}") for rank, what in stuck.items()]
+            )
 
     def issued(self, rank: int) -> int:
         """Communications in flight."""
@@ -195,7 +222,9 @@ class _Ranks:
             for other, head in same:
                 if self.lists[other][head].what != event.what:
                     there = self.lists[other][head].what
-                    raise ScheduleError(f"rank {rank} has {event.what} where rank {other} has {there} on the {stream} channel")
+                    raise ScheduleError(
+                        f"rank {rank} has {event.what} where rank {other} has {there} on the {stream} channel"
+                    )
             for other, head in same:
                 self.open[other][stream].popleft()
                 self.ended[other].add(head)

@@ -11,11 +11,18 @@ from frontier_llm.training import device
 
 
 def pretend_gpus(
-    monkeypatch: pytest.MonkeyPatch, *, count: int = 8, architecture: str = "gfx90a", bus: int = 0xC1, version: str = "2.10.0"
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    count: int = 8,
+    architecture: str = "gfx90a",
+    bus: int = 0xC1,
+    version: str = "2.10.0",
 ) -> None:
     """Let torch look like the build for this architecture's vendor, with `count` visible GPUs of it."""
     major, minor = divmod(int(architecture.removeprefix("sm_")), 10) if architecture.startswith("sm_") else (9, 0)
-    properties = SimpleNamespace(gcnArchName=architecture, major=major, minor=minor, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+    properties = SimpleNamespace(
+        gcnArchName=architecture, major=major, minor=minor, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0
+    )
     pretend_torch(monkeypatch, "nvidia" if architecture.startswith("sm_") else "amd", version)
     for name, function in {
         "is_available": lambda: count > 0,

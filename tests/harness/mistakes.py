@@ -1,9 +1,11 @@
-"""Mistakes of an installation, planted one at a time; each is met by `submit` and by a shipped batch script on a local Slurm.
+"""Mistakes of an installation, planted one at a time; each is met by `submit` and by a shipped batch script on a local
+Slurm.
 
     python -m tests.harness.mistakes [--write docs/results/planted_mistakes.md]      run all rows, print the table
 
-The site expects AMD GPUs (machine: frontier). Another torch is a small package in front of the real one, which renames the real one's build
-or fails to be imported. Everything else is as it would be: the package is a copy, some of its GPU kernels are built, Slurm is real.
+The site expects AMD GPUs (machine: frontier). Another torch is a small package in front of the real one, which renames
+the real one's build or fails to be imported. Everything else is as it would be: the package is a copy, some of its GPU
+kernels are built, Slurm is real.
 """
 
 from __future__ import annotations
@@ -37,20 +39,35 @@ spec = importlib.machinery.PathFinder.find_spec("torch", [path for path in sys.p
 torch = sys.modules["torch"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(torch)
 {patch}
-"""
+"""  # noqa: E501
 ROCM = "torch.version.hip, torch.version.cuda = '7.1.25424', None\n"
 CUDA = "torch.version.hip, torch.version.cuda = None, '12.8'\n"
 VERSION = "torch.__version__ = '2.11.0+rocm7.1'\n"
 TOY = (
-    *("model.layers=2", "model.hidden=64", "model.heads=8", "model.ffn_hidden=128", "model.vocab_size=250", "model.vocab_multiple=64"),
-    *("model.sequence_length=16", "parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=24", "batch.micro_batch=1"),
+    *(
+        "model.layers=2",
+        "model.hidden=64",
+        "model.heads=8",
+        "model.ffn_hidden=128",
+        "model.vocab_size=250",
+        "model.vocab_multiple=64",
+    ),
+    *(
+        "model.sequence_length=16",
+        "parallel.tensor=1",
+        "parallel.pipeline=1",
+        "batch.global_batch=24",
+        "batch.micro_batch=1",
+    ),
     *("train.steps=2", "train.save_interval=1", "train.tensorboard=false", "optimizer.warmup_steps=0"),
 )
 
 
 @cache
 def some_kernels() -> Path:
-    """A folder with a valid manifest of a few gfx90a kernels: all 300 take a minute, and which there are does not matter here."""
+    """A folder with a valid manifest of a few gfx90a kernels: all 300 take a minute, and which there are does not
+    matter here.
+    """
     folder = Path(tempfile.mkdtemp(prefix="fl-kernels-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     subprocess.run([sys.executable, "-c", COMPILE, str(folder)], check=True, cwd=ROOT, timeout=280)
@@ -99,7 +116,12 @@ class Place:
             (self.directory / "stubs" / "torch").mkdir()
             (self.directory / "stubs" / "torch" / "__init__.py").write_text(torch)
         site = yaml.safe_load((ROOT / "slurm" / "sites" / "local.yaml").read_text())
-        site |= {"name": "planted", "machine": "frontier", "modules": list(modules), "run_roots": [str(self.directory / "orion")]}
+        site |= {
+            "name": "planted",
+            "machine": "frontier",
+            "modules": list(modules),
+            "run_roots": [str(self.directory / "orion")],
+        }
         path = self.checkout / "slurm" / "sites" / "planted.yaml"
         path.write_text(yaml.safe_dump(site))
         path.with_suffix(".sh").write_text(render_site(load_site(str(path))))
@@ -148,10 +170,16 @@ class Mistake:
 
 
 MISTAKES = (
-    Mistake("no torch", "cannot import torch: ModuleNotFoundError", torch="raise ModuleNotFoundError(\"No module named 'torch'\")\n"),
+    Mistake(
+        "no torch",
+        "cannot import torch: ModuleNotFoundError",
+        torch="raise ModuleNotFoundError(\"No module named 'torch'\")\n",
+    ),
     Mistake("CPU torch", "for CPUs; planted has amd GPUs (MI250X GCD)", torch=""),
     Mistake("CUDA torch on an AMD site", "for CUDA 12.8; planted has amd GPUs", torch=RENAMED.format(patch=CUDA)),
-    Mistake("another torch version", "libfrontier_ops.so was built for torch", torch=RENAMED.format(patch=ROCM + VERSION)),
+    Mistake(
+        "another torch version", "libfrontier_ops.so was built for torch", torch=RENAMED.format(patch=ROCM + VERSION)
+    ),
     Mistake("no extension", "libfrontier_ops.so has not been built", plant=_remove_libraries),
     Mistake("kernels of another architecture", "the ops for gfx90a have not been built", plant=_rename_kernels),
     Mistake("missing data", "tokens.bin: no such file", words=("data.train=[{{path: {place}/orion/tokens}}]",)),
@@ -212,16 +240,35 @@ def _mounted(path: Path, wanted: bool):
 def _submit(cluster: LocalSlurm, place: Place, mistake: Mistake, words: list[str], run: Path) -> Refusal:
     environment = {**cluster.env, **place.environment()}
     environment["PYTHONPATH"] = f"{place.checkout}:{environment['PYTHONPATH']}"
-    command = [sys.executable, "-P", "-m", "frontier_llm.cli.main", "submit", "train_small", "--site", "planted", "--nodes", "1"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "frontier_llm.cli.main",
+        "submit",
+        "train_small",
+        "--site",
+        "planted",
+        "--nodes",
+        "1",
+    ]
     started_s = time.monotonic()
-    done = subprocess.run([*command, *words], env=environment, cwd=place.directory, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, *words], env=environment, cwd=place.directory, capture_output=True, text=True, timeout=300
+    )
     seconds = time.monotonic() - started_s
     queued = done.returncode == 0
     return Refusal("submit", done.returncode, seconds, done.stderr, queued, len(run_dir.steps(run)))
 
 
 def _sbatch(cluster: LocalSlurm, place: Place, mistake: Mistake, words: list[str], run: Path) -> Refusal:
-    options = ["--partition=local", f"--nodes={mistake.nodes}", "--ntasks-per-node=1", "--time=20", f"--output={place.directory}/job.out"]
+    options = [
+        "--partition=local",
+        f"--nodes={mistake.nodes}",
+        "--ntasks-per-node=1",
+        "--time=20",
+        f"--output={place.directory}/job.out",
+    ]
     script = str(place.checkout / "slurm" / "train_small.sbatch")
     job_id = cluster.submit(*options, script, *words, cwd=place.checkout, env=place.environment())
     job = cluster.wait_job(job_id, 400)
@@ -252,7 +299,7 @@ Other builds of torch are small packages in front of the CPU build; no MI250X wa
 Generated by `python -m tests.harness.mistakes --write docs/results/planted_mistakes.md` (Slurm 22.05, as root); `tests/slurm/test_mistakes.py` holds who refuses
 and the message.
 
-"""
+"""  # noqa: E501
 
 
 def table(rows: list[tuple[Outcome, Path]]) -> str:

@@ -1,8 +1,8 @@
 """A pool of rank processes that is started once per test run, because starting ranks costs more than most tests.
 
-Each job is a world of its own: its ranks join a fresh default process group (gloo, loopback) under a key prefix that no other job
-uses, and leave it when the next job begins. So a job cannot see what an earlier one left behind, and destroys no group
-that a slower peer still needs.
+Each job is a world of its own: its ranks join a fresh default process group (gloo, loopback) under a key prefix that no
+other job uses, and leave it when the next job begins. So a job cannot see what an earlier one left behind, and destroys
+no group that a slower peer still needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from typing import Any, NamedTuple
 
 SIZE = 8
 GRACE_S = 2.0  # for the other ranks of a failed job to say what they saw
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 class Reply(NamedTuple):
@@ -44,7 +49,8 @@ class RankError(AssertionError):
         first, *later = sorted(failures, key=lambda reply: (not reply.died, reply.failed_at or 0.0))
         lines = [f"rank {first.rank} failed first:\n{first.value}"]
         lines += [
-            f"rank {reply.rank} failed {max(0.0, reply.failed_at - first.failed_at):.2f} s later (secondary): {_last_line(reply)}"
+            f"rank {reply.rank} failed {max(0.0, reply.failed_at - first.failed_at):.2f} s later (secondary): "
+            f"{_last_line(reply)}"
             for reply in later
         ]
         lines += [f"ranks {silent} were still waiting"] if silent else []
@@ -60,7 +66,8 @@ class RankPool:
     """Ranks 0 … SIZE-1 as processes; started at the first `run`, killed and started again after a failure."""
 
     def __init__(self, size: int = SIZE) -> None:
-        self.size, self._jobs = size, 0
+        self.size = size
+        self._jobs = 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: Any = None
@@ -69,8 +76,9 @@ class RankPool:
     def run(self, world_size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """`work(rank, *args)` on ranks 0 … world_size-1 of a fresh gloo world; the results by rank.
 
-        `work` is a module-level function; arguments and results are pickled. Raises RankError when any rank raises, dies, or
-        has not answered after `timeout_s` (then with the stack of every silent rank); the pool starts anew afterwards.
+        `work` is a module-level function; arguments and results are pickled. Raises RankError when any rank raises,
+        dies, or has not answered after `timeout_s` (then with the stack of every silent rank); the pool starts anew
+        afterwards.
         """
         assert world_size <= self.size, f"the pool has {self.size} ranks"
         if not self._processes:
@@ -82,7 +90,10 @@ class RankPool:
         replies, silent = self._collect(world_size, time.monotonic() + timeout_s)
         failures = [reply for reply in replies if reply.failed_at is not None]
         if silent and not failures:
-            failures = [Reply(rank, 0.0, f"no answer after {timeout_s:.0f} s; it stands in\n{self._stack(rank)}") for rank in silent]
+            failures = [
+                Reply(rank, 0.0, f"no answer after {timeout_s:.0f} s; it stands in\n{self._stack(rank)}")
+                for rank in silent
+            ]
             silent = []
         if failures:
             self.stop()
@@ -97,10 +108,14 @@ class RankPool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes, self._store = [], [], None
+        self._processes = []
+        self._pipes = []
+        self._store = None
 
     def _start(self) -> None:
-        """Fork from a server that has imported torch once: a second or two, against seven to fifteen for separate imports."""
+        """Fork from a server that has imported torch once: a second or two, against seven to fifteen for separate
+        imports.
+        """
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -110,7 +125,9 @@ class RankPool:
         context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "frontier_llm.training.build"])
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, self._store.port, str(self._stack_file(rank))), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, theirs, self._store.port, str(self._stack_file(rank))), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -119,7 +136,9 @@ class RankPool:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def _collect(self, world_size: int, deadline_s: float) -> tuple[list[Reply], list[int]]:
-        """Replies until all are in or, once one rank failed, until a short grace is over; and the ranks that said nothing."""
+        """Replies until all are in or, once one rank failed, until a short grace is over; and the ranks that said
+        nothing.
+        """
         waiting = dict(zip(self._pipes[:world_size], range(world_size), strict=True))
         replies: list[Reply] = []
         while waiting and (left_s := deadline_s - time.monotonic()) > 0:
@@ -154,7 +173,8 @@ def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
     stacks = open(stack_file, "w", encoding="utf-8")  # noqa: SIM115  # faulthandler needs it for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    gc.freeze()  # torch's 200,000 objects need no look after each job: 0.1 s of every rank, a fifth of the whole suite's CPU time
+    # torch's 200,000 objects need no look after each job: 0.1 s of every rank, a fifth of the whole suite's CPU time
+    gc.freeze()
     while True:
         try:
             prefix, world_size, timeout_s, work, args = pickle.loads(pipe.recv_bytes())
@@ -164,7 +184,9 @@ def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             own = dist.PrefixStore(prefix, store)
-            dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(
+                "gloo", store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+            )
             reply = Reply(rank, None, work(rank, *args))
         except BaseException:
             reply = Reply(rank, time.monotonic(), traceback.format_exc())

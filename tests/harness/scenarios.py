@@ -1,7 +1,7 @@
 """Tests that mostly wait for Slurm's clocks, side by side: each on a cluster of its own, several at once.
 
-`@scenario(nodes=3)` turns `def test_x(cluster, tmp_path)` into a test that waits for the result. All scenarios that were selected start
-with the first of them; a failure keeps its traceback and is reported as that test's own.
+`@scenario(nodes=3)` turns `def test_x(cluster, tmp_path)` into a test that waits for the result. All scenarios that
+were selected start with the first of them; a failure keeps its traceback and is reported as that test's own.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def scenario(nodes: int) -> Callable[[Body], Callable[..., None]]:
         def test(scenarios: Scenarios, request: pytest.FixtureRequest) -> None:
             scenarios.result(request.node.name)
 
-        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        test.__name__ = body.__name__
+        test.__doc__ = body.__doc__
+        test.__module__ = body.__module__
         test.scenario = body, nodes  # type: ignore[attr-defined]
         return test
 

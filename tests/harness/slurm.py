@@ -1,9 +1,10 @@
 """A real Slurm on this machine: one slurmctld and several slurmds that pretend to be nodes of Frontier or LUMI.
 
-Each node claims the cores, threads and reserved cores of its `NodeShape` and 8 GPUs (character devices made with mknod; Slurm wants files).
-Authentication is off (`auth/none`), so the ports listen on loopback. Tasks are not bound to the claimed cores: this machine has fewer.
-Partitions of powered-down cloud nodes, as large as Frontier and LUMI, never run anything: they are there for `sbatch --test-only`.
-Tested with Slurm 22.05.8. Debian 12: `apt-get install slurm-wlm`; the daemons need root.
+Each node claims the cores, threads and reserved cores of its `NodeShape` and 8 GPUs (character devices made with mknod;
+Slurm wants files). Authentication is off (`auth/none`), so the ports listen on loopback. Tasks are not bound to the
+claimed cores: this machine has fewer. Partitions of powered-down cloud nodes, as large as Frontier and LUMI, never run
+anything: they are there for `sbatch --test-only`. Tested with Slurm 22.05.8. Debian 12: `apt-get install slurm-wlm`;
+the daemons need root.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class NodeShape:
     features: str | None = None
     cores: int = 64  # one socket
     threads_per_core: int = 2
-    reserved_cores: tuple[int, ...] = tuple(place.cores[0] for place in NODE)  # low-noise mode: the first core of each L3 region
+    # low-noise mode: the first core of each L3 region
+    reserved_cores: tuple[int, ...] = tuple(place.cores[0] for place in NODE)
 
     @property
     def job_cpus(self) -> int:
@@ -57,8 +59,10 @@ class NodeShape:
         reserved = ",".join(str(core * self.threads_per_core) for core in sorted(self.reserved_cores))
         specialised = f"CpuSpecList={reserved} " if reserved else ""
         return (
-            f"CPUs={self.cores * self.threads_per_core} Sockets=1 CoresPerSocket={self.cores} ThreadsPerCore={self.threads_per_core} "
-            f"{specialised}RealMemory={self.memory_mib} Gres=gpu:{GPUS}" + (f" Features={self.features}" if self.features else "")
+            f"CPUs={self.cores * self.threads_per_core} Sockets=1 CoresPerSocket={self.cores} "
+            f"ThreadsPerCore={self.threads_per_core} "
+            f"{specialised}RealMemory={self.memory_mib} Gres=gpu:{GPUS}"
+            + (f" Features={self.features}" if self.features else "")
         )
 
 
@@ -130,7 +134,8 @@ class LocalSlurm:
             f"ClusterName={self.name}",
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={ports[0]}",
-            f"FirstJobId={ports[0]}",  # ranks derive their port from the job: no two clusters beside each other may number alike
+            # ranks derive their port from the job: no two clusters beside each other may number alike
+            f"FirstJobId={ports[0]}",
             "SlurmUser=root",
             "SlurmdUser=root",
             "AuthType=auth/none",
@@ -166,14 +171,16 @@ class LocalSlurm:
                 for node, port in zip(self.nodes, ports[1:], strict=True)
             ),
             *(
-                f"NodeName={prefix}[{1:0{width}}-{count:0{width}}] NodeAddr=127.0.0.1 {shape.words} Weight=1000 State=CLOUD"
+                f"NodeName={prefix}[{1:0{width}}-{count:0{width}}] NodeAddr=127.0.0.1 {shape.words} Weight=1000 State=CLOUD"  # noqa: E501
                 for prefix, width, count, shape in (
                     ("frontier", 5, FRONTIER_NODES, FRONTIER_NODE),
                     ("nid", 6, LUMI_NODES, LUMI_NODE),
                 )
             ),
             f"PartitionName=local Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP",
-            f"PartitionName=batch Nodes={','.join([*self.nodes, '']) if self.name == 'frontier' else ''}frontier[00001-{FRONTIER_NODES:05}] MaxTime=12:00:00 State=UP",
+            f"PartitionName=batch "
+            f"Nodes={','.join([*self.nodes, '']) if self.name == 'frontier' else ''}frontier[00001-{FRONTIER_NODES:05}] "  # noqa: E501
+            f"MaxTime=12:00:00 State=UP",
             "PartitionName=extended Nodes=frontier[00001-00064] MaxTime=24:00:00 State=UP",
             f"PartitionName=standard-g Nodes=nid[000001-{LUMI_NODES:06}] MaxTime=2-00:00:00 State=UP",
             "PartitionName=dev-g Nodes=nid[000001-000032] MaxTime=03:00:00 State=UP",
@@ -207,15 +214,28 @@ class LocalSlurm:
         command[0] = _find(command[0]) or command[0]
         log = (self.root / "logs" / f"{name}.out").open("ab")
         self.daemons[name] = subprocess.Popen(
-            command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_the_tests
+            command,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_die_with_the_tests,
         )
         log.close()
 
     def run(
-        self, *command: str, cwd: Path | None = None, check: bool = True, env: dict[str, str] | None = None, timeout_s: float = 60
+        self,
+        *command: str,
+        cwd: Path | None = None,
+        check: bool = True,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 60,
     ) -> str:
         """stdout of a command of this cluster; AssertionError with its stderr when it fails and `check`."""
-        done = subprocess.run(command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=timeout_s
+        )
         assert not check or done.returncode == 0, f"{command} -> {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout + ("" if check else done.stderr)
 
@@ -236,7 +256,9 @@ class LocalSlurm:
 
     def wait_job(self, job_id: str, timeout_s: float = 120.0) -> dict[str, str]:
         """The finished job."""
-        self.wait_for(lambda: self.job(job_id).get("JobState") in ENDED, timeout_s, f"end of job {job_id}: {self.job(job_id)}")
+        self.wait_for(
+            lambda: self.job(job_id).get("JobState") in ENDED, timeout_s, f"end of job {job_id}: {self.job(job_id)}"
+        )
         return self.job(job_id)
 
     def queued(self) -> list[str]:
@@ -252,9 +274,11 @@ class LocalSlurm:
             time.sleep(poll_s)
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that descends from this cluster, orphans included: its environment names our slurm.conf, or it has a file of ours open.
+        """Every process that descends from this cluster, orphans included: its environment names our slurm.conf, or it
+        has a file of ours open.
 
-        Read from /proc: psutil cannot make sense of the environment of a slurmstepd, which has written its title over the beginning.
+        Read from /proc: psutil cannot make sense of the environment of a slurmstepd, which has written its title over
+        the beginning.
         """
         found = []
         for process in psutil.process_iter():
@@ -279,7 +303,8 @@ class LocalSlurm:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(5)
         deadline_s = time.monotonic() + 30
-        while (left := self.processes()) and time.monotonic() < deadline_s:  # more than once: some may be starting others
+        # more than once: some may be starting others
+        while (left := self.processes()) and time.monotonic() < deadline_s:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
@@ -298,7 +323,8 @@ def local_slurm(nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local
         yield cluster
     except AssertionError as error:
         logs = "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-600:]}" for path in sorted((cluster.root / "logs").glob("*"))
+            f"--- {path.name}\n{path.read_text(errors='replace')[-600:]}"
+            for path in sorted((cluster.root / "logs").glob("*"))
         )
         raise AssertionError(f"{error}\n{logs}") from error
     finally:

@@ -1,4 +1,6 @@
-"""System packages that a test needs: skipped with the package's name in a user's run, an error where nothing may be skipped."""
+"""System packages that a test needs: skipped with the package's name in a user's run, an error where nothing may be
+skipped.
+"""
 
 import contextlib
 import errno
@@ -24,7 +26,9 @@ class FullDisk(io.StringIO):
 
 @contextlib.contextmanager
 def full_disk(place: Path, room_kib: int = 16, fill: bool = True) -> Iterator[Path]:
-    """A folder that is a file system of its own, of so many KiB and without room; unless `fill`, whoever writes fills it."""
+    """A folder that is a file system of its own, of so many KiB and without room; unless `fill`, whoever writes
+    fills it.
+    """
     place.mkdir()
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={room_kib}k,nr_inodes=64", "tmpfs", str(place)], capture_output=True

@@ -59,7 +59,9 @@ def test_results_come_back_by_rank(ranks: RankPool) -> None:
 def test_jobs_of_any_size_follow_each_other_in_the_same_processes(ranks: RankPool) -> None:
     before = ranks.run(2, process_id)
     for world_size in (1, 2, 3, 2):
-        assert ranks.run(world_size, summed, 1.0) == [(rank, world_size * (world_size + 1) / 2, world_size) for rank in range(world_size)]
+        assert ranks.run(world_size, summed, 1.0) == [
+            (rank, world_size * (world_size + 1) / 2, world_size) for rank in range(world_size)
+        ]
     assert ranks.run(3, with_subgroup) == [2.0, 2.0, 1.0]
     assert ranks.run(3, with_subgroup) == [2.0, 2.0, 1.0]  # same ranks, same group name, another world
     assert ranks.run(2, process_id) == before

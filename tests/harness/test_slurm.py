@@ -15,7 +15,9 @@ def test_nothing_outlives_the_cluster() -> None:
     try:
         cluster.start()
         job = cluster.submit("--ntasks=1", "--wrap=srun sleep 1000", cwd=cluster.root)
-        cluster.wait_for(lambda: any(process.name() == "sleep" for process in cluster.processes()), 60, f"task of job {job}")
+        cluster.wait_for(
+            lambda: any(process.name() == "sleep" for process in cluster.processes()), 60, f"task of job {job}"
+        )
         stepds = [process for process in cluster.processes() if process.name() == "slurmstepd"]
         assert len(stepds) == 2  # of the batch script and of srun's step
         cluster.kill_node("n0")  # nobody will end them now

@@ -1,8 +1,8 @@
 """What a training step moves, by axis and operation: the calls and bytes that `comm`'s ledger counts.
 
-Tensor and context parallelism's are the fold of the list of work, the pipeline's are the schedule's own messages, and the replicas' are those of the
-optimizer's buckets. Bytes are payloads as the caller sees them: all_reduce the tensor, all_gather the gathered result, reduce_scatter
-the full input, send and recv the message.
+Tensor and context parallelism's are the fold of the list of work, the pipeline's are the schedule's own messages, and
+the replicas' are those of the optimizer's buckets. Bytes are payloads as the caller sees them: all_reduce the tensor,
+all_gather the gathered result, reduce_scatter the full input, send and recv the message.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def step_traffic(
     *,
     prompts: bool = False,
 ) -> Traffic:
-    """Everything that one rank of pipeline rank `pp_rank` moves in one training step; `owner` is its place among its replicas.
+    """Everything that one rank of pipeline rank `pp_rank` moves in one training step; `owner` is its place among its
+    replicas.
 
-    `routed`: of each of its layers with experts and each microbatch, which is what the routers decide; None = even shares.
-    `prompts`: some tokens of the data are read and not learnt.
+    `routed`: of each of its layers with experts and each microbatch, which is what the routers decide; None = even
+    shares. `prompts`: some tokens of the data are read and not learnt.
     """
     traffic = Traffic()
     layer_traffic(config, plan, pp_rank, traffic)
@@ -60,26 +61,38 @@ def step_traffic(
     update_traffic(config, plan, pp_rank, owner, traffic)
     masked = config.data.reset_at_documents or config.data.packing == "best-fit" or prompts
     if masked and plan.grid.degree(plan.grid.replicas) > 1:
-        traffic.add(plan.grid.replicas, "all_reduce", 8)  # targets of the step: which ones count, each replica finds in its own tokens
+        # targets of the step: which ones count, each replica finds in its own tokens
+        traffic.add(plan.grid.replicas, "all_reduce", 8)
     world = plan.grid.world_size
     if world > 1:
         model = config.model
-        further = len(config.train.loss_weights) + (0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 2))
+        further = len(config.train.loss_weights) + (
+            0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 2)
+        )
         # losses, squared gradient norm, wishes to stop and to save, of experts two losses and the load, fp64
         traffic.add("world", "all_reduce", (4 + further) * 8)
     return traffic
 
 
 def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
-    """The collectives of the list of work: once per microbatch, those of a split backward where the schedule has an I, of the recomputed forward again."""
-    model, layout, software = config.model, layout_of(config, plan.grid.world_size), Software()
+    """The collectives of the list of work: once per microbatch, those of a split backward where the schedule has an
+    I, of the recomputed forward again.
+    """
+    model = config.model
+    layout = layout_of(config, plan.grid.world_size)
+    software = Software()
     dense, routed = (block_work(model, layout, software, layer) for layer in (0, model.layers - 1))
-    embedding, head = embedding_work(model, layout), head_work(model, layout, software)
+    embedding = embedding_work(model, layout)
+    head = head_work(model, layout, software)
     schedule = build(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
     splits = Counter(action.position for action in schedule.actions[pp_rank] if action.kind is Kind.BACKWARD_INPUT)
     for position, stage in zip(schedule.placement.positions_of(pp_rank), plan.stages_of(pp_rank), strict=True):
         kinds = Counter(
-            zip((layer in model.routed_layers for layer in stage.layers), layer_modes(layout.recompute, stage.num_layers), strict=True)
+            zip(
+                (layer in model.routed_layers for layer in stage.layers),
+                layer_modes(layout.recompute, stage.num_layers),
+                strict=True,
+            )
         )
         blocks = [(routed if has_experts else dense, count, mode) for (has_experts, mode), count in kinds.items()]
         for items, times, mode in (*blocks, (embedding, int(stage.embedding), "none"), (head, int(stage.head), "none")):
@@ -98,9 +111,12 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
             traffic.add("tp", "all_reduce", 8, plan.microbatches * further)  # fp64
 
 
-def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None) -> None:
+def expert_traffic(
+    config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None
+) -> None:
     """Rows to the ranks of their experts and back, and how many there are."""
-    model, layout = config.model, layout_of(config, plan.grid.world_size)
+    model = config.model
+    layout = layout_of(config, plan.grid.world_size)
     modes = sorted(
         mode
         for stage in plan.stages_of(pp_rank)
@@ -113,7 +129,9 @@ def expert_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic:
         mode = modes[number // plan.microbatches]  # which rows are of which layer counts only where rows are not even
         for item in expert_work(model, layout, Software(), rows):
             if isinstance(item.work, Collective) and item.work.axis.startswith("ep"):
-                traffic.add(item.work.axis, item.work.operation, item.work.size_bytes, 2 if mode in item.repeated_by else 1)
+                traffic.add(
+                    item.work.axis, item.work.operation, item.work.size_bytes, 2 if mode in item.repeated_by else 1
+                )
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
@@ -128,15 +146,18 @@ def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffi
 
 
 def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
-    """Gradients in fp32 (fp64 under fp64) bucket by bucket: summed over tp or the tied stages where they must be, then over the replicas.
+    """Gradients in fp32 (fp64 under fp64) bucket by bucket: summed over tp or the tied stages where they must be, then
+    over the replicas.
 
-    ZeRO-1: reduce-scatter of the gradients and all-gather of the working weights; otherwise one all-reduce. Gradients that
-    travel in 16 bits go by all-to-all and, without ZeRO, come back by all-gather.
+    ZeRO-1: reduce-scatter of the gradients and all-gather of the working weights; otherwise one all-reduce. Gradients
+    that travel in 16 bits go by all-to-all and, without ZeRO, come back by all-gather.
     """
-    weight_bytes, gradient_bytes = DTYPE_BYTES[config.precision.dtype], statistics_bytes(config.precision.dtype)
+    weight_bytes = DTYPE_BYTES[config.precision.dtype]
+    gradient_bytes = statistics_bytes(config.precision.dtype)
     wire = config.precision.gradient_wire
     for bucket in buckets(config, plan, pp_rank):
-        numel, parameter = bucket.numel, bucket.members[0]
+        numel = bucket.numel
+        parameter = bucket.members[0]
         replicas = axis_of(parameter.replicas, plan)
         for axis in parameter.partial_axes():
             if axis == "tied" or plan.grid.degree(axis) > 1:
@@ -159,13 +180,19 @@ def axis_of(replicas: str, plan: ParallelPlan) -> str:
 
 
 def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: int, traffic: Traffic) -> None:
-    """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp (of experts, etp); sums of statistics."""
+    """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp (of
+    experts, etp); sums of statistics.
+    """
     rule = optimizer_rule(config.optimizer.name)
     for bucket in buckets(config, plan, pp_rank):
         replicas = axis_of(bucket.members[0].replicas, plan)
         owners = plan.grid.degree(replicas) if plan.zero else 1
         _statistics_traffic(
-            config, plan, replicas if owners > 1 else None, [one for member in bucket.members for one in rule.statistics(member)], traffic
+            config,
+            plan,
+            replicas if owners > 1 else None,
+            [one for member in bucket.members for one in rule.statistics(member)],
+            traffic,
         )
         if not (rule.gathers and bucket.whole):
             continue
@@ -181,7 +208,9 @@ def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: i
         _matrix_traffic(config, plan, bucket.members[0].tensor_axis, held, traffic)
 
 
-def _statistics_traffic(config: RunConfig, plan: ParallelPlan, owners: str | None, held: Iterable[Parameter], traffic: Traffic) -> None:
+def _statistics_traffic(
+    config: RunConfig, plan: ParallelPlan, owners: str | None, held: Iterable[Parameter], traffic: Traffic
+) -> None:
     """Of a bucket's statistics: summed over the owners of its slices, then over the axes that each names."""
     sizes = Counter[tuple[str, ...]]()
     for one in held:
@@ -194,9 +223,14 @@ def _statistics_traffic(config: RunConfig, plan: ParallelPlan, owners: str | Non
                 traffic.add(axis, "all_reduce", size_bytes)
 
 
-def _matrix_traffic(config: RunConfig, plan: ParallelPlan, axis: str, held: Iterable[Parameter], traffic: Traffic) -> None:
-    """Of an owner's matrices: those cut along their short side are gathered, of the others norms and Gram matrices summed."""
-    tp, ep = plan.grid.degree(axis), plan.grid.degree("ep") if axis == "etp" else 1
+def _matrix_traffic(
+    config: RunConfig, plan: ParallelPlan, axis: str, held: Iterable[Parameter], traffic: Traffic
+) -> None:
+    """Of an owner's matrices: those cut along their short side are gathered, of the others norms and Gram matrices
+    summed.
+    """
+    tp = plan.grid.degree(axis)
+    ep = plan.grid.degree("ep") if axis == "etp" else 1
     item_bytes = DTYPE_BYTES[config.precision.dtype]
     matrices = [one for parameter in held for one in matrices_of(parameter, config.optimizer.heads == "groups")]
     if cut := [one for one in matrices if one.part(tp) is Part.SHORT]:

@@ -1,8 +1,9 @@
 """The witness's dropout: Philox 4x32-10 (Salmon et al. 2011), one counter at a time in Python's integers.
 
-Contract: the key is the first 8 bytes, little endian, of BLAKE2b of "SEED:PLACE.dropout"; a token's counters are its sample's number (high 64
-bits), its position (next 32) and j = 0, 1, … n - 1 with n = ceil(H / 8); the eight halves of block j, lower first, are those of features j, j + n, j + 2n …;
-a feature whose half is below 65536 times the rate is 0, the others are divided by what is left of 1.
+Contract: the key is the first 8 bytes, little endian, of BLAKE2b of "SEED:PLACE.dropout"; a token's counters are its
+sample's number (high 64 bits), its position (next 32) and j = 0, 1, … n - 1 with n = ceil(H / 8); the eight halves of
+block j, lower first, are those of features j, j + n, j + 2n …; a feature whose half is below 65536 times the rate is 0,
+the others are divided by what is left of 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def words(counter: int, key: int) -> list[int]:
     c = [counter >> (32 * i) & 0xFFFFFFFF for i in range(4)]
     k = [key & 0xFFFFFFFF, key >> 32]
     for _ in range(10):
-        first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        first = c[0] * 0xD2511F53
+        second = c[2] * 0xCD9E8D57
         c = [(second >> 32) ^ c[1] ^ k[0], second & 0xFFFFFFFF, (first >> 32) ^ c[3] ^ k[1], first & 0xFFFFFFFF]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
     return c
@@ -27,7 +29,8 @@ def words(counter: int, key: int) -> list[int]:
 def factors(seed: int, place: str, sample: int, length: int, features: int, rate: float) -> Tensor:
     """(S, H): what each feature of each token of a sample is multiplied by."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}:{place}.dropout".encode(), digest_size=8).digest(), "little")
-    n, least = -(-features // 8), round(rate * 65536)
+    n = -(-features // 8)
+    least = round(rate * 65536)
     rows = []
     for position in range(length):
         row = [0.0] * (8 * n)

@@ -1,20 +1,21 @@
 """The second witness: GPT, Llama, MPT and NeoX written from their formulas, serially, in float64, one head at a time.
 
-Imports nothing of the package; shares no code, no layout trick and no kernel with it. What the two have in common is only the
-contract of names and global shapes (Vp = vocabulary padded to vocab_multiple, G = key/value heads, A = query heads, D = head dim):
+Imports nothing of the package; shares no code, no layout trick and no kernel with it. What the two have in common is
+only the contract of names and global shapes (Vp = vocabulary padded to vocab_multiple, G = key/value heads, A = query
+heads, D = head dim):
 
-    embedding.token.weight (Vp, H)             layers.i.attention.qkv.weight (G, A/G + 2, D, H): queries of the group, key, value
-    embedding.position.weight (S, H)           layers.i.attention.output.weight (H, A D)
+    embedding.token.weight (Vp, H)             layers.i.attention.qkv.weight (G, A/G + 2, D, H): queries of the group,
+    key, value embedding.position.weight (S, H)           layers.i.attention.output.weight (H, A D)
     layers.i.attention_norm.weight (H)         layers.i.mlp.up.weight (2, F, H) = gate, up for SwiGLU, else (F, H)
     layers.i.mlp_norm.weight (H)               layers.i.mlp.down.weight (H, F)
-    layers.i.attention_output_norm.weight (H)  layers.i.mlp_output_norm.weight (H): of what a block adds, where it has such norms
-    final_norm.weight (H)                      head.weight (Vp, H), absent where embeddings are tied
+    layers.i.attention_output_norm.weight (H)  layers.i.mlp_output_norm.weight (H): of what a block adds, where it has
+    such norms final_norm.weight (H)                      head.weight (Vp, H), absent where embeddings are tied
 
 and `.bias` beside each of them where the configuration has biases: (G, A/G + 2, D), (2, F) or (F), else (H).
 
-Sources: Vaswani et al. 2017 and Radford et al. 2019 (GPT-2), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (RoPE, in the
-rotate-half pairing of GPT-NeoX; Dubey et al. 2024 for Llama 3.1's slower rotations), Press et al. 2022 (ALiBi), Shazeer 2020 (SwiGLU, GeGLU), Gemma team 2024
-(soft caps), Ainslie et al. 2023 (grouped queries).
+Sources: Vaswani et al. 2017 and Radford et al. 2019 (GPT-2), Zhang & Sennrich 2019 (RMSNorm), Su et al. 2021 (RoPE, in
+the rotate-half pairing of GPT-NeoX; Dubey et al. 2024 for Llama 3.1's slower rotations), Press et al. 2022 (ALiBi),
+Shazeer 2020 (SwiGLU, GeGLU), Gemma team 2024 (soft caps), Ainslie et al. 2023 (grouped queries).
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def alibi_slopes(heads: int, max_bias: float) -> list[float]:
-    """Slopes of the ALiBi paper: a geometric series for a power of two, else the nearest lower power's, then every other of the next."""
+    """Slopes of the ALiBi paper: a geometric series for a power of two, else the nearest lower power's, then every
+    other of the next.
+    """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-max_bias * (i + 1) / power) for i in range(power)]
     between = [2 ** (-max_bias * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]
@@ -76,8 +79,12 @@ def alibi_slopes(heads: int, max_bias: float) -> list[float]:
 
 
 def _slowed(frequency: float, scaling: Mapping[str, float]) -> float:
-    """Llama 3.1: a wave longer than the original context over `low` turns by `factor` less, one shorter than it over `high` as before."""
-    low, high, context = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_sequence_length"]
+    """Llama 3.1: a wave longer than the original context over `low` turns by `factor` less, one shorter than it over
+    `high` as before.
+    """
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
+    context = scaling["original_sequence_length"]
     wave = 2 * math.pi / frequency
     if wave > context / low:
         return frequency / scaling["factor"]
@@ -90,7 +97,9 @@ def _slowed(frequency: float, scaling: Mapping[str, float]) -> float:
 def _stretched(frequency: float, j: int, rotating: int, config: Config) -> float:
     """The frequency of rotation j under the scaling's kind."""
     scaling = config["rope_scaling"]
-    kind, factor, theta = scaling.get("kind", "llama3"), scaling["factor"], config["rope_theta"]
+    kind = scaling.get("kind", "llama3")
+    factor = scaling["factor"]
+    theta = config["rope_theta"]
     if kind == "linear":
         return frequency / factor
     if kind == "ntk":
@@ -100,14 +109,17 @@ def _stretched(frequency: float, j: int, rotating: int, config: Config) -> float
             rotating * math.log(scaling["original_sequence_length"] / (beta * 2 * math.pi)) / (2 * math.log(theta))
             for beta in (scaling["beta_fast"], scaling["beta_slow"])
         )
-        low, high = max(math.floor(low), 0), min(math.ceil(high), rotating - 1)
+        low = max(math.floor(low), 0)
+        high = min(math.ceil(high), rotating - 1)
         ramp = min(max((j - low) / max(high - low, 0.001), 0), 1)
         return frequency / factor * ramp + frequency * (1 - ramp)
     return _slowed(frequency, scaling)
 
 
 def _rotate(x_SD: Tensor, positions: list[int], config: Config) -> Tensor:
-    """RoPE on the first R = `rope_fraction` D dims, dim j paired with dim j + R / 2, angle position * theta^(-2 j / R)."""
+    """RoPE on the first R = `rope_fraction` D dims, dim j paired with dim j + R / 2, angle position * theta^(-2 j /
+    R).
+    """
     rotating = int(x_SD.shape[-1] * config["rope_fraction"])
     half = rotating // 2
     columns = list(x_SD.unbind(-1))
@@ -118,17 +130,23 @@ def _rotate(x_SD: Tensor, positions: list[int], config: Config) -> Tensor:
         if config.get("rope_scaling"):
             frequency = _stretched(frequency, j, rotating, config)
         angle = torch.tensor([position * frequency for position in positions], dtype=x_SD.dtype)
-        first, second = x_SD[:, j], x_SD[:, j + half]
+        first = x_SD[:, j]
+        second = x_SD[:, j + half]
         columns[j] = amplitude * (first * angle.cos() - second * angle.sin())
         columns[j + half] = amplitude * (second * angle.cos() + first * angle.sin())
     return torch.stack(columns, -1)
 
 
-def _attention(x_SH: Tensor, params: Params, name: str, config: Config, documents: list[int], positions: list[int]) -> Tensor:
+def _attention(
+    x_SH: Tensor, params: Params, name: str, config: Config, documents: list[int], positions: list[int]
+) -> Tensor:
     """Causal attention of one sequence, one head after the other, within documents."""
-    A, D = config["heads"], config["head_dim"] or config["hidden"] // config["heads"]
-    G, S = config["kv_heads"] or A, len(documents)
-    weight, bias = params[f"{name}.qkv.weight"], params.get(f"{name}.qkv.bias")
+    A = config["heads"]
+    D = config["head_dim"] or config["hidden"] // config["heads"]
+    G = config["kv_heads"] or A
+    S = len(documents)
+    weight = params[f"{name}.qkv.weight"]
+    bias = params.get(f"{name}.qkv.bias")
     window = config.get("sliding_window") or S
     if (every := config.get("full_attention_every")) and (int(name.split(".")[1]) + 1) % every == 0:
         window = S
@@ -145,11 +163,17 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
         gamma = _gain(params[f"{name}.{piece}_norm.weight"], config)
         if config["qk_norm"] == "full":
             each = range(A) if piece == "q" else range(G)
-            everything = [project(one // (A // G), one % (A // G)) if piece == "q" else project(one, A // G) for one in each]
+            everything = [
+                project(one // (A // G), one % (A // G)) if piece == "q" else project(one, A // G) for one in each
+            ]
             square_S = torch.stack(everything).pow(2).mean((0, 2))
         else:
             square_S = x_SD.pow(2).mean(-1)
-        return x_SD / (square_S[:, None] + config["norm_eps"]).sqrt() * (gamma[head] if config["qk_norm"] == "full" else gamma)
+        return (
+            x_SD
+            / (square_S[:, None] + config["norm_eps"]).sqrt()
+            * (gamma[head] if config["qk_norm"] == "full" else gamma)
+        )
 
     def turn(x_SD: Tensor) -> Tensor:
         return _rotate(x_SD, positions, config) if config["position"] == "rope" else x_SD
@@ -157,7 +181,8 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
     heads = []
     for head in range(A):
         group, slot = divmod(head, A // G)
-        query, key = turn(normed(project(group, slot), "q", head)), turn(normed(project(group, A // G), "k", group))
+        query = turn(normed(project(group, slot), "q", head))
+        key = turn(normed(project(group, A // G), "k", group))
         value = project(group, A // G + 1)
         scores = _bounded(query @ key.T / math.sqrt(config.get("score_width") or D), config.get("score_softcap"))
         if config["position"] == "alibi":
@@ -168,7 +193,8 @@ def _attention(x_SH: Tensor, params: Params, name: str, config: Config, document
 
 def _mlp(x: Tensor, params: Params, name: str, config: Config) -> Tensor:
     """Two linear layers with GELU between, or SwiGLU's three."""
-    weight, bias = params[f"{name}.up.weight"], params.get(f"{name}.up.bias")
+    weight = params[f"{name}.up.weight"]
+    bias = params.get(f"{name}.up.bias")
     if config["activation"] in ("swiglu", "geglu_tanh"):
         gate, up = (_linear(x, weight[part], None if bias is None else bias[part]) for part in (0, 1))
         hidden = (gate * torch.sigmoid(gate) if config["activation"] == "swiglu" else _gelu_tanh(gate)) * up
@@ -187,7 +213,8 @@ def logits(
 ) -> Tensor:
     """(S, vocab_size) logits of one sequence; `documents` gives each position's document id (contiguous runs).
 
-    `routers` gets what each layer's router says of the sequence. `sample` is its number, by which features are dropped; None = none are.
+    `routers` gets what each layer's router says of the sequence. `sample` is its number, by which features are dropped;
+    None = none are.
     """
 
     def dropped(x: Tensor, place: str) -> Tensor:
@@ -197,14 +224,21 @@ def logits(
 
     documents = [0] * len(tokens_S) if documents is None else [int(d) for d in documents]
     positions = [i - documents.index(document) for i, document in enumerate(documents)]
-    x = params["embedding.token.weight"][tokens_S] * (math.sqrt(config["hidden"]) if config.get("scaled_embedding") else 1)
+    x = params["embedding.token.weight"][tokens_S] * (
+        math.sqrt(config["hidden"]) if config.get("scaled_embedding") else 1
+    )
     if config["position"] == "learned":
         x = x + params["embedding.position.weight"][positions]
     x = dropped(x, "embedding")
     for i in range(config["layers"]):
         layer = f"layers.{i}"
         attended = _attention(
-            _norm(x, params, f"{layer}.attention_norm", config), params, f"{layer}.attention", config, documents, positions
+            _norm(x, params, f"{layer}.attention_norm", config),
+            params,
+            f"{layer}.attention",
+            config,
+            documents,
+            positions,
         )
         middle = x + dropped(_norm(attended, params, f"{layer}.attention_output_norm", config), f"{layer}.attention")
         mlp_input = _norm(x if config["parallel_residual"] else middle, params, f"{layer}.mlp_norm", config)
@@ -234,15 +268,20 @@ def loss(
     learnt_BS1: Tensor | None = None,
     first_sample: int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy over all targets; inputs are tokens[:, :-1], targets tokens[:, 1:]; `first_sample` counts the rows, of which features are dropped.
+    """Mean cross-entropy over all targets; inputs are tokens[:, :-1], targets tokens[:, 1:]; `first_sample` counts the
+    rows, of which features are dropped.
 
-    With document ids, a target that belongs to another document than its input does not count; nor does one that is not learnt. `routers` gets a list for each sequence.
+    With document ids, a target that belongs to another document than its input does not count; nor does one that is not
+    learnt. `routers` gets a list for each sequence.
     """
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
     for row, tokens in enumerate(tokens_BS1):
         documents = [0] * len(tokens) if documents_BS1 is None else documents_BS1[row].tolist()
         said: list[moe.Said] = []
-        z = logits(config, params, tokens[:-1], documents[:-1], said, None if first_sample is None else first_sample + row)
+        z = logits(
+            config, params, tokens[:-1], documents[:-1], said, None if first_sample is None else first_sample + row
+        )
         if routers is not None:
             routers.append(said)
         for i in range(len(tokens) - 1):
@@ -253,7 +292,11 @@ def loss(
 
 
 def output_z(
-    config: Config, params: Params, tokens_BS1: Tensor, documents_BS1: Tensor | None = None, learnt_BS1: Tensor | None = None
+    config: Config,
+    params: Params,
+    tokens_BS1: Tensor,
+    documents_BS1: Tensor | None = None,
+    learnt_BS1: Tensor | None = None,
 ) -> Tensor:
     """Mean squared log-sum-exp of the logits over the targets that `loss` counts."""
     squares = []
@@ -316,15 +359,19 @@ def train(
     documents: Sequence[Tensor | None] | None = None,
     learnt: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Train on each batch of `batches` once; (losses, gradient norms before clipping, parameters after the last update).
+    """Train on each batch of `batches` once; (losses, gradient norms before clipping, parameters after the last
+    update).
 
     `rate(update)` is the learning rate of update 1, 2, …; clip_norm 0 means no clipping.
     """
     now = {name: value.detach().to(torch.float64).clone() for name, value in params.items()}
-    losses, norms = [], []
+    losses = []
+    norms = []
     for update, batch in enumerate(batches, start=1):
         mask = learnt[update - 1] if learnt else None
-        value, grads = gradients(config, now, batch, documents[update - 1] if documents else None, mask, (update - 1) * len(batch))
+        value, grads = gradients(
+            config, now, batch, documents[update - 1] if documents else None, mask, (update - 1) * len(batch)
+        )
         kept = moe.kept(config, now, batch, documents[update - 1] if documents else None, loss)
         norm = global_norm(grads)
         scale = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0

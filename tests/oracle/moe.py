@@ -1,9 +1,12 @@
-"""The witness's mixture of experts: every expert computes every token, and the router's weights, most of them zero, say what counts.
+"""The witness's mixture of experts: every expert computes every token, and the router's weights, most of them zero, say
+what counts.
 
-So there is no dispatch and no sorting in it. A capacity is that of one sequence. Sources: Shazeer et al. 2017, Fedus et al. 2021 (Switch: the balance loss),
-Zoph et al. 2022 (ST-MoE: the z-loss), DeepSeek-V3 (sigmoid scores, selection bias, sequence-wise balance).
+So there is no dispatch and no sorting in it. A capacity is that of one sequence. Sources: Shazeer et al. 2017, Fedus et
+al. 2021 (Switch: the balance loss), Zoph et al. 2022 (ST-MoE: the z-loss), DeepSeek-V3 (sigmoid scores, selection bias,
+sequence-wise balance).
 
-    layers.i.moe.router.weight (E, H), .bias (E), .load (E)       layers.i.moe.experts.up.weight (E, 2, F, H) = gate, up; .down.weight (E, H, F)
+    layers.i.moe.router.weight (E, H), .bias (E), .load (E)       layers.i.moe.experts.up.weight (E, 2, F, H) = gate,
+    up; .down.weight (E, H, F)
 """
 
 from __future__ import annotations
@@ -32,13 +35,17 @@ def mixture(x_SH: Tensor, params: Params, name: str, config: Config) -> tuple[Te
     logits_SE = x_SH @ params[f"{name}.router.weight"].T
     scores_SE = torch.softmax(logits_SE, -1) if config["score"] == "softmax" else 1 / (1 + torch.exp(-logits_SE))
     bias_E = params.get(f"{name}.router.bias")
-    chosen, weights = [], []
+    chosen = []
+    weights = []
     for scores_E in scores_SE:
         preferred = (scores_E if bias_E is None else scores_E + bias_E).tolist()
         best = sorted(range(config["experts"]), key=lambda expert: -preferred[expert])[: config["top_k"]]
         total = sum(scores_E[expert] for expert in best) if config["normalise"] else 1.0
         weights.append(
-            [scores_E[e] / total * config["scale"] if e in best else torch.zeros((), dtype=x_SH.dtype) for e in range(config["experts"])]
+            [
+                scores_E[e] / total * config["scale"] if e in best else torch.zeros((), dtype=x_SH.dtype)
+                for e in range(config["experts"])
+            ]
         )
         chosen.append(best)
     if config["capacity"]:
@@ -59,10 +66,13 @@ def mixture(x_SH: Tensor, params: Params, name: str, config: Config) -> tuple[Te
 
 
 def balance(said: Said, config: Config, load_E: Tensor | None) -> Tensor:
-    """E times the sum over experts of (share of the sequence's choices) x (mean score); with a load, that of the whole step before, of (load) x (mean score)."""
+    """E times the sum over experts of (share of the sequence's choices) x (mean score); with a load, that of the
+    whole step before, of (load) x (mean score).
+    """
     if load_E is not None:
         return (said.scores_SE.mean(0) * load_E.detach()).sum()
-    total, S = torch.zeros((), dtype=torch.float64), len(said.chosen)
+    total = torch.zeros((), dtype=torch.float64)
+    S = len(said.chosen)
     for expert in range(config["experts"]):
         share = sum(expert in chosen for chosen in said.chosen) / (config["top_k"] * S)
         total = total + share * said.scores_SE[:, expert].mean()
@@ -73,7 +83,8 @@ def losses(routers: Sequence[Sequence[Said]], config: Config, params: Params) ->
     """Both of the routers' losses, weighted: summed over layers, meant over sequences."""
     if not config.get("moe"):
         return torch.zeros((), dtype=torch.float64)
-    total, moe = torch.zeros((), dtype=torch.float64), config["moe"]
+    total = torch.zeros((), dtype=torch.float64)
+    moe = config["moe"]
     loads = [params.get(name.replace("weight", "load")) for name in _of_routers(params, "weight")]
     for said, load_E in ((said, load_E) for sequence in routers for said, load_E in zip(sequence, loads, strict=True)):
         z = torch.stack([row.exp().sum().log() ** 2 for row in said.logits_SE]).mean()
@@ -83,26 +94,36 @@ def losses(routers: Sequence[Sequence[Said]], config: Config, params: Params) ->
 
 def _of_routers(params: Params, what: str) -> list[str]:
     """Names, layer after layer."""
-    return sorted((name for name in params if name.endswith(f"router.{what}")), key=lambda name: int(name.split(".")[1]))
+    return sorted(
+        (name for name in params if name.endswith(f"router.{what}")), key=lambda name: int(name.split(".")[1])
+    )
 
 
-def kept(config: Config, params: Params, tokens: Tensor, documents: Tensor | None, loss: Callable[..., Tensor]) -> dict[str, Tensor]:
+def kept(
+    config: Config, params: Params, tokens: Tensor, documents: Tensor | None, loss: Callable[..., Tensor]
+) -> dict[str, Tensor]:
     """What routers keep of a step on this batch: their load, and where each selection bias is after it.
 
     A fixed rate up for experts chosen less often than the mean, down for others.
     """
-    biases, loads = _of_routers(params, "bias"), _of_routers(params, "load")
+    biases = _of_routers(params, "bias")
+    loads = _of_routers(params, "load")
     if not biases and not loads:
         return {}
     routers: list[list[Said]] = []
     loss(config, params, tokens, documents, routers)
     now = {}
     for layer in range(len(routers[0])):
-        counts = [sum(expert in chosen for said in routers for chosen in said[layer].chosen) for expert in range(config["moe"]["experts"])]
+        counts = [
+            sum(expert in chosen for said in routers for chosen in said[layer].chosen)
+            for expert in range(config["moe"]["experts"])
+        ]
         mean = sum(counts) / len(counts)
         if loads:
             now[loads[layer]] = torch.tensor([count / mean for count in counts], dtype=torch.float64)
         if biases:
             steps = [float(count < mean) - float(count > mean) for count in counts]
-            now[biases[layer]] = params[biases[layer]] + config["moe"]["bias_rate"] * torch.tensor(steps, dtype=torch.float64)
+            now[biases[layer]] = params[biases[layer]] + config["moe"]["bias_rate"] * torch.tensor(
+                steps, dtype=torch.float64
+            )
     return now

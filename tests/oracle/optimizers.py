@@ -1,6 +1,7 @@
 """The witness's optimizers: each gives the direction in which a parameter moves; `gpt.train` decays, clips and steps.
 
-Formulas: Loshchilov & Hutter 2019 (AdamW), Shazeer & Stern 2018 (the factored second moment), Chen et al. 2023 (Lion), Jordan et al. 2024 and Liu et al. 2025 (Muon, with Moonlight's scale).
+Formulas: Loshchilov & Hutter 2019 (AdamW), Shazeer & Stern 2018 (the factored second moment), Chen et al. 2023 (Lion),
+Jordan et al. 2024 and Liu et al. 2025 (Muon, with Moonlight's scale).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def _zeros() -> defaultdict[str, Any]:
 
 def adamw(betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> Direction:
     """Of a run: keeps its moments."""
-    first, second = _zeros(), _zeros()
+    first = _zeros()
+    second = _zeros()
 
     def direction(name: str, gradient: Tensor, update: int) -> Tensor:
         first[name] = betas[0] * first[name] + (1 - betas[0]) * gradient
@@ -56,8 +58,11 @@ def lion(betas: tuple[float, float]) -> Direction:
 
 
 def muon(betas: tuple[float, float], eps: float, by_group: bool) -> Direction:
-    """Matrices by orthogonal momentum, q, k, v and gate, up apart, `by_group` each group of heads too; the rest by AdamW."""
-    momenta, rest = _zeros(), adamw(betas, eps)
+    """Matrices by orthogonal momentum, q, k, v and gate, up apart, `by_group` each group of heads too; the rest by
+    AdamW.
+    """
+    momenta = _zeros()
+    rest = adamw(betas, eps)
 
     def direction(name: str, gradient: Tensor, update: int) -> Tensor:
         if not is_matrix(name):
@@ -74,15 +79,21 @@ def muon(betas: tuple[float, float], eps: float, by_group: bool) -> Direction:
 
 def adafactor(betas: tuple[float, float], eps: float) -> Direction:
     """AdamW, but of the squares of a matrix only the means of rows and columns are kept; q, k, v, gate and up apart."""
-    first, rows, columns, rest = _zeros(), _zeros(), _zeros(), adamw(betas, eps)
+    first = _zeros()
+    rows = _zeros()
+    columns = _zeros()
+    rest = adamw(betas, eps)
 
     def direction(name: str, gradient: Tensor, update: int) -> Tensor:
         if not is_matrix(name):
             return rest(name, gradient, update)
         first[name] = betas[0] * first[name] + (1 - betas[0]) * gradient
         moved = first[name] / (1 - betas[0] ** update)
-        for index, (part, squares) in enumerate(zip(_pieces(name, moved, False), _pieces(name, gradient**2, False), strict=True)):
-            key, matrix = (name, index), squares.reshape(-1, squares.shape[-1])
+        for index, (part, squares) in enumerate(
+            zip(_pieces(name, moved, False), _pieces(name, gradient**2, False), strict=True)
+        ):
+            key = (name, index)
+            matrix = squares.reshape(-1, squares.shape[-1])
             rows[key] = betas[1] * rows[key] + (1 - betas[1]) * matrix.mean(1)
             columns[key] = betas[1] * columns[key] + (1 - betas[1]) * matrix.mean(0)
             second = torch.outer(rows[key], columns[key]) / rows[key].mean() / (1 - betas[1] ** update)
@@ -108,9 +119,13 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 
 def _pieces(name: str, tensor: Tensor, by_group: bool) -> list[Tensor]:
-    """Views of the matrices that a global tensor of the model is made of, each (rows, columns) but for leading dims of its rows."""
+    """Views of the matrices that a global tensor of the model is made of, each (rows, columns) but for leading dims
+    of its rows.
+    """
     if "attention.qkv" in name:
-        q, k, v = tensor[:, :-2], tensor[:, -2], tensor[:, -1]
+        q = tensor[:, :-2]
+        k = tensor[:, -2]
+        v = tensor[:, -1]
         return [group[index] for group in (q, k, v) for index in range(len(tensor))] if by_group else [q, k, v]
     if "mlp.up" in name and tensor.dim() == 3:
         return [tensor[0], tensor[1]]

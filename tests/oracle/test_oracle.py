@@ -1,4 +1,6 @@
-"""The oracle itself against code that nobody here wrote: transformers' GPT-2, Llama, MPT and GPT-NeoX, torch's AdamW."""
+"""The oracle itself against code that nobody here wrote: transformers' GPT-2, Llama, MPT and GPT-NeoX, torch's
+AdamW.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,32 @@ from tests.oracle.optimizers import adamw
 
 transformers = pytest.importorskip("transformers")
 
-V, S, H, L, A, F = 61, 12, 48, 2, 6, 80
+V = 61
+S = 12
+H = 48
+L = 2
+A = 6
+F = 80
 BASE: dict[str, Any] = {
-    "layers": L, "hidden": H, "heads": A, "kv_heads": None, "head_dim": None, "ffn_hidden": F, "vocab_size": V, "sequence_length": S,
-    "position": "learned", "norm": "layernorm", "norm_eps": 1e-5, "activation": "gelu", "bias": True, "parallel_residual": False,
-    "tied_embeddings": False, "rope_theta": 10000.0, "rope_fraction": 1.0, "alibi_max_bias": 8.0,
-}  # fmt: skip
+    "layers": L,
+    "hidden": H,
+    "heads": A,
+    "kv_heads": None,
+    "head_dim": None,
+    "ffn_hidden": F,
+    "vocab_size": V,
+    "sequence_length": S,
+    "position": "learned",
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "activation": "gelu",
+    "bias": True,
+    "parallel_residual": False,
+    "tied_embeddings": False,
+    "rope_theta": 10000.0,
+    "rope_fraction": 1.0,
+    "alibi_max_bias": 8.0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +58,9 @@ def random_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) + (parameter.dim() == 1))
+            parameter.copy_(
+                0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) + (parameter.dim() == 1)
+            )
     return dict(model.named_parameters())
 
 
@@ -58,14 +82,26 @@ def norms(theirs: dict[str, Tensor], ours: str, name: str) -> dict[str, Tensor]:
 def gpt2() -> tuple[torch.nn.Module, dict[str, Any], dict[str, Tensor]]:
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=V, n_positions=S, n_embd=H, n_layer=L, n_head=A, n_inner=F, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
+            vocab_size=V,
+            n_positions=S,
+            n_embd=H,
+            n_layer=L,
+            n_head=A,
+            n_inner=F,
+            attn_pdrop=0,
+            embd_pdrop=0,
+            resid_pdrop=0,
             activation_function="gelu_new",
         )
-    ).double()  # fmt: skip
+    ).double()
     theirs = random_weights(model)
-    ours = {"embedding.token.weight": theirs["transformer.wte.weight"], "embedding.position.weight": theirs["transformer.wpe.weight"]}
+    ours = {
+        "embedding.token.weight": theirs["transformer.wte.weight"],
+        "embedding.position.weight": theirs["transformer.wpe.weight"],
+    }
     for i in range(L):
-        h, layer = f"transformer.h.{i}", f"layers.{i}"
+        h = f"transformer.h.{i}"
+        layer = f"layers.{i}"
         ours |= norms(theirs, f"{layer}.attention_norm", f"{h}.ln_1") | norms(theirs, f"{layer}.mlp_norm", f"{h}.ln_2")
         mine = {"attn.c_proj": "attention.output", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
         for leaf in ("weight", "bias"):  # Conv1D keeps its weight as (in, out)
@@ -80,23 +116,41 @@ def llama() -> tuple[torch.nn.Module, dict[str, Any], dict[str, Tensor]]:
     G = 2
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=V, max_position_embeddings=S, hidden_size=H, num_hidden_layers=L, num_attention_heads=A, num_key_value_heads=G,
-            intermediate_size=F, rms_norm_eps=1e-5, tie_word_embeddings=False, attn_implementation="eager", rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+            vocab_size=V,
+            max_position_embeddings=S,
+            hidden_size=H,
+            num_hidden_layers=L,
+            num_attention_heads=A,
+            num_key_value_heads=G,
+            intermediate_size=F,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
         )
-    ).double()  # fmt: skip
+    ).double()
     theirs = random_weights(model)
     ours = {"embedding.token.weight": theirs["model.embed_tokens.weight"], "head.weight": theirs["lm_head.weight"]}
     for i in range(L):
-        h, layer = f"model.layers.{i}", f"layers.{i}"
+        h = f"model.layers.{i}"
+        layer = f"layers.{i}"
         ours |= norms(theirs, f"{layer}.attention_norm", f"{h}.input_layernorm") | norms(
             theirs, f"{layer}.mlp_norm", f"{h}.post_attention_layernorm"
         )
-        ours[f"{layer}.attention.qkv.weight"] = stack_heads(*(theirs[f"{h}.self_attn.{part}_proj.weight"] for part in "qkv"), G)
+        ours[f"{layer}.attention.qkv.weight"] = stack_heads(
+            *(theirs[f"{h}.self_attn.{part}_proj.weight"] for part in "qkv"), G
+        )
         ours[f"{layer}.attention.output.weight"] = theirs[f"{h}.self_attn.o_proj.weight"]
-        ours[f"{layer}.mlp.up.weight"] = torch.stack([theirs[f"{h}.mlp.gate_proj.weight"], theirs[f"{h}.mlp.up_proj.weight"]])
+        ours[f"{layer}.mlp.up.weight"] = torch.stack(
+            [theirs[f"{h}.mlp.gate_proj.weight"], theirs[f"{h}.mlp.up_proj.weight"]]
+        )
         ours[f"{layer}.mlp.down.weight"] = theirs[f"{h}.mlp.down_proj.weight"]
     ours |= norms(theirs, "final_norm", "model.norm")
-    return model, {**BASE, "kv_heads": G, "position": "rope", "norm": "rmsnorm", "activation": "swiglu", "rope_theta": 500.0}, ours
+    return (
+        model,
+        {**BASE, "kv_heads": G, "position": "rope", "norm": "rmsnorm", "activation": "swiglu", "rope_theta": 500.0},
+        ours,
+    )
 
 
 def mpt(heads: int = A) -> tuple[torch.nn.Module, dict[str, Any], dict[str, Tensor]]:
@@ -106,8 +160,11 @@ def mpt(heads: int = A) -> tuple[torch.nn.Module, dict[str, Any], dict[str, Tens
     theirs = random_weights(model)
     ours = {"embedding.token.weight": theirs["transformer.wte.weight"]}
     for i in range(L):
-        h, layer = f"transformer.blocks.{i}", f"layers.{i}"
-        ours |= norms(theirs, f"{layer}.attention_norm", f"{h}.norm_1") | norms(theirs, f"{layer}.mlp_norm", f"{h}.norm_2")
+        h = f"transformer.blocks.{i}"
+        layer = f"layers.{i}"
+        ours |= norms(theirs, f"{layer}.attention_norm", f"{h}.norm_1") | norms(
+            theirs, f"{layer}.mlp_norm", f"{h}.norm_2"
+        )
         query, key, value = theirs[f"{h}.attn.Wqkv.weight"].reshape(3, heads, 1, H // heads, H)
         ours[f"{layer}.attention.qkv.weight"] = torch.cat([query, key, value], 1)
         ours[f"{layer}.attention.output.weight"] = theirs[f"{h}.attn.out_proj.weight"]
@@ -120,14 +177,24 @@ def mpt(heads: int = A) -> tuple[torch.nn.Module, dict[str, Any], dict[str, Tens
 def neox(parallel: bool = True) -> tuple[torch.nn.Module, dict[str, Any], dict[str, Tensor]]:
     model = transformers.GPTNeoXForCausalLM(
         transformers.GPTNeoXConfig(
-            vocab_size=V, max_position_embeddings=S, hidden_size=H, num_hidden_layers=L, num_attention_heads=A, intermediate_size=F,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}, use_parallel_residual=parallel, attn_implementation="eager", hidden_dropout=0, attention_dropout=0,
+            vocab_size=V,
+            max_position_embeddings=S,
+            hidden_size=H,
+            num_hidden_layers=L,
+            num_attention_heads=A,
+            intermediate_size=F,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            use_parallel_residual=parallel,
+            attn_implementation="eager",
+            hidden_dropout=0,
+            attention_dropout=0,
         )
-    ).double()  # fmt: skip
+    ).double()
     theirs = random_weights(model)
     ours = {"embedding.token.weight": theirs["gpt_neox.embed_in.weight"], "head.weight": theirs["lm_head.weight"]}
     for i in range(L):
-        h, layer = f"gpt_neox.layers.{i}", f"layers.{i}"
+        h = f"gpt_neox.layers.{i}"
+        layer = f"layers.{i}"
         ours |= norms(theirs, f"{layer}.attention_norm", f"{h}.input_layernorm") | norms(
             theirs, f"{layer}.mlp_norm", f"{h}.post_attention_layernorm"
         )
@@ -141,7 +208,14 @@ def neox(parallel: bool = True) -> tuple[torch.nn.Module, dict[str, Any], dict[s
     return model, {**BASE, "position": "rope", "rope_fraction": 0.5, "parallel_residual": parallel}, ours
 
 
-FAMILIES = {"gpt2": gpt2, "llama": llama, "mpt": mpt, "mpt-8-heads": lambda: mpt(8), "neox": neox, "neox-serial": lambda: neox(False)}
+FAMILIES = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "mpt": mpt,
+    "mpt-8-heads": lambda: mpt(8),
+    "neox": neox,
+    "neox-serial": lambda: neox(False),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -157,7 +231,9 @@ def test_logits_and_gradients_equal_transformers(family: str) -> None:
     value = gpt.loss(config, ours, batch)
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
     parameters = list(model.parameters())
-    for mine, theirs in zip(torch.autograd.grad(value, parameters), torch.autograd.grad(expected, parameters), strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(value, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-10)
 
 

@@ -1,4 +1,6 @@
-"""Which runs are compared: every legal combination of degrees, schedule, recompute mode and family, or enough of them to meet all pairs."""
+"""Which runs are compared: every legal combination of degrees, schedule, recompute mode and family, or enough of
+them to meet all pairs.
+"""
 
 from __future__ import annotations
 
@@ -15,43 +17,112 @@ MAX_RANKS = 8
 GLOBAL_BATCH = 8
 STEPS = 3
 
-# Eight layers, so that four stages of two chunks have one each; 50 real of 64 padded vocabulary rows, so that with tp 4 the last
+# Eight layers, so that four stages of two chunks have one each; 50 real of 64 padded vocabulary rows, so that with tp 4
+# the last
 # rank has two real rows; initial weights ten times the usual, so that no gradient is small.
 SHAPE: dict[str, Any] = {
-    "layers": 8, "hidden": 32, "heads": 8, "ffn_hidden": 48, "vocab_size": 50, "vocab_multiple": 64, "sequence_length": 12, "init_std": 0.2,
-}  # fmt: skip
+    "layers": 8,
+    "hidden": 32,
+    "heads": 8,
+    "ffn_hidden": 48,
+    "vocab_size": 50,
+    "vocab_multiple": 64,
+    "sequence_length": 12,
+    "init_std": 0.2,
+}
 # of the two rotations of a head one is between fast and slow, one slow
 SLOWER = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.5, "original_sequence_length": 12}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt": {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh", "bias": True, "norm_bias": True, "tied_embeddings": True},
-    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "qkv_bias": True, "rope_scaling": SLOWER},
+    "gpt": {
+        "position": "learned",
+        "norm": "layernorm",
+        "activation": "gelu_tanh",
+        "bias": True,
+        "norm_bias": True,
+        "tied_embeddings": True,
+    },
+    "llama": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "kv_heads": 4,
+        "qkv_bias": True,
+        "rope_scaling": SLOWER,
+    },
     "mpt": {"position": "alibi", "norm": "layernorm", "activation": "gelu", "tied_embeddings": True},
     "neox": {
-        "position": "rope", "rope_fraction": 0.5, "norm": "layernorm", "activation": "gelu", "bias": True, "norm_bias": True,
+        "position": "rope",
+        "rope_fraction": 0.5,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "bias": True,
+        "norm_bias": True,
         "parallel_residual": True,
     },
-}  # fmt: skip
+}
 
 _EXPERTS = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "layers": 4}
 # with weights that are large enough to matter in a comparison of gradients; played by test_experts.py
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**_EXPERTS, "moe": {"experts": 8, "top_k": 2, "expert_hidden": 16, "balance_weight": 0.3}},
-    "olmoe": {**_EXPERTS, "qk_norm": "full", "moe": {"experts": 8, "top_k": 3, "expert_hidden": 16, "normalise": False, "balance_weight": 0.1, "z_weight": 0.1}},
-    "deepseek": {**_EXPERTS, "qk_norm": "head", "moe": {
-        "experts": 8, "top_k": 3, "expert_hidden": 16, "dense_layers": 1, "shared_hidden": 16, "shared_gate": True, "score": "sigmoid",
-        "selection_bias": True, "bias_rate": 0.05, "scale": 1.5, "balance_weight": 0.1,
-    }},
-}  # fmt: skip
+    "olmoe": {
+        **_EXPERTS,
+        "qk_norm": "full",
+        "moe": {
+            "experts": 8,
+            "top_k": 3,
+            "expert_hidden": 16,
+            "normalise": False,
+            "balance_weight": 0.1,
+            "z_weight": 0.1,
+        },
+    },
+    "deepseek": {
+        **_EXPERTS,
+        "qk_norm": "head",
+        "moe": {
+            "experts": 8,
+            "top_k": 3,
+            "expert_hidden": 16,
+            "dense_layers": 1,
+            "shared_hidden": 16,
+            "shared_gate": True,
+            "score": "sigmoid",
+            "selection_bias": True,
+            "bias_rate": 0.05,
+            "scale": 1.5,
+            "balance_weight": 0.1,
+        },
+    },
+}
 
 # played by test_families.py
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
-    "olmo2": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "qk_norm": "full", "norm_placement": "post"},
-    "gemma2": {
-        "position": "rope", "norm": "rmsnorm", "activation": "geglu_tanh", "kv_heads": 4, "head_dim": 6, "norm_placement": "both", "norm_plus_one": True,
-        "sliding_window": 5, "full_attention_every": 2, "score_width": 4, "score_softcap": 1.0, "logit_softcap": 3.0,
-        "scaled_embedding": True, "tied_embeddings": True,
+    "olmo2": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "kv_heads": 4,
+        "qk_norm": "full",
+        "norm_placement": "post",
     },
-}  # fmt: skip
+    "gemma2": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "geglu_tanh",
+        "kv_heads": 4,
+        "head_dim": 6,
+        "norm_placement": "both",
+        "norm_plus_one": True,
+        "sliding_window": 5,
+        "full_attention_every": 2,
+        "score_width": 4,
+        "score_softcap": 1.0,
+        "logit_softcap": 3.0,
+        "scaled_embedding": True,
+        "tied_embeddings": True,
+    },
+}
 
 ALL_FAMILIES = {**FAMILIES, **EXPERT_FAMILIES, **FURTHER_FAMILIES}
 
@@ -101,7 +172,9 @@ class Case:
 
     def serial(self) -> Case:
         """The degree-1 run that must give the same numbers."""
-        same = tuple(setting for setting in self.settings if setting.startswith(("model.", "batch.global_batch=", "optimizer.")))
+        same = tuple(
+            setting for setting in self.settings if setting.startswith(("model.", "batch.global_batch=", "optimizer."))
+        )
         return Case(self.family, documents=self.documents, read_only=self.read_only, settings=same)
 
     def config(self, dtype: str = "fp64") -> RunConfig:
@@ -109,25 +182,38 @@ class Case:
         content: dict[str, Any] = {
             "model": SHAPE | ALL_FAMILIES[self.family],
             "parallel": {
-                "tensor": self.tp, "pipeline": self.pp, "data": self.dp, "context": self.cp, "chunks": self.chunks, "schedule": self.schedule,
-                "sequence_parallel": self.sequence_parallel, "axis_order": self.order, "zero": self.zero,
+                "tensor": self.tp,
+                "pipeline": self.pp,
+                "data": self.dp,
+                "context": self.cp,
+                "chunks": self.chunks,
+                "schedule": self.schedule,
+                "sequence_parallel": self.sequence_parallel,
+                "axis_order": self.order,
+                "zero": self.zero,
             },
             "batch": {"global_batch": GLOBAL_BATCH, "micro_batch": self.micro_batch},
             "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1, "clip_norm": 0.5, "warmup_steps": 2},
             "precision": {"dtype": dtype},
             "data": {"reset_at_documents": self.documents},
             "comm": {
-                "transport": self.transport, "overlap_gradients": self.overlap_gradients, "overlap_messages": self.overlap_messages,
-                "overlap_weights": self.overlap_weights, "bucket_elements": self.bucket_elements, "tensor_chunks": self.tensor_chunks,
+                "transport": self.transport,
+                "overlap_gradients": self.overlap_gradients,
+                "overlap_messages": self.overlap_messages,
+                "overlap_weights": self.overlap_weights,
+                "bucket_elements": self.bucket_elements,
+                "tensor_chunks": self.tensor_chunks,
             },
             "train": {"steps": STEPS + 1, "recompute": self.recompute},
-        }  # fmt: skip
+        }
         return build(RunConfig, merge(content, parse_overrides(self.settings)))
 
     def legal(self) -> bool:
         """Within the ranks of the pool; a flag that means nothing at this degree is left out."""
         only_tp = self.sequence_parallel or self.tensor_chunks > 1
-        return self.world_size <= MAX_RANKS and (self.tp > 1 or not only_tp) and (self.pp > 1 or self.schedule == "1f1b")
+        return (
+            self.world_size <= MAX_RANKS and (self.tp > 1 or not only_tp) and (self.pp > 1 or self.schedule == "1f1b")
+        )
 
 
 DEGREES = [(tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp <= MAX_RANKS]
@@ -135,7 +221,8 @@ FACTORS: dict[str, list[Any]] = {
     "degrees": DEGREES,
     "family": list(FAMILIES),
     "sequence_parallel": [False, True],
-    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half"],  # the others of the package: test_layouts.py
+    # the others of the package: test_layouts.py
+    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half"],
     "recompute": ["none", "selective", "full"],
     "micro_batch": [1, 2],
     "zero": [1, 0],
@@ -156,10 +243,16 @@ def _case(choice: dict[str, Any]) -> Case:
 
 
 def every_case() -> Iterator[Case]:
-    """Degrees x sequence parallelism x schedule x recompute x the three families, all of them; the other factors rotate along."""
-    rotating = [key for key in FACTORS if key not in ("degrees", "family", "sequence_parallel", "schedule", "recompute")]
+    """Degrees x sequence parallelism x schedule x recompute x the three families, all of them; the other factors
+    rotate along.
+    """
+    rotating = [
+        key for key in FACTORS if key not in ("degrees", "family", "sequence_parallel", "schedule", "recompute")
+    ]
     names = ("degrees", "family", "sequence_parallel", "schedule", "recompute")
-    for turn, values in enumerate(product(FACTORS["degrees"], ("gpt", "llama", "mpt"), *(FACTORS[name] for name in names[2:]))):
+    for turn, values in enumerate(
+        product(FACTORS["degrees"], ("gpt", "llama", "mpt"), *(FACTORS[name] for name in names[2:]))
+    ):
         rest = {key: FACTORS[key][(turn >> place) % len(FACTORS[key])] for place, key in enumerate(rotating)}
         if values[0][0] == 1:
             rest["tensor_chunks"] = 1  # pieces of a tensor-parallel product
@@ -184,7 +277,9 @@ def _completions(fixed: dict[str, Any], draw: random.Random) -> Iterator[dict[st
 
 
 def pairwise(seed: int = 0, candidates: int = 60) -> list[Case]:
-    """Few cases in which every two legal settings meet at least once: greedy, the best of some random candidates each time."""
+    """Few cases in which every two legal settings meet at least once: greedy, the best of some random candidates
+    each time.
+    """
     draw = random.Random(seed)
     settings = [[(name, value) for value in values] for name, values in FACTORS.items()]
     everything = [pair for first, second in combinations(settings, 2) for pair in product(first, second)]
@@ -192,7 +287,10 @@ def pairwise(seed: int = 0, candidates: int = 60) -> list[Case]:
     chosen = []
     while open_pairs:
         target = next(iter(open_pairs))
-        best = max(islice(_completions(dict(target), draw), candidates), key=lambda choice: len(open_pairs.keys() & _pairs(choice)))
+        best = max(
+            islice(_completions(dict(target), draw), candidates),
+            key=lambda choice: len(open_pairs.keys() & _pairs(choice)),
+        )
         for pair in _pairs(best):
             open_pairs.pop(pair, None)
         chosen.append(_case(best))

@@ -14,7 +14,8 @@ Tensors = dict[str, np.ndarray]
 
 # float64: a sum of a few thousand terms in another order moves the 13th digit; a mistake moves the first ones
 RELATIVE = 1e-10
-# Adam divides by sqrt(v) + 1e-8, so where a gradient is zero but for rounding (the key's bias), 1e-16 becomes 1e-8 of a step of 1e-2
+# Adam divides by sqrt(v) + 1e-8, so where a gradient is zero but for rounding (the key's bias), 1e-16 becomes 1e-8 of a
+# step of 1e-2
 AFTER_STEPS = 1e-9
 
 
@@ -92,7 +93,8 @@ def differences(ours: Run, theirs: Run) -> list[str]:
     """What a sceptic would object to; empty when the runs are equal up to float64 rounding."""
     found = list(ours.drift)
     for what in ("losses", "norms"):
-        mine, other = np.array(getattr(ours, what)), np.array(getattr(theirs, what))
+        mine = np.array(getattr(ours, what))
+        other = np.array(getattr(theirs, what))
         if not np.allclose(mine, other, rtol=RELATIVE, atol=0):
             found.append(f"{what}: {mine} instead of {other}")
     for name, tensor in ours.initial.items():
@@ -108,7 +110,10 @@ def worst(ours: Run, theirs: Run) -> dict[str, float]:
 
     def tensors(mine: Tensors, other: Tensors) -> float:
         scale = max(np.abs(tensor).max() for tensor in other.values())
-        return max(float(np.abs(mine[name] - other[name]).max() / max(np.abs(other[name]).max(), 1e-4 * scale)) for name in other)
+        return max(
+            float(np.abs(mine[name] - other[name]).max() / max(np.abs(other[name]).max(), 1e-4 * scale))
+            for name in other
+        )
 
     def numbers(mine: list[float], other: list[float]) -> float:
         return max(abs(a - b) / abs(b) for a, b in zip(mine, other, strict=True))

@@ -1,4 +1,6 @@
-"""Runs of no pattern: odd shapes, uneven stages, three ranks on an axis, every switch by chance. `scripts/parity_full.sh --random N` plays them."""
+"""Runs of no pattern: odd shapes, uneven stages, three ranks on an axis, every switch by chance.
+`scripts/parity_full.sh --random N` plays them.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,19 @@ def random_cases(seed: int) -> Iterator[Case]:
 def _anything(draw: random.Random) -> Case:
     """Most of them are legal: sizes that a degree must divide are its multiples, but for one in ten."""
     tp, pp, dp = draw.choice(DEGREES)
-    choice = {name: draw.choice(values) for name, values in FACTORS.items() if name not in ("degrees", "bucket_elements", "micro_batch")}
+    choice = {
+        name: draw.choice(values)
+        for name, values in FACTORS.items()
+        if name not in ("degrees", "bucket_elements", "micro_batch")
+    }
     cut = tp if draw.random() < 0.9 else 1
-    chunks = draw.randint(1, 3) if choice["schedule"] == "interleaved" and pp > 1 else 2 if one_end(choice["schedule"]) else 1
+    chunks = (
+        draw.randint(1, 3)
+        if choice["schedule"] == "interleaved" and pp > 1
+        else 2
+        if one_end(choice["schedule"])
+        else 1
+    )
     layers = pp * chunks + draw.choice((0, 0, 1, 2, 3))
     rows = draw.randint(1, 8)
     length = rows * (cut if choice["sequence_parallel"] else 1)
@@ -43,7 +55,8 @@ def _anything(draw: random.Random) -> Case:
         "batch.global_batch": dp * micro_batch * draw.randint(1, 7),
         "optimizer.clip_norm": draw.choice((0.0, 0.5)),
         "optimizer.weight_decay": draw.choice((0.0, 0.1)),
-        "optimizer.eps": 0.000001,  # under which a gradient that is zero but for rounding, the key bias's, moves nothing
+        # under which a gradient that is zero but for rounding, the key bias's, moves nothing
+        "optimizer.eps": 0.000001,
         "parallel.chunks": chunks,
         **{f"model.{key}": value for key, value in model.items()},
     }
@@ -62,7 +75,8 @@ def _anything(draw: random.Random) -> Case:
 
 
 def _model(draw: random.Random, family: str, cut: int, layers: int, length: int, multiple: int) -> dict[str, Any]:
-    kv_heads, queries = cut * draw.randint(1, 2), draw.randint(1, 3)
+    kv_heads = cut * draw.randint(1, 2)
+    queries = draw.randint(1, 3)
     rope = FAMILIES[family]["position"] == "rope"
     return {
         "layers": layers,

@@ -1,6 +1,8 @@
-"""Every combination, not only pairs: `scripts/parity_full.sh`. Writes its table into docs/numerics.md; exit code 1 if any run differs.
+"""Every combination, not only pairs: `scripts/parity_full.sh`. Writes its table into docs/numerics.md; exit code 1 if
+any run differs.
 
-`scripts/parity_full.sh --random 200 --seed 7` plays runs of no pattern instead (tests/parity/draw.py), each with a model of its own.
+`scripts/parity_full.sh --random 200 --seed 7` plays runs of no pattern instead (tests/parity/draw.py), each with a
+model of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tests.parity.play import play
 from tests.parity.witness import witness
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
-BEGIN, END = "<!-- parity_full: begin -->", "<!-- parity_full: end -->"
+BEGIN = "<!-- parity_full: begin -->"
+END = "<!-- parity_full: end -->"
 KINDS = ("loss", "gradient norm", "gradients", "parameters")
 
 
@@ -38,7 +41,10 @@ class Table:
         """As Markdown."""
         lines = [f"| {self.first_column} | runs | {' | '.join(KINDS)} |", "|---|---:|" + "---:|" * len(KINDS)]
         for row, errors in self.rows.items():
-            lines.append(f"| {row} | {len(errors)} | {' | '.join(f'{max(error[kind] for error in errors):.1e}' for kind in KINDS)} |")
+            lines.append(
+                f"| {row} | {len(errors)} | "
+                f"{' | '.join(f'{max(error[kind] for error in errors):.1e}' for kind in KINDS)} |"
+            )
         return "\n".join(lines)
 
 
@@ -49,7 +55,9 @@ def note(message: str) -> None:
 
 def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[str]]:
     """(serial against oracle, layouts against serial, failures)."""
-    oracle, layouts, failures = Table("one rank against the oracle"), Table("layout against one rank"), []
+    oracle = Table("one rank against the oracle")
+    layouts = Table("layout against one rank")
+    failures = []
     serial: dict[Case, Run] = {}
 
     def alone(case: Case) -> Run:
@@ -59,7 +67,9 @@ def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[s
             serial[case] = gather(pool.run(1, play, case))
             expected = witness(case, serial[case].initial)
             failures.extend(f"{case} against the oracle: {line}" for line in differences(serial[case], expected))
-            oracle.rows[case.family + (", document resets" if case.documents else "")].append(worst(serial[case], expected))
+            oracle.rows[case.family + (", document resets" if case.documents else "")].append(
+                worst(serial[case], expected)
+            )
         return serial[case]
 
     for family, documents in product(FAMILIES, (False, True)):
@@ -67,7 +77,8 @@ def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[s
     begin_s = time.monotonic()
     for index, case in enumerate(cases, start=1):
         try:
-            expected, run = alone(case), gather(pool.run(case.world_size, play, case))
+            expected = alone(case)
+            run = gather(pool.run(case.world_size, play, case))
         except (RankError, AssertionError) as error:
             failures.append(f"{case}: {error}")
             note(f"FAILED {case}: {error}")
@@ -85,7 +96,8 @@ def report(oracle: Table, layouts: Table, failures: list[str], cases: int, secon
     """What goes between the marks of docs/numerics.md."""
     outcome = "all equal" if not failures else f"{len(failures)} differences"
     lines = [
-        f"`scripts/parity_full.sh`: {cases} runs, **{outcome}**, {seconds / 60:.0f} min on {platform.machine()} with torch {torch.__version__}."
+        f"`scripts/parity_full.sh`: {cases} runs, **{outcome}**, {seconds / 60:.0f} min on {platform.machine()} with "
+        f"torch {torch.__version__}."
         " Worst relative error of each row:",
         "",
         oracle.text(),
@@ -106,8 +118,12 @@ def write(text: str) -> None:
 def main() -> int:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--limit", type=int, default=None, help="only the first N combinations, and leave docs/numerics.md alone")
-    parser.add_argument("--random", type=int, metavar="N", help="N runs of no pattern instead, and leave docs/numerics.md alone")
+    parser.add_argument(
+        "--limit", type=int, default=None, help="only the first N combinations, and leave docs/numerics.md alone"
+    )
+    parser.add_argument(
+        "--random", type=int, metavar="N", help="N runs of no pattern instead, and leave docs/numerics.md alone"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     options = parser.parse_args()
     limit = options.limit if options.random is None else options.random

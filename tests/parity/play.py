@@ -1,4 +1,6 @@
-"""What runs on the ranks: three training steps of a case through the package's own step, and everything worth comparing."""
+"""What runs on the ranks: three training steps of a case through the package's own step, and everything worth
+comparing.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,16 @@ def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, document ids), each (B, S + 1), of a step's global batch, a function of the step alone."""
     generator = np.random.default_rng(1000 + step)
     shape = (config.batch.global_batch, config.model.sequence_length + 1)
-    tokens, starts = generator.integers(0, config.model.vocab_size, shape), generator.random(shape) < 0.2
+    tokens = generator.integers(0, config.model.vocab_size, shape)
+    starts = generator.random(shape) < 0.2
     starts[0, 1] = False  # so that at least one target counts
     return tokens, starts.cumsum(1)
 
 
 def learnt(tokens: Any) -> Any:
-    """Which tokens of a batch are learnt where some are only read: runs of very different lengths, none in some rows."""
+    """Which tokens of a batch are learnt where some are only read: runs of very different lengths, none in some
+    rows.
+    """
     return tokens.cumsum(1) % 97 > 40
 
 
@@ -71,10 +76,13 @@ class Source:
     """A data-parallel rank's microbatches: the replicas take turns through the global batch."""
 
     def __init__(self, case: Case, dp_rank: int) -> None:
-        self._config, self._dp, self._dp_rank = case.config(), case.dp, dp_rank
+        self._config = case.config()
+        self._dp = case.dp
+        self._dp_rank = dp_rank
         self._size = self._config.batch.micro_batch
         self.microbatches = self._config.batch.global_batch // (case.dp * self._size)
-        self.reset_at_documents, self._read_only = case.documents, case.read_only
+        self.reset_at_documents = case.documents
+        self._read_only = case.read_only
         self.masks_targets = case.documents or case.read_only
 
     def sample_ids(self, step: int, index: int) -> range:
@@ -84,7 +92,8 @@ class Source:
     def microbatch(self, step: int, index: int) -> SampleBatch:
         """With document resets, a target in another document than its input does not count."""
         tokens, documents = batch(step, self._config)
-        ids, size = self.sample_ids(step, index), len(tokens)
+        ids = self.sample_ids(step, index)
+        size = len(tokens)
         rows = slice(ids.start - step * size, ids.stop - step * size)
         targets = learnt(tokens)[rows, 1:] if self._read_only else None
         if not self.reset_at_documents:
@@ -95,7 +104,15 @@ class Source:
 
 
 def _piece(spec: ShardSpec, start: int, stop: int, values: Tensor) -> Piece:
-    return Piece(spec.name, spec.global_shape, spec.offset, spec.shape, start, stop, values.detach().to(torch.float64, copy=True).numpy())
+    return Piece(
+        spec.name,
+        spec.global_shape,
+        spec.offset,
+        spec.shape,
+        start,
+        stop,
+        values.detach().to(torch.float64, copy=True).numpy(),
+    )
 
 
 def whole_piece(spec: ShardSpec, values: Tensor) -> Piece:
@@ -116,7 +133,9 @@ def gradients_of(buckets: list[Bucket]) -> list[Piece]:
     for bucket in buckets:
         own = bucket.own(bucket.gradients)
         for part in bucket.owned_ranges():
-            pieces.append(_piece(part.spec, part.start, part.stop, own[part.position : part.position + part.stop - part.start]))
+            pieces.append(
+                _piece(part.spec, part.start, part.stop, own[part.position : part.position + part.stop - part.start])
+            )
     return pieces
 
 
@@ -125,9 +144,20 @@ def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
     log.set_rank(1, 2)  # no rank of a test speaks for the run
     config = case.config(dtype)
     plan = make_plan(config, case.world_size)
-    tied, has_experts = config.model.tied_embeddings, config.model.moe is not None
+    tied = config.model.tied_embeddings
+    has_experts = config.model.moe is not None
     by_node = config.parallel.expert_all_to_all == "hierarchical"
-    mesh = build_mesh(plan.grid, rank, plan.placement, tied, 60.0, config.comm, case.ranks_per_node, experts=has_experts, by_node=by_node)
+    mesh = build_mesh(
+        plan.grid,
+        rank,
+        plan.placement,
+        tied,
+        60.0,
+        config.comm,
+        case.ranks_per_node,
+        experts=has_experts,
+        by_node=by_node,
+    )
     assert by_node == (mesh.ep.levels is not None)
     return build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
 
@@ -154,16 +184,27 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
             results = [train_step(state)]
         traffic = [] if sabotage else _traffic(state, routed, case.read_only)
         results += [train_step(state) for _ in range(STEPS - 1)]
-        samples = 2 * state.config.batch.global_batch  # with document resets the two batches have unlike numbers of targets
-        held_out = held_out_loss(state, Source(case, state.mesh.dp.rank), samples, lambda: False)  # weights may still be under way
+        # with document resets the two batches have unlike numbers of targets
+        samples = 2 * state.config.batch.global_batch
+        # weights may still be under way
+        held_out = held_out_loss(state, Source(case, state.mesh.dp.rank), samples, lambda: False)
         assert held_out is not None
         final = weights(state.optimizer.buckets)
-        return Played([*(r.loss for r in results), held_out], [r.gradient_norm for r in results], initial, gradients, final, traffic)
+        return Played(
+            [*(r.loss for r in results), held_out],
+            [r.gradient_norm for r in results],
+            initial,
+            gradients,
+            final,
+            traffic,
+        )
 
 
 @contextmanager
 def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
-    """What this rank's routers have sent and received, once for each layer and microbatch, also where a layer is computed again."""
+    """What this rank's routers have sent and received, once for each layer and microbatch, also where a layer is
+    computed again.
+    """
     rows: list[Rows] = []
     to_nodes: list[Dispatch] = []
 
@@ -188,7 +229,9 @@ def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
 
 def _traffic(state: TrainState, routed: list[Rows], prompts: bool) -> list[str]:
     """Where the ledger of one step differs from the closed form, by axis and operation."""
-    ledger, mesh, model = state.mesh.ledger, state.mesh, state.config.model
+    ledger = state.mesh.ledger
+    mesh = state.mesh
+    model = state.config.model
     if model.moe and model.moe.capacity and routed:  # then the list knows the rows, whatever is routed
         layout = replace(layout_of(state.config, state.plan.grid.world_size), expert_nodes=routed[0].nodes)
         routed = [even_rows(model, layout)] * len(routed)

@@ -1,4 +1,6 @@
-"""The mistakes that parallel training is known for, made on purpose inside the ranks: a parity test that stays green under one is worthless."""
+"""The mistakes that parallel training is known for, made on purpose inside the ranks: a parity test that stays green
+under one is worthless.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def dropped_dp_sum() -> Iterator[None]:
 def dropped_expert_sum() -> Iterator[None]:
     """Each replica of an expert keeps the gradient of the tokens that came to it."""
     honest = GradientSync._start_sum
-    with patch.object(GradientSync, "_start_sum", lambda self, bucket: DONE if bucket.dp.name == "edp" else honest(self, bucket)):
+    with patch.object(
+        GradientSync, "_start_sum", lambda self, bucket: DONE if bucket.dp.name == "edp" else honest(self, bucket)
+    ):
         yield
 
 
@@ -80,7 +84,8 @@ def unsorted_scatter() -> Iterator[None]:
 @sabotage
 def own_load() -> Iterator[None]:
     """Each rank's routers are told how often experts were chosen by its own tokens."""
-    sums, own = step.global_sums, {}
+    sums = step.global_sums
+    own = {}
 
     def observed(state: Any, losses: Any, *more: Any) -> Tensor:
         own["load"] = losses[step.LOAD]
@@ -142,7 +147,8 @@ def swapped_microbatch() -> Iterator[None]:
 @sabotage
 def stale_activation() -> Iterator[None]:
     """Each message carries the activation of the microbatch before."""
-    honest, last = Engine._send, {}
+    honest = Engine._send
+    last = {}
 
     def send(self: Engine, action: Action) -> None:
         key = (action.kind, action.position, action.microbatch)
@@ -157,11 +163,14 @@ def stale_activation() -> Iterator[None]:
 
 @sabotage
 def local_division() -> Iterator[None]:
-    """Each context-parallel rank divides by the targets of its own tokens, and the shares are averaged: as Megatron-LM does by default."""
+    """Each context-parallel rank divides by the targets of its own tokens, and the shares are averaged: as
+    Megatron-LM does by default.
+    """
     honest = Feed.count_targets
 
     def count(self: Feed, step: int) -> Any:
-        mesh, self._mesh = self._mesh, replace(self._mesh, replicas=self._mesh.dp)
+        mesh = self._mesh
+        self._mesh = replace(self._mesh, replicas=self._mesh.dp)
         own = honest(self, step)
         self._mesh = mesh
         return own * mesh.cp.size

@@ -1,4 +1,6 @@
-"""The factored second moment on any layout against a serial run in float64 written from the formula; resume on another layout; what its copies are."""
+"""The factored second moment on any layout against a serial run in float64 written from the formula; resume on
+another layout; what its copies are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Level 2 of context parallelism: whoever holds which tokens, losses, counts, gradients and parameters are those of one rank and of the oracle."""
+"""Level 2 of context parallelism: whoever holds which tokens, losses, counts, gradients and parameters are those of
+one rank and of the oracle.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,23 @@ def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, f
     [
         Case("llama", tp=2, cp=2, dp=2, sequence_parallel=True, recompute="selective", documents=True, tensor_chunks=2),
         Case("gpt", cp=2, pp=2, sequence_parallel=False, schedule="zb-h1", recompute="full", documents=True),
-        thorough(Case("mpt", cp=2, dp=2, zero=0, micro_batch=2, documents=True, overlap_gradients=False, bucket_elements=3_000)),
-        thorough(Case("neox", tp=2, cp=2, pp=2, sequence_parallel=True, schedule="interleaved", order="tp-pp-dp", overlap_weights=True)),
+        thorough(
+            Case(
+                "mpt", cp=2, dp=2, zero=0, micro_batch=2, documents=True, overlap_gradients=False, bucket_elements=3_000
+            )
+        ),
+        thorough(
+            Case(
+                "neox",
+                tp=2,
+                cp=2,
+                pp=2,
+                sequence_parallel=True,
+                schedule="interleaved",
+                order="tp-pp-dp",
+                overlap_weights=True,
+            )
+        ),
         thorough(Case("llama", cp=4, pp=2, schedule="gpipe", transport="torch", documents=True)),
     ],
     ids=str,
@@ -51,7 +68,13 @@ def test_with_every_other_axis(run_case: RunCase, case: Case) -> None:
 @pytest.mark.parametrize("family", but_first(["llama", "mpt"]))
 @pytest.mark.parametrize("way", but_first(["ring", "heads", "gather"], 2))
 def test_every_way_of_attention(run_case: RunCase, way: str, family: str, documents: bool) -> None:
-    case = Case(family, cp=4, documents=documents, recompute="selective", settings=(*LONGER, f"parallel.context_attention={way}"))
+    case = Case(
+        family,
+        cp=4,
+        documents=documents,
+        recompute="selective",
+        settings=(*LONGER, f"parallel.context_attention={way}"),
+    )
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
@@ -64,7 +87,9 @@ def test_torchs_flash_kernels_over_stretches(run_case: RunCase, way: str) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn"])
 def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
-    """Llama 3's is that of the family `llama`. A head of 16 dims has 8 rotations, some of which turn fast and some slowly within 8 tokens."""
+    """Llama 3's is that of the family `llama`. A head of 16 dims has 8 rotations, some of which turn fast and some
+    slowly within 8 tokens.
+    """
     scaling = [
         f"model.rope_scaling.{key}={value}"
         for key, value in (("kind", kind), ("factor", 4), ("original_sequence_length", 8), ("beta_fast", 1.5))
@@ -80,7 +105,14 @@ def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
 @pytest.mark.parametrize("way", ["gather", "ring", "heads"])
 def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
     settings = (*LONGER, "model.sliding_window=5")
-    case = Case("llama", cp=2, tp=2, sequence_parallel=True, documents=True, settings=(*settings, f"parallel.context_attention={way}"))
+    case = Case(
+        "llama",
+        cp=2,
+        tp=2,
+        sequence_parallel=True,
+        documents=True,
+        settings=(*settings, f"parallel.context_attention={way}"),
+    )
     serial = run_case(case.serial())
     assert differences(serial, witness(case.serial(), serial.initial)) == []
     assert differences(run_case(case), serial) == []
@@ -92,7 +124,11 @@ def test_every_way_in_a_sliding_window(run_case: RunCase, way: str) -> None:
         thorough("dropped-dp-sum", Case("llama", cp=2), "gradient of layers.0"),
         thorough("local-division", Case("llama", cp=2, documents=True), "losses"),
         thorough("mask-by-own-index", Case("llama", cp=2), "losses"),
-        thorough("mask-by-own-index", Case("mpt", cp=2, documents=True, settings=("parallel.context_attention=gather",)), "losses"),
+        thorough(
+            "mask-by-own-index",
+            Case("mpt", cp=2, documents=True, settings=("parallel.context_attention=gather",)),
+            "losses",
+        ),
         thorough("positions-by-own-index", Case("neox", cp=2), "losses"),
         ("keys-without-gradient", GATHER, "gradient of layers.0.attention.qkv.weight"),
         ("missing-merge", RING, "losses"),

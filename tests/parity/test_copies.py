@@ -1,4 +1,6 @@
-"""Hybrid sharding (HSDP): copies of the weights, each shared out by neighbouring replicas. That they train alike is test_engines.py's."""
+"""Hybrid sharding (HSDP): copies of the weights, each shared out by neighbouring replicas. That they train alike is
+test_engines.py's.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def test_a_checkpoint_of_copies_is_that_of_one(ranks: RankPool, tmp_path: Path) 
     for engine, reader in (("native", LAYOUTS["native"]), ("fsdp", COPIES)):
         loaded = ranks.run(4, resume, reader, engine, tmp_path)
         for kind in KINDS:
-            expected, found = gathered(written, kind), gathered(loaded, kind)
+            expected = gathered(written, kind)
+            found = gathered(loaded, kind)
             assert all(np.array_equal(found[name], expected[name]) for name in expected)
         assert loaded[0].losses[0] == pytest.approx(written[0].losses[2], rel=2e-3)
 

@@ -1,4 +1,5 @@
-"""What enters by the documented doors: a schedule with another placement and a second loss, against the serial run; and the order of
+"""What enters by the documented doors: a schedule with another placement and a second loss, against the serial run; and
+the order of
 communication, entry by entry, against what the ranks' ledgers have."""
 
 from __future__ import annotations
@@ -76,11 +77,15 @@ def play_with_term(rank: int, case: Case) -> tuple[Played, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "parallel", but_first([{"pp": 2, "dp": 2, "schedule": "zb-h1"}, {"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2}]), ids=str
+    "parallel",
+    but_first([{"pp": 2, "dp": 2, "schedule": "zb-h1"}, {"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2}]),
+    ids=str,
 )
 def test_a_second_loss_is_trained_and_reported_as_one_rank_does(ranks: RankPool, parallel: dict) -> None:
     weights = ("train.loss_weights={small-activations: 0.5}",)
-    case, one, without = Case("llama", **parallel, settings=weights), Case("llama", settings=weights), Case("llama")
+    case = Case("llama", **parallel, settings=weights)
+    one = Case("llama", settings=weights)
+    without = Case("llama")
     serial = ranks.run(1, play_with_term, one)
     here = ranks.run(case.world_size, play_with_term, case)
     assert differences(gather([played for played, _ in here]), gather([serial[0][0]])) == []
@@ -111,7 +116,9 @@ def record(rank: int, case: Case) -> Recorded:
 
 
 def learned(recorded: dict[int, Recorded]) -> Collectives:
-    """What one rank of each pipeline stage has beside the messages: of the first action of a kind, and wherever dp sums start."""
+    """What one rank of each pipeline stage has beside the messages: of the first action of a kind, and wherever dp
+    sums start.
+    """
     inside: dict[tuple[Kind, int], list[Call]] = {}
     instead: dict[Action, list[Call]] = {}
     behind = {}
@@ -121,7 +128,9 @@ def learned(recorded: dict[int, Recorded]) -> Collectives:
             if action is None or not action.kind.computes:
                 continue
             own = [call for call in entries[first:end] if call[0] != "dp"]
-            assert inside.setdefault((action.kind, action.position), own) == own, f"{action} communicates unlike its kind"
+            assert inside.setdefault((action.kind, action.position), own) == own, (
+                f"{action} communicates unlike its kind"
+            )
             if len(own) < end - first:
                 instead[action] = entries[first:end]
         behind[stage] = entries[begins[-1][1] :]

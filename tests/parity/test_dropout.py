@@ -1,4 +1,6 @@
-"""Dropout by counted masks: whoever computes a token, in whatever order and however often, drops the same of it, and so does the oracle."""
+"""Dropout by counted masks: whoever computes a token, in whatever order and however often, drops the same of it, and
+so does the oracle.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ def test_a_run_that_stops_and_resumes_drops_what_the_other_would_have(ranks: Ran
     case = Case("gpt", tp=2, dp=2, recompute="selective", settings=DROPS)
     third = ranks.run(4, save_and_go_on, case, tmp_path)[0][2]
     assert {answer[0] for answer in ranks.run(4, resume, case, tmp_path)} == {third}
-    for layout in (Case("gpt", pp=2, dp=2, micro_batch=2, settings=DROPS), Case("gpt", tp=2, cp=2, sequence_parallel=True, settings=DROPS)):
+    for layout in (
+        Case("gpt", pp=2, dp=2, micro_batch=2, settings=DROPS),
+        Case("gpt", tp=2, cp=2, sequence_parallel=True, settings=DROPS),
+    ):
         for loss, updates, _ in ranks.run(4, resume, layout, tmp_path):
             assert loss == pytest.approx(third, rel=1e-12) and updates == 2
     kept_all = Case("gpt", tp=2, dp=2, recompute="selective", settings=DROPS[1:])

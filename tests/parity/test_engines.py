@@ -1,4 +1,6 @@
-"""The engines are interchangeable: torch's FSDP and DeepSpeed's ZeRO train as our own ZeRO does, and each resumes the others' checkpoints."""
+"""The engines are interchangeable: torch's FSDP and DeepSpeed's ZeRO train as our own ZeRO does, and each resumes
+the others' checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ ENGINES = ("native", "fsdp", "zero-1")
 
 def config_of(case: Case, engine: str, dtype: str, deepspeed_config: str | None = None) -> RunConfig:
     config = case.config(dtype)
-    parallel, optimizer = config.parallel, config.optimizer
+    parallel = config.parallel
+    optimizer = config.optimizer
     parallel = parallel.model_copy(update={"data_mode": "fsdp"} if engine == "fsdp" else {"data_shard": None})
     if engine.startswith("zero"):
         optimizer = optimizer.model_copy(update={"engine": "deepspeed", "deepspeed_config": deepspeed_config})
@@ -68,11 +71,19 @@ def state_of(state: TrainState) -> dict[str, list[Piece]]:
     parts = state.optimizer.state()
     return {
         kind: [
-            Piece(p.name, p.global_shape, p.rectangle.offset, p.rectangle.shape, 0, p.rectangle.numel, p.tensors[kind].flatten().numpy().copy())
+            Piece(
+                p.name,
+                p.global_shape,
+                p.rectangle.offset,
+                p.rectangle.shape,
+                0,
+                p.rectangle.numel,
+                p.tensors[kind].flatten().numpy().copy(),
+            )
             for p in parts
         ]
         for kind in KINDS
-    }  # fmt: skip
+    }
 
 
 def three_steps(rank: int, case: Case, engine: str, dtype: str, sabotage: str | None = None) -> Outcome:
@@ -96,7 +107,9 @@ def gathered(ranks: list[Outcome], kind: str) -> Tensors:
 def assert_equal_training(
     ranks: RankPool, case: Case, engine: str, dtype: str, loss: float, state: float, sabotage: str | None = None
 ) -> None:
-    """`loss` bounds the relative difference of losses and norms, `state` that of each kind of state over its largest value."""
+    """`loss` bounds the relative difference of losses and norms, `state` that of each kind of state over its largest
+    value.
+    """
     theirs = ranks.run(case.world_size, three_steps, case, engine, dtype, sabotage)
     ours = ranks.run(case.world_size, three_steps, case, "native", dtype)
     assert all(outcome.steps == theirs[0].steps for outcome in theirs)  # every rank decides alike
@@ -131,7 +144,8 @@ def test_fsdp_is_exact(ranks: RankPool, case: Case) -> None:
     assert_equal_training(ranks, case, "fsdp", "fp64", 1e-11, 1e-9)
 
 
-# fp32: the order of sums moves the seventh digit, and Adam's first steps divide by a small root. bf16: at stage 1 the layers' fp32
+# fp32: the order of sums moves the seventh digit, and Adam's first steps divide by a small root. bf16: at stage 1 the
+# layers' fp32
 # sums are handed over, so only the norm's last digit differs; fsdp rounds each microbatch's gradient to bf16.
 @pytest.mark.parametrize(
     ("case", "engine", "dtype", "loss", "state"),
@@ -148,13 +162,17 @@ def test_fsdp_is_exact(ranks: RankPool, case: Case) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_engines_train_as_ours_does(ranks: RankPool, case: Case, engine: str, dtype: str, loss: float, state: float) -> None:
+def test_engines_train_as_ours_does(
+    ranks: RankPool, case: Case, engine: str, dtype: str, loss: float, state: float
+) -> None:
     if engine != "fsdp":
         pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     assert_equal_training(ranks, case, engine, dtype, loss, state)
 
 
-@pytest.mark.parametrize(("engine", "case"), [thorough("fsdp", Case("llama", tp=2, dp=2)), ("zero-1", Case("gpt", pp=2, dp=2))], ids=str)
+@pytest.mark.parametrize(
+    ("engine", "case"), [thorough("fsdp", Case("llama", tp=2, dp=2)), ("zero-1", Case("gpt", pp=2, dp=2))], ids=str
+)
 def test_a_replica_counted_twice_is_seen(ranks: RankPool, engine: str, case: Case) -> None:
     """The comparison can fail: tp-replicated and tied parameters enter the norm once."""
     if engine != "fsdp":
@@ -173,8 +191,11 @@ def under_json(rank: int, case: Case, engine: str, deepspeed_config: str) -> tup
 @pytest.mark.thorough
 def test_a_deepspeed_json_is_obeyed(ranks: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
-    path, case = tmp_path / "ds.json", Case("gpt", dp=4)
-    path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 3000, "offload_optimizer": {"device": "cpu"}}}))
+    path = tmp_path / "ds.json"
+    case = Case("gpt", dp=4)
+    path.write_text(
+        json.dumps({"zero_optimization": {"reduce_bucket_size": 3000, "offload_optimizer": {"device": "cpu"}}})
+    )
     native = ranks.run(4, three_steps, case, "native", "bf16")[0].losses
     for losses, offloaded, bucket in ranks.run(4, under_json, case, "zero-1", str(path)):
         assert losses == pytest.approx(native, rel=1e-6)
@@ -212,7 +233,15 @@ def save_and_go_on(rank: int, case: Case, engine: str, directory: Path) -> Outco
     at_save = state_of(state)
     checkpoints = manager(state, directory)
     checkpoints.save(
-        Progress(step=2, consumed_samples=16, tokens=192, optimizer_updates=2, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0)
+        Progress(
+            step=2,
+            consumed_samples=16,
+            tokens=192,
+            optimizer_updates=2,
+            loss_scale=1.0,
+            scaler_clean_steps=0,
+            skipped_steps=0,
+        )
     )
     checkpoints.close()
     return Outcome([*steps, train_step(state)], at_save)
@@ -241,10 +270,13 @@ LAYOUTS = {
     ("writer", "readers"),
     [("native", ENGINES), thorough("fsdp", ("native", "zero-1")), thorough("zero-1", ("native", "fsdp"))],
 )
-def test_any_engine_resumes_any_engines_checkpoint(ranks: RankPool, writer: str, readers: tuple[str, ...], tmp_path: Path) -> None:
+def test_any_engine_resumes_any_engines_checkpoint(
+    ranks: RankPool, writer: str, readers: tuple[str, ...], tmp_path: Path
+) -> None:
     """On another layout at that: state bit-equal, and the next loss within what bf16 sums in another order differ by.
 
-    The format knows no engine: what every engine writes is read by ours and by one that is neither, and ours by every engine.
+    The format knows no engine: what every engine writes is read by ours and by one that is neither, and ours by every
+    engine.
     """
     if writer.startswith("zero"):
         pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
@@ -254,7 +286,8 @@ def test_any_engine_resumes_any_engines_checkpoint(ranks: RankPool, writer: str,
         case = LAYOUTS[reader]
         loaded = ranks.run(case.world_size, resume, case, reader, tmp_path)
         for kind in KINDS:
-            expected, found = gathered(written, kind), gathered(loaded, kind)
+            expected = gathered(written, kind)
+            found = gathered(loaded, kind)
             assert found.keys() == expected.keys()
             for name in expected:
                 np.testing.assert_array_equal(found[name], expected[name], err_msg=f"{reader}: {kind} of {name}")
@@ -275,7 +308,9 @@ def spoilt(rank: int, case: Case, engine: str) -> tuple[list[StepResult], bool, 
     steps.append(train_step(state))
     state.pipeline.run = run  # type: ignore[method-assign]
     after = state_of(state)
-    unchanged = all(np.array_equal(a.values, b.values) for kind in KINDS for a, b in zip(before[kind], after[kind], strict=True))
+    unchanged = all(
+        np.array_equal(a.values, b.values) for kind in KINDS for a, b in zip(before[kind], after[kind], strict=True)
+    )
     steps.append(train_step(state))
     return steps, unchanged, float(state.optimizer.updates)
 

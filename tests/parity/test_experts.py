@@ -29,7 +29,8 @@ def experts(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
-@pytest.mark.parametrize("family", [family if family == "deepseek" else thorough(family) for family in EXPERT_FAMILIES])  # has all there is
+# has all there is
+@pytest.mark.parametrize("family", [family if family == "deepseek" else thorough(family) for family in EXPERT_FAMILIES])
 def test_the_serial_run_equals_the_oracle(ranks: RankPool, family: str, documents: bool) -> None:
     case = Case(family, documents=documents)
     serial = run(ranks, case)
@@ -43,7 +44,16 @@ LAYOUTS = [
     Case("olmoe", tp=2, dp=2, sequence_parallel=True, settings=experts(2), zero=0),
     Case("olmoe", tp=2, dp=2, pp=2, settings=experts(2), micro_batch=2, schedule="zb-h1", recompute="full"),
     Case("deepseek", dp=4, settings=experts(2), transport="torch", bucket_elements=3_000),
-    Case("deepseek", tp=2, pp=2, dp=2, settings=experts(4), sequence_parallel=True, schedule="interleaved", recompute="selective"),
+    Case(
+        "deepseek",
+        tp=2,
+        pp=2,
+        dp=2,
+        settings=experts(4),
+        sequence_parallel=True,
+        schedule="interleaved",
+        recompute="selective",
+    ),
     Case("deepseek", tp=4, settings=experts(1), overlap_weights=True, recompute="full"),
     Case("mixtral", tp=2, dp=2, settings=experts(2, 2)),
     Case("deepseek", tp=2, dp=2, sequence_parallel=True, settings=experts(1, 4), documents=True),
@@ -51,14 +61,17 @@ LAYOUTS = [
     Case("olmoe", tp=2, cp=2, dp=2, sequence_parallel=True, settings=experts(4)),
     Case("deepseek", cp=2, pp=2, dp=2, settings=experts(2), documents=True),
     Case("mixtral", tp=2, dp=2, settings=experts(2, 2, "optimizer.name=muon")),
-    Case("deepseek", pp=2, dp=2, settings=experts(2), schedule="dualpipe-v"),  # pairs: rows travel beside the other microbatch
+    # pairs: rows travel beside the other microbatch
+    Case("deepseek", pp=2, dp=2, settings=experts(2), schedule="dualpipe-v"),
     Case("deepseek", tp=2, pp=2, dp=2, settings=experts(4), schedule="dualpipe-v", transport="torch", recompute="full"),
 ]
 
 
 @pytest.mark.parametrize("case", but_first(LAYOUTS, 2), ids=str)
 def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
-    """Loss, gradients, norm, initial weights, parameters after three steps, replicas bitwise, calls and bytes as listed."""
+    """Loss, gradients, norm, initial weights, parameters after three steps, replicas bitwise, calls and bytes as
+    listed.
+    """
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
 
 
@@ -79,7 +92,11 @@ def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
     [
         Case("mixtral", dp=4, settings=experts(2, 2, *CROWDED)),
         Case(
-            "mixtral", dp=4, settings=experts(4, 1, "parallel.expert_all_to_all=hierarchical", *CROWDED), ranks_per_node=2, recompute="full"
+            "mixtral",
+            dp=4,
+            settings=experts(4, 1, "parallel.expert_all_to_all=hierarchical", *CROWDED),
+            ranks_per_node=2,
+            recompute="full",
         ),
     ],
     ids=str,
@@ -100,9 +117,19 @@ def nodes(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:
         thorough(Case("deepseek", dp=4, settings=nodes(4), ranks_per_node=2, recompute="full", micro_batch=2)),
         thorough(Case("mixtral", tp=2, dp=2, sequence_parallel=True, settings=nodes(2, 2), ranks_per_node=2)),
         thorough(
-            Case("olmoe", pp=2, dp=4, settings=nodes(4, 1, "model.moe.capacity=8"), ranks_per_node=1, schedule="zb-h1", order="tp-dp-pp")
+            Case(
+                "olmoe",
+                pp=2,
+                dp=4,
+                settings=nodes(4, 1, "model.moe.capacity=8"),
+                ranks_per_node=1,
+                schedule="zb-h1",
+                order="tp-dp-pp",
+            )
         ),
-        thorough(Case("deepseek", dp=8, settings=nodes(8, 1, "comm.in_flight=one"), ranks_per_node=4, transport="torch")),
+        thorough(
+            Case("deepseek", dp=8, settings=nodes(8, 1, "comm.in_flight=one"), ranks_per_node=4, transport="torch")
+        ),
     ],
     ids=str,
 )
@@ -115,10 +142,23 @@ GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")  # so that
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("more", [(), ("model.moe.selection_bias=true", "model.moe.score=sigmoid")], ids=["softmax", "sigmoid"])
-def test_the_balance_of_the_global_batch_is_the_oracles_whatever_the_layout(ranks: RankPool, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "more", [(), ("model.moe.selection_bias=true", "model.moe.score=sigmoid")], ids=["softmax", "sigmoid"]
+)
+def test_the_balance_of_the_global_batch_is_the_oracles_whatever_the_layout(
+    ranks: RankPool, more: tuple[str, ...]
+) -> None:
     """The load of the whole step before: of all microbatches, replicas and parts of sequences."""
-    case = Case("olmoe", tp=2, cp=2, dp=2, sequence_parallel=True, micro_batch=2, recompute="full", settings=(*GLOBAL, *more, *experts(4)))
+    case = Case(
+        "olmoe",
+        tp=2,
+        cp=2,
+        dp=2,
+        sequence_parallel=True,
+        micro_batch=2,
+        recompute="full",
+        settings=(*GLOBAL, *more, *experts(4)),
+    )
     serial = run(ranks, case.serial())
     assert differences(serial, witness(case.serial(), serial.initial)) == []
     assert differences(run(ranks, case), serial) == []
@@ -132,7 +172,9 @@ def test_the_balance_of_the_global_batch_is_the_oracles_whatever_the_layout(rank
         thorough("unsorted-scatter", Case("mixtral", dp=2, settings=experts(2)), "losses"),
         ("missing-norm-sum", Case("olmoe", tp=2, settings=experts(2)), "gradient of layers.0.moe.router"),
         thorough("double-counted-norm", Case("deepseek", tp=2, settings=experts(2)), "norms"),
-        thorough("own-load", Case("olmoe", dp=2, settings=GLOBAL), "parameters after three steps of layers.0.moe.router"),
+        thorough(
+            "own-load", Case("olmoe", dp=2, settings=GLOBAL), "parameters after three steps of layers.0.moe.router"
+        ),
     ],
     ids=lambda value: str(value),
 )

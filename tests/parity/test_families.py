@@ -1,4 +1,6 @@
-"""Families and losses beside those that every layout is played with: on a few layouts what one rank computes, and that what the formulas say. All in float64."""
+"""Families and losses beside those that every layout is played with: on a few layouts what one rank computes, and
+that what the formulas say. All in float64.
+"""
 
 from __future__ import annotations
 
@@ -63,5 +65,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
-    """Loss, gradients, norm, initial weights, parameters after three steps, replicas bitwise, calls and bytes as listed."""
+    """Loss, gradients, norm, initial weights, parameters after three steps, replicas bitwise, calls and bytes as
+    listed.
+    """
     assert differences(run(ranks, case), run(ranks, case.serial())) == []

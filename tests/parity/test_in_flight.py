@@ -24,12 +24,18 @@ LAYOUTS = [
 
 
 def trained(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], int]:
-    """(losses and gradient norms of three steps, this rank's weights after them, most communications that were in flight)."""
+    """(losses and gradient norms of three steps, this rank's weights after them, most communications that were in
+    flight).
+    """
     state = build(rank, case, "fp32")
     results = [train_step(state) for _ in range(3)]
     state.optimizer.settle()
     weights = [weight.clone() for _, weight in state.optimizer.weights()]
-    return [number for result in results for number in (result.loss, result.gradient_norm)], weights, state.mesh.ledger.most_in_flight
+    return (
+        [number for result in results for number in (result.loss, result.gradient_norm)],
+        weights,
+        state.mesh.ledger.most_in_flight,
+    )
 
 
 @pytest.mark.parametrize("case", [LAYOUTS[3], *map(thorough, LAYOUTS[:3] + LAYOUTS[4:])], ids=str)

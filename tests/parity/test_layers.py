@@ -1,7 +1,8 @@
-"""Level 1: every tensor-parallel mapping and layer equals the unsharded operation: value, input gradient, weight gradients, float64.
+"""Level 1: every tensor-parallel mapping and layer equals the unsharded operation: value, input gradient, weight
+gradients, float64.
 
-The plain linear, norm, embedding and cross-entropy are compared with torch's own functions on the gathered weights; attention,
-MLP and block with themselves on one rank (which tests/parity/test_layouts.py compares with the oracle).
+The plain linear, norm, embedding and cross-entropy are compared with torch's own functions on the gathered weights;
+attention, MLP and block with themselves on one rank (which tests/parity/test_layouts.py compares with the oracle).
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ from tests.harness.pool import RankPool
 from tests.parity.compare import Tensors, assemble
 from tests.parity.play import Piece, whole_piece
 
-S, B, H, V = 8, 3, 16, 24
+S = 8
+B = 3
+H = 16
+V = 24
 MODEL = ModelConfig(
     layers=1,
     hidden=H,
@@ -71,7 +75,8 @@ def declare(context: LayerContext, model: ModelConfig) -> Declared:
 class Embedding(nn.Module):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        self.context, self.weight = context, declare(context, MODEL)["embedding.token.weight"].accumulated_by_layer()
+        self.context = context
+        self.weight = declare(context, MODEL)["embedding.token.weight"].accumulated_by_layer()
 
     def forward(self, tokens_SB: Tensor) -> Tensor:
         return vocab_parallel_embedding(tokens_SB, self.weight, self.context)
@@ -84,7 +89,8 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits_SBv: Tensor) -> Tensor:
         first = V // self.context.tp.size * self.context.tp.rank
-        return vocab_parallel_cross_entropy(logits_SBv.clone(), tokens(), first, self.context)[0]  # backward overwrites its logits
+        # backward overwrites its logits
+        return vocab_parallel_cross_entropy(logits_SBv.clone(), tokens(), first, self.context)[0]
 
 
 class Positioned(nn.Module):
@@ -102,7 +108,9 @@ class Positioned(nn.Module):
 
 
 class Kind(NamedTuple):
-    """How to build a layer, how its input and output are cut over tp ("last" dim, "sequence" if parallel, or not), and its size."""
+    """How to build a layer, how its input and output are cut over tp ("last" dim, "sequence" if parallel, or not),
+    and its size.
+    """
 
     make: Callable[[LayerContext], nn.Module]
     cut_in: str
@@ -117,11 +125,15 @@ KINDS = {
     "embedding": Kind(Embedding, "none", "sequence"),
     "cross-entropy": Kind(CrossEntropy, "last", "none", (S, B, V)),
     "attention": Kind(lambda c: Positioned(Attention(MODEL, c, declare(c, MODEL), 0, False)), "sequence", "sequence"),
-    "attention-recomputed": Kind(lambda c: Positioned(Attention(MODEL, c, declare(c, MODEL), 0, True)), "sequence", "sequence"),
+    "attention-recomputed": Kind(
+        lambda c: Positioned(Attention(MODEL, c, declare(c, MODEL), 0, True)), "sequence", "sequence"
+    ),
     "mlp": Kind(lambda c: Mlp(MODEL, c, declare(c, MODEL), "layers.0.mlp"), "sequence", "sequence"),
     "mlp-gelu": Kind(lambda c: Mlp(GELU, c, declare(c, GELU), "layers.0.mlp"), "sequence", "sequence"),
     "block": Kind(lambda c: Positioned(Block(MODEL, c, declare(c, MODEL), 0, False)), "sequence", "sequence"),
-    "block-parallel": Kind(lambda c: Positioned(Block(PARALLEL, c, declare(c, PARALLEL), 0, False)), "sequence", "sequence"),
+    "block-parallel": Kind(
+        lambda c: Positioned(Block(PARALLEL, c, declare(c, PARALLEL), 0, False)), "sequence", "sequence"
+    ),
 }
 
 
@@ -163,14 +175,20 @@ def play_layer(rank: int, name: str, tp: int, sequence_parallel: bool) -> Layer:
     parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
     for parameter in parameters:
         with torch.no_grad():
-            initial_rows(replace(parameter.spec, parameter=replace(parameter.spec.parameter, init_std=1.0)), 7, parameter)
+            initial_rows(
+                replace(parameter.spec, parameter=replace(parameter.spec.parameter, init_std=1.0)), 7, parameter
+            )
         if not parameter.layer_accumulates:
             accumulation.collect_from_autograd(parameter, ops.accumulate_)
     sync = GradientSync(buckets, mesh, microbatches=1)
     accumulation.on_accumulated = sync.accumulated
 
     sync.begin()
-    x = tokens() if name == "embedding" else cut(random(kind.shape, 1), kind.cut_in, rank, tp, sequence_parallel).clone().requires_grad_()
+    x = (
+        tokens()
+        if name == "embedding"
+        else cut(random(kind.shape, 1), kind.cut_in, rank, tp, sequence_parallel).clone().requires_grad_()
+    )
     y = layer(x)
     whole_shape = (S, B) if name == "cross-entropy" else (S, B, 24) if name == "column" else (S, B, H)
     y.backward(cut(random(whole_shape, 2), kind.cut_out, rank, tp, sequence_parallel))
@@ -235,7 +253,9 @@ def unsharded(name: str, weights: Tensors) -> Whole:
     return Whole(y.detach().numpy(), None if name == "embedding" else x.grad.numpy(), weights, gradients)
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [thorough(2, False), thorough(2, True), thorough(4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [thorough(2, False), thorough(2, True), thorough(4, False), (4, True)]
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_layer_equals_the_unsharded_one(ranks: RankPool, name: str, tp: int, sequence_parallel: bool) -> None:
     sharded = gathered(ranks, name, tp, sequence_parallel)

@@ -1,4 +1,6 @@
-"""Level 2: every layout computes what one rank computes, and one rank computes what the formulas say. All in float64."""
+"""Level 2: every layout computes what one rank computes, and one rank computes what the formulas say. All in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -75,9 +77,13 @@ FOUND = [  # by random runs, each a mistake at the time
 ]
 
 
-@pytest.mark.parametrize("case", [*FOUND, *islice(random_cases(seed=0), 2), *map(thorough, islice(random_cases(seed=0), 2, 12))], ids=str)
+@pytest.mark.parametrize(
+    "case", [*FOUND, *islice(random_cases(seed=0), 2), *map(thorough, islice(random_cases(seed=0), 2, 12))], ids=str
+)
 def test_runs_of_no_pattern(run_case: RunCase, case: Case) -> None:
-    """Odd shapes, uneven stages, three ranks on an axis; each model also against the oracle. `scripts/parity_full.sh --random` plays more."""
+    """Odd shapes, uneven stages, three ranks on an axis; each model also against the oracle. `scripts/parity_full.sh
+    --random` plays more.
+    """
     serial = run_case(case.serial())
     assert differences(serial, witness(case.serial(), serial.initial)) == []
     assert differences(run_case(case), serial) == []
@@ -114,7 +120,9 @@ def test_a_rank_may_hold_little_but_padding(run_case: RunCase, family: str) -> N
     ids=lambda value: str(value),
 )
 def test_sabotage_turns_the_comparison_red(run_case: RunCase, mistake: str, case: Case, reddens: str) -> None:
-    """Each mistake is seen, and seen where it was made. (Both halves of a swap on one rank swap nothing: that must stay green.)"""
+    """Each mistake is seen, and seen where it was made. (Both halves of a swap on one rank swap nothing: that must
+    stay green.)
+    """
     found = differences(run_case(case, mistake), run_case(case.serial()))
     if reddens == "nothing":
         assert found == []

@@ -1,4 +1,6 @@
-"""Muon on any layout against a serial run in float64 written from the paper's formula; resume on another layout; what bf16 gives."""
+"""Muon on any layout against a serial run in float64 written from the paper's formula; resume on another layout;
+what bf16 gives.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.parity.witness import witness
 
 MUON = ("optimizer.name=muon",)
 GROUPS = (*MUON, "optimizer.heads=groups")
-FEW = (*MUON, "model.layers=2")  # its eight matrices leave much of eight owners' slices empty: they are cut and gathered
+# its eight matrices leave much of eight owners' slices empty: they are cut and gathered
+FEW = (*MUON, "model.layers=2")
 FEWER = (*MUON, "model.layers=1")  # and of four owners'
 
 
@@ -74,7 +77,9 @@ def after_three_steps(rank: int, case: Case, dtype: str) -> dict[str, np.ndarray
 
 
 def test_bf16_turns_the_update_by_little(ranks: RankPool) -> None:
-    """Newton-Schulz multiplies what is small in a matrix, rounding too: of three steps' way in float64, bf16 misses some percent."""
+    """Newton-Schulz multiplies what is small in a matrix, rounding too: of three steps' way in float64, bf16 misses
+    some percent.
+    """
     case = Case("llama", settings=MUON)
     exact, rounded = (ranks.run(1, after_three_steps, case, dtype)[0] for dtype in ("fp64", "bf16"))
     initial = {part.name: part.values for part in ranks.run(1, play, case)[0].initial}

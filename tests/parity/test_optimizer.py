@@ -1,4 +1,6 @@
-"""Level 3: ZeRO-1 equals plain AdamW bit for bit; a step that is not finite changes nothing, on any rank; lower precisions stay near."""
+"""Level 3: ZeRO-1 equals plain AdamW bit for bit; a step that is not finite changes nothing, on any rank; lower
+precisions stay near.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,16 @@ from tests.parity.play import build, play
 
 @pytest.mark.parametrize(
     "case",
-    [Case("llama", dp=2, tp=2, sequence_parallel=True), *map(thorough, [Case("gpt", dp=2), Case("mpt", dp=2, pp=2), Case("llama", dp=4)])],
+    [
+        Case("llama", dp=2, tp=2, sequence_parallel=True),
+        *map(thorough, [Case("gpt", dp=2), Case("mpt", dp=2, pp=2), Case("llama", dp=4)]),
+    ],
     ids=str,
 )
 def test_zero_equals_plain_adamw_bitwise(ranks: RankPool, case: Case) -> None:
-    """Two summands have one order; of four, gloo's ring keeps the same one for all-reduce and reduce-scatter only by chance."""
+    """Two summands have one order; of four, gloo's ring keeps the same one for all-reduce and reduce-scatter only by
+    chance.
+    """
     sharded, plain = (gather(ranks.run(case.world_size, play, Case(**{**vars(case), "zero": zero}))) for zero in (1, 0))
     same = np.array_equal if case.dp == 2 else (lambda a, b: np.allclose(a, b, rtol=1e-9, atol=1e-11))
     assert sharded.drift == plain.drift == ()
@@ -37,7 +44,9 @@ def test_zero_equals_plain_adamw_bitwise(ranks: RankPool, case: Case) -> None:
 
 def optimizer_elements(rank: int, case: Case) -> tuple[int, int]:
     state = build(rank, case)
-    return sum(s["master"].numel() for s in state.optimizer.states), sum(b.weights.numel() for b in state.optimizer.buckets)
+    return sum(s["master"].numel() for s in state.optimizer.states), sum(
+        b.weights.numel() for b in state.optimizer.buckets
+    )
 
 
 def test_zero_keeps_one_share_of_the_optimizer_state(ranks: RankPool) -> None:
@@ -74,7 +83,8 @@ def poisoned(rank: int, case: Case, culprit: int, value: float, dtype: str) -> P
         finish()
 
     state.sync.finish = spoil  # type: ignore[method-assign]
-    steps, scales = [train_step(state)], [state.scaler.scale]
+    steps = [train_step(state)]
+    scales = [state.scaler.scale]
     before = _bits(state)
     steps.append(train_step(state))
     scales.append(state.scaler.scale)
@@ -85,11 +95,18 @@ def poisoned(rank: int, case: Case, culprit: int, value: float, dtype: str) -> P
 
 @pytest.mark.parametrize(
     ("case", "culprit"),
-    [(Case("llama"), 0), (Case("gpt", tp=2, sequence_parallel=True), 1), (Case("gpt", pp=2), 0), (Case("mpt", pp=2, tp=2, zero=0), 3)],
+    [
+        (Case("llama"), 0),
+        (Case("gpt", tp=2, sequence_parallel=True), 1),
+        (Case("gpt", pp=2), 0),
+        (Case("mpt", pp=2, tp=2, zero=0), 3),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("value", [float("nan"), thorough(float("inf"))], ids=["nan", "inf"])
-def test_a_step_that_is_not_finite_changes_nothing_anywhere(ranks: RankPool, case: Case, culprit: int, value: float) -> None:
+def test_a_step_that_is_not_finite_changes_nothing_anywhere(
+    ranks: RankPool, case: Case, culprit: int, value: float
+) -> None:
     for outcome in ranks.run(case.world_size, poisoned, case, culprit, value, "fp64"):
         assert [step.skipped for step in outcome.steps] == [False, True, False]
         assert outcome.unchanged
@@ -127,7 +144,9 @@ def threads(rank: int) -> int:
 
 
 def test_a_finished_run_lets_go_of_its_memory_and_groups(ranks: RankPool) -> None:
-    """A process may build several runs (benchmarks, tests): of a finished one nothing stays, or its groups' threads would."""
+    """A process may build several runs (benchmarks, tests): of a finished one nothing stays, or its groups' threads
+    would.
+    """
     before = ranks.run(2, threads)
     for _ in range(2):
         ranks.run(2, play, Case("gpt", pp=2, transport="torch"))

@@ -1,4 +1,6 @@
-"""An optimizer that is defined here enters by the documented door (docs/engines.md): ZeRO-1, replica checks, resume, memory, whole matrices."""
+"""An optimizer that is defined here enters by the documented door (docs/engines.md): ZeRO-1, replica checks, resume,
+memory, whole matrices.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from tests.parity.play import Played, build, play
 from tests.parity.witness import witness
 
 SGD = OptimizerRule("sgd-momentum", lambda parameter: ("momentum",))
-WHOLE = OptimizerRule("sgd-whole", lambda parameter: ("momentum",), whole=lambda parameter: parameter.kind is ParameterKind.MATRIX)
+WHOLE = OptimizerRule(
+    "sgd-whole", lambda parameter: ("momentum",), whole=lambda parameter: parameter.kind is ParameterKind.MATRIX
+)
 
 
 def states(parameter: Parameter) -> tuple[str, ...]:
@@ -65,13 +69,16 @@ NORMALIZED = OptimizerRule("sgd-normalized", lambda parameter: (), statistics=si
 
 
 class Normalized:
-    """The gradient over the root of a running sum of its squares, a parameter at a time: each moves by one norm (Ginsburg et al. 2019)."""
+    """The gradient over the root of a running sum of its squares, a parameter at a time: each moves by one norm
+    (Ginsburg et al. 2019).
+    """
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
         self.config = config
 
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
-        sizes, direction = part.statistics, part.gradient * grad_scale
+        sizes = part.statistics
+        direction = part.gradient * grad_scale
         assert sizes is not None
         squares = torch.zeros_like(sizes.values)
         views = sizes.by_parameter(squares)
@@ -113,11 +120,14 @@ def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     assert differences(run, witness(case, run.initial, momentum(case.config().optimizer.betas[0]))) == []
 
 
-@pytest.mark.parametrize("layout", but_first([{"tp": 2, "dp": 2, "bucket_elements": 3000}, {"pp": 2, "dp": 2, "zero": 0}]), ids=str)
+@pytest.mark.parametrize(
+    "layout", but_first([{"tp": 2, "dp": 2, "bucket_elements": 3000}, {"pp": 2, "dp": 2, "zero": 0}]), ids=str
+)
 def test_a_statistic_is_of_the_whole_parameter(ranks: RankPool, layout: dict[str, int]) -> None:
     """Tied embeddings too, of which two stages keep a copy each."""
     case = named(NORMALIZED, **layout)
-    run, optimizer = gather(ranks.run(case.world_size, play_here, case)), case.config().optimizer
+    run = gather(ranks.run(case.world_size, play_here, case))
+    optimizer = case.config().optimizer
     sizes: defaultdict[str, float] = defaultdict(float)
 
     def direction(name: str, gradient: Tensor, update: int) -> Tensor:
@@ -136,7 +146,9 @@ def places(rank: int, case: Case) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    "layout", but_first([{"dp": 2, "bucket_elements": 3000}, {"dp": 2}, {"tp": 2, "dp": 2}, {"dp": 2, "zero": 0}]), ids=str
+    "layout",
+    but_first([{"dp": 2, "bucket_elements": 3000}, {"dp": 2}, {"tp": 2, "dp": 2}, {"dp": 2, "zero": 0}]),
+    ids=str,
 )
 def test_whole_matrices_give_the_same_bits(ranks: RankPool, layout: dict[str, int]) -> None:
     """Of an elementwise optimizer; without clipping, since the norm sums in another order."""
@@ -166,14 +178,24 @@ def save_and_go_on(rank: int, case: Case, directory: Path) -> list[float]:
     losses = [train_step(state).loss for _ in range(2)]
     checkpoints = manager(state, directory)
     checkpoints.save(
-        Progress(step=2, consumed_samples=16, tokens=192, optimizer_updates=2, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0)
+        Progress(
+            step=2,
+            consumed_samples=16,
+            tokens=192,
+            optimizer_updates=2,
+            loss_scale=1.0,
+            scaler_clean_steps=0,
+            skipped_steps=0,
+        )
     )
     checkpoints.close()
     return [*losses, train_step(state).loss]
 
 
 def resume(rank: int, case: Case, directory: Path, *allowed: str) -> tuple[float, int, float] | str:
-    """(the third step's loss, updates before it, largest value of the states beside the masters), or why it was refused."""
+    """(the third step's loss, updates before it, largest value of the states beside the masters), or why it was
+    refused.
+    """
     state = build(rank, case)
     checkpoints = manager(state, directory, *allowed)
     try:
@@ -186,7 +208,10 @@ def resume(rank: int, case: Case, directory: Path, *allowed: str) -> tuple[float
     state.current_step = progress.step
     ReplicaCheck(state.optimizer, state.mesh).check(2, state.mesh.world)
     largest = max(
-        float(values.abs().max()) for part in state.optimizer.state() for kind, values in part.tensors.items() if kind != "master"
+        float(values.abs().max())
+        for part in state.optimizer.state()
+        for kind, values in part.tensors.items()
+        if kind != "master"
     )
     updates = state.optimizer.updates
     return train_step(state).loss, updates, largest
@@ -200,7 +225,9 @@ def test_it_resumes_on_another_layout(ranks: RankPool, rule: OptimizerRule, tmp_
         assert updates == 2 and largest > 0
 
 
-def test_a_checkpoint_of_another_optimizer_gives_its_weights_alone_and_only_when_allowed(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_optimizer_gives_its_weights_alone_and_only_when_allowed(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     losses = ranks.run(2, save_and_go_on, named(SGD, dp=2), tmp_path)[0]
     for refused in ranks.run(2, resume, Case("gpt", tp=2), tmp_path):
         assert "optimizer.name: 'sgd-momentum' → 'adamw' (only the weights would be taken)" in refused

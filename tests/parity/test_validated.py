@@ -1,4 +1,6 @@
-"""An update before all ranks have ended the step, validated after: the bits of the synchronous one, also where it is undone and done again."""
+"""An update before all ranks have ended the step, validated after: the bits of the synchronous one, also where it is
+undone and done again.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Outcome(NamedTuple):
 @contextmanager
 def watched(mistake: str) -> Iterator[list[bool]]:
     """Whether the early updates stood; with one of two mistakes on the way."""
-    validate, run, stood = Zero.validate, Engine.run, []
+    validate = Zero.validate
+    run = Engine.run
+    stood = []
 
     def noted(self: Zero, stands: bool) -> None:
         stood.append(stands)
@@ -66,7 +70,9 @@ def steps(rank: int, case: Case, dtype: str, spoilt: bool = False, mistake: str 
             bucket.norm_share(bucket.gradients)[0][0] = float("nan")
 
     state.sync.finish = spoil  # type: ignore[method-assign]
-    results, held_out, bits = [], [], []
+    results = []
+    held_out = []
+    bits = []
     with watched(mistake) as stood:
         for step in range(STEPS):
             results.append(train_step(state))
@@ -90,7 +96,12 @@ def after(case: Case) -> Case:
 
 def same(one: Outcome, other: Outcome) -> bool:
     alike = all(torch.equal(a, b) for a, b in zip(one.bits, other.bits, strict=True))
-    return alike and str(one.results) == str(other.results) and one.held_out == other.held_out and one.updates == other.updates
+    return (
+        alike
+        and str(one.results) == str(other.results)
+        and one.held_out == other.held_out
+        and one.updates == other.updates
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,9 +110,19 @@ def same(one: Outcome, other: Outcome) -> bool:
         (named("mpt", 100, pp=4), "bf16", True, "skipped"),
         (named("llama", 2.6, pp=2, dp=2, overlap_weights=True), "fp64", False, "clipped"),
         thorough(named("gpt", 100, *FP16, pp=2), "fp16", False, "skipped"),
-        pytest.param(named("llama", 2.6, pp=2, tp=2, overlap_messages=False), "fp64", False, "clipped", marks=pytest.mark.thorough),
-        pytest.param(named("llama", 100, "optimizer.name=muon", pp=2, dp=2), "fp64", True, "skipped", marks=pytest.mark.thorough),
-        pytest.param(named("mpt", 100, pp=4, schedule="interleaved-zb"), "bf16", True, "skipped", marks=pytest.mark.thorough),
+        pytest.param(
+            named("llama", 2.6, pp=2, tp=2, overlap_messages=False),
+            "fp64",
+            False,
+            "clipped",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            named("llama", 100, "optimizer.name=muon", pp=2, dp=2), "fp64", True, "skipped", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            named("mpt", 100, pp=4, schedule="interleaved-zb"), "bf16", True, "skipped", marks=pytest.mark.thorough
+        ),
         pytest.param(
             named("llama", 100, "comm.in_flight=one", pp=2, dp=2, zero=0, documents=True),
             "bf16",
@@ -112,7 +133,9 @@ def same(one: Outcome, other: Outcome) -> bool:
     ],
     ids=str,
 )
-def test_the_bits_are_those_of_the_synchronous_step(ranks: RankPool, case: Case, dtype: str, spoilt: bool, why: str) -> None:
+def test_the_bits_are_those_of_the_synchronous_step(
+    ranks: RankPool, case: Case, dtype: str, spoilt: bool, why: str
+) -> None:
     before = ranks.run(case.world_size, steps, case, dtype, spoilt)
     validated = ranks.run(case.world_size, steps, after(case), dtype, spoilt)
     for one, other in zip(before, validated, strict=True):

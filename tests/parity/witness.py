@@ -12,10 +12,13 @@ from tests.parity.play import batch, learnt
 
 
 def witness(case: Case, initial: Tensors, direction: Direction | None = None) -> Run:
-    """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`; AdamW unless another direction is given."""
+    """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`; AdamW unless another direction is
+    given.
+    """
     config = case.config()
     further = {"output_z": config.train.loss_weights.get("output-z"), "seed": config.train.seed}
-    model, optimizer = {**config.model.model_dump(), **further}, config.optimizer
+    model = {**config.model.model_dump(), **further}
+    optimizer = config.optimizer
     params = {name: torch.from_numpy(tensor.copy()) for name, tensor in initial.items()}
     batches = [tuple(map(torch.from_numpy, batch(step, config))) for step in range(STEPS)]
     documents = [ids if case.documents else None for _, ids in batches]
@@ -28,12 +31,16 @@ def witness(case: Case, initial: Tensors, direction: Direction | None = None) ->
         direction or adamw(optimizer.betas, optimizer.eps),
         documents=documents,
         learnt=masks,
-        rate=lambda update: gpt.learning_rate(update, optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, config.train.steps),
+        rate=lambda update: gpt.learning_rate(
+            update, optimizer.lr, optimizer.min_lr, optimizer.warmup_steps, config.train.steps
+        ),
         weight_decay=optimizer.weight_decay,
         clip_norm=optimizer.clip_norm,
     )
     held_out, their_documents = (torch.cat(pair) for pair in zip(*batches[:2], strict=True))
     their_mask = learnt(held_out) if case.read_only else None
-    losses.append(float(gpt.loss(model, final, held_out, their_documents if case.documents else None, learnt_BS1=their_mask)))
+    losses.append(
+        float(gpt.loss(model, final, held_out, their_documents if case.documents else None, learnt_BS1=their_mask))
+    )
     as_numpy = {name: tensor.numpy() for name, tensor in gradients.items()}
     return Run(losses, norms, initial, as_numpy, {name: tensor.numpy() for name, tensor in final.items()}, drift=())

@@ -11,7 +11,9 @@ from tests.harness.system import missing
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalSlurm]:
-    """Four flat nodes of 64 cores, shared by tests that break nothing; skipped with the reason where Slurm cannot run."""
+    """Four flat nodes of 64 cores, shared by tests that break nothing; skipped with the reason where Slurm cannot
+    run.
+    """
     if reason := why_unavailable():
         missing(reason)
     with training_cluster(nodes=4) as running:

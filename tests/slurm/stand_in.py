@@ -1,7 +1,8 @@
-"""A training run without a model: ranks that count steps, save checkpoints without weights, and end in order when a signal asks for it.
+"""A training run without a model: ranks that count steps, save checkpoints without weights, and end in order when a
+signal asks for it.
 
-As a module it is what each rank runs; `stand_in.py job …` is the batch script's supervisor with this program in place of
-`frontier-llm train`. It lets node failures and walltimes be tested in seconds.
+As a module it is what each rank runs; `stand_in.py job …` is the batch script's supervisor with this program in place
+of `frontier-llm train`. It lets node failures and walltimes be tested in seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def train(words: list[str]) -> int:
     if environ("STAND_IN_DEAF") and incarnation == 1:
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm's warning, before Python listens
     with SignalWatcher() as watcher:
-        step, wrong = run_dir.latest_step(directory), environ("STAND_IN_WRONG")
+        step = run_dir.latest_step(directory)
+        wrong = environ("STAND_IN_WRONG")
         if wrong in run_dir.untrusted_hosts(directory):
             wrong = None
         say_alive(step)  # rank 0 may have saved the last step before a slower one begins
@@ -51,7 +53,15 @@ def train(words: list[str]) -> int:
                 if place.rank == 0:
                     run_dir.distrust(directory, [wrong])
                     suspect = Suspect(2, wrong, "w")
-                    record = Failure("ranks differ", Evidence.COMPARISON, "wrong results", 2, wrong, host_suspect=True, suspects=(suspect,))
+                    record = Failure(
+                        "ranks differ",
+                        Evidence.COMPARISON,
+                        "wrong results",
+                        2,
+                        wrong,
+                        host_suspect=True,
+                        suspects=(suspect,),
+                    )
                     write_failure(directory, record)
                 while not (directory / "failure.json").exists():  # else srun would end rank 0 before it has written
                     time.sleep(0.02)

@@ -22,7 +22,8 @@ network_plugin: {plugin}
 environment: {{SETTING: one}}
 """
 
-# python runs this file first wherever PYTHONPATH leads to it: n2's clock is ahead, n3 has a setting of its own, n1's disk is full
+# python runs this file first wherever PYTHONPATH leads to it: n2's clock is ahead, n3 has a setting of its own, n1's
+# disk is full
 PLANTED = """
 import collections, os, shutil, time
 host = os.environ.get("SLURMD_NODENAME")
@@ -52,12 +53,18 @@ def examine(cluster: LocalSlurm, tmp_path: Path, gcds: list[int], plugin: str, p
     for host, count in zip(cluster.nodes, gcds, strict=True):
         plant(tmp_path, host, count)
     (tmp_path / "site.yaml").write_text(SITE.format(root=tmp_path, plugin=plugin))
-    (tmp_path / "sitecustomize.py").write_text(PLANTED if planted else "import os\nos.sched_getaffinity = lambda pid: range(56)\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        PLANTED if planted else "import os\nos.sched_getaffinity = lambda pid: range(56)\n"
+    )
     script = tmp_path / "doctor.sh"
     words = f"--site {tmp_path}/site.yaml --run-dir {tmp_path}/run --system-root '{tmp_path}/{{host}}' --json"
-    script.write_text(f'#!/bin/bash\nexec "$FRONTIER_LLM_PYTHON" -m frontier_llm.cli.main doctor {words} > {tmp_path}/report.json\n')
+    script.write_text(
+        f'#!/bin/bash\nexec "$FRONTIER_LLM_PYTHON" -m frontier_llm.cli.main doctor {words} > {tmp_path}/report.json\n'
+    )
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SETTING": "one"}
-    job_id = cluster.submit("-N4", "--ntasks-per-node=1", f"--output={tmp_path}/out", str(script), cwd=tmp_path, env=env)
+    job_id = cluster.submit(
+        "-N4", "--ntasks-per-node=1", f"--output={tmp_path}/out", str(script), cwd=tmp_path, env=env
+    )
     job = cluster.wait_job(job_id, 240)
     text = (tmp_path / "report.json").read_text()
     assert text, (tmp_path / "out").read_text()

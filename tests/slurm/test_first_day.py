@@ -1,7 +1,8 @@
 """Every command of docs/first_day.md, in order, on a local Slurm whose nodes have Frontier's shape.
 
-What this machine has not is stood in for: modules and conda (the environment is the tests' own, with its CPU wheel in place of the ROCm
-wheel), git clone (a copy of this checkout), and the build of GPU kernels. Jobs of the large models are checked by `sbatch --test-only`.
+What this machine has not is stood in for: modules and conda (the environment is the tests' own, with its CPU wheel in
+place of the ROCm wheel), git clone (a copy of this checkout), and the build of GPU kernels. Jobs of the large models
+are checked by `sbatch --test-only`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from tests.harness.system import missing
 
 PAGE = ROOT / "docs" / "first_day.md"
 # commands that read the results of a job that was not run here
-WITHOUT_RESULTS = ("frontier-llm plan --measured runs/first --machine frontier", "frontier-llm scaling report runs/scaling")
+WITHOUT_RESULTS = (
+    "frontier-llm plan --measured runs/first --machine frontier",
+    "frontier-llm scaling report runs/scaling",
+)
 # two checkpoints of 12 TB do not fit on this machine: submit has to say so, and nothing else
 TOO_LARGE = "frontier-llm submit pretrain_1t"
 COPIED = ("configs", "frontier_llm", "launch", "scripts", "slurm")
@@ -87,13 +91,14 @@ printf '#!/bin/bash\\nif [[ "${{1:-}} ${{2:-}}" == "setup.py build_ops" ]]; then
 cp "$4/bin/python" "$4/bin/python3"
 printf '#!/bin/bash\\nexec {python} -m frontier_llm.cli.main "$@"\\n' >"$4/bin/frontier-llm"
 chmod 755 "$4"/bin/*
-"""
+"""  # noqa: E501
     write_command(folder / "conda", environment)
     (folder / "activate").write_text('export CONDA_PREFIX="$1" PATH="$1/bin:$PATH"\n', encoding="utf-8")
     write_command(folder / "conda-pack", '[[ "$2 $4" == "--prefix --output" ]]\ntar -czf "$5" -C "$3" .\n')
     write_command(
         folder / "pip",
-        f"[[ \"$1\" == install ]]\n{python} -c 'import torch; assert torch.version.hip is None and torch.version.cuda is None'\n"
+        f'[[ "$1" == install ]]\n{python} -c \'import torch; assert torch.version.hip is None and '
+        f"torch.version.cuda is None'\n"
         'if [[ "$*" == *" -e ." ]]; then ls frontier_llm/_native/*.so >/dev/null; fi\n',
     )
     write_command(folder / "git", f'[[ "$1" == clone ]]\nmv {shlex.quote(str(place / "prepared"))} "$3"\n')
@@ -178,7 +183,12 @@ def test_every_command_runs(frontier: LocalSlurm, place: Path) -> None:
     for name in ("FRONTIER_LLM_PYTHON", "FRONTIER_LLM_ROOT", "FRONTIER_LLM_SITE", "VIRTUAL_ENV", "CONDA_PREFIX"):
         environment.pop(name, None)
     done = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", "\n".join(lines)], cwd=place, env=environment, capture_output=True, text=True, timeout=850
+        ["bash", "-euxo", "pipefail", "-c", "\n".join(lines)],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=850,
     )
     checkout = place / "abc123" / "frontier_llm"
     outputs = "".join(path.read_text(errors="replace") for path in checkout.glob("*.out"))

@@ -20,12 +20,14 @@ from frontier_llm.run.rank_env import discover
 place = discover()
 line = f"{place.launcher} {place.rank} {place.world_size} {place.local_rank} {place.local_world_size} {place.master_port}"
 os.write(1, (line + "\\n").encode())
-"""
+"""  # noqa: E501
 
 
 def parse(text: str) -> list[list[str]]:
     known = ("slurm", "openmpi", "torchrun", "local", "pmi", "mpi4py")
-    return sorted((line.split() for line in text.splitlines() if line.startswith(known)), key=lambda words: int(words[1]))
+    return sorted(
+        (line.split() for line in text.splitlines() if line.startswith(known)), key=lambda words: int(words[1])
+    )
 
 
 def variables() -> dict[str, str]:
@@ -37,10 +39,16 @@ def test_srun_and_the_batch_shell(cluster: LocalSlurm, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     ask = "from frontier_llm.run.rank_env import discover; print('shell', discover())"
     script.write_text(
-        f'#!/bin/bash\n{sys.executable} -c "{ask}"\nsrun --ntasks-per-node=2 {sys.executable} {tmp_path}/who.py\nsrun -n4 {sys.executable} {tmp_path}/who.py\n'
+        f'#!/bin/bash\n{sys.executable} -c "{ask}"\nsrun --ntasks-per-node=2 {sys.executable} '
+        f"{tmp_path}/who.py\nsrun -n4 {sys.executable} {tmp_path}/who.py\n"
     )
     job_id = cluster.submit(
-        "-N3", "--ntasks-per-node=2", f"--output={tmp_path}/out", str(script), cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
+        "-N3",
+        "--ntasks-per-node=2",
+        f"--output={tmp_path}/out",
+        str(script),
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
     )
     assert cluster.wait_job(job_id)["JobState"] == "COMPLETED"
     text = (tmp_path / "out").read_text()
@@ -71,7 +79,14 @@ def test_mpirun(tmp_path: Path, launcher: str) -> None:
 
 def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(tmp_path / "who.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        str(tmp_path / "who.py"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=variables(), timeout=180)
     rows = parse(done.stdout)
     assert [row[:5] for row in rows] == [["torchrun", str(rank), "2", str(rank), "2"] for rank in range(2)], done.stderr

@@ -15,7 +15,9 @@ ROWS = [pytest.param(row, id=row.name, marks=() if row.name in EVERY_DAY else py
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mistake", ROWS)
-def test_each_planted_mistake_is_refused_before_a_training_step(cluster: LocalSlurm, tmp_path: Path, mistake: Mistake) -> None:
+def test_each_planted_mistake_is_refused_before_a_training_step(
+    cluster: LocalSlurm, tmp_path: Path, mistake: Mistake
+) -> None:
     outcome = meet(cluster, mistake, tmp_path)
     assert tuple(refusal.by for refusal in outcome.refusals) == mistake.refused_by, outcome.refusals
     for refusal in outcome.refusals:

@@ -12,7 +12,14 @@ from frontier_llm.cli.main import main
 from frontier_llm.cluster.sites import root_dir
 from tests.harness.slurm import ROOT, LocalSlurm
 
-TOY = ["model=gpt-tiny", "precision.dtype=fp32", "parallel.tensor=1", "parallel.pipeline=1", "batch.micro_batch=1", "train.steps=8"]
+TOY = [
+    "model=gpt-tiny",
+    "precision.dtype=fp32",
+    "parallel.tensor=1",
+    "parallel.pipeline=1",
+    "batch.micro_batch=1",
+    "train.steps=8",
+]
 
 
 @pytest.fixture
@@ -34,7 +41,20 @@ def test_series_run_end_to_end(
     out = tmp_path / "runs"
     job_ids = []
     for mode, batch in (("weak", ["--batch-per-replica", "2"]), ("strong", ["--global-batch", "8"])):
-        words = ["scaling", mode, "--run", "train_small", "--nodes", "1,2,4", "--site", str(site), "--output", str(out), "--json", *batch]
+        words = [
+            "scaling",
+            mode,
+            "--run",
+            "train_small",
+            "--nodes",
+            "1,2,4",
+            "--site",
+            str(site),
+            "--output",
+            str(out),
+            "--json",
+            *batch,
+        ]
         assert main([*words, *TOY]) == 0
         job_ids += [point["job_id"] for point in json.loads(capsys.readouterr().out)]
     assert len(set(job_ids)) == 6

@@ -15,14 +15,30 @@ import pytest
 from frontier_llm.cluster.sbatch import JOBS, render
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.machine.affinity import NODE
-from tests.harness.slurm import FRONTIER_NODE, LUMI_NODE, ROOT, TESTED_VERSION, LocalSlurm, NodeShape, local_slurm, why_unavailable
+from tests.harness.slurm import (
+    FRONTIER_NODE,
+    LUMI_NODE,
+    ROOT,
+    TESTED_VERSION,
+    LocalSlurm,
+    NodeShape,
+    local_slurm,
+    why_unavailable,
+)
 from tests.harness.system import missing
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_sbatch_accepts_every_option_on_a_machine_of_frontiers_size(cluster: LocalSlurm, job) -> None:
     said = cluster.run(
-        "sbatch", "--test-only", "-A", "abc123", str(ROOT / "slurm" / f"{job.name}.sbatch"), "train.steps=1", cwd=ROOT, check=False
+        "sbatch",
+        "--test-only",
+        "-A",
+        "abc123",
+        str(ROOT / "slurm" / f"{job.name}.sbatch"),
+        "train.steps=1",
+        cwd=ROOT,
+        check=False,
     )
     assert f"using {job.nodes * FRONTIER_NODE.job_cpus} processors" in said and "in partition batch" in said, said
 
@@ -36,17 +52,22 @@ def test_the_tested_version_is_the_one_that_the_pages_state(cluster: LocalSlurm)
 def test_sbatch_refuses_an_option_that_does_not_exist(cluster: LocalSlurm, tmp_path) -> None:
     text = (ROOT / "slurm" / "train_1t.sbatch").read_text()
     (tmp_path / "x.sbatch").write_text(text.replace("--open-mode=append", "--opn-mode=append"))
-    assert "unrecognized option" in cluster.run("sbatch", "--test-only", "-A", "abc123", str(tmp_path / "x.sbatch"), check=False)
+    assert "unrecognized option" in cluster.run(
+        "sbatch", "--test-only", "-A", "abc123", str(tmp_path / "x.sbatch"), check=False
+    )
 
 
 def test_the_whole_machine_and_lumi(cluster: LocalSlurm, tmp_path) -> None:
     script = str(ROOT / "slurm" / "train_1t.sbatch")
     assert "frontier[00001-09408]" in cluster.run("sbatch", "--test-only", "-A", "a", "-N", "9408", script, check=False)
     (tmp_path / "lumi.sbatch").write_text(render(JOBS[1], load_site("lumi")))
-    assert "in partition standard-g" in cluster.run("sbatch", "--test-only", "-A", "a", str(tmp_path / "lumi.sbatch"), check=False)
+    assert "in partition standard-g" in cluster.run(
+        "sbatch", "--test-only", "-A", "a", str(tmp_path / "lumi.sbatch"), check=False
+    )
 
 
-# instead of launch/job.sh: the step that the supervisor would start, with a command that shows the step's share of the node
+# instead of launch/job.sh: the step that the supervisor would start, with a command that shows the step's share of the
+# node
 SHOW_STEP = """
 import subprocess
 from frontier_llm.cluster.attempt import JobStep
@@ -58,10 +79,12 @@ options = srun[: next(at for at, word in enumerate(srun) if word.endswith("rank.
 show = "echo task of $SLURM_CPUS_PER_TASK; sleep 2; if [ $SLURM_PROCID = 0 ]; then scontrol show step $SLURM_JOB_ID.0; fi"
 subprocess.run([*options, "bash", "-c", show], check=True)
 subprocess.run(["scontrol", "show", "job", "--details", job.allocation.job_id], check=True)
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize(("name", "shape"), [("frontier", FRONTIER_NODE), ("lumi", LUMI_NODE)], ids=["frontier", "lumi"])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("frontier", FRONTIER_NODE), ("lumi", LUMI_NODE)], ids=["frontier", "lumi"]
+)
 @pytest.mark.parametrize("hint", ["", "nomultithread"])  # LUMI's login environment may set it
 def test_a_step_has_every_core_that_ranks_are_bound_to(tmp_path: Path, name: str, shape: NodeShape, hint: str) -> None:
     """With two threads per core, seven CPUs of eight tasks are 28 cores unless the job asks for one thread per core."""
@@ -94,18 +117,27 @@ def test_a_step_has_every_core_that_ranks_are_bound_to(tmp_path: Path, name: str
 
 def test_wrong_directory_is_explained(cluster: LocalSlurm, tmp_path) -> None:
     script = str(ROOT / "slurm" / "train_small.sbatch")
-    job_id = cluster.submit("-p", "local", "-C", "nvme", f"--output={tmp_path}/out", script, cwd=tmp_path, env={"FRONTIER_LLM_ROOT": ""})
+    job_id = cluster.submit(
+        "-p", "local", "-C", "nvme", f"--output={tmp_path}/out", script, cwd=tmp_path, env={"FRONTIER_LLM_ROOT": ""}
+    )
     assert cluster.wait_job(job_id)["ExitCode"] == "2:0"
     assert "run sbatch from the checkout" in (tmp_path / "out").read_text()
 
 
 def job_sh(cluster: LocalSlurm, tmp_path: Path, env: dict[str, str]) -> tuple[dict[str, str], str]:
     """launch/job.sh with a module that says which Python runs it."""
-    (tmp_path / "say.py").write_text("import sys, os; print('python', sys.argv[1:], os.environ['FRONTIER_LLM_PYTHON'], flush=True)")
+    (tmp_path / "say.py").write_text(
+        "import sys, os; print('python', sys.argv[1:], os.environ['FRONTIER_LLM_PYTHON'], flush=True)"
+    )
     script = tmp_path / "job.sh"
     script.write_text(f'#!/bin/bash\nexec {ROOT}/launch/job.sh "${{SITE:-local}}" say "a b"\n')
     job_id = cluster.submit(
-        "-N1", "--ntasks-per-node=1", f"--output={tmp_path}/out", str(script), cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), **env}
+        "-N1",
+        "--ntasks-per-node=1",
+        f"--output={tmp_path}/out",
+        str(script),
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), **env},
     )
     return cluster.wait_job(job_id), (tmp_path / "out").read_text()
 

@@ -24,7 +24,8 @@ def write_script(tmp_path: Path, nodes: int, **fields: object) -> Path:
     path = tmp_path / "stand_in.sbatch"
     path.write_text(text.replace("    frontier_llm.cli.job train_small ops.no_jit=true", "    runpy_shim"))
     (tmp_path / "runpy_shim.py").write_text(
-        f"import runpy, sys\nsys.argv = [{program!r}, 'job', 'train_small', *sys.argv[1:]]\nrunpy.run_path({program!r}, run_name='__main__')\n"
+        f"import runpy, sys\nsys.argv = [{program!r}, 'job', 'train_small', "
+        f"*sys.argv[1:]]\nrunpy.run_path({program!r}, run_name='__main__')\n"
     )
     return path
 
@@ -33,9 +34,17 @@ class Run:
     """One submitted stand-in run."""
 
     def __init__(
-        self, cluster: LocalSlurm, tmp_path: Path, nodes: int, tasks: int, words: tuple[str, ...], env: dict[str, str], *options: str
+        self,
+        cluster: LocalSlurm,
+        tmp_path: Path,
+        nodes: int,
+        tasks: int,
+        words: tuple[str, ...],
+        env: dict[str, str],
+        *options: str,
     ) -> None:
-        self.cluster, self.directory = cluster, tmp_path / "run"
+        self.cluster = cluster
+        self.directory = tmp_path / "run"
         script = write_script(tmp_path, nodes)
         env = {"FRONTIER_LLM_SIGNAL_LEAD_S": "10", "PYTHONPATH": str(tmp_path), **env}
         self.output = tmp_path / "job.out"
@@ -64,7 +73,9 @@ class Run:
         return [attempt.cause for attempt in run_dir.attempts(self.directory)]
 
     def wait_step(self, step: int, timeout_s: float = 120) -> None:
-        self.cluster.wait_for(lambda: run_dir.latest_step(self.directory) >= step, timeout_s, f"step {step}: {self.text()}")
+        self.cluster.wait_for(
+            lambda: run_dir.latest_step(self.directory) >= step, timeout_s, f"step {step}: {self.text()}"
+        )
 
 
 def test_runs_every_rank_once_and_finishes(cluster: LocalSlurm, tmp_path: Path) -> None:
@@ -174,7 +185,9 @@ def test_dead_node_is_replaced_by_the_spare_while_its_ranks_live_on(cluster: Loc
     cluster.wait_for(lambda: len(run_dir.attempts(run.directory)) == 1, 120, f"end of the first attempt: {run.text()}")
     first = run_dir.attempts(run.directory)[0]
     assert (first.cause, first.nodes) == ("node failure", ("n0", "n1", "n2"))
-    cluster.wait_for(lambda: len(list((run.directory / "alive").glob("2-*"))) == 6, 120, f"second attempt: {run.text()}")
+    cluster.wait_for(
+        lambda: len(list((run.directory / "alive").glob("2-*"))) == 6, 120, f"second attempt: {run.text()}"
+    )
     hosts = {(run.directory / "alive" / f"2-{rank}").read_text().split()[0] for rank in range(6)}
     assert hosts == {"n0", "n2", "n3"}
     # the ranks on the dead node live on (tests/slurm/test_train.py shows that they cannot save)
@@ -228,7 +241,8 @@ def test_a_host_that_computes_wrongly_is_not_requeued(cluster: LocalSlurm, tmp_p
     run = Run(cluster, tmp_path, 2, 1, ("train.steps=6",), {"STAND_IN_WRONG": "n1"})
     assert run.wait()["ExitCode"] == "2:0", run.text()
     assert run.causes() == ["wrong results"] and "--exclude=n1" in run.text()
-    assert json.loads((run.directory / "failure.json").read_text())["suspects"][0]["tensor"] == "w"  # what the ranks have written stays
+    # what the ranks have written stays
+    assert json.loads((run.directory / "failure.json").read_text())["suspects"][0]["tensor"] == "w"
     assert cluster.queued() == []
 
 
@@ -265,9 +279,15 @@ def test_successor_jobs_follow_one_at_a_time(cluster: LocalSlurm, tmp_path: Path
     script = write_script(tmp_path, 1)
     words = shlex.join([f"train.run_dir={tmp_path}/run", *SMALL, "train.steps=120"])
     (tmp_path / "run" / "job.sbatch").write_text(script.read_text().replace('"$@"', words))
-    env = {"FRONTIER_LLM_CONTINUE": "successor", "STAND_IN_STEP_S": "0.4", "FRONTIER_LLM_SIGNAL_LEAD_S": "25", "PYTHONPATH": str(tmp_path)}
+    env = {
+        "FRONTIER_LLM_CONTINUE": "successor",
+        "STAND_IN_STEP_S": "0.4",
+        "FRONTIER_LLM_SIGNAL_LEAD_S": "25",
+        "PYTHONPATH": str(tmp_path),
+    }
     options = ("--time=1", "--signal=USR1@25", "--ntasks-per-node=1")
-    # of what the first job got on the command line, its successor knows account, partition and QOS; the rest has to be in the script
+    # of what the first job got on the command line, its successor knows account, partition and QOS; the rest has to be
+    # in the script
     text = (tmp_path / "run" / "job.sbatch").read_text()
     lines = "\n".join(f"#SBATCH {option}" for option in options)
     (tmp_path / "run" / "job.sbatch").write_text(text.replace("set -euo pipefail", f"{lines}\nset -euo pipefail", 1))

@@ -34,12 +34,19 @@ TOY = (
 
 
 def sbatch(
-    cluster: LocalSlurm, script: str, directory: Path, *options: str, words: tuple[str, ...] = (), env: dict[str, str] | None = None
+    cluster: LocalSlurm,
+    script: str,
+    directory: Path,
+    *options: str,
+    words: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
 ) -> str:
     """Submit a committed script; what differs from Frontier is the partition, not the script."""
     local = ("--partition=local", f"--output={directory}/job.out", *options)
     directory.mkdir(parents=True, exist_ok=True)
-    return cluster.submit(*local, str(ROOT / "slurm" / script), *TOY, f"train.run_dir={directory}/run", *words, cwd=ROOT, env=env)
+    return cluster.submit(
+        *local, str(ROOT / "slurm" / script), *TOY, f"train.run_dir={directory}/run", *words, cwd=ROOT, env=env
+    )
 
 
 def losses(directory: Path) -> list[tuple[int, float]]:
@@ -104,7 +111,9 @@ def test_a_users_mistake_ends_the_run_at_once_and_blames_no_node(cluster: LocalS
     """The batch shell finds in its first seconds that the data is not there, and starts no rank."""
     words = ("data.train=[{path: /nowhere/tokens}]",)
     options = ("--nodes=2", "--ntasks-per-node=2")
-    job_id = sbatch(cluster, "train_small.sbatch", tmp_path, *options, words=words, env={"FRONTIER_LLM_SIGNAL_LEAD_S": "10"})
+    job_id = sbatch(
+        cluster, "train_small.sbatch", tmp_path, *options, words=words, env={"FRONTIER_LLM_SIGNAL_LEAD_S": "10"}
+    )
     assert cluster.wait_job(job_id, 240)["ExitCode"] == "2:0"
     assert "data.train: /nowhere/tokens.bin: no such file, nor tokens.idx" in (tmp_path / "job.out").read_text()
     assert run_dir.attempts(tmp_path / "run") == []
@@ -112,8 +121,15 @@ def test_a_users_mistake_ends_the_run_at_once_and_blames_no_node(cluster: LocalS
 
 
 STEPS = 50
-SLICED = ("parallel.tensor=2", "parallel.pipeline=1", "batch.global_batch=4", f"train.steps={STEPS}", "train.save_interval=10")
-# every step takes at least this long, so that a run whose node is killed at step 10 still trains when Slurm gives the node up: 33 s later
+SLICED = (
+    "parallel.tensor=2",
+    "parallel.pipeline=1",
+    "batch.global_batch=4",
+    f"train.steps={STEPS}",
+    "train.save_interval=10",
+)
+# every step takes at least this long, so that a run whose node is killed at step 10 still trains when Slurm gives the
+# node up: 33 s later
 # with SLURMD_TIMEOUT_S of 20, and a requeued job starts some 25 s after that
 SLOW = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:2"}
 
@@ -138,7 +154,14 @@ def undisturbed(directory: Path) -> list[tuple[int, str]]:
         if not _alone:
             words = [*TOY, *SLICED, f"train.run_dir={directory}/run"]
             command = [sys.executable, "-m", "frontier_llm.cli.main", "train", "train_small", *words]
-            subprocess.run(command, cwd=ROOT, env={**environment(), "OMP_NUM_THREADS": "1"}, check=True, timeout=300, capture_output=True)
+            subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**environment(), "OMP_NUM_THREADS": "1"},
+                check=True,
+                timeout=300,
+                capture_output=True,
+            )
             _alone.append(loss_column(directory))
             assert [step for step, _ in _alone[0]] == list(range(1, STEPS + 1))
         return _alone[0]
@@ -147,7 +170,8 @@ def undisturbed(directory: Path) -> list[tuple[int, str]]:
 @pytest.mark.thorough
 @scenario(nodes=2)
 def test_slices_of_a_short_walltime_give_the_same_losses(cluster: LocalSlurm, tmp_path: Path) -> None:
-    # Slurm looks at its clocks every 30 s: the signal comes 60 to 90 s after the start, and 50 steps of 2 s outlast that
+    # Slurm looks at its clocks every 30 s: the signal comes 60 to 90 s after the start, and 50 steps of 2 s outlast
+    # that
     env = {**SLOW, "FRONTIER_LLM_SIGNAL_LEAD_S": "90"}
     options = ("--nodes=2", "--ntasks-per-node=1", "--time=3", "--signal=USR1@90")
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, *options, words=SLICED, env=env)
@@ -196,12 +220,16 @@ if os.environ.get("SLURMD_NODENAME") == "n1":
 SAYS = "rank 1 on n1 differs from most ranks: torch is torch 2.9.0 for CPUs, elsewhere torch"
 
 
-def train_with_another_torch_on_n1(cluster: LocalSlurm, tmp_path: Path, nodes: int, spares: int = 0) -> tuple[dict[str, str], str]:
+def train_with_another_torch_on_n1(
+    cluster: LocalSlurm, tmp_path: Path, nodes: int, spares: int = 0
+) -> tuple[dict[str, str], str]:
     """The ended job of a run on these nodes of the cluster, and its output."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH_ON_N1)
     words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=6", "batch.micro_batch=1", "train.steps=2")
     env = {"PYTHONPATH": str(tmp_path), "FRONTIER_LLM_SIGNAL_LEAD_S": "10", "FRONTIER_LLM_SPARE_NODES": str(spares)}
-    job_id = sbatch(cluster, "train_small.sbatch", tmp_path, f"--nodes={nodes}", "--ntasks-per-node=1", words=words, env=env)
+    job_id = sbatch(
+        cluster, "train_small.sbatch", tmp_path, f"--nodes={nodes}", "--ntasks-per-node=1", words=words, env=env
+    )
     return cluster.wait_job(job_id, 300), (tmp_path / "job.out").read_text()
 
 
@@ -235,11 +263,20 @@ def test_a_node_that_differs_from_one_other_ends_the_job(cluster: LocalSlurm, tm
 @pytest.mark.thorough
 @scenario(nodes=2)
 def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:
-    """One rank has no peer whose death would end it: after its node is declared dead it trains on, beside the requeued job."""
-    words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=4", "train.steps=70", "train.save_interval=10")
+    """One rank has no peer whose death would end it: after its node is declared dead it trains on, beside the
+    requeued job.
+    """
+    words = (
+        "parallel.tensor=1",
+        "parallel.pipeline=1",
+        "batch.global_batch=4",
+        "train.steps=70",
+        "train.save_interval=10",
+    )
     env = {**SLOW, "FRONTIER_LLM_SIGNAL_LEAD_S": "10"}
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, "--nodes=1", "--ntasks-per-node=1", words=words, env=env)
-    run, stale_log = tmp_path / "run", tmp_path / "run" / "logs" / "attempt_0001" / "rank_0.log"
+    run = tmp_path / "run"
+    stale_log = tmp_path / "run" / "logs" / "attempt_0001" / "rank_0.log"
     cluster.wait_for(lambda: run_dir.latest_step(run) > 0, 200, "first checkpoint")
     host = str(last_start(run)["host"])
     cluster.kill_node(host)
@@ -250,4 +287,9 @@ def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Pa
     assert last_start(run)["host"] != host
     assert run_dir.latest_step(run) == 70
     # in a process of its own: another test may be reading this one's output
-    subprocess.run([sys.executable, "-m", "frontier_llm.cli.main", "checkpoint", "verify", str(run)], cwd=ROOT, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "frontier_llm.cli.main", "checkpoint", "verify", str(run)],
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+    )

@@ -1,4 +1,6 @@
-"""A live search on the local Slurm: trials by srun, ended by its walltime, gone on with by the next job, to a run file of the fastest layout."""
+"""A live search on the local Slurm: trials by srun, ended by its walltime, gone on with by the next job, to a run
+file of the fastest layout.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,24 @@ def test_a_search_goes_on_after_its_walltime(cluster: LocalSlurm, tmp_path: Path
     output = tmp_path / "tune"
 
     def submit(name: str, trials: int) -> str:
-        options = [f"-N{NODES}", "--ntasks-per-node=1", "--partition=local", "--time=20", f"--output={tmp_path}/{name}.out"]
+        options = [
+            f"-N{NODES}",
+            "--ntasks-per-node=1",
+            "--partition=local",
+            "--time=20",
+            f"--output={tmp_path}/{name}.out",
+        ]
         search = ["--budget-node-hours", "1", "--steps", "6", "--trials", str(trials), "--output", str(output)]
         return cluster.submit(*options, str(ROOT / "slurm" / "tune.sbatch"), *WORDS, *search, cwd=ROOT)
 
-    first, began_s = submit("first", 50), time.monotonic()
+    first = submit("first", 50)
+    began_s = time.monotonic()
     cluster.wait_for(
-        lambda: len(rows(output)) >= 1 or (cluster.job(first)["JobState"] != "RUNNING" and time.monotonic() - began_s > 60), 300, "a trial"
+        lambda: (
+            len(rows(output)) >= 1 or (cluster.job(first)["JobState"] != "RUNNING" and time.monotonic() - began_s > 60)
+        ),
+        300,
+        "a trial",
     )
     # two minutes from now: less what Slurm's warning and ending take, too little for many more trials
     cluster.run("scontrol", "update", f"JobId={first}", f"TimeLimit={int(time.monotonic() - began_s) // 60 + 2}")
@@ -47,7 +60,9 @@ def test_a_search_goes_on_after_its_walltime(cluster: LocalSlurm, tmp_path: Path
     after = rows(output)
     assert after[: len(before)] == before and [int(row["number"]) for row in after] == list(range(1, len(before) + 2))
     starts = [attempts(output / f"trial_{number:04}")[0] for number in range(1, len(after) + 1)]
-    assert [start.job_id for start in starts] == [first] * len(before) + [second], "each by srun inside the job of its time"
+    assert [start.job_id for start in starts] == [first] * len(before) + [second], (
+        "each by srun inside the job of its time"
+    )
     assert all(len(start.nodes) == NODES for start in starts)
     fastest = min((row for row in after if row["step_s"]), key=lambda row: float(row["step_s"]))
     best = load_run(str(output / "best.yaml"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from frontier_llm.tables import aligned, markdown
 
-HEAD, ROWS = ("op", ">seconds", "note"), [("norm", 1.5, ""), ("attention", 12, "slow")]
+HEAD = ("op", ">seconds", "note")
+ROWS = [("norm", 1.5, ""), ("attention", 12, "slow")]
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_numbers_stand_to_the_right() -> None:

@@ -14,11 +14,19 @@ from frontier_llm.units import format_age, format_bytes, format_count, format_se
 def test_each_quantity_reads_in_its_usual_unit() -> None:
     assert [format_bytes(size) for size in (512, 1536, 3 * 1024**4)] == ["512 B", "1.5 KiB", "3.0 TiB"]
     assert [format_count(number) for number in (999, 1_234_000, 1.008e12)] == ["999", "1.23M", "1.01T"]
-    assert [format_seconds(s) for s in (2.5e-4, 0.1, 59.9, 3723, 93784)] == ["250 us", "100 ms", "59.9 s", "1:02:03", "1d 02:03:04"]
+    assert [format_seconds(s) for s in (2.5e-4, 0.1, 59.9, 3723, 93784)] == [
+        "250 us",
+        "100 ms",
+        "59.9 s",
+        "1:02:03",
+        "1d 02:03:04",
+    ]
     assert [format_age(s) for s in (1, 120, 7200, 90_000)] == ["just now", "2 min ago", "2 h ago", "1 d ago"]
 
 
-@pytest.mark.parametrize(("number", "noun", "text"), [(1, "rank", "1 rank"), (0, "rank", "0 ranks"), (2, "microbatch", "2 microbatches")])
+@pytest.mark.parametrize(
+    ("number", "noun", "text"), [(1, "rank", "1 rank"), (0, "rank", "0 ranks"), (2, "microbatch", "2 microbatches")]
+)
 def test_one_of_a_thing_is_not_plural(number: int, noun: str, text: str) -> None:
     assert plural(number, noun) == text
 

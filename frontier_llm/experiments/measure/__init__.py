@@ -1,1 +1,3 @@
-"""Measuring: benchmarks of the step, the ops and the links; calibration of a machine file; reports over run directories. Nothing that trains."""
+"""Measuring: benchmarks of the step, the ops and the links; calibration of a machine file; reports over run
+directories. Nothing that trains.
+"""

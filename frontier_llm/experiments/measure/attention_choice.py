@@ -1,4 +1,6 @@
-"""`ops tune`: every attention back-end that is here, timed at a model's shapes, taking turns; the order is what `ops.attention: auto` then follows."""
+"""`ops tune`: every attention back-end that is here, timed at a model's shapes, taking turns; the order is what
+`ops.attention: auto` then follows.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,24 @@ from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.providers import PROVIDERS
 
 
-def tune(table: Path, model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rounds: int = 5) -> dict[str, Any]:
-    """Write the table: a rule without and one with ALiBi. Returns what each back-end took in seconds, or why it did not run."""
+def tune(
+    table: Path, model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rounds: int = 5
+) -> dict[str, Any]:
+    """Write the table: a rule without and one with ALiBi. Returns what each back-end took in seconds, or why it did
+    not run.
+    """
     architecture = architecture_of_device() if device == "cuda" else "cpu"
-    shapes, rules, report = Shapes(model, micro_batch, working_dtype(dtype_name), torch.device(device)), [], {}
+    shapes = Shapes(model, micro_batch, working_dtype(dtype_name), torch.device(device))
+    rules = []
+    report = {}
     for extras, name in ((False, "attention"), (True, "attention_alibi")):
         seconds, faults = _timed(name, shapes, device, rounds)
         order = tuple(sorted(seconds, key=lambda backend: seconds[backend]))
         report[name] = {"seconds": {backend: seconds[backend] for backend in order}, "not_run": faults}
         if order:
             what = (
-                f"B {micro_batch}, S {model.sequence_length}, {model.heads}/{model.num_kv_heads} heads, {dtype_name}, forward and backward"
+                f"B {micro_batch}, S {model.sequence_length}, {model.heads}/{model.num_kv_heads} heads, "
+                f"{dtype_name}, forward and backward"
             )
             times = ", ".join(f"{backend} {seconds[backend] * 1e3:.3g} ms" for backend in order)
             source = f"frontier-llm ops tune on {platform.node()}, torch {torch.__version__}: {what}: {times}"
@@ -43,7 +52,11 @@ def _timed(case: str, shapes: Shapes, device: str, rounds: int) -> tuple[dict[st
     """Best seconds by back-end; what could not run, and why."""
     refusals = {name: PROVIDERS[name].refusal("attention", device, shapes.dtype) for name in get_args(Backend)}
     faces: dict[str, Any] = {
-        name: SimpleNamespace(attention=PROVIDERS[name].load()["attention"]) for name, refusal in refusals.items() if not refusal
+        name: SimpleNamespace(attention=PROVIDERS[name].load()["attention"])
+        for name, refusal in refusals.items()
+        if not refusal
     }
-    best, faults = take_turns({name: CASES[case](face, shapes).ways()["ours"] for name, face in faces.items()}, rounds, device)
+    best, faults = take_turns(
+        {name: CASES[case](face, shapes).ways()["ours"] for name, face in faces.items()}, rounds, device
+    )
     return best, {name: str(refusal) for name, refusal in refusals.items() if refusal} | faults

@@ -24,32 +24,40 @@ PRIOR = 0.05**2  # weight of (log constant - log start)² against one sample
 
 @dataclass
 class Samples:
-    """What was measured, in seconds; the fields' tuples end with the time. Kernel times are as when all ranks are busy."""
+    """What was measured, in seconds; the fields' tuples end with the time. Kernel times are as when all ranks are
+    busy.
+    """
 
     ranks: int
     device: str
     dtype: str
     memory_bytes: float  # of the device, or this rank's part of the computer's memory
-    gemm: list[tuple[int, int, int, float]] = field(default_factory=list)  # M, N, K; weight gradients include their accumulation
-    attention: list[tuple[int, int, int, int, float, float]] = field(default_factory=list)  # B, heads, S, D, forward, backward
+    # M, N, K; weight gradients include their accumulation
+    gemm: list[tuple[int, int, int, float]] = field(default_factory=list)
+    # B, heads, S, D, forward, backward
+    attention: list[tuple[int, int, int, int, float, float]] = field(default_factory=list)
     elementwise_s: float = 0.0  # forward norms, activation and residual of one layer, tp = `tensor`
     tensor: int = 1
     copy: tuple[float, float] = (1.0, 1.0)  # bytes read and written
     dispatch_s: float = 0.0  # one tiny operation
     adamw: tuple[float, float] = (1.0, 1.0)  # elements
-    collectives: list[tuple[str, int, int, float]] = field(default_factory=list)  # operation, ranks, bytes of the whole tensor
+    # operation, ranks, bytes of the whole tensor
+    collectives: list[tuple[str, int, int, float]] = field(default_factory=list)
     contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks → seconds of the same products
-    steps: list[tuple[int, int, float]] = field(default_factory=list)  # microbatch, microbatches: a training step, every rank for itself
+    # microbatch, microbatches: a training step, every rank for itself
+    steps: list[tuple[int, int, float]] = field(default_factory=list)
     tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)  # the same, by groups of `tensor` ranks
-    sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)  # the same, by all ranks with sharded weights
+    # the same, by all ranks with sharded weights
+    sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)
 
 
 def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates:
     """`start` with every constant that the samples show.
 
-    Products: the measured shapes themselves, and for others the best rate seen with efficiency and k-half by least squares.
-    Attention, elementwise, optimizer: the efficiency that makes the formula give the measured time. Collectives: tables, and the
-    latency and bandwidth of messages from the smallest and the largest all-reduce. Whole steps: see `_fit_steps`.
+    Products: the measured shapes themselves, and for others the best rate seen with efficiency and k-half by least
+    squares. Attention, elementwise, optimizer: the efficiency that makes the formula give the measured time.
+    Collectives: tables, and the latency and bandwidth of messages from the smallest and the largest all-reduce. Whole
+    steps: see `_fit_steps`.
     """
     shapes: dict[tuple[int, int, int], list[float]] = {}
     for rows, columns, inner, seconds in samples.gemm:
@@ -90,7 +98,8 @@ def _shares(samples: Samples) -> tuple[tuple[int, float], ...]:
 
 
 def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, seconds: np.ndarray) -> Rates:
-    """Efficiency and k-half by a robust search on log time: an outlier counts by its size, not by its square, and a weak prior holds both.
+    """Efficiency and k-half by a robust search on log time: an outlier counts by its size, not by its square, and a
+    weak prior holds both.
 
     A pattern of 25 points moves to its best one, and shrinks when that is its middle.
     """
@@ -106,15 +115,18 @@ def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, sec
         return float(np.sum(np.where(size < KNEE, size**2, 2 * KNEE * size - KNEE**2)) + PRIOR * np.sum(x**2))
 
     pattern = [np.array(offset) for offset in product((0.0, -0.5, 0.5, -1.0, 1.0), repeat=2)]
-    best, width = np.zeros(2), 0.5
+    best = np.zeros(2)
+    width = 0.5
     while width > 1e-3:
         step = min(pattern, key=lambda offset: loss(best + width * offset))
-        best, width = best + width * step, width if step.any() else width / 2
+        best = best + width * step
+        width = width if step.any() else width / 2
     return changed(best)
 
 
 def _fit_attention(fitted: Rates, samples: Samples) -> Rates:
-    forwards, backwards = [], []
+    forwards = []
+    backwards = []
     for B, heads, S, D, forward_s, backward_s in samples.attention:
         ideal = replace(fitted, flash_efficiency=1.0, flash_backward=1.0, kernel_s=0.0)
         forward, backward = (flash_s(FlashCore(B, heads, S, S, D, backward), ideal) for backward in (False, True))
@@ -133,7 +145,9 @@ def _fit_elementwise(fitted: Rates, samples: Samples, model: ModelConfig, layout
 def _fit_collectives(fitted: Rates, samples: Samples) -> Rates:
     tables = tables_of(samples.collectives)
     sums = tables["all_reduce"]
-    n, latency, large = sums.rows[0], sums.seconds[0][0], sums.seconds[0][-1]
+    n = sums.rows[0]
+    latency = sums.seconds[0][0]
+    large = sums.seconds[0][-1]
     bus = 2 * (n - 1) / n * sums.sizes_bytes[-1] / max(large - latency, 1e-9)
     return replace(
         fitted,
@@ -146,7 +160,9 @@ def _fit_collectives(fitted: Rates, samples: Samples) -> Rates:
 
 
 def tables_of(collectives: Sequence[tuple[str, int, int, float]]) -> dict[str, Table]:
-    """By operation, over all ranks, and the sizes that every number of ranks was measured at. Of equal rows the first counts."""
+    """By operation, over all ranks, and the sizes that every number of ranks was measured at. Of equal rows the
+    first counts.
+    """
     times = {(operation, ranks, size): seconds for operation, ranks, size, seconds in reversed(collectives)}
     groups = sorted({ranks for _, ranks, _ in times})
     sizes = sorted(set.intersection(*({size for _, ranks, size in times if ranks == group} for group in groups)))
@@ -163,8 +179,9 @@ def tables_of(collectives: Sequence[tuple[str, int, int, float]]) -> dict[str, T
 def _fit_steps(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
     """What whole steps on one rank take beyond the sum of their kernels, as three constants that act differently.
 
-    A share of the kernels' time (operands that a loop of one kernel finds in the cache, a step must fetch), the host's time per
-    operation (grows with microbatches, not with their size), and a fixed time per step. Least squares, none below zero.
+    A share of the kernels' time (operands that a loop of one kernel finds in the cache, a step must fetch), the host's
+    time per operation (grows with microbatches, not with their size), and a fixed time per step. Least squares, none
+    below zero.
     """
     columns = (lambda layout, bare: bare, _more(config.model, fitted, launch_s=1e-5), lambda layout, bare: 1e-2)
     share, launch, step = _fill(config.model, whole_steps(samples, config)[0], fitted, columns)
@@ -181,21 +198,28 @@ def _fit_steps(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
 
 
 def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
-    """What steps of several ranks take beyond compute and collectives that were measured apart, where all start together.
+    """What steps of several ranks take beyond compute and collectives that were measured apart, where all start
+    together.
 
-    Tensor-parallel steps meet many times in a layer: a time for each meeting and a share of the compute between them (ranks that
-    drift apart, and where they outnumber the cores wait for each other's time slices). Of steps with sharded weights the rest is
-    their collectives, which torch carries and not the transport of the table.
+    Tensor-parallel steps meet many times in a layer: a time for each meeting and a share of the compute between them
+    (ranks that drift apart, and where they outnumber the cores wait for each other's time slices). Of steps with
+    sharded weights the rest is their collectives, which torch carries and not the transport of the table.
     """
     _, tensor_steps, sharded_steps = whole_steps(samples, config)
     if tensor_steps:
         meeting, spread = _fill(
-            config.model, tensor_steps, fitted, (_more(config.model, fitted, meeting_s=1e-4), _more(config.model, fitted, spread=0.1))
+            config.model,
+            tensor_steps,
+            fitted,
+            (_more(config.model, fitted, meeting_s=1e-4), _more(config.model, fitted, spread=0.1)),
         )
         fitted = replace(fitted, meeting_s=meeting * 1e-4, spread=spread * 0.1)
     if sharded_steps:
-        (slowdown,) = _fill(config.model, sharded_steps, replace(fitted, sharded_slowdown=0.0), (_more(config.model, fitted),))
-        # not below 1: nothing that torch sends through sockets beats the table's transport, only a disturbed sample says so
+        (slowdown,) = _fill(
+            config.model, sharded_steps, replace(fitted, sharded_slowdown=0.0), (_more(config.model, fitted),)
+        )
+        # not below 1: nothing that torch sends through sockets beats the table's transport, only a disturbed sample
+        # says so
         fitted = replace(fitted, sharded_slowdown=max(slowdown, 1.0))
     return fitted
 
@@ -211,38 +235,61 @@ def _more(model: ModelConfig, numbers: Rates, **change: float) -> Extra:
 
 
 def _fill(model: ModelConfig, steps: Sequence[Step], known: Rates, extras: Sequence[Extra]) -> tuple[float, ...]:
-    """How many units of each extra fill best what the steps took beyond the `known` rates: relative least squares, none below zero."""
+    """How many units of each extra fill best what the steps took beyond the `known` rates: relative least squares,
+    none below zero.
+    """
     bare = [float(step_s(model, layout, known)) for _, layout, _ in steps]
-    columns = [[extra(layout, known_s) / seconds for extra in extras] for (_, layout, seconds), known_s in zip(steps, bare, strict=True)]
+    columns = [
+        [extra(layout, known_s) / seconds for extra in extras]
+        for (_, layout, seconds), known_s in zip(steps, bare, strict=True)
+    ]
     rest = [1 - known_s / seconds for (_, _, seconds), known_s in zip(steps, bare, strict=True)]
     return tuple(map(float, non_negative(np.array(columns), np.array(rest))))
 
 
 def non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """argmin |a x - b| over x >= 0: the best of the least-squares solutions on every subset of columns that is non-negative."""
+    """argmin |a x - b| over x >= 0: the best of the least-squares solutions on every subset of columns that is
+    non-negative.
+    """
     columns = a.shape[1]
-    best, best_error = np.zeros(columns), float(b @ b)
+    best = np.zeros(columns)
+    best_error = float(b @ b)
     for chosen in (list(some) for size in range(1, columns + 1) for some in combinations(range(columns), size)):
         x = np.zeros(columns)
         x[chosen] = np.linalg.lstsq(a[:, chosen], b, rcond=None)[0]
         error = float(np.sum((a @ x - b) ** 2))
         if np.all(x >= 0) and error < best_error:
-            best, best_error = x, error
+            best = x
+            best_error = error
     return best
 
 
 def whole_steps(samples: Samples, config: RunConfig) -> tuple[list[Step], list[Step], list[Step]]:
-    """Every step that was measured: on each rank for itself, on groups of tensor-parallel ranks, on all ranks with sharded weights."""
-    tensor, sharded = ParallelConfig(tensor=samples.tensor), ParallelConfig(data=samples.ranks, data_mode="fsdp")
+    """Every step that was measured: on each rank for itself, on groups of tensor-parallel ranks, on all ranks with
+    sharded weights.
+    """
+    tensor = ParallelConfig(tensor=samples.tensor)
+    sharded = ParallelConfig(data=samples.ranks, data_mode="fsdp")
     return (
-        [(f"{m} x {B} sequences on one rank", steps_layout(config, ParallelConfig(), B, m), s) for B, m, s in samples.steps],
-        [(f"{m} x {B} over TP{samples.tensor}", steps_layout(config, tensor, B, m), s) for B, m, s in samples.tensor_steps],
-        [(f"{m} x {B} on each of {samples.ranks}, sharded", steps_layout(config, sharded, B, m), s) for B, m, s in samples.sharded_steps],
+        [
+            (f"{m} x {B} sequences on one rank", steps_layout(config, ParallelConfig(), B, m), s)
+            for B, m, s in samples.steps
+        ],
+        [
+            (f"{m} x {B} over TP{samples.tensor}", steps_layout(config, tensor, B, m), s)
+            for B, m, s in samples.tensor_steps
+        ],
+        [
+            (f"{m} x {B} on each of {samples.ranks}, sharded", steps_layout(config, sharded, B, m), s)
+            for B, m, s in samples.sharded_steps
+        ],
     )
 
 
 def steps_config(config: RunConfig, parallel: ParallelConfig, B: int, m: int) -> RunConfig:
-    """The run on one tensor-parallel group or on `parallel.data` ranks, `m` microbatches of `B` sequences on each per step."""
+    """The run on one tensor-parallel group or on `parallel.data` ranks, `m` microbatches of `B` sequences on each
+    per step.
+    """
     batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * (parallel.data or 1)})
     return config.model_copy(update={"batch": batch, "parallel": parallel})
 

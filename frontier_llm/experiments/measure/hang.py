@@ -1,7 +1,9 @@
-"""Which orders of communication are safe on this machine: the real step on the real communicators, many times, under a watchdog.
+"""Which orders of communication are safe on this machine: the real step on the real communicators, many times, under a
+watchdog.
 
-Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Whether they do here is found by trying: each mode
-trains steps of one layer per virtual stage in ranks of its own, which are ended where a step takes too long.
+Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Whether they do here is found by
+trying: each mode trains steps of one layer per virtual stage in ranks of its own, which are ended where a step takes
+too long.
 """
 
 from __future__ import annotations
@@ -50,14 +52,19 @@ class Verdict:
 
     def describe(self) -> str:
         """'many: safe, 200 steps in 12 s (several communications …)'."""
-        result = f"safe, {plural(self.steps, 'step')} in {self.seconds:.0f} s" if self.safe else f"NOT SAFE: {self.fault}"
+        result = (
+            f"safe, {plural(self.steps, 'step')} in {self.seconds:.0f} s" if self.safe else f"NOT SAFE: {self.fault}"
+        )
         return f"{self.mode}: {result} ({ABOUT[self.mode]})"
 
 
 def settings_of(config: RunConfig, mode: str) -> list[str]:
-    """What is changed in a run for its hang test: one layer per virtual stage, two microbatches per pipeline rank, no data, no files."""
+    """What is changed in a run for its hang test: one layer per virtual stage, two microbatches per pipeline rank,
+    no data, no files.
+    """
     parallel = config.parallel
-    stages, replicas = parallel.pipeline * parallel.chunks, parallel.data or 1
+    stages = parallel.pipeline * parallel.chunks
+    replicas = parallel.data or 1
     return [
         f"model.layers={stages}",
         "parallel.stage_layers=null",
@@ -87,23 +94,36 @@ def run_steps(config: RunConfig, place: Any, times: int, progress: Path) -> None
                 torch.cuda.synchronize(state.device)
 
 
-def watch(command: Sequence[str], environment: Mapping[str, str], mode: str, times: int, limit_s: float, folder: Path) -> Verdict:
-    """Run `command`, which starts the ranks of a mode, until it ends or no step has ended for `limit_s`; to begin they have START_S."""
-    progress, log = folder / "progress", folder / f"{mode}.log"
+def watch(
+    command: Sequence[str], environment: Mapping[str, str], mode: str, times: int, limit_s: float, folder: Path
+) -> Verdict:
+    """Run `command`, which starts the ranks of a mode, until it ends or no step has ended for `limit_s`; to begin
+    they have START_S.
+    """
+    progress = folder / "progress"
+    log = folder / f"{mode}.log"
     progress.unlink(missing_ok=True)
     begin = last = time.monotonic()
-    steps, fault = -1, ""  # -1: the ranks have not met yet
+    # -1: the ranks have not met yet
+    steps = -1
+    fault = ""
     with (
         log.open("wb") as output,
         subprocess.Popen(  # noqa: S603 our own interpreter, no shell
-            command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         ) as process,
     ):
         try:
             while process.poll() is None:
                 time.sleep(0.05)
                 if (ended := _steps(progress)) > steps:
-                    steps, last = ended, time.monotonic()
+                    steps = ended
+                    last = time.monotonic()
                 allowed_s = START_S if steps < 0 else limit_s
                 if time.monotonic() - last > allowed_s:
                     fault = f"{'the start' if steps < 0 else f'step {steps + 1} of {times}'} hung for {allowed_s:.0f} s"
@@ -114,7 +134,10 @@ def watch(command: Sequence[str], environment: Mapping[str, str], mode: str, tim
     steps = max(_steps(progress), 0)
     if process.returncode and not fault:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        fault = f"ended after {steps} of {times} steps with exit code {process.returncode}: {lines[-1] if lines else 'no message'}"
+        fault = (
+            f"ended after {steps} of {times} steps with exit code {process.returncode}: "
+            f"{lines[-1] if lines else 'no message'}"
+        )
     return Verdict(mode, steps, times, time.monotonic() - begin, fault)
 
 
@@ -123,6 +146,8 @@ def _steps(progress: Path) -> int:
 
 
 def in_flight_of(verdicts: Sequence[Verdict]) -> str | None:
-    """`comm.in_flight` for this machine: many where that passed as runs have it, else one where that did; None: neither."""
+    """`comm.in_flight` for this machine: many where that passed as runs have it, else one where that did; None:
+    neither.
+    """
     safe = {verdict.mode for verdict in verdicts if verdict.safe}
     return next((mode for mode in ("many", "one") if mode in safe), None)

@@ -24,7 +24,16 @@ def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]
     for name, row in operations.items():
         axis, _, operation = name.partition(" ")
         latencies = [f"< {format_seconds(row[key] * 1e-6)}" for key in ("p50_us", "p99_us")]
-        rows.append([axis, operation, f"{row['calls']:,}", format_bytes(row["bytes"]), format_seconds(row["blocked_s"]), *latencies])
+        rows.append(
+            [
+                axis,
+                operation,
+                f"{row['calls']:,}",
+                format_bytes(row["bytes"]),
+                format_seconds(row["blocked_s"]),
+                *latencies,
+            ]
+        )
     charts = [_calls(axis, bins) for axis, bins in by_axis(operations).items() if any(bins)]
     return f"<h2>Communication {text(title)}</h2>{table(head, rows)}{figures(charts)}"
 

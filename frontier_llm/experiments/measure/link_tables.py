@@ -1,4 +1,6 @@
-"""What follows from measurements of `measure.links`: slow links, contention, and tables for the planner and for comm.algorithms."""
+"""What follows from measurements of `measure.links`: slow links, contention, and tables for the planner and for
+comm.algorithms.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,18 @@ def slow_links(pairs: list[Pair], kind: Callable[[int, int], str]) -> list[Pair]
     by_kind: dict[str, list[Pair]] = {}
     for pair in pairs:
         by_kind.setdefault(kind(pair.a, pair.b), []).append(pair)
-    return [pair for alike in by_kind.values() for pair in alike if pair.gbps < SLOW_LINK * median(other.gbps for other in alike)]
+    return [
+        pair
+        for alike in by_kind.values()
+        for pair in alike
+        if pair.gbps < SLOW_LINK * median(other.gbps for other in alike)
+    ]
 
 
 def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], str]:
-    """What connects two global ranks, in words: pairs of one kind should be equally fast. `links` is the machine file's `node.links`."""
+    """What connects two global ranks, in words: pairs of one kind should be equally fast. `links` is the machine
+    file's `node.links`.
+    """
 
     def kind(a: int, b: int) -> str:
         if a // ranks_per_node != b // ranks_per_node:
@@ -40,7 +49,8 @@ def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], st
 
 
 def node_tables(measurements: list[LinkTime], ranks_per_node: int, source: str) -> dict[str, Any]:
-    """`node.collectives` of a machine file, which the planner reads: flat times of groups inside a node, all of them at once.
+    """`node.collectives` of a machine file, which the planner reads: flat times of groups inside a node, all of them at
+    once.
 
     Raises ValueError when no axis lies inside a node.
     """
@@ -65,7 +75,8 @@ def contention(measurements: list[LinkTime]) -> list[tuple[str, str, int, float]
 
 
 def algorithm_rules(measurements: list[LinkTime], nodes: dict[str, int], where: str) -> list[dict[str, Any]]:
-    """Rows of an algorithm table (configs/algorithms) from measured flat and hierarchical times; one row where the better one changes.
+    """Rows of an algorithm table (configs/algorithms) from measured flat and hierarchical times; one row where the
+    better one changes.
 
     `nodes[axis]` is how many nodes the axis spans; `where` names the machine and date for the source.
     """
@@ -74,7 +85,8 @@ def algorithm_rules(measurements: list[LinkTime], nodes: dict[str, int], where: 
     for axis, operation in sorted({(m.axis, m.operation) for m in measurements if m.algorithm == "hierarchical"}):
         chosen = "flat"
         for size in sorted({size for a, o, size, _ in times if (a, o) == (axis, operation)}):
-            flat, staged = times[axis, operation, size, "flat"], times[axis, operation, size, "hierarchical"]
+            flat = times[axis, operation, size, "flat"]
+            staged = times[axis, operation, size, "hierarchical"]
             better = "hierarchical" if staged < flat else "flat"
             if better != chosen:
                 gain = max(flat, staged) / min(flat, staged)
@@ -101,5 +113,7 @@ def draw_pairs(path: Path, pairs: list[Pair]) -> None:
         "hovertemplate": "ranks %{x} and %{y}: %{z:.3g} GB/s<extra></extra>",
     }
     layout = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "scaleanchor": "x"}}
-    chart = Chart("Messages between pairs of ranks", "global rank", "global rank", [trace], height_px=560, layout=layout)
+    chart = Chart(
+        "Messages between pairs of ranks", "global rank", "global rank", [trace], height_px=560, layout=layout
+    )
     write_page(path, "Links", f"{len(pairs)} pairs of {len(ranks)} ranks, one at a time.", [figure(chart)])

@@ -1,8 +1,9 @@
 """Measure every collective and message of a mesh: time, algorithm and bus bandwidth as rccl-tests defines them.
 
-Algorithm bandwidth is bytes / time, with the bytes of the whole tensor (the gathered result, the full input of a reduce-scatter).
-Bus bandwidth multiplies it by the share that every rank must send at least: 2(n-1)/n for an all-reduce, (n-1)/n for a
-reduce-scatter, all-gather or all-to-all, 1 for a broadcast or a message; so it can be held against a link's speed whatever n is.
+Algorithm bandwidth is bytes / time, with the bytes of the whole tensor (the gathered result, the full input of a
+reduce-scatter). Bus bandwidth multiplies it by the share that every rank must send at least: 2(n-1)/n for an
+all-reduce, (n-1)/n for a reduce-scatter, all-gather or all-to-all, 1 for a broadcast or a message; so it can be held
+against a link's speed whatever n is.
 """
 
 from __future__ import annotations
@@ -106,11 +107,15 @@ def variants(axis: Axis) -> Iterator[tuple[str, Axis]]:
 
 
 def operation_on(axis: Axis, operation: str, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """A call of the operation on buffers of its own, and the bytes of the whole tensor after rounding up to equal parts."""
+    """A call of the operation on buffers of its own, and the bytes of the whole tensor after rounding up to equal
+    parts.
+    """
     part = max(1, -(-size_bytes // (ELEMENT_BYTES * axis.size)))
     whole = torch.zeros(part * axis.size, device=device)
-    mine, arriving = torch.zeros(part, device=device), torch.empty_like(whole)
-    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    mine = torch.zeros(part, device=device)
+    arriving = torch.empty_like(whole)
+    after = (axis.rank + 1) % axis.size
+    before = (axis.rank - 1) % axis.size
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: all_reduce_(whole, axis),
         "all_gather": lambda: start_all_gather_into(whole, mine, axis).wait(),
@@ -127,7 +132,9 @@ def _nothing() -> None:
 
 
 def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budget_s: float) -> float:
-    """Median over repetitions, maximum over ranks. All ranks repeat equally often: what the slowest trial allows in `budget_s`."""
+    """Median over repetitions, maximum over ranks. All ranks repeat equally often: what the slowest trial allows in
+    `budget_s`.
+    """
 
     def agreed(value: float) -> float:
         return float(all_reduce_(torch.tensor([value], dtype=torch.float64, device=device), world, "max"))
@@ -139,11 +146,13 @@ def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budg
 
 
 def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[Pair]:
-    """Messages between pairs of ranks, one pair at a time: latency-free bandwidth of each link. Collective over the world.
+    """Messages between pairs of ranks, one pair at a time: latency-free bandwidth of each link. Collective over the
+    world.
 
     All pairs up to MAX_PAIR_RANKS ranks; beyond, each rank with the next.
     """
-    world, pairs = mesh.world, []
+    world = mesh.world
+    pairs = []
     everyone = range(world.size)
     wanted = combinations(everyone, 2) if world.size <= MAX_PAIR_RANKS else pairwise(everyone)
     x = torch.zeros(PAIR_BYTES // ELEMENT_BYTES, device=device)
@@ -159,7 +168,9 @@ def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[
 
 
 def _ping_pong(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], object]:
-    """There and back. RCCL runs a pair's messages in the order of the calls: if both posted their receives first, neither would ever send."""
+    """There and back. RCCL runs a pair's messages in the order of the calls: if both posted their receives first,
+    neither would ever send.
+    """
 
     def receive() -> torch.Tensor:
         return post_receive(tuple(x.shape), x.dtype, x.device, world, peer).wait()

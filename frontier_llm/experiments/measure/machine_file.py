@@ -55,15 +55,29 @@ def _number(value: float, provenance: dict[str, str]) -> dict[str, Any]:
 
 
 CALIBRATED = (
-    "peak_flops", "memory_bytes", "hbm_bytes_s",
-    "node_devices", "fabric_latency_s", "fabric_hop_s",
-    "gemm_efficiency", "gemm_k_half", "flash_efficiency", "flash_backward", "hbm_efficiency", "kernel_s", "launch_s", "microbatch_s", "step_s",
-)  # fmt: skip
+    "peak_flops",
+    "memory_bytes",
+    "hbm_bytes_s",
+    "node_devices",
+    "fabric_latency_s",
+    "fabric_hop_s",
+    "gemm_efficiency",
+    "gemm_k_half",
+    "flash_efficiency",
+    "flash_backward",
+    "hbm_efficiency",
+    "kernel_s",
+    "launch_s",
+    "microbatch_s",
+    "step_s",
+)
 
 
 def _numbers(fitted: Rates, section: str, provenance: dict[str, str]) -> dict[str, Any]:
     """The calibrated numbers of a section of the file, under its keys and in their units."""
-    places = ((field, key, unit) for field, (place, key, unit) in PLACES.items() if place == section and field in CALIBRATED)
+    places = (
+        (field, key, unit) for field, (place, key, unit) in PLACES.items() if place == section and field in CALIBRATED
+    )
     return {key: _number(getattr(fitted, field) / unit, provenance) for field, key, unit in places}
 
 
@@ -98,7 +112,10 @@ def collectives(tables: Mapping[str, Table], provenance: dict[str, str]) -> dict
         **provenance,
         "message_bytes": [int(size) for size in tables["all_reduce"].sizes_bytes],
         "time_us": {
-            operation: {int(row): [rounded(one * 1e6) for one in times] for row, times in zip(table.rows, table.seconds, strict=True)}
+            operation: {
+                int(row): [rounded(one * 1e6) for one in times]
+                for row, times in zip(table.rows, table.seconds, strict=True)
+            }
             for operation, table in tables.items()
         },
     }
@@ -116,21 +133,33 @@ def report(samples: Samples, config: RunConfig) -> str:
     rate = 2 * M * N * K / seconds / 1e12
     lines = [
         f"matrix products: {len(rate)} shapes, {rate.min():.3g} to {rate.max():.3g} TFLOP/s per rank",
-        f"memory {fitted.hbm_bytes_s / 1e9:.3g} GB/s per rank, elementwise ops reach {100 * fitted.hbm_efficiency:.0f} % of it",
+        f"memory {fitted.hbm_bytes_s / 1e9:.3g} GB/s per rank, elementwise ops reach "
+        f"{100 * fitted.hbm_efficiency:.0f} % of it",
         f"one operation costs {fitted.kernel_s * 1e6:.1f} us to dispatch",
     ]
     for name, table in fitted.node_tables.items():
-        small_s, large_s, large_bytes = table.seconds[0][0], table.seconds[0][-1], table.sizes_bytes[-1]
+        small_s = table.seconds[0][0]
+        large_s = table.seconds[0][-1]
+        large_bytes = table.sizes_bytes[-1]
         speed = f"{small_s * 1e6:.0f} us at 1 KiB, {large_bytes / large_s / 1e9:.2g} GB/s at 16 MiB"
         lines.append(f"{name.replace('_', '-')} over {int(table.rows[0])} ranks: {speed}")
     if len(fitted.contention) > 1:
-        lines.append(f"with one of {samples.ranks} ranks busy its kernels take {100 * fitted.contention[0][1]:.0f} % of their time")
-    if samples.ranks > 1:
-        meeting = f"{fitted.meeting_s * 1e6:.0f} us at each meeting and {100 * fitted.spread:.1f} % of the compute between"
         lines.append(
-            f"ranks wait for each other {meeting}; collectives of sharded weights take {fitted.sharded_slowdown:.2g} times those above"
+            f"with one of {samples.ranks} ranks busy its kernels take {100 * fitted.contention[0][1]:.0f} % of their "
+            f"time"
         )
-    lines.append(f"within a step: {fitted.launch_s * 1e6:.0f} us of the host per operation, {fitted.step_s * 1e3:.2g} ms per step")
+    if samples.ranks > 1:
+        meeting = (
+            f"{fitted.meeting_s * 1e6:.0f} us at each meeting and {100 * fitted.spread:.1f} % of the compute between"
+        )
+        lines.append(
+            f"ranks wait for each other {meeting}; collectives of sharded weights take {fitted.sharded_slowdown:.2g} "
+            f"times those above"
+        )
+    lines.append(
+        f"within a step: {fitted.launch_s * 1e6:.0f} us of the host per operation, {fitted.step_s * 1e3:.2g} ms per "
+        f"step"
+    )
     for name, layout, measured_s in chain(*whole_steps(samples, config)):
         error = float(step_s(config.model, layout, fitted)) / measured_s - 1
         lines.append(f"  {name}: {measured_s:.3f} s, from these constants {100 * error:+.1f} %")

@@ -89,10 +89,15 @@ class Shapes:
 
 
 def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Case:
-    model, B, S = shapes.model, shapes.micro_batch, shapes.model.sequence_length
-    A, G, D = model.heads // shapes.tp, model.num_kv_heads // shapes.tp, model.dim_per_head
+    model = shapes.model
+    B = shapes.micro_batch
+    S = shapes.model.sequence_length
+    A = model.heads // shapes.tp
+    G = model.num_kv_heads // shapes.tp
+    D = model.dim_per_head
     slopes = 2.0 ** (-8.0 * torch.arange(1, A + 1, device=shapes.device) / A) if alibi else None
-    inputs, grads = [shapes.leaf(S, B, A, D), shapes.leaf(S, B, G, D), shapes.leaf(S, B, G, D)], [shapes.random(S, B, A, D)]
+    inputs = [shapes.leaf(S, B, A, D), shapes.leaf(S, B, G, D), shapes.leaf(S, B, G, D)]
+    grads = [shapes.random(S, B, A, D)]
     scores = Scores(D**-0.5, slopes)
     ours, eager = (lambda q, k, v: ops.attention(q, k, v, scores)), (lambda q, k, v: sdpa.attention(q, k, v, scores))
     flops = 7.0 * S * S * B * A * D  # half of a square: 2 products forward, 5 backward
@@ -106,35 +111,48 @@ def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Case:
 
 
 def _norm(ops: Ops, shapes: Shapes, kind: str) -> Case:
-    N, H = shapes.rows, shapes.model.hidden
+    N = shapes.rows
+    H = shapes.model.hidden
     ours, eager = _norms(ops, shapes.model.norm_eps)[kind]
-    return Case(ours, eager, [shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H)], bytes_moved=5 * N * H * shapes.width)
+    return Case(
+        ours, eager, [shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H)], bytes_moved=5 * N * H * shapes.width
+    )
 
 
 def _norms(ops: Ops, eps: float) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
     """By `model.norm`: ours and torch's own."""
     return {
         "rmsnorm": (lambda x, w: ops.rms_norm(x, w, eps), lambda x, w: F.rms_norm(x, w.shape, w, eps)),
-        "layernorm": (lambda x, w: ops.layer_norm(x, w, None, eps), lambda x, w: F.layer_norm(x, w.shape, w, None, eps)),
+        "layernorm": (
+            lambda x, w: ops.layer_norm(x, w, None, eps),
+            lambda x, w: F.layer_norm(x, w.shape, w, None, eps),
+        ),
     }
 
 
 def _add_norm(ops: Ops, shapes: Shapes) -> Case:
-    N, H, eps, kind = shapes.rows, shapes.model.hidden, shapes.model.norm_eps, shapes.model.norm
+    N = shapes.rows
+    H = shapes.model.hidden
+    eps = shapes.model.norm_eps
+    kind = shapes.model.norm
 
     def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
         return _norms(ops, eps)[kind][1](total, weight), total
 
-    inputs, grads = [shapes.leaf(N, H), shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H), shapes.random(N, H)]
+    inputs = [shapes.leaf(N, H), shapes.leaf(N, H), shapes.leaf(H)]
+    grads = [shapes.random(N, H), shapes.random(N, H)]
     ours = lambda x, r, w: ops.add_norm(x, r, w, None, eps, kind)  # noqa: E731
     return Case(ours, eager, inputs, grads, bytes_moved=8 * N * H * shapes.width)
 
 
 def _rope(ops: Ops, shapes: Shapes) -> Case:
-    S, D = shapes.model.sequence_length, shapes.model.dim_per_head
-    shape, angle = (S, shapes.micro_batch, shapes.model.heads // shapes.tp, D), torch.randn(S, D // 2, device=shapes.device)
-    cos, sin = angle.cos(), angle.sin()
+    S = shapes.model.sequence_length
+    D = shapes.model.dim_per_head
+    shape = (S, shapes.micro_batch, shapes.model.heads // shapes.tp, D)
+    angle = torch.randn(S, D // 2, device=shapes.device)
+    cos = angle.cos()
+    sin = angle.sin()
     wide_cos, wide_sin = (f(angle).repeat(1, 2)[:, None, None].to(shapes.dtype) for f in (torch.cos, torch.sin))
 
     def eager(q: Tensor) -> Tensor:
@@ -142,28 +160,43 @@ def _rope(ops: Ops, shapes: Shapes) -> Case:
         return q * wide_cos + torch.cat((-second, first), -1) * wide_sin
 
     inputs = [shapes.leaf(*shape)]
-    return Case(lambda q: ops.rope(q, cos, sin), eager, inputs, [shapes.random(*shape)], bytes_moved=4 * inputs[0].numel() * shapes.width)
+    return Case(
+        lambda q: ops.rope(q, cos, sin),
+        eager,
+        inputs,
+        [shapes.random(*shape)],
+        bytes_moved=4 * inputs[0].numel() * shapes.width,
+    )
 
 
 def _swiglu(ops: Ops, shapes: Shapes) -> Case:
-    N, ffn = shapes.rows, shapes.ffn
-    inputs, grads = [shapes.leaf(N, 2, ffn)], [shapes.random(N, ffn)]
+    N = shapes.rows
+    ffn = shapes.ffn
+    inputs = [shapes.leaf(N, 2, ffn)]
+    grads = [shapes.random(N, ffn)]
     return Case(ops.swiglu, lambda y: F.silu(y[:, 0]) * y[:, 1], inputs, grads, bytes_moved=8 * N * ffn * shapes.width)
 
 
 def _gelu(ops: Ops, shapes: Shapes, approximate: str) -> Case:
-    N, ffn = shapes.rows, shapes.ffn
-    ours, eager = (lambda y, b: ops.gelu(y, b, approximate == "tanh")), (lambda y, b: F.gelu(y + b, approximate=approximate))
-    inputs, grads = [shapes.leaf(N, ffn), shapes.leaf(ffn)], [shapes.random(N, ffn)]
+    N = shapes.rows
+    ffn = shapes.ffn
+    ours, eager = (
+        (lambda y, b: ops.gelu(y, b, approximate == "tanh")),
+        (lambda y, b: F.gelu(y + b, approximate=approximate)),
+    )
+    inputs = [shapes.leaf(N, ffn), shapes.leaf(ffn)]
+    grads = [shapes.random(N, ffn)]
     bytes_moved = 6 * N * ffn * shapes.width  # the bias' gradient reads once more
     return Case(ours, eager, inputs, grads, bytes_moved=bytes_moved)
 
 
 def _route(ops: Ops, shapes: Shapes) -> Case:
     """A model without experts routes to 64, 8 for each token."""
-    moe, N = shapes.model.moe, shapes.rows
+    moe = shapes.model.moe
+    N = shapes.rows
     experts, top_k = (64, 8) if moe is None else (moe.experts, moe.top_k)
-    logits, grads = torch.randn(N, experts, device=shapes.device), [torch.randn(N, size, device=shapes.device) for size in (experts, top_k)]
+    logits = torch.randn(N, experts, device=shapes.device)
+    grads = [torch.randn(N, size, device=shapes.device) for size in (experts, top_k)]
 
     def eager(logits_NE: Tensor) -> tuple[Tensor, Tensor]:
         scores_NE = logits_NE.softmax(-1)
@@ -176,8 +209,16 @@ def _route(ops: Ops, shapes: Shapes) -> Case:
 
 def _drop(ops: Ops, shapes: Shapes) -> Case:
     """Of what is added to the residual stream, which has the same gradient."""
-    B, S, H, rate = shapes.micro_batch, shapes.model.sequence_length, shapes.model.hidden, 0.1
-    mask = Mask(stream_key(0, "bench"), round(rate * 2**16), torch.arange(B, device=shapes.device), torch.arange(S, device=shapes.device))
+    B = shapes.micro_batch
+    S = shapes.model.sequence_length
+    H = shapes.model.hidden
+    rate = 0.1
+    mask = Mask(
+        stream_key(0, "bench"),
+        round(rate * 2**16),
+        torch.arange(B, device=shapes.device),
+        torch.arange(S, device=shapes.device),
+    )
     grad = shapes.random(S, B, H)
 
     def ours(x: Tensor, residual: Tensor) -> None:
@@ -185,12 +226,22 @@ def _drop(ops: Ops, shapes: Shapes) -> Case:
         ops.drop(grad, None, mask)
 
     inputs = [shapes.leaf(S, B, H), shapes.leaf(S, B, H)]
-    return Case(ours, lambda x, residual: residual + F.dropout(x, rate), inputs, [grad], bytes_moved=5 * grad.numel() * shapes.width)
+    return Case(
+        ours,
+        lambda x, residual: residual + F.dropout(x, rate),
+        inputs,
+        [grad],
+        bytes_moved=5 * grad.numel() * shapes.width,
+    )
 
 
 def _cross_entropy(ops: Ops, shapes: Shapes) -> Case:
-    rows, vocab, device = shapes.rows, shapes.model.vocab_size, shapes.device
-    logits, targets, ones = shapes.random(rows, vocab), torch.randint(0, vocab, (rows,), device=device), torch.ones(rows, device=device)
+    rows = shapes.rows
+    vocab = shapes.model.vocab_size
+    device = shapes.device
+    logits = shapes.random(rows, vocab)
+    targets = torch.randint(0, vocab, (rows,), device=device)
+    ones = torch.ones(rows, device=device)
 
     def ours(_: Tensor) -> None:
         stats = ops.cross_entropy_stats(logits, targets, 0)
@@ -210,7 +261,8 @@ def _product(ops: Ops, shapes: Shapes, which: str) -> Case:
 
 
 def _flat_buffer(ops: Ops, shapes: Shapes, which: str) -> Case:
-    count, device = 8 * shapes.model.hidden * shapes.model.ffn_hidden, shapes.device
+    count = 8 * shapes.model.hidden * shapes.model.ffn_hidden
+    device = shapes.device
     first, second, third, fourth = (torch.zeros(count, device=device) for _ in range(4))
     low = torch.zeros(count, dtype=shapes.dtype, device=device)
     parameter = torch.zeros(count, device=device).requires_grad_()

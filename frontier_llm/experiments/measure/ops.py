@@ -1,4 +1,5 @@
-"""Times each op against other ways to compute the same at a model's shapes; the ways take turns, because a busy machine moves them all.
+"""Times each op against other ways to compute the same at a model's shapes; the ways take turns, because a busy machine
+moves them all.
 
 A way that fails (a back-end that lacks a shape, no memory) is reported with its error, and the others go on.
 """
@@ -52,7 +53,10 @@ def compare(
             yield Timing(name, "all", math.nan, 0, 0.0, first_line(error))
             continue
         best, faults = take_turns(ways, rounds, device)
-        yield from (Timing(name, way, best.get(way, math.nan), case.bytes_moved, case.flops, faults.get(way, "")) for way in ways)
+        yield from (
+            Timing(name, way, best.get(way, math.nan), case.bytes_moved, case.flops, faults.get(way, ""))
+            for way in ways
+        )
 
 
 def copy_bandwidth(device: str, size_bytes: int = 256 * 2**20) -> float:

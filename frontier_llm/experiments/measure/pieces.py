@@ -1,4 +1,6 @@
-"""What hides where tensor parallelism's products and collectives go in pieces, measured on the run's own products (comm.tensor_chunks)."""
+"""What hides where tensor parallelism's products and collectives go in pieces, measured on the run's own products
+(comm.tensor_chunks).
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class PiecesTime:
 
 
 def bench_pieces(mesh: Mesh, model: ModelConfig, layout: Layout, device: torch.device) -> list[PiecesTime]:
-    """Every forward product of a block that has a collective beside it, in `PIECES`. Collective over the world; empty without tensor parallelism."""
+    """Every forward product of a block that has a collective beside it, in `PIECES`. Collective over the world;
+    empty without tensor parallelism.
+    """
     pairs = {
         (item.work.operation, item.work.beside)
         for item in block_work(model, layout, Software())
@@ -66,7 +70,9 @@ def chunk_overlap(measured: Sequence[PiecesTime]) -> float:
     return median(one.overlap for one in measured)
 
 
-def _measured(mesh: Mesh, layout: Layout, operation: str, product: Product, pieces: int, device: torch.device) -> PiecesTime:
+def _measured(
+    mesh: Mesh, layout: Layout, operation: str, product: Product, pieces: int, device: torch.device
+) -> PiecesTime:
     calls = _calls(operation, product, layout.micro_batch, pieces, mesh.tp, working_dtype(layout.dtype), device)
     return PiecesTime(operation, pieces, *(slowest_s(call, mesh.world, device, BUDGET_S) for call in calls))
 
@@ -75,7 +81,8 @@ def _calls(
     operation: str, product: Product, B: int, pieces: int, axis: Axis, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[], object]]:
     """A piece's product, a piece's collective, the copy of all rows, and everything in pieces."""
-    S, rows = product.m // B, product.m // B // pieces
+    S = product.m // B
+    rows = product.m // B // pieces
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -85,14 +92,30 @@ def _calls(
     def multiply(x: Tensor) -> Tensor:
         return x @ w_ok.T
 
-    piece_cBk, piece_cBo = zeros(rows, B, product.k), zeros(rows, B, product.n)
+    piece_cBk = zeros(rows, B, product.k)
+    piece_cBo = zeros(rows, B, product.n)
     yield lambda: multiply(piece_cBk)
     if operation == "all_gather":
-        part, x_sBk, y_SBo = zeros(rows // axis.size, B, product.k), zeros(S // axis.size, B, product.k), zeros(S, B, product.n)
-        yield from (lambda: all_gather(part, axis), y_SBo.clone, lambda: gather_and_multiply(x_sBk, multiply, axis, pieces))
+        part = zeros(rows // axis.size, B, product.k)
+        x_sBk = zeros(S // axis.size, B, product.k)
+        y_SBo = zeros(S, B, product.n)
+        yield from (
+            lambda: all_gather(part, axis),
+            y_SBo.clone,
+            lambda: gather_and_multiply(x_sBk, multiply, axis, pieces),
+        )
     elif operation == "reduce_scatter":
         x_SBk = zeros(S, B, product.k)
-        yield from (lambda: reduce_scatter(piece_cBo, axis), x_SBk.clone, lambda: multiply_and_scatter(x_SBk, multiply, axis, pieces))
+        yield from (
+            lambda: reduce_scatter(piece_cBo, axis),
+            x_SBk.clone,
+            lambda: multiply_and_scatter(x_SBk, multiply, axis, pieces),
+        )
     else:
-        x_SBk, y_SBo = zeros(S, B, product.k), zeros(S, B, product.n)
-        yield from (lambda: all_reduce_(piece_cBo, axis), y_SBo.clone, lambda: multiply_and_reduce(x_SBk, multiply, axis, pieces))
+        x_SBk = zeros(S, B, product.k)
+        y_SBo = zeros(S, B, product.n)
+        yield from (
+            lambda: all_reduce_(piece_cBo, axis),
+            y_SBo.clone,
+            lambda: multiply_and_reduce(x_SBk, multiply, axis, pieces),
+        )

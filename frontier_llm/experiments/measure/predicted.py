@@ -35,10 +35,14 @@ class MeasuredRun:
 
 
 def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = ()) -> MeasuredRun:
-    """A run directory beside its prediction; `plugins` as `read_run`. Raises DataError where there is no run, or it has left no step times."""
+    """A run directory beside its prediction; `plugins` as `read_run`. Raises DataError where there is no run, or it
+    has left no step times.
+    """
     record = read_run(directory, plugins)
     last = record.parts[-1]  # the configuration is that of the last layout
-    times = [float(row["step_time_s"]) for row in record.steps if row["step"] > last.after_step and "step_time_s" in row]
+    times = [
+        float(row["step_time_s"]) for row in record.steps if row["step"] > last.after_step and "step_time_s" in row
+    ]
     if not times:
         raise DataError("holds no step times", where=str(directory), fix=MISSING)
     layout = run_layout(record.config, last.plan.grid.world_size, numbers)
@@ -49,7 +53,13 @@ def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = 
 def as_table(runs: Sequence[MeasuredRun]) -> str:
     """One line per run."""
     rows = (
-        (run.directory.name, format_seconds(run.predicted_s), format_seconds(run.measured_s), f"{100 * run.error:+.1f} %", run.layout)
+        (
+            run.directory.name,
+            format_seconds(run.predicted_s),
+            format_seconds(run.measured_s),
+            f"{100 * run.error:+.1f} %",
+            run.layout,
+        )
         for run in runs
     )
     return aligned(("run", ">predicted", ">measured", ">error", "layout"), rows)

@@ -18,11 +18,17 @@ Call = Callable[[], Any]
 
 
 def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int, int, int, int]]:
-    """(name, M, N, K, count per microbatch) of the forward products on one tensor-parallel rank; backward has twice as many FLOPs."""
-    layout, software = Layout(tp=tp, micro_batch=tokens // model.sequence_length), Software()
+    """(name, M, N, K, count per microbatch) of the forward products on one tensor-parallel rank; backward has twice
+    as many FLOPs.
+    """
+    layout = Layout(tp=tp, micro_batch=tokens // model.sequence_length)
+    software = Software()
     return [
         (one.parameter.removeprefix("layers.0.").removesuffix(".weight"), one.m, one.n, one.k, count)
-        for items, count in ((block_work(model, layout, software), model.layers), (head_work(model, layout, software), 1))
+        for items, count in (
+            (block_work(model, layout, software), model.layers),
+            (head_work(model, layout, software), 1),
+        )
         for one in (item.work for item in items if item.phase is Phase.F)
         if isinstance(one, Product) and one.parameter and one.batch == 1  # those of experts depend on the router
     ]
@@ -34,7 +40,10 @@ def product_calls(ops: Ops, x_MK: Tensor, w_NK: Tensor, g_MN: Tensor) -> dict[st
     return {
         "linear": (lambda: ops.linear(x_MK, w_NK, None), lambda: x_MK @ w_NK.T),
         "linear_input_gradient": (lambda: ops.linear_input_gradient(g_MN, w_NK), lambda: g_MN @ w_NK),
-        "weight_gradient": (lambda: ops.accumulate_weight_gradient_(total_NK, g_MN, x_MK), lambda: total_NK.add_(g_MN.T @ x_MK)),
+        "weight_gradient": (
+            lambda: ops.accumulate_weight_gradient_(total_NK, g_MN, x_MK),
+            lambda: total_NK.add_(g_MN.T @ x_MK),
+        ),
     }
 
 

@@ -31,9 +31,15 @@ CURVES = (
 
 
 def write_report(
-    runs: Sequence[Path], output: Path, sample: str | None = None, next_command: str | None = None, plugins: Sequence[str] = ()
+    runs: Sequence[Path],
+    output: Path,
+    sample: str | None = None,
+    next_command: str | None = None,
+    plugins: Sequence[str] = (),
 ) -> Path:
-    """One page over one or several runs of the same model (their curves share the axes); returns `output`. `plugins` as `read_run`."""
+    """One page over one or several runs of the same model (their curves share the axes); returns `output`. `plugins`
+    as `read_run`.
+    """
     records = told_apart([read_run(run, plugins) for run in runs])
     first = records[0]
     parts = [
@@ -41,10 +47,15 @@ def write_report(
         f"<h2>Curves</h2>{figures(_curves(records))}",
         _experts(records),
         *(_layout(record, part) for record in records for part in record.parts),
-        *(communication_section(_of_run(record, record.moved_on.name), record.operations) for record in records if record.operations),
+        *(
+            communication_section(_of_run(record, record.moved_on.name), record.operations)
+            for record in records
+            if record.operations
+        ),
         _runs(records),
         *(
-            f"<details><summary>Configuration of {text(record.name)}</summary><pre>{text(dump(record.config))}</pre></details>"
+            f"<details><summary>Configuration of "
+            f"{text(record.name)}</summary><pre>{text(dump(record.config))}</pre></details>"
             for record in records
         ),
     ]
@@ -57,8 +68,17 @@ def write_report(
 
 def _model_line(config: RunConfig) -> str:
     model = config.model
-    parts = [f"{model.layers} layers", f"hidden {model.hidden}", f"{model.heads} heads", f"vocabulary {model.vocab_size:,}"]
-    parts += [f"sequence {model.sequence_length}", f"{format_count(matrix_parameters(model))} weights per token", config.precision.dtype]
+    parts = [
+        f"{model.layers} layers",
+        f"hidden {model.hidden}",
+        f"{model.heads} heads",
+        f"vocabulary {model.vocab_size:,}",
+    ]
+    parts += [
+        f"sequence {model.sequence_length}",
+        f"{format_count(matrix_parameters(model))} weights per token",
+        config.precision.dtype,
+    ]
     return " · ".join(parts)
 
 
@@ -66,7 +86,8 @@ def _tiles(records: Sequence[RunRecord]) -> str:
     first = records[0]
     numbers = []
     if len(first.evaluations) > 1:
-        before, after = first.evaluations[0], first.evaluations[-1]
+        before = first.evaluations[0]
+        after = first.evaluations[-1]
         for key, what in (("loss", "held-out loss"), ("bits_per_byte", "bits per byte")):
             if key in after:
                 numbers.append((f"{after[key]:.3f}", f"{what} ({before[key]:.3f} at step {before['step']})"))
@@ -93,7 +114,9 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
 
 
 def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor: float) -> Chart:
-    """One figure over all runs; the points on the loss are held-out values, vertical lines are changes of the layout."""
+    """One figure over all runs; the points on the loss are held-out values, vertical lines are changes of the
+    layout.
+    """
     traces = []
     for index, record in enumerate(records):
         rows = [step for step in record.steps if step.get(key) is not None]
@@ -105,10 +128,18 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
                 rows = [row for row in record.evaluations if held_out in row]
                 name = held_out if held_out != "loss" else "held out"
                 shape = SHAPES[(index + number) % len(SHAPES)]  # of several runs all are seen where they agree
-                traces.append(points(f"{name}, {record.name}", _steps(rows), [row[held_out] for row in rows], index, shape=shape))
+                traces.append(
+                    points(f"{name}, {record.name}", _steps(rows), [row[held_out] for row in rows], index, shape=shape)
+                )
     changes = [part for record in records for part in record.parts if part.after_step]
-    lines = [{"x0": part.after_step, "x1": part.after_step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN} for part in changes]
-    names = [{"x": part.after_step, "y": 1, "yref": "paper", "text": part.name, "textangle": 90, "showarrow": False} for part in changes]
+    lines = [
+        {"x0": part.after_step, "x1": part.after_step, "y0": 0, "y1": 1, "yref": "paper", "line": _THIN}
+        for part in changes
+    ]
+    names = [
+        {"x": part.after_step, "y": 1, "yref": "paper", "text": part.name, "textangle": 90, "showarrow": False}
+        for part in changes
+    ]
     return Chart(title, "step", unit, traces, layout={"shapes": lines, "annotations": names})
 
 
@@ -122,7 +153,13 @@ def _tasks(records: Sequence[RunRecord]) -> Chart:
     """Accuracy of each in-context task: a colour for each task, a dash for each run."""
     names = list(dict.fromkeys(name for record in records for row in record.tasks for name in row["accuracy"]))
     traces = [
-        line(f"{name}, {record.name}", _steps(rows), [row["accuracy"][name] for row in rows], number, dash=DASHES[index % len(DASHES)])
+        line(
+            f"{name}, {record.name}",
+            _steps(rows),
+            [row["accuracy"][name] for row in rows],
+            number,
+            dash=DASHES[index % len(DASHES)],
+        )
         for index, record in enumerate(records)
         for number, name in enumerate(names)
         if (rows := [row for row in record.tasks if name in row["accuracy"]])
@@ -139,7 +176,10 @@ def _phases(record: RunRecord) -> Chart:
     rows = [step for step in record.steps if step.get("phases_s")]
     names = list(dict.fromkeys(name for row in rows for name in row["phases_s"]))
     traces = [
-        {**line(name, _steps(rows), [1e3 * row["phases_s"].get(name, 0.0) for row in rows], index), "stackgroup": "step"}
+        {
+            **line(name, _steps(rows), [1e3 * row["phases_s"].get(name, 0.0) for row in rows], index),
+            "stackgroup": "step",
+        }
         for index, name in enumerate(names)
     ]
     return Chart(f"Phases of the step on rank 0: {record.name}", "step", "milliseconds", traces)
@@ -147,7 +187,9 @@ def _phases(record: RunRecord) -> Chart:
 
 def _experts(records: Sequence[RunRecord]) -> str:
     """How evenly routers have shared out tokens; '' where no run has any."""
-    routed = [(index, record, [step for step in record.steps if "routing" in step]) for index, record in enumerate(records)]
+    routed = [
+        (index, record, [step for step in record.steps if "routing" in step]) for index, record in enumerate(records)
+    ]
     routed = [(index, record, rows) for index, record, rows in routed if rows]
     if not routed:
         return ""
@@ -157,7 +199,10 @@ def _experts(records: Sequence[RunRecord]) -> str:
             title,
             "step",
             unit,
-            [line(record.name, _steps(rows), [of(row["routing"]) for row in rows], index) for index, record, rows in routed],
+            [
+                line(record.name, _steps(rows), [of(row["routing"]) for row in rows], index)
+                for index, record, rows in routed
+            ],
         )
 
     def at_last(record: RunRecord, rows: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
@@ -165,9 +210,16 @@ def _experts(records: Sequence[RunRecord]) -> str:
         return points(record.name, list(range(len(counts))), counts, index)
 
     charts = (
-        over_steps("Busiest expert of the worst layer", "rows over the mean", lambda routing: max(routing["largest_over_mean"])),
+        over_steps(
+            "Busiest expert of the worst layer", "rows over the mean", lambda routing: max(routing["largest_over_mean"])
+        ),
         over_steps("Entropy of the routers' scores, mean of layers", "nats", lambda routing: fmean(routing["entropy"])),
-        Chart("Load in the last step", "expert", "rows, all layers", [at_last(record, rows, index) for index, record, rows in routed]),
+        Chart(
+            "Load in the last step",
+            "expert",
+            "rows, all layers",
+            [at_last(record, rows, index) for index, record, rows in routed],
+        ),
     )
     return f"<h2>Experts</h2>{figures(charts)}"
 
@@ -177,7 +229,8 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _contents(piece: StageSpec) -> str:
-    first, last = piece.first_layer, piece.first_layer + piece.num_layers - 1
+    first = piece.first_layer
+    last = piece.first_layer + piece.num_layers - 1
     layers = f"layers {first}-{last}" if last > first else f"layer {first}"
     return " + ".join(["embedding"] * piece.embedding + [layers] + ["head"] * piece.head)
 
@@ -185,7 +238,10 @@ def _contents(piece: StageSpec) -> str:
 def _chip(grid: Grid, place: Mapping[str, int]) -> str:
     axes = [axis for axis in ("tp", "cp", "dp") if axis != "cp" or grid.cp > 1]
     where = " ".join(f"{axis} {place[axis]}" for axis in axes)
-    return f'<span class=rank style="background:{COLORS[place["dp"] % len(COLORS)]}">rank {grid.global_rank(place)}: {where}</span>'
+    return (
+        f'<span class=rank style="background:{COLORS[place["dp"] % len(COLORS)]}">rank {grid.global_rank(place)}: '
+        f"{where}</span>"
+    )
 
 
 def _of_run(record: RunRecord, text: str) -> str:
@@ -196,7 +252,8 @@ def _of_run(record: RunRecord, text: str) -> str:
 
 def _layout(record: RunRecord, part: LayoutSpan) -> str:
     """Which rank holds what, and the schedule that was played, drawn with forward 1 and backward 2 units long."""
-    plan, grid = part.plan, part.plan.grid
+    plan = part.plan
+    grid = part.plan.grid
     stages = []
     for pp in range(grid.pp):
         what = "; ".join(map(_contents, plan.stages_of(pp)))
@@ -210,7 +267,8 @@ def _layout(record: RunRecord, part: LayoutSpan) -> str:
     timeline = simulate(schedule, lambda stage, action: 1.0 if action.kind.value == "F" else 2.0)
     picture = figure(timeline_chart(timeline, "units of time")) if grid.pp > 1 else ""
     note = (
-        "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units; grey is idle.</p>"
+        "<p class=sub>The schedule's timeline, simulated with a forward of 1 and a backward of 2 units; grey is "
+        "idle.</p>"
         if picture
         else ""
     )
@@ -224,7 +282,9 @@ def _runs(records: Sequence[RunRecord]) -> str:
     rows = []
     for record in records:
         last = record.steps[-1] if record.steps else {}
-        loss, held_out = (f"{row['loss']:.4f}" if row else "-" for row in (last, record.evaluations[-1] if record.evaluations else {}))
+        loss, held_out = (
+            f"{row['loss']:.4f}" if row else "-" for row in (last, record.evaluations[-1] if record.evaluations else {})
+        )
         layouts = ", then ".join(name for name, _ in groupby(record.parts, key=lambda part: part.name))
         rows.append([record.directory.name, layouts, last.get("step", 0), loss, held_out, last.get("skipped_steps", 0)])
     return f"<h2>Runs</h2>{table(head, rows)}{_data(records)}"
@@ -232,5 +292,9 @@ def _runs(records: Sequence[RunRecord]) -> str:
 
 def _data(records: Sequence[RunRecord]) -> str:
     """How often each run has read its sources."""
-    rows = [[record.directory.name, path, f"{epochs:.3g}"] for record in records for path, epochs in epochs_read(record.directory).items()]
+    rows = [
+        [record.directory.name, path, f"{epochs:.3g}"]
+        for record in records
+        for path, epochs in epochs_read(record.directory).items()
+    ]
     return f"<h2>Data</h2>{table(('run', 'source', 'epochs'), rows)}" if rows else ""

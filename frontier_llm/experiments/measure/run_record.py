@@ -48,22 +48,29 @@ class RunRecord:
 def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
     """Load a run directory. Lines of a torn metrics file are skipped.
 
-    The run's plugins are imported, from `plugins`, which the user named, or as config.yaml names them if it belongs to this user.
-    Raises DataError when the directory holds no run, ConfigError for a plugin that is needed and not named.
+    The run's plugins are imported, from `plugins`, which the user named, or as config.yaml names them if it belongs to
+    this user. Raises DataError when the directory holds no run, ConfigError for a plugin that is needed and not named.
     """
     missing = [name for name in ("config.yaml", "plan.json", "metrics.jsonl") if not (directory / name).is_file()]
     if missing:
-        raise DataError(f"{directory} is not a run directory: it lacks {', '.join(missing)}", fix="give the train.run_dir of a run")
-    content, where = read_yaml(directory / "config.yaml"), str(directory / "config.yaml")
+        raise DataError(
+            f"{directory} is not a run directory: it lacks {', '.join(missing)}", fix="give the train.run_dir of a run"
+        )
+    content = read_yaml(directory / "config.yaml")
+    where = str(directory / "config.yaml")
     config = build(RunConfig, content, where)
     import_recorded(recorded_names(content), given=plugins, own=own_plugins(directory), where=where)
     parts = tuple(_span(content, row, where) for row in run_dir.layouts(directory)) or (_only_span(config, directory),)
-    moved: dict[str, Any] = next((row for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication"), {})
+    moved: dict[str, Any] = next(
+        (row for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication"), {}
+    )
     moved_on = [part for part in parts if part.incarnation <= moved.get("incarnation", 0)] or parts
     names = list(dict.fromkeys(part.name for part in parts))
     name = names[0] if len(names) == 1 else f"{len(names)} layouts"
     steps, evaluations, tasks = (read(directory) for read in (run_dir.steps, run_dir.evaluations, run_dir.tasks))
-    return RunRecord(directory, config, parts, steps, evaluations, tasks, moved.get("operations", {}), moved_on[-1], name)
+    return RunRecord(
+        directory, config, parts, steps, evaluations, tasks, moved.get("operations", {}), moved_on[-1], name
+    )
 
 
 def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> LayoutSpan:

@@ -1,8 +1,9 @@
-"""Micro-benchmarks of this machine with the model's own shapes and the run's own ops: what `calibration` fits a machine file to.
+"""Micro-benchmarks of this machine with the model's own shapes and the run's own ops: what `calibration` fits a machine
+file to.
 
-Every rank measures at the same time, because ranks of one computer share its cores, caches and memory. A rank of one thread times
-its kernels by its own CPU clock: where ranks outnumber cores, how long one waits for a core is measured once, by loops that are
-long for the scheduler (`contention`), and not by chance in each short sample.
+Every rank measures at the same time, because ranks of one computer share its cores, caches and memory. A rank of one
+thread times its kernels by its own CPU clock: where ranks outnumber cores, how long one waits for a core is measured
+once, by loops that are long for the scheduler (`contention`), and not by chance in each short sample.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from frontier_llm.training.step import train_step
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
 COPY_ELEMENTS = 8 * 2**20
-STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))  # (share of the run's microbatch, microbatches): apart by tokens, by microbatches and by step
+# (share of the run's microbatch, microbatches): apart by tokens, by microbatches and by step
+STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))
 JOINT_STEPS = ((1.0, 1), (0.25, 2))  # the same, for steps over several ranks: apart by compute between two meetings
 LONG_S = 0.06  # a loop that a scheduler's time slices (3 ms) share fairly
 
@@ -68,7 +70,12 @@ class _Bench:
     """One rank's part; `stretch` turns CPU time into what a busy machine needs for it."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, repeats: int) -> None:
-        self.config, self.model, self.mesh, self.device, self.repeats, self.stretch = config, config.model, mesh, device, repeats, 1.0
+        self.config = config
+        self.model = config.model
+        self.mesh = mesh
+        self.device = device
+        self.repeats = repeats
+        self.stretch = 1.0
         self.dtype = working_dtype(config.precision.dtype)
         self.ops = select_ops(config.ops, device.type, self.dtype)
         self.by_cpu_time = device.type == "cpu" and torch.get_num_threads() == 1
@@ -108,7 +115,9 @@ class _Bench:
         return seconds, max(stretch, 1.0)
 
     def products(self, B: int, tp: int) -> list[tuple[int, int, int, float]]:
-        """Every product of a layer and of the head: forward, input gradient, and weight gradient added to an fp32 buffer."""
+        """Every product of a layer and of the head: forward, input gradient, and weight gradient added to an fp32
+        buffer.
+        """
         rows = []
         for _, M, N, K, _ in gemm_shapes(self.model, B * self.model.sequence_length, tp):
             calls = product_calls(self.ops, *operands(M, N, K, self.dtype, self.device)).values()
@@ -126,8 +135,13 @@ class _Bench:
 
     def elementwise_s(self, tp: int) -> float:
         """Seconds of one layer's forward norms, activation and residual."""
-        model, shapes = self.model, Shapes(self.model, self.config.batch.micro_batch, self.dtype, self.device, tp)
-        names = "rms_norm" if model.norm == "rmsnorm" else "layer_norm", "add_norm", "swiglu" if model.gated else model.activation
+        model = self.model
+        shapes = Shapes(self.model, self.config.batch.micro_batch, self.dtype, self.device, tp)
+        names = (
+            "rms_norm" if model.norm == "rmsnorm" else "layer_norm",
+            "add_norm",
+            "swiglu" if model.gated else model.activation,
+        )
         cases = [CASES[name](self.ops, shapes) for name in names]
         x = shapes.random(shapes.rows, model.hidden)
 
@@ -161,8 +175,14 @@ class _Bench:
                 yield operation, size, size_bytes, self.wall_s(call)
 
     def step(self, parallel: ParallelConfig, mesh: Mesh, share: float, m: int) -> tuple[int, int, float]:
-        """A training step of `m` microbatches per replica, of the run's sequences times `share`, over the ranks of `mesh`; all ranks work."""
+        """A training step of `m` microbatches per replica, of the run's sequences times `share`, over the ranks of
+        `mesh`; all ranks work.
+        """
         config = steps_config(self.config, parallel, self.microbatch(share), m)
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, make_plan(config, mesh.world.size), mesh, self.device, batches)
-        return config.batch.micro_batch, m, (self.wall_s if mesh.world.size > 1 else self.kernel_s)(lambda: train_step(state))
+        return (
+            config.batch.micro_batch,
+            m,
+            (self.wall_s if mesh.world.size > 1 else self.kernel_s)(lambda: train_step(state)),
+        )

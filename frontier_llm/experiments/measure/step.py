@@ -1,4 +1,5 @@
-"""`bench step`: how fast this rank's device multiplies matrices of the model's own shapes, and what share of that the step reaches.
+"""`bench step`: how fast this rank's device multiplies matrices of the model's own shapes, and what share of that the
+step reaches.
 
 Both are measured in the same run, interleaved, because a busy or throttled machine moves both.
 """
@@ -40,8 +41,11 @@ class StepBench:
 
 
 def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
-    """TFLOP/s of each forward, input-gradient and weight-gradient product as torch gives them, in the working precision."""
-    config, clock = state.config, partial(wall_s, device=state.device)
+    """TFLOP/s of each forward, input-gradient and weight-gradient product as torch gives them, in the working
+    precision.
+    """
+    config = state.config
+    clock = partial(wall_s, device=state.device)
     dtype = working_dtype(config.precision.dtype)
     tokens = config.batch.micro_batch * config.model.sequence_length
     rows = []
@@ -49,7 +53,17 @@ def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
         x, w, g = operands(M, N, K, dtype, state.device)
         products = (lambda: x @ w.T, lambda: g @ w, lambda: g.T @ x)  # noqa: B023
         seconds = sum(median_s(product, repeats, clock) for product in products)
-        rows.append({"name": name, "M": M, "N": N, "K": K, "count": count, "tflops": 6 * M * N * K / seconds / TERA, "seconds": seconds})
+        rows.append(
+            {
+                "name": name,
+                "M": M,
+                "N": N,
+                "K": K,
+                "count": count,
+                "tflops": 6 * M * N * K / seconds / TERA,
+                "seconds": seconds,
+            }
+        )
     return rows
 
 
@@ -59,7 +73,9 @@ def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
         train_step(state)
     clock = PhaseClock(state.mesh.ledger, synchronize=True)
     clock.attach(state)
-    times, cpu_times, gemm_rounds = [], [], []
+    times = []
+    cpu_times = []
+    gemm_rounds = []
     clock.take()
     for _ in range(steps):
         clock.enter("bench")
@@ -76,9 +92,15 @@ def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
 
 
 def _summarise(
-    state: TrainState, times: list[float], cpu_times: list[float], gemm_rounds: list[list[dict[str, Any]]], phases: dict[str, float]
+    state: TrainState,
+    times: list[float],
+    cpu_times: list[float],
+    gemm_rounds: list[list[dict[str, Any]]],
+    phases: dict[str, float],
 ) -> StepBench:
-    config, devices, step_s = state.config, state.mesh.world.size, median(times)
+    config = state.config
+    devices = state.mesh.world.size
+    step_s = median(times)
     tokens = config.batch.global_batch * config.model.sequence_length
     achieved = tokens * model_flops_per_token(config.model) / step_s / devices / TERA
     best = [max(rounds, key=lambda gemm: gemm["tflops"]) for rounds in zip(*gemm_rounds, strict=True)]

@@ -47,9 +47,14 @@ def kernel_s(run: Callable[[], object], device: str) -> float:
     return begin_event.elapsed_time(end_event) / 1e3 / _CALLS_ON_GPU
 
 
-def take_turns(runs: Mapping[str, Callable[[], object]], rounds: int, device: str) -> tuple[dict[str, float], dict[str, str]]:
-    """(best seconds of each, what those that failed ran into): one call of each in every round, because a busy machine moves them all."""
-    best, faults = dict.fromkeys(runs, float("inf")), dict[str, str]()
+def take_turns(
+    runs: Mapping[str, Callable[[], object]], rounds: int, device: str
+) -> tuple[dict[str, float], dict[str, str]]:
+    """(best seconds of each, what those that failed ran into): one call of each in every round, because a busy
+    machine moves them all.
+    """
+    best = dict.fromkeys(runs, float("inf"))
+    faults = dict[str, str]()
     for turn in range(rounds + 1):
         for name in (name for name in runs if name not in faults):
             try:

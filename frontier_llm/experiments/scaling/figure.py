@@ -22,16 +22,20 @@ def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
     write_atomically(paths[1], as_json(rows))
     cells = [[show(row) for _, show in _COLUMNS] for row in rows]
     classes = ["simulated" if row.kind == "simulated" else "" if row.status == "ok" else "bad" for row in rows]
-    sources = "".join(f"<li>{text(f'{point.label}: {point.efficiency:.2%}, {point.source}')}</li>" for point in PUBLISHED)
+    sources = "".join(
+        f"<li>{text(f'{point.label}: {point.efficiency:.2%}, {point.source}')}</li>" for point in PUBLISHED
+    )
     parts = [
         figures(charts(rows)),
         table([title for title, _ in _COLUMNS], cells, classes),
-        "<p class=sub>Failed points stay in the table. The two predicted columns are the planner's tokens/s and efficiency. All columns, unrounded, "
+        "<p class=sub>Failed points stay in the table. The two predicted columns are the planner's tokens/s and "
+        "efficiency. All columns, unrounded, "
         "are in <code>scaling.csv</code> and <code>scaling.json</code>.</p>",
         f"<h2>Published points</h2><ul>{sources}</ul>",
     ]
     subtitle = (
-        "Solid lines are measured; dashed and dotted lines are simulated by the planner; black marks are published. Efficiency is tokens/s per "
+        "Solid lines are measured; dashed and dotted lines are simulated by the planner; black marks are published. "
+        "Efficiency is tokens/s per "
         "device relative to the smallest measured point of the series; bars are 95 % intervals over repeats."
     )
     write_page(paths[2], "Scaling experiments", subtitle, parts)
@@ -52,7 +56,15 @@ def charts(rows: Sequence[Row]) -> Iterator[Chart]:
         for point, shape in zip(published, ("star", "diamond"), strict=False):
             share = points(f"{point.label} (published)", [point.devices], [100 * point.efficiency], shape=shape)
             efficiency.append({**share, "marker": {"color": "#888", "size": 11, "symbol": shape}})
-        yield Chart(f"{mode.capitalize()} scaling: throughput", DEVICES, "tokens/s", throughput, log_x=True, log_y=True, height_px=380)
+        yield Chart(
+            f"{mode.capitalize()} scaling: throughput",
+            DEVICES,
+            "tokens/s",
+            throughput,
+            log_x=True,
+            log_y=True,
+            height_px=380,
+        )
         limits = {"yaxis": {"range": [0, 112]}}
         title = f"{mode.capitalize()} scaling: efficiency"
         yield Chart(title, DEVICES, "efficiency per device, %", efficiency, log_x=True, height_px=380, layout=limits)
@@ -62,14 +74,17 @@ def _series_name(row: Row) -> str:
     return f"{row.model} on {row.site}, {row.kind}"
 
 
-def _add_series(throughput: list[dict[str, Any]], efficiency: list[dict[str, Any]], name: str, rows: list[Row], index: int) -> None:
+def _add_series(
+    throughput: list[dict[str, Any]], efficiency: list[dict[str, Any]], name: str, rows: list[Row], index: int
+) -> None:
     """Solid: measured. Dashed: the planner. A cross at the bottom: a point that gave no measurement."""
     simulated = rows[0].kind == "simulated"
     look: dict[str, str] = {"marks": "square-open" if simulated else "circle", "dash": "dash" if simulated else "solid"}
     done = sorted((row for row in rows if row.tokens_per_s), key=lambda row: row.devices)
     if done:
         devices = [row.devices for row in done]
-        rates, shares = [row.tokens_per_s or 0.0 for row in done], [100 * (row.efficiency or 0.0) for row in done]
+        rates = [row.tokens_per_s or 0.0 for row in done]
+        shares = [100 * (row.efficiency or 0.0) for row in done]
         for traces, values in ((throughput, rates), (efficiency, shares)):
             half = [value * (row.ci95_percent or 0.0) / 100 for row, value in zip(done, values, strict=True)]
             traces.append({**line(name, devices, values, index, **look), "error_y": {"type": "data", "array": half}})
@@ -77,14 +92,21 @@ def _add_series(throughput: list[dict[str, Any]], efficiency: list[dict[str, Any
         throughput.append({**line(f"{name}: ideal", devices, ideal, index), "opacity": 0.4})
     predicted = sorted((row for row in rows if row.predicted_efficiency and not simulated), key=lambda row: row.devices)
     if predicted:
-        counts, label = [row.devices for row in predicted], f"{rows[0].model}, planner (simulated)"
+        counts = [row.devices for row in predicted]
+        label = f"{rows[0].model}, planner (simulated)"
         dotted: dict[str, str] = {"marks": "square-open", "dash": "dot"}
         throughput.append(line(label, counts, [row.predicted_tokens_per_s for row in predicted], index, **dotted))
-        efficiency.append(line(label, counts, [100 * (row.predicted_efficiency or 0.0) for row in predicted], index, **dotted))
+        efficiency.append(
+            line(label, counts, [100 * (row.predicted_efficiency or 0.0) for row in predicted], index, **dotted)
+        )
     failed = [row for row in rows if not row.tokens_per_s]
     if failed:
         why = [row.status.split(":")[0] for row in failed]
-        efficiency.append(points(f"{name}: not measured", [row.devices for row in failed], [2] * len(failed), index, shape="x", hover=why))
+        efficiency.append(
+            points(
+                f"{name}: not measured", [row.devices for row in failed], [2] * len(failed), index, shape="x", hover=why
+            )
+        )
 
 
 def _some(value: float | None, pattern: str) -> str:
@@ -104,6 +126,9 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("± 95 %", lambda row: _some(row.ci95_percent, "{:.1f} %")),
     ("efficiency", lambda row: "–" if row.efficiency is None else f"{row.efficiency:.1%}"),
     ("predicted", lambda row: _some(row.predicted_tokens_per_s, "{:,.0f}")),
-    ("predicted efficiency", lambda row: "–" if row.predicted_efficiency is None else f"{row.predicted_efficiency:.1%}"),
+    (
+        "predicted efficiency",
+        lambda row: "–" if row.predicted_efficiency is None else f"{row.predicted_efficiency:.1%}",
+    ),
     ("status", lambda row: row.status),
 )

@@ -53,7 +53,9 @@ class Forecast:
 
 
 def forecasts(timed: Sequence[tuple[Point, int | None]]) -> list[Forecast]:
-    """Every point with its price; the smallest is what efficiencies refer to. Raises ConfigError naming each point that does not fit into memory."""
+    """Every point with its price; the smallest is what efficiencies refer to. Raises ConfigError naming each point
+    that does not fit into memory.
+    """
     by_nodes = {point.nodes: predict(point.config, point.devices) for point, _ in timed}
     problems = [
         replace(problem, where=f"{nodes} nodes: {problem.where}")
@@ -87,8 +89,16 @@ def as_text(rows: Sequence[Forecast], jobs: Sequence[str | None]) -> str:
 
 
 def _cells(row: Forecast, job: str | None) -> tuple[object, ...]:
-    point, predicted = row.point, row.predicted
+    point = row.point
+    predicted = row.predicted
     size = (point.nodes, point.devices, point.config.batch.global_batch, point.config.train.steps, point.repeat)
     speed = (format_seconds(predicted.step_time_s), f"{predicted.tokens_per_s:,.0f}", f"{row.efficiency:.1%}")
     memory = f"{predicted.peak_bytes / GIB:.1f} of {predicted.limit_bytes / GIB:.0f}"
-    return (*size, *speed, memory, f"{row.node_hours:,.1f}", format_walltime(row.minutes) if row.minutes else "-", job or "-")
+    return (
+        *size,
+        *speed,
+        memory,
+        f"{row.node_hours:,.1f}",
+        format_walltime(row.minutes) if row.minutes else "-",
+        job or "-",
+    )

@@ -1,4 +1,6 @@
-"""Run directories → one tidy table: a row per (series, node count), with repeats, a confidence interval, and failures kept."""
+"""Run directories → one tidy table: a row per (series, node count), with repeats, a confidence interval, and
+failures kept.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ from frontier_llm.run import run_dir
 from frontier_llm.tables import aligned
 from frontier_llm.units import strict_json
 
-POINT_FACTS = ("mode", "model", "site", "nodes", "devices", "tensor", "pipeline", "data", "global_batch")  # that a row has from its point
+# that a row has from its point
+POINT_FACTS = ("mode", "model", "site", "nodes", "devices", "tensor", "pipeline", "data", "global_batch")
 WARMUP_STEPS = 3  # first steps pay for allocators, caches and connections
 
-# two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom, then the normal distribution's; the square is the 95 % point of F(1, dof)
+# two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom, then the normal distribution's; the square
+# is the 95 % point of F(1, dof)
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 1.96,
@@ -97,11 +101,15 @@ def harvest(root: Path) -> list[Row]:
     """Every point below `root`. Raises DataError when there is none."""
     samples = [read_sample(path.parent) for path in sorted(root.glob(f"**/{POINT_FILE}"))]
     if not samples:
-        raise DataError("holds no point of a series", "frontier-llm scaling weak|strong … --output DIR makes them", str(root))
+        raise DataError(
+            "holds no point of a series", "frontier-llm scaling weak|strong … --output DIR makes them", str(root)
+        )
     groups: dict[tuple[Any, ...], list[Sample]] = {}
     for sample in samples:
         point = sample.point
-        groups.setdefault((point["mode"], point["model"], point["site"], point["nodes"], point["global_batch"]), []).append(sample)
+        groups.setdefault(
+            (point["mode"], point["model"], point["site"], point["nodes"], point["global_batch"]), []
+        ).append(sample)
     return with_efficiency([summarise(groups[key]) for key in sorted(groups)])
 
 
@@ -147,7 +155,11 @@ def with_efficiency(rows: Sequence[Row]) -> list[Row]:
     """Fill in efficiencies: per device, relative to the smallest point of the same series that has a value."""
 
     def relative(row: Row, rate: Callable[[Row], float | None]) -> float | None:
-        peers = (peer for peer in rows if (peer.mode, peer.model, peer.site, peer.kind) == (row.mode, row.model, row.site, row.kind))
+        peers = (
+            peer
+            for peer in rows
+            if (peer.mode, peer.model, peer.site, peer.kind) == (row.mode, row.model, row.site, row.kind)
+        )
         base = next((value for peer in sorted(peers, key=lambda peer: peer.devices) if (value := rate(peer))), None)
         own = rate(row)
         return own / base if own and base else None
@@ -156,7 +168,11 @@ def with_efficiency(rows: Sequence[Row]) -> list[Row]:
         return row.predicted_tokens_per_s and row.predicted_tokens_per_s / row.devices
 
     return [
-        replace(row, efficiency=relative(row, lambda row: row.tokens_per_s_per_device), predicted_efficiency=relative(row, predicted))
+        replace(
+            row,
+            efficiency=relative(row, lambda row: row.tokens_per_s_per_device),
+            predicted_efficiency=relative(row, predicted),
+        )
         for row in rows
     ]
 
@@ -184,6 +200,8 @@ def as_text(rows: Sequence[Row]) -> str:
 def _cells(row: Row) -> tuple[object, ...]:
     name = f"{row.mode} {row.model}" + (" SIMULATED" if row.kind == "simulated" else "")
     spread = f"{row.ci95_percent:.1f}" if row.ci95_percent is not None else "-"
-    efficiencies = (f"{value:.1%}" if value is not None else "-" for value in (row.efficiency, row.predicted_efficiency))
+    efficiencies = (
+        f"{value:.1%}" if value is not None else "-" for value in (row.efficiency, row.predicted_efficiency)
+    )
     rate = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
     return (name, row.nodes, row.devices, row.global_batch, rate, spread, *efficiencies, row.status)

@@ -1,4 +1,6 @@
-"""A whole series inside one allocation: the baseline first and alone, then the other points on growing or disjoint sets of its nodes."""
+"""A whole series inside one allocation: the baseline first and alone, then the other points on growing or disjoint
+sets of its nodes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def waves(points: Sequence[Forecast], nodes: int, *, side_by_side: bool) -> list
         return [[point] for point in points]
     rows: list[list[Forecast]] = [[points[0]]]
     for point in points[1:]:
-        wave = next((wave for wave in rows[1:] if sum(one.point.nodes for one in wave) + point.point.nodes <= nodes), None)
+        wave = next(
+            (wave for wave in rows[1:] if sum(one.point.nodes for one in wave) + point.point.nodes <= nodes), None
+        )
         if wave is None:
             rows.append([point])
         else:
@@ -30,14 +34,20 @@ def waves(points: Sequence[Forecast], nodes: int, *, side_by_side: bool) -> list
 
 
 def run_series(
-    points: Sequence[Forecast], launcher: AllocationRanks, words_of: Callable[[Forecast], tuple[str, ...]], *, side_by_side: bool = False
+    points: Sequence[Forecast],
+    launcher: AllocationRanks,
+    words_of: Callable[[Forecast], tuple[str, ...]],
+    *,
+    side_by_side: bool = False,
 ) -> None:
     """Run every point; a point that cannot run leaves its point.json, and the series goes on."""
     for row in points:
         announce(row.point)
     for wave in waves(points, launcher.nodes, side_by_side=side_by_side):
         if (left_s := launcher.time_left_s()) < min(row.limit_s for row in wave):
-            log.warn(f"{left_s:.0f} s of walltime are left; not run: {', '.join(row.point.directory.name for row in wave)}")
+            log.warn(
+                f"{left_s:.0f} s of walltime are left; not run: {', '.join(row.point.directory.name for row in wave)}"
+            )
             continue
         limits_s = [min(row.limit_s, left_s) for row in wave]
         with ThreadPoolExecutor(len(wave)) as pool:

@@ -1,4 +1,6 @@
-"""Short runs one after another, each within a time limit: as srun steps over nodes of this allocation, or as ranks of this machine."""
+"""Short runs one after another, each within a time limit: as srun steps over nodes of this allocation, or as ranks
+of this machine.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ OUT_OF_MEMORY = (
 )
 GRACE_S = 30.0  # Slurm's KillWait: from SIGTERM to SIGKILL
 # of every short run: nothing is saved, nobody waits for a hundred steps that are not finite
-BARE = ("train.save_interval=0", "train.save_final=false", "train.eval_interval=0", "train.tensorboard=false", "data.validation=null")
+BARE = (
+    "train.save_interval=0",
+    "train.save_final=false",
+    "train.eval_interval=0",
+    "train.tensorboard=false",
+    "data.validation=null",
+)
 
 
 @dataclass(frozen=True)
@@ -97,13 +105,18 @@ class AllocationRanks:
     """srun steps over the healthy nodes of this allocation; nodes beyond `nodes` are spares."""
 
     def __init__(self, site: Site, nodes: int | None = None, spares: int = 0) -> None:
-        """`nodes` of the allocation at a time (None: all but the spares). Raises FrontierError outside a job, or in one too small."""
+        """`nodes` of the allocation at a time (None: all but the spares). Raises FrontierError outside a job, or in
+        one too small.
+        """
         self.allocation = slurm.Allocation.from_environment()
-        self.site = site.model_copy(update={"tasks_per_node": self.allocation.tasks_per_node})  # as many as it was queued with
+        # as many as it was queued with
+        self.site = site.model_copy(update={"tasks_per_node": self.allocation.tasks_per_node})
         have = len(self.allocation.nodes)
         self.nodes = nodes or have - spares
         if not 0 < self.nodes <= have:
-            raise FrontierError(f"{self.nodes} nodes wanted of an allocation of {have}", f"sbatch --nodes={self.nodes}", "--nodes")
+            raise FrontierError(
+                f"{self.nodes} nodes wanted of an allocation of {have}", f"sbatch --nodes={self.nodes}", "--nodes"
+            )
         self.devices = self.nodes * self.allocation.tasks_per_node
         self._failed: list[str] = []
         self._lent: set[str] = set()
@@ -111,7 +124,9 @@ class AllocationRanks:
         self._is_ready = False  # until the first run has found everything that it needs
 
     def preflight(self, directory: Path) -> None:
-        """`doctor` on every node, once; bad ones are left out from then on. Raises FrontierError when too few are left, or all share a fault."""
+        """`doctor` on every node, once; bad ones are left out from then on. Raises FrontierError when too few are
+        left, or all share a fault.
+        """
         self._failed += preflight(self.site, directory, self.allocation.nodes, self.nodes)
 
     def _choose(self, count: int) -> tuple[str, ...]:
@@ -119,7 +134,9 @@ class AllocationRanks:
         usable = [node for node in self.allocation.nodes if node not in bad and node not in self._lent]
         if len(usable) < count:
             what = f"{len(usable)} of {len(self.allocation.nodes)} nodes are free and work, {count} are needed"
-            raise FrontierError(what, f"more spares, or --exclude={hostlist.compress(sorted(bad))}" if bad else "", "nodes")
+            raise FrontierError(
+                what, f"more spares, or --exclude={hostlist.compress(sorted(bad))}" if bad else "", "nodes"
+            )
         return tuple(usable[:count])
 
     @contextmanager
@@ -140,7 +157,9 @@ class AllocationRanks:
             return self.start_on(nodes, run, limit_s)
 
     def start_on(self, nodes: tuple[str, ...], run: ShortRun, limit_s: float) -> RunEnd:
-        """One srun over these nodes, recorded among the run's attempts. Raises FrontierError if something that ranks need is not installed."""
+        """One srun over these nodes, recorded among the run's attempts. Raises FrontierError if something that ranks
+        need is not installed.
+        """
         # ranks that hang may not hear srun; Slurm itself ends the step then, a minute later
         site = self.site.model_copy(update={"srun": {**self.site.srun, "time": str(math.ceil(limit_s / 60) + 1)}})
         job = BatchJob(run.config, run.words, run.directory, site, self.allocation, continue_with="never")
@@ -165,7 +184,8 @@ class LocalRanks:
     """Ranks of this machine, without any scheduler; more nodes than one are only priced."""
 
     def __init__(self, devices: int, nodes: int = 1) -> None:
-        self.devices, self.nodes = devices, nodes
+        self.devices = devices
+        self.nodes = nodes
 
     def preflight(self, directory: Path) -> None:
         """Whoever sits at a machine knows it."""
@@ -176,7 +196,9 @@ class LocalRanks:
         began_s = time.monotonic()
         words = [sys.executable, *TRAIN, *run.words]
         with open(open_below(run.directory, "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as text:
-            process = subprocess.Popen(words, env=with_this_package(environment()), stdin=subprocess.DEVNULL, stdout=text, stderr=text)  # noqa: S603 our own interpreter, no shell
+            process = subprocess.Popen(  # noqa: S603 our own interpreter, no shell
+                words, env=with_this_package(environment()), stdin=subprocess.DEVNULL, stdout=text, stderr=text
+            )
             in_time = True
             try:
                 process.wait(limit_s)
@@ -196,7 +218,9 @@ class LocalRanks:
 
 
 def judge(directory: Path, end: RunEnd) -> tuple[str, str]:
-    """(ok, out of memory, hang, not finite, node failure, refused or crash; detail). `ok` needs one measured step, be it ended at its time limit."""
+    """(ok, out of memory, hang, not finite, node failure, refused or crash; detail). `ok` needs one measured step,
+    be it ended at its time limit.
+    """
     rows = run_dir.steps(directory)
     failure = end.failure
     text = "\n".join([failure.what, *failure.message]) if failure else ""

@@ -1,4 +1,5 @@
-"""One point of a series inside a job: slurm/weak_scaling.sbatch and slurm/strong_scaling.sbatch come here through launch/job.sh.
+"""One point of a series inside a job: slurm/weak_scaling.sbatch and slurm/strong_scaling.sbatch come here through
+launch/job.sh.
 
     python -m frontier_llm.experiments.scaling.point weak|strong CONFIG [key=value …]
 
@@ -24,7 +25,10 @@ from frontier_llm.experiments.scaling.series import MODES, announce, make_point
 def main(words: Sequence[str]) -> int:
     """Work out the point from the allocation, record it, and run it once: a point that fails stays failed."""
     if len(words) < 2 or words[0] not in MODES:
-        print("usage: python -m frontier_llm.experiments.scaling.point weak|strong CONFIG [key=value ...]", file=sys.stderr)
+        print(
+            "usage: python -m frontier_llm.experiments.scaling.point weak|strong CONFIG [key=value ...]",
+            file=sys.stderr,
+        )
         return 2
     mode = MODES[MODES.index(words[0])]
     try:
@@ -32,7 +36,9 @@ def main(words: Sequence[str]) -> int:
         config = load_run(words[1], words[2:])
         nodes = len(allocation.nodes) - spare_nodes(allocation)
         site = load_site().model_copy(update={"tasks_per_node": allocation.tasks_per_node})
-        directory = Path(config.train.run_dir).resolve() / f"{mode}_{config.model.name}_nodes{nodes:05}_j{allocation.job_id}"
+        directory = (
+            Path(config.train.run_dir).resolve() / f"{mode}_{config.model.name}_nodes{nodes:05}_j{allocation.job_id}"
+        )
         point = make_point(mode, config, site, nodes, config.batch.global_batch, directory)
         announce(point)
     except FrontierError as error:

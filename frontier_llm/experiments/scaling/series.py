@@ -1,4 +1,6 @@
-"""A series is a list of points that differ only in nodes: weak keeps the batch of each replica, strong the global batch."""
+"""A series is a list of points that differ only in nodes: weak keeps the batch of each replica, strong the global
+batch.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,12 @@ def default_batch(mode: Mode, config: RunConfig) -> int:
     return published[mode]
 
 
-def make_point(mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int, directory: Path, repeat: int = 1) -> Point:
-    """One point: of `batch` samples per replica in a weak series, in all in a strong one. Its layout is not checked here."""
+def make_point(
+    mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int, directory: Path, repeat: int = 1
+) -> Point:
+    """One point: of `batch` samples per replica in a weak series, in all in a strong one. Its layout is not checked
+    here.
+    """
     replicas = max(1, nodes * site.tasks_per_node // config.parallel.model_ranks)
     global_batch = batch * replicas if mode == "weak" else batch
     own = config.model_copy(
@@ -100,17 +106,27 @@ def make_point(mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int
     return Point(mode, nodes, site.tasks_per_node, repeat, own, site.name)
 
 
-def make_series(mode: Mode, config: RunConfig, site: Site, nodes: Sequence[int], batch: int, root: Path, repeats: int = 1) -> list[Point]:
-    """Every point of a series under `root`, smallest first. Raises LayoutError naming each illegal point and its nearest legal node counts."""
+def make_series(
+    mode: Mode, config: RunConfig, site: Site, nodes: Sequence[int], batch: int, root: Path, repeats: int = 1
+) -> list[Point]:
+    """Every point of a series under `root`, smallest first. Raises LayoutError naming each illegal point and its
+    nearest legal node counts.
+    """
     if not nodes or repeats < 1:
         raise ConfigError("a series needs at least one node count and one repeat", "--nodes 16,32,64", "--nodes")
     points = [
-        make_point(mode, config, site, count, batch, root / f"{mode}_{config.model.name}_nodes{count:05}_r{repeat}", repeat)
+        make_point(
+            mode, config, site, count, batch, root / f"{mode}_{config.model.name}_nodes{count:05}_r{repeat}", repeat
+        )
         for count in sorted(set(nodes))
         for repeat in range(1, repeats + 1)
     ]
     problems = [
-        replace(problem, where=f"{point.nodes} nodes: {problem.where}", fix=problem.fix or _node_fix(config, site, point.nodes))
+        replace(
+            problem,
+            where=f"{point.nodes} nodes: {problem.where}",
+            fix=problem.fix or _node_fix(config, site, point.nodes),
+        )
         for point in points
         if point.repeat == 1
         for problem in _problems_of(point, site)
@@ -129,7 +145,11 @@ def _problems_of(point: Point, site: Site) -> Iterator[Problem]:
             fix = f"give a multiple of batch.micro_batch, {point.config.batch.micro_batch}"
             yield replace(problem, where="--batch-per-replica", fix=fix)
         elif problem.where == "batch.global_batch":
-            yield replace(problem, where="--global-batch", fix=problem.fix.replace("set batch.global_batch=", "give --global-batch "))
+            yield replace(
+                problem,
+                where="--global-batch",
+                fix=problem.fix.replace("set batch.global_batch=", "give --global-batch "),
+            )
         else:
             yield problem
 
@@ -145,7 +165,9 @@ def submission_problems(
 ) -> Iterator[Problem]:
     """What the site would refuse about the series as a whole, before its first job is queued."""
     nodes = sorted({point.nodes for point in points})
-    yield from dict.fromkeys(problem for count in nodes for problem in request_problems(site, count, minutes, account, partition))
+    yield from dict.fromkeys(
+        problem for count in nodes for problem in request_problems(site, count, minutes, account, partition)
+    )
     if site.max_queued_jobs is not None and len(points) > site.max_queued_jobs:
         what = f"{len(points)} jobs; {site.name} queues {site.max_queued_jobs} per user"
         yield Problem("points", what, "fewer --nodes or --repeats")
@@ -154,5 +176,6 @@ def submission_problems(
 def announce(point: Point) -> None:
     """Write point.json into the point's run directory, before anything runs there."""
     write_atomically(
-        point.directory / POINT_FILE, strict_json({**point.describe(), "config": point.config.model_dump(mode="json")}, indent=None) + "\n"
+        point.directory / POINT_FILE,
+        strict_json({**point.describe(), "config": point.config.model_dump(mode="json")}, indent=None) + "\n",
     )

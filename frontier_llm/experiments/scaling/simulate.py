@@ -14,7 +14,8 @@ def simulated_rows(points: Sequence[Point]) -> list[Row]:
     distinct = {point.nodes: point for point in points}.values()
     rows = []
     for priced in forecasts([(point, None) for point in distinct]):
-        prediction, facts = priced.predicted, priced.point.describe()
+        prediction = priced.predicted
+        facts = priced.point.describe()
         rows.append(
             Row(
                 **{name: facts[name] for name in POINT_FACTS},

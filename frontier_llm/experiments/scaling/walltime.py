@@ -13,18 +13,24 @@ from frontier_llm.experiments.scaling.series import Point
 from frontier_llm.planner.predict import START_S, predict
 from frontier_llm.units import format_seconds
 
-MARGIN = 1.5  # measured over simulated step: ORNL's 48 tokens/s per GCD of Frontier (175B) are 1.3 times below the planner's 63
+# measured over simulated step: ORNL's 48 tokens/s per GCD of Frontier (175B) are 1.3 times below the planner's 63
+MARGIN = 1.5
 MOST_STEPS = 20  # a point's own choice
 FEWEST_STEPS = WARMUP_STEPS + 5  # of any point: an efficiency of fewer measured steps is an anecdote
 
 
 def with_walltime(
-    points: Sequence[Point], site: Site, partition: str | None = None, minutes: int | None = None, steps: int | None = None
+    points: Sequence[Point],
+    site: Site,
+    partition: str | None = None,
+    minutes: int | None = None,
+    steps: int | None = None,
 ) -> list[tuple[Point, int | None]]:
     """Every point with its steps and its minutes of walltime (None: the site states no limit).
 
-    `minutes` and `steps` are the user's. Without `steps` a point runs as many as fit, at most MOST_STEPS. Raises ConfigError for fewer than
-    FEWEST_STEPS, and naming each point that does not fit, with the number of steps that would.
+    `minutes` and `steps` are the user's. Without `steps` a point runs as many as fit, at most MOST_STEPS. Raises
+    ConfigError for fewer than FEWEST_STEPS, and naming each point that does not fit, with the number of steps that
+    would.
     """
     refuse_few(steps)
     timed: list[tuple[Point, int | None]] = []
@@ -54,7 +60,9 @@ def refuse_few(steps: int | None) -> None:
 
 
 def steps_of(point: Point, steps: int | None) -> Point:
-    """The point with the user's steps, else with FEWEST_STEPS: inside one allocation every node waits for the largest point."""
+    """The point with the user's steps, else with FEWEST_STEPS: inside one allocation every node waits for the
+    largest point.
+    """
     refuse_few(steps)
     return _with_steps(point, steps or FEWEST_STEPS)
 
@@ -64,13 +72,20 @@ def _with_steps(point: Point, steps: int) -> Point:
     return replace(point, config=config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})}))
 
 
-def _problem(point: Point, site: Site, partition: str | None, step_s: float, limit: int, wanted: int, room: int) -> Problem:
+def _problem(
+    point: Point, site: Site, partition: str | None, step_s: float, limit: int, wanted: int, room: int
+) -> Problem:
     """Too long for its walltime; with what would fit."""
     if room >= FEWEST_STEPS:
         fix = f"train.steps={room}"
     else:
         enough = math.ceil((START_S + FEWEST_STEPS * MARGIN * step_s) / 60)
-        fix = "; or ".join([f"leave {point.nodes} nodes out, or take a smaller batch", *longer_jobs(site, point.nodes, enough, partition)])
+        fix = "; or ".join(
+            [
+                f"leave {point.nodes} nodes out, or take a smaller batch",
+                *longer_jobs(site, point.nodes, enough, partition),
+            ]
+        )
     return Problem(
         f"{point.nodes} nodes",
         f"a step of {point.config.batch.global_batch} samples takes about {format_seconds(step_s)} (simulated); "

@@ -1,4 +1,6 @@
-"""The machine's constants as the trials have them: fitted to all measured steps at once, from the machine file's values."""
+"""The machine's constants as the trials have them: fitted to all measured steps at once, from the machine file's
+values.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,17 @@ from frontier_llm.planner.costs.time import step_s
 
 # what steps can tell of a machine; each is multiplied by a factor
 CONSTANTS = (
-    "gemm_efficiency", "hbm_efficiency", "kernel_s", "launch_s", "microbatch_s", "step_s", "fabric_bytes_s", "fabric_latency_s",
-    "network_efficiency", "network_latency_s",
-)  # fmt: skip
+    "gemm_efficiency",
+    "hbm_efficiency",
+    "kernel_s",
+    "launch_s",
+    "microbatch_s",
+    "step_s",
+    "fabric_bytes_s",
+    "fabric_latency_s",
+    "network_efficiency",
+    "network_latency_s",
+)
 SHARES = ("gemm_efficiency", "hbm_efficiency", "network_efficiency")  # at most 1
 PRIOR = 0.004  # weight of (log factor)² against one trial's (log error)²: 3 % of a step is worth a change by 1.6
 CHANGED = 0.1  # of a constant, below which the file keeps its value
@@ -32,7 +42,8 @@ def scaled(numbers: Rates, logs: np.ndarray) -> Rates:
     """`numbers` with each of CONSTANTS times exp(its log)."""
     changes: dict[str, Any] = {}
     for name, shift in zip(CONSTANTS, logs, strict=True):
-        value, factor = getattr(numbers, name), math.exp(shift)
+        value = getattr(numbers, name)
+        factor = math.exp(shift)
         if isinstance(value, tuple):
             changes[name] = tuple(one * factor for one in value)
         else:
@@ -92,7 +103,9 @@ def tuned_machine(search: Tuner) -> dict[str, Any]:
         section, key, unit = PLACES[constant]
         value = getattr(after, constant)
         if isinstance(value, tuple):
-            sections[section][key] = {size: _number(one / unit, source) for size, one in zip(after.fabric_size, value, strict=True)}
+            sections[section][key] = {
+                size: _number(one / unit, source) for size, one in zip(after.fabric_size, value, strict=True)
+            }
         else:
             sections[section][key] = _number(value / unit, source)
     if "stack" in sections:

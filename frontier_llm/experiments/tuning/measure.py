@@ -42,13 +42,16 @@ class Bench:
         words = self.words(search, proposal.number, directory)
         plan = search.space.plans[proposal.number]
         log.info(
-            f"trial {number} ({proposal.why}): {layout_words(plan)}; expected {format_seconds(proposal.expected_s)}, limit {limit_s:.0f} s"
+            f"trial {number} ({proposal.why}): {layout_words(plan)}; expected {format_seconds(proposal.expected_s)}, "
+            f"limit {limit_s:.0f} s"
         )
         end = self.launcher.start(ShortRun(words), limit_s)
         status, detail = ("interrupted", "") if end.interrupted else judge(directory, end)
         times_s = step_times_s(directory) if status == "ok" else []
         step_s = median(times_s) if times_s else None
-        log.info(f"trial {number}: {status}" + (f", {format_seconds(step_s)} per step" if step_s else f" {detail[:120]}"))
+        log.info(
+            f"trial {number}: {status}" + (f", {format_seconds(step_s)} per step" if step_s else f" {detail[:120]}")
+        )
         return Trial(
             number=number,
             layout=plan.layout,

@@ -1,4 +1,6 @@
-"""tune.html: predicted beside measured, the course of the search, what mattered; and the fastest layout as a run file."""
+"""tune.html: predicted beside measured, the course of the search, what mattered; and the fastest layout as a run
+file.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ LEAST_FITTED = 4  # trials, before constants are looked at
 
 def summary(search: Tuner) -> dict[str, Any]:
     """The result in one mapping."""
-    tried, best = search.tried, search.best
+    tried = search.tried
+    best = search.best
     first = tried.get(0)
     return {
         "layouts": len(search.space.plans),
@@ -37,8 +40,12 @@ def summary(search: Tuner) -> dict[str, Any]:
         "best_step_s": None if best is None else best.step_s,
         "best_predicted_s": None if best is None else best.predicted_s,
         "planner_step_s": first.step_s if first else None,
-        "faster_than_planner": first.step_s / best.step_s - 1 if best and best.step_s and first and first.step_s else None,
-        "importance": {_keys_of(name): round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()},
+        "faster_than_planner": first.step_s / best.step_s - 1
+        if best and best.step_s and first and first.step_s
+        else None,
+        "importance": {
+            _keys_of(name): round(share, 3) for name, share in search.surrogate.importance(search.belief()).items()
+        },
     }
 
 
@@ -59,7 +66,8 @@ def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) ->
     content = merge({"base": reference(run, path.parent), **parse_overrides(overrides)}, run_keys(best.layout))
     head = (
         _words(search, best),
-        f"measured: {best.step_s:.4g} s per step on {search.space.devices} devices, in trial {best.number} of {len(search.trials)}; "
+        f"measured: {best.step_s:.4g} s per step on {search.space.devices} devices, in trial {best.number} of "
+        f"{len(search.trials)}; "
         f"predicted {best.predicted_s:.4g} s",
     )
     write_run(path, head, content, search.space.devices)
@@ -68,9 +76,11 @@ def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) ->
 
 def write_report(search: Tuner, directory: Path) -> Path:
     """tune.html; returns its path."""
-    config, facts = search.space.config, summary(search)
+    config = search.space.config
+    facts = summary(search)
     subtitle = (
-        f"{search.space.devices} devices of {config.machine}, {config.batch.global_batch} sequences of {config.model.sequence_length} per step; "
+        f"{search.space.devices} devices of {config.machine}, {config.batch.global_batch} sequences of "
+        f"{config.model.sequence_length} per step; "
         f"{facts['layouts']} layouts of {search.space.legal} that fit."
     )
     parts = [_tiles(facts), f"<h2>Predicted and measured</h2>{figures(charts(search))}"]
@@ -91,7 +101,8 @@ def _tiles(facts: Mapping[str, Any]) -> str:
 def _importance(shares: Mapping[str, float]) -> str:
     rows = [(name, f"{100 * share:.0f} %") for name, share in shares.items()]
     note = (
-        "Share of the variance of the expected log step time, over the whole space, that a choice's values alone explain. "
+        "Share of the variance of the expected log step time, over the whole space, that a choice's values alone "
+        "explain. "
         "Choices that come together (tensor, pipeline, data) share theirs."
     )
     return f"<h2>What mattered</h2>{table(('choice', 'share'), rows)}<p class=sub>{note}</p>" if rows else ""
@@ -107,8 +118,15 @@ def _constants(search: Tuner) -> str:
         return f"<p class=sub>{text(error)}</p>"
     rows = [(name, f"{old:.4g}", f"{new:.4g}", f"x {new / old:.2f}") for name, (old, new) in moved.items()]
     title = f"<h2>Constants of {text(search.space.config.machine)} that the trials change</h2>"
-    note = "<p class=sub>Fitted to all trials at once, held to the machine file's values where these cannot tell; --emit-machine writes them.</p>"
-    return title + (table(("constant", "machine file", "fitted", "factor"), rows) if rows else "<p>None by more than 10 %.</p>") + note
+    note = (
+        "<p class=sub>Fitted to all trials at once, held to the machine file's values where these cannot tell; "
+        "--emit-machine writes them.</p>"
+    )
+    return (
+        title
+        + (table(("constant", "machine file", "fitted", "factor"), rows) if rows else "<p>None by more than 10 %.</p>")
+        + note
+    )
 
 
 def _trials(search: Tuner) -> str:
@@ -140,7 +158,9 @@ def charts(search: Tuner) -> Iterator[Chart]:
     for index, why in enumerate(dict.fromkeys(trial.why for trial in done)):
         mine = [trial for trial in done if trial.why == why]
         names = [_words(search, trial) for trial in mine]
-        traces.append(points(why, [trial.predicted_s for trial in mine], [trial.step_s for trial in mine], index, hover=names))
+        traces.append(
+            points(why, [trial.predicted_s for trial in mine], [trial.step_s for trial in mine], index, hover=names)
+        )
     yield Chart("Predicted and measured", "predicted step, s", "measured step, s", traces, height_px=380)
     numbers = [trial.number for trial in done]
     best = np.minimum.accumulate([trial.step_s or 0.0 for trial in done]).tolist()

@@ -14,7 +14,8 @@ from frontier_llm.experiments.tuning.trials import RETRIED, Trial
 from frontier_llm.planner.predict import START_S
 
 SPREAD_TRIALS = 3  # far from each other, after the planner's choice: of one point nothing about differences is learnt
-WORTH = 0.003  # of a step: the search ends when no untried layout is expected to gain more, which two runs of one layout differ by
+# of a step: the search ends when no untried layout is expected to gain more, which two runs of one layout differ by
+WORTH = 0.003
 LEAST_TRIALS = 8
 MOST_NODE_FAILURES = 3  # in a row
 SLOWER = 2.5  # times the best measured step: a layout that is so much slower need not finish
@@ -35,7 +36,9 @@ class Tuner:
     """The state of a search, rebuilt from its trials at every start."""
 
     def __init__(self, space: Space, trials: Sequence[Trial], seed: int = 0) -> None:
-        self.space, self.trials, self.seed = space, list(trials), seed
+        self.space = space
+        self.trials = list(trials)
+        self.seed = seed
         self.surrogate = Surrogate(space)
 
     @property
@@ -47,17 +50,26 @@ class Tuner:
     @property
     def best(self) -> Trial | None:
         """The fastest so far."""
-        return min((trial for trial in self.tried.values() if trial.ok), key=lambda trial: trial.step_s or math.inf, default=None)
+        return min(
+            (trial for trial in self.tried.values() if trial.ok),
+            key=lambda trial: trial.step_s or math.inf,
+            default=None,
+        )
 
     def belief(self) -> Belief:
         """What the trials say about every layout."""
         plans = self.space.plans
-        errors = {number: math.log(trial.step_s / plans[number].step_s) for number, trial in self.tried.items() if trial.step_s}
+        errors = {
+            number: math.log(trial.step_s / plans[number].step_s)
+            for number, trial in self.tried.items()
+            if trial.step_s
+        }
         return self.surrogate.learn(errors, tuple(number for number, trial in self.tried.items() if not trial.ok))
 
     def propose(self) -> Proposal | None:
         """The next layout; None when none is left that is worth its node-hours."""
-        tried, plans = self.tried, self.space.plans
+        tried = self.tried
+        plans = self.space.plans
         left = [number for number in range(len(plans)) if number not in tried]
         if not left:
             return None
@@ -67,7 +79,11 @@ class Tuner:
         expected = np.exp(belief.mean)
         if len(tried) <= SPREAD_TRIALS or self.best is None:
             shares = self.surrogate.distances(left, list(tried)) ** 2
-            number = int(np.random.default_rng([self.seed, len(tried)]).choice(left, p=shares / shares.sum() if shares.any() else None))
+            number = int(
+                np.random.default_rng([self.seed, len(tried)]).choice(
+                    left, p=shares / shares.sum() if shares.any() else None
+                )
+            )
             return Proposal(number, "spread", float(expected[number]))
         gain = belief.expected_gain(self.best.step_s or math.inf)
         number = max(left, key=lambda index: gain[index])
@@ -76,7 +92,9 @@ class Tuner:
         return Proposal(number, "model", float(expected[number]))
 
     def start_s(self) -> float:
-        """What a start takes besides its steps: thrice the longest seen; while none has been, what is assumed of every job."""
+        """What a start takes besides its steps: thrice the longest seen; while none has been, what is assumed of
+        every job.
+        """
         seen = [trial.wall_s - (trial.step_s or 0.0) * trial.steps for trial in self.trials if trial.ok]
         return 3 * max(seen) if seen else START_S
 
@@ -91,7 +109,9 @@ class Tuner:
 
 
 class Everything(Tuner):
-    """Not a search: every layout of the space once, in random order, so that slow hours of the machine fall on no part of the space."""
+    """Not a search: every layout of the space once, in random order, so that slow hours of the machine fall on no
+    part of the space.
+    """
 
     def propose(self) -> Proposal | None:
         """The next of a shuffled list."""
@@ -113,9 +133,15 @@ class Limits:
 
 
 def run_search(
-    search: Tuner, steps: int, limits: Limits, measure: Callable[[Proposal, float], Trial], record: Callable[[list[Trial]], None]
+    search: Tuner,
+    steps: int,
+    limits: Limits,
+    measure: Callable[[Proposal, float], Trial],
+    record: Callable[[list[Trial]], None],
 ) -> str:
-    """Trials until one of the limits; why it ended. `measure` runs one within a time limit, `record` gets all trials after each."""
+    """Trials until one of the limits; why it ended. `measure` runs one within a time limit, `record` gets all trials
+    after each.
+    """
     while True:
         used = sum(trial.node_hours for trial in search.trials)
         if limits.trials is not None and len(search.tried) >= limits.trials:
@@ -125,8 +151,13 @@ def run_search(
         proposal = search.propose()
         if proposal is None:
             done = len(search.tried) == len(search.space.plans)
-            return "every layout is tried" if done else f"no other layout is expected to gain more than {100 * WORTH:.1f} %"
-        expected_s, limit_s = search.expected_s(proposal, steps), search.limit_s(proposal, steps)
+            return (
+                "every layout is tried"
+                if done
+                else f"no other layout is expected to gain more than {100 * WORTH:.1f} %"
+            )
+        expected_s = search.expected_s(proposal, steps)
+        limit_s = search.limit_s(proposal, steps)
         if used + expected_s * limits.nodes / 3600 > limits.node_hours:
             return f"a further trial of about {expected_s:.0f} s would exceed {limits.node_hours:.3g} node-hours"
         if (left_s := limits.time_left_s()) < expected_s:

@@ -1,4 +1,6 @@
-"""Which layouts a search may try: the planner's, priced and cut to the best few hundred, each as words for `frontier-llm train`."""
+"""Which layouts a search may try: the planner's, priced and cut to the best few hundred, each as words for
+`frontier-llm train`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from frontier_llm.planner.search import Plan, preference, simulate_layout
 from frontier_llm.topology import plan_problems
 
 MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 ms each)
-WITHIN = 2.0  # times the best predicted step: for a better one the planner would have to be wrong twofold between two layouts of one model
+# times the best predicted step: for a better one the planner would have to be wrong twofold between two layouts of one
+# model
+WITHIN = 2.0
 
 CHOICES = tuple(dict.fromkeys(FIELD_OF_KEY.values()))  # what tells one layout of a table of trials from another
 
@@ -52,14 +56,29 @@ class Space:
 
 
 def make_space(
-    config: RunConfig, rates: Rates, devices: int, tp_max: int, fixed: Mapping[str, Any], most: int = MOST_LAYOUTS, within: float = WITHIN
+    config: RunConfig,
+    rates: Rates,
+    devices: int,
+    tp_max: int,
+    fixed: Mapping[str, Any],
+    most: int = MOST_LAYOUTS,
+    within: float = WITHIN,
 ) -> Space:
-    """Every legal layout that fits into memory, cut to the `most` best and those predicted `within` the best. Raises ConfigError for none."""
+    """Every legal layout that fits into memory, cut to the `most` best and those predicted `within` the best. Raises
+    ConfigError for none.
+    """
     fixed = {"gradient_wire": config.precision.gradient_wire, **fixed}
-    shared = {"dtype": config.precision.dtype, "optimizer": config.optimizer.name, "validated": config.optimizer.validated}
+    shared = {
+        "dtype": config.precision.dtype,
+        "optimizer": config.optimizer.name,
+        "validated": config.optimizer.validated,
+    }
     layouts = enumerate_layouts(config.model, devices, config.batch.global_batch, tp_max, fixed, **shared)
-    layouts = layouts.where(layouts.data_shard == fixed.get("data_shard", 0))  # copies of shares are no choice of a table of trials
-    fitting = layouts.where(peak_memory(config.model, layouts, rates) <= rates.memory_bytes) if len(layouts) else layouts
+    # copies of shares are no choice of a table of trials
+    layouts = layouts.where(layouts.data_shard == fixed.get("data_shard", 0))
+    fitting = (
+        layouts.where(peak_memory(config.model, layouts, rates) <= rates.memory_bytes) if len(layouts) else layouts
+    )
     if not len(fitting):
         what = (
             f"none of {len(layouts)} legal layouts on {devices} devices fits into memory"
@@ -67,7 +86,9 @@ def make_space(
             else f"no layout of {devices} devices is legal"
         )
         fixes = f" --fix {fixed_words(fixed)}" if fixed else ""
-        raise ConfigError(f"{what} (global batch {config.batch.global_batch}{fixes})", "other --nodes, or fewer --fix", "tune")
+        raise ConfigError(
+            f"{what} (global batch {config.batch.global_batch}{fixes})", "other --nodes, or fewer --fix", "tune"
+        )
     seconds = step_s(config.model, fitting, rates)
     order = np.argsort(seconds, kind="stable")
     best = [fitting.row(index) for index in order if seconds[index] <= within * seconds[order[0]]]
@@ -83,18 +104,21 @@ def laid_out(config: RunConfig, layout: Layout) -> RunConfig:
 
 
 def features(plans: Sequence[Plan]) -> np.ndarray:
-    """One row per layout: its choices, and where the planner says that its time goes. Columns of mean 0 and deviation 1.
+    """One row per layout: its choices, and where the planner says that its time goes. Columns of mean 0 and deviation
+    1.
 
-    The shares are what lets one trial speak for many: where messages cost more than the machine file says, every layout is slower by its share of them.
-    The step itself is one of them, so that a planner whose order is wrong is one number to learn too.
-    The bubble counts by the logarithm of what it leaves, so that a machine on which it costs nothing is one number, and the passes of a step likewise,
-    for what each costs the host.
+    The shares are what lets one trial speak for many: where messages cost more than the machine file says, every layout
+    is slower by its share of them. The step itself is one of them, so that a planner whose order is wrong is one number
+    to learn too. The bubble counts by the logarithm of what it leaves, so that a machine on which it costs nothing is
+    one number, and the passes of a step likewise, for what each costs the host.
     """
     columns: list[np.ndarray] = []
     for name in CHOICES:
         values = [getattr(plan.layout, name) for plan in plans]
         if isinstance(values[0], str):
-            columns += [np.array([value == option for value in values], dtype=float) for option in sorted(set(values))[1:]]
+            columns += [
+                np.array([value == option for value in values], dtype=float) for option in sorted(set(values))[1:]
+            ]
         else:
             columns.append(np.log2(np.array(values, dtype=float) + (min(values) < 1)))  # False and 0 have a place, too
     columns += [np.array(column) for column in zip(*(_shares(plan) for plan in plans), strict=True)]
@@ -105,8 +129,16 @@ def features(plans: Sequence[Plan]) -> np.ndarray:
 
 
 def _shares(plan: Plan) -> tuple[float, ...]:
-    """Of the simulated step: waiting in the pipeline, messages, gradient sums and gathers, optimizer; and of memory; passes per rank."""
-    played, passes = plan.played, plan.layout.microbatches * plan.layout.chunks
+    """Of the simulated step: waiting in the pipeline, messages, gradient sums and gathers, optimizer; and of memory;
+    passes per rank.
+    """
+    played = plan.played
+    passes = plan.layout.microbatches * plan.layout.chunks
     parts = (2 * played.message_s * passes, played.reduce_s + played.gather_s, played.optimizer_s)
     bubble = played.bubble * played.pipeline_s / plan.step_s
-    return (-math.log(1 - bubble), *(part / plan.step_s for part in parts), plan.peak_bytes / plan.limit_bytes, math.log2(passes))
+    return (
+        -math.log(1 - bubble),
+        *(part / plan.step_s for part in parts),
+        plan.peak_bytes / plan.limit_bytes,
+        math.log2(passes),
+    )

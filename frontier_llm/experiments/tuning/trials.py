@@ -72,7 +72,9 @@ def write_trials(path: Path, trials: Sequence[Trial]) -> None:
 
 
 def read_trials(path: Path, like: Layout) -> list[Trial]:
-    """The rows of a table; none where there is no file yet. What the table does not hold of a layout is as in `like`. Raises DataError."""
+    """The rows of a table; none where there is no file yet. What the table does not hold of a layout is as in
+    `like`. Raises DataError.
+    """
     if not path.is_file():
         return []
     trials = []
@@ -80,7 +82,9 @@ def read_trials(path: Path, like: Layout) -> list[Trial]:
         try:
             trials.append(_trial(row, like))
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"line {line} is no trial: {error!r}", "remove the line, or choose another --output", str(path)) from None
+            raise DataError(
+                f"line {line} is no trial: {error!r}", "remove the line, or choose another --output", str(path)
+            ) from None
     return trials
 
 

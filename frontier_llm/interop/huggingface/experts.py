@@ -40,10 +40,18 @@ def read_dots1(f: ConfigJson) -> dict[str, Any]:
     kinds = set(f.get("layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         f.refuse("layer_types", sorted(kinds), "full_attention alone")
-    return {**read_llama_like(f), "moe": {"shared_hidden": f.get("moe_intermediate_size", 1) * f.need("n_shared_experts")}}
+    return {
+        **read_llama_like(f),
+        "moe": {"shared_hidden": f.get("moe_intermediate_size", 1) * f.need("n_shared_experts")},
+    }
 
 
 def write_dots1(m: ModelConfig) -> dict[str, Any]:
     """dots.llm1's keys."""
     shared = 0 if m.moe is None else m.moe.shared_hidden // m.expert_hidden
-    return {**write_llama_like(m), "sliding_window": None, "layer_types": ["full_attention"] * m.layers, "n_shared_experts": shared}
+    return {
+        **write_llama_like(m),
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * m.layers,
+        "n_shared_experts": shared,
+    }

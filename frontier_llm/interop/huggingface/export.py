@@ -1,4 +1,6 @@
-"""Any source of weights as a Hugging Face directory, tensor by tensor: weights, configuration, tokenizer, model card."""
+"""Any source of weights as a Hugging Face directory, tensor by tensor: weights, configuration, tokenizer, model
+card.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def family_for(model: ModelConfig) -> Family:
         if not reasons[family.architecture]:
             return family
     raise CheckpointError(
-        [Problem(f"as {name}", "; ".join(why), "train a model of one of these families") for name, why in reasons.items()]
+        [
+            Problem(f"as {name}", "; ".join(why), "train a model of one of these families")
+            for name, why in reasons.items()
+        ]
     )
 
 
@@ -43,13 +48,19 @@ class Companions:
 
 
 def export_huggingface(
-    source: WeightSource, directory: str | Path, dtype: torch.dtype, companions: Companions | None = None, shard_gib: float = 5.0
+    source: WeightSource,
+    directory: str | Path,
+    dtype: torch.dtype,
+    companions: Companions | None = None,
+    shard_gib: float = 5.0,
 ) -> Family:
     """Write config.json, weights, tokenizer files and README.md; the directory appears whole or not at all.
 
     Raises CheckpointError when no family computes this model, or the directory is not empty.
     """
-    companions, directory, model = companions or Companions(), Path(directory), source.model
+    companions = companions or Companions()
+    directory = Path(directory)
+    model = source.model
     family = family_for(model)
     if directory.exists() and any(directory.iterdir()):
         raise CheckpointError("is not empty", where=str(directory), fix="give a new directory, or remove this one")
@@ -59,7 +70,9 @@ def export_huggingface(
         rules = family.names.rules(model)
         shapes = {name: shape for rule in rules for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)}
         ours = ((rule, rule.parameter.name, rule.parameter.shape) for rule in rules)
-        tensors = (part for rule, name, shape in ours for part in rule.cut(source.rectangle(name, (0,) * len(shape), shape)))
+        tensors = (
+            part for rule, name, shape in ours for part in rule.cut(source.rectangle(name, (0,) * len(shape), shape))
+        )
         files = write_sharded(working, shapes, dtype, tensors, int(shard_gib * GIB))
         config = write_config(family, model, dtype, companions.eos_token_id)
         write_durably(working / CONFIG, (strict_json(config, indent=2, sort_keys=True) + "\n").encode())
@@ -80,8 +93,8 @@ def export_huggingface(
 
 
 def write_config(family: Family, model: ModelConfig, dtype: torch.dtype, eos_token_id: int | None) -> dict[str, Any]:
-    """config.json of a model. Keys that transformers 4 and 5 spell differently are written in both spellings: readers before 5 look
-    only at rope_theta and silently take 10000 without it, 5 looks at rope_parameters.
+    """config.json of a model. Keys that transformers 4 and 5 spell differently are written in both spellings: readers
+    before 5 look only at rope_theta and silently take 10000 without it, 5 looks at rope_parameters.
     """
     name = str(dtype).removeprefix("torch.")
     return {

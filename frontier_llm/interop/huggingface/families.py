@@ -1,7 +1,9 @@
-"""The families of Hugging Face models that are the same function as one of ours, key by key; the names of their tensors are in names.py.
+"""The families of Hugging Face models that are the same function as one of ours, key by key; the names of their tensors
+are in names.py.
 
-Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, qwen3, olmo2, phi3, gemma2, gpt2, gpt_neox and mpt. Whatever a configuration
-asks for that our model does not compute is refused by name; nothing is dropped silently.
+Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, qwen3, olmo2,
+phi3, gemma2, gpt2, gpt_neox and mpt. Whatever a configuration asks for that our model does not compute is refused by
+name; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -11,13 +13,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frontier_llm.config import ModelConfig
-from frontier_llm.interop.huggingface.experts import read_dots1, read_mixtral, read_qwen3_moe, write_dots1, write_mixtral, write_qwen3_moe
-from frontier_llm.interop.huggingface.llama import MISTRAL_DEFAULT_WINDOW, ConfigJson, read_llama_like, read_windowed, write_llama_like
-from frontier_llm.interop.huggingface.names import EXPERTS, GEMMA2, GPT2, LLAMA, LLAMA_NORMED, MIXTRAL, MPT, NEOX, OLMO2, PHI3, Names
+from frontier_llm.interop.huggingface.experts import (
+    read_dots1,
+    read_mixtral,
+    read_qwen3_moe,
+    write_dots1,
+    write_mixtral,
+    write_qwen3_moe,
+)
+from frontier_llm.interop.huggingface.llama import (
+    MISTRAL_DEFAULT_WINDOW,
+    ConfigJson,
+    read_llama_like,
+    read_windowed,
+    write_llama_like,
+)
+from frontier_llm.interop.huggingface.names import (
+    EXPERTS,
+    GEMMA2,
+    GPT2,
+    LLAMA,
+    LLAMA_NORMED,
+    MIXTRAL,
+    MPT,
+    NEOX,
+    OLMO2,
+    PHI3,
+    Names,
+)
 
 # transformers' MPT takes no maximum: its slopes always end at 2^-8
 MPT_ALIBI_MAX_BIAS = 8.0
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 _GEMMA2_CAPS = {"score_softcap": ("attn_logit_softcapping", 50.0), "logit_softcap": ("final_logit_softcapping", 30.0)}
 # nor does it look at expansion_ratio: its MLP is always four times as wide
 MPT_EXPANSION = 4
@@ -37,16 +65,20 @@ class Family:
     model_type: str
     names: Names
     always: Mapping[str, Any]  # our fields that this architecture fixes
-    keys: Mapping[str, tuple[Any, ...]]  # our field → their key, with their default unless they have none; vocab_size is everybody's
+    # our field → their key, with their default unless they have none; vocab_size is everybody's
+    keys: Mapping[str, tuple[Any, ...]]
     read: Callable[[ConfigJson], dict[str, Any]]  # further fields of ours; refuses what our model does not compute
     write: Callable[[ModelConfig], dict[str, Any]]  # further keys of theirs
     ignored: tuple[str, ...]  # endings of buffers in older files that are no weights
     prefix: str  # that files saved from the bare model lack
-    either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # our fields of which it can express only these values
+    # our fields of which it can express only these values
+    either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     grouped: bool = False  # takes fewer key/value heads than heads, and a head_dim of its own
     free: tuple[str, ...] = ()  # our fields of _USUAL of which it can express every value
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # their keys that may only have this value, and are written with it
-    routing: Mapping[str, Any] | None = None  # of a family with experts the fields of our moe that it fixes; None = it has none
+    # their keys that may only have this value, and are written with it
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    # of a family with experts the fields of our moe that it fixes; None = it has none
+    routing: Mapping[str, Any] | None = None
     moe_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # as keys, of the fields of our moe
 
     def read_model(self, f: ConfigJson) -> ModelConfig:
@@ -112,41 +144,58 @@ def _read_phi3(f: ConfigJson) -> dict[str, Any]:
 def _write_phi3(m: ModelConfig) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": m.rope_fraction}
     return {
-        **write_llama_like(m), "rope_parameters": rope, "partial_rotary_factor": m.rope_fraction, "sliding_window": m.sliding_window,
-        "original_max_position_embeddings": m.sequence_length, "pad_token_id": None,
-    }  # fmt: skip
+        **write_llama_like(m),
+        "rope_parameters": rope,
+        "partial_rotary_factor": m.rope_fraction,
+        "sliding_window": m.sliding_window,
+        "original_max_position_embeddings": m.sequence_length,
+        "pad_token_id": None,
+    }
 
 
 def _read_gemma2(f: ConfigJson) -> dict[str, Any]:
     f.fixed(use_bidirectional_attention=None)
     values = read_llama_like(f, "hidden_activation", "gelu_pytorch_tanh")
-    every, kinds = 2, f.get("layer_types", None)
+    every = 2
+    kinds = f.get("layer_types", None)
     if kinds is not None:
         every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
         if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(kinds))]:
             f.refuse("layer_types", kinds, f"{_FULL} at each n-th layer and nowhere else")
     window = f.content.get("sliding_window", 4096)
     if every == 1 or window is None or window >= f.get("max_position_embeddings", 8192):
-        window, every = None, 0
+        window = None
+        every = 0
     # a key that is null means none, one that is not there the default
     caps = {ours: f.content.get(theirs, default) for ours, (theirs, default) in _GEMMA2_CAPS.items()}
-    width, head_dim = f.get("query_pre_attn_scalar", 256), f.need("head_dim")
-    scores = {"score_width": None if width == head_dim else width, "sliding_window": window, "full_attention_every": every or None}
+    width = f.get("query_pre_attn_scalar", 256)
+    head_dim = f.need("head_dim")
+    scores = {
+        "score_width": None if width == head_dim else width,
+        "sliding_window": window,
+        "full_attention_every": every or None,
+    }
     return {**values, **scores, **caps}
 
 
 def _write_gemma2(m: ModelConfig) -> dict[str, Any]:
     return {
-        **write_llama_like(m), "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": m.score_width or m.dim_per_head, "sliding_window": m.sliding_window or m.sequence_length,
+        **write_llama_like(m),
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": m.score_width or m.dim_per_head,
+        "sliding_window": m.sliding_window or m.sequence_length,
         "layer_types": [_SLIDING if m.window_of(layer) else _FULL for layer in range(m.layers)],
         **{theirs: getattr(m, ours) for ours, (theirs, _) in _GEMMA2_CAPS.items()},
-    }  # fmt: skip
+    }
 
 
 def _read_gpt2(f: ConfigJson) -> dict[str, Any]:
     f.fixed(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    return {"ffn_hidden": f.get("n_inner", 4 * f.get("n_embd", 1)), "activation": f.gelu("activation_function", "gelu_new")}
+    return {
+        "ffn_hidden": f.get("n_inner", 4 * f.get("n_embd", 1)),
+        "activation": f.gelu("activation_function", "gelu_new"),
+    }
 
 
 def _write_gpt2(m: ModelConfig) -> dict[str, Any]:
@@ -160,24 +209,38 @@ def _read_neox(f: ConfigJson) -> dict[str, Any]:
 
 def _write_neox(m: ModelConfig) -> dict[str, Any]:
     return {
-        "hidden_act": _THEIR_GELU[m.activation], "attention_dropout": 0.0, "hidden_dropout": 0.0,
-        "rotary_emb_base": m.rope_theta, "rotary_pct": m.rope_fraction, "rope_theta": m.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": m.rope_fraction},
-    }  # fmt: skip
+        "hidden_act": _THEIR_GELU[m.activation],
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "rotary_emb_base": m.rope_theta,
+        "rotary_pct": m.rope_fraction,
+        "rope_theta": m.rope_theta,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": m.rope_theta,
+            "partial_rotary_factor": m.rope_fraction,
+        },
+    }
 
 
 def _read_mpt(f: ConfigJson) -> dict[str, Any]:
     f.section("attn_config").fixed(
-        alibi=True, alibi_bias_max=MPT_ALIBI_MAX_BIAS, attn_type="multihead_attention", clip_qkv=None, softmax_scale=None, qk_ln=False,
+        alibi=True,
+        alibi_bias_max=MPT_ALIBI_MAX_BIAS,
+        attn_type="multihead_attention",
+        clip_qkv=None,
+        softmax_scale=None,
+        qk_ln=False,
         prefix_lm=False,
-    )  # fmt: skip
+    )
     f.fixed(no_bias=True, logit_scale=None, tie_word_embeddings=True)
     return {"ffn_hidden": f.get("d_model", 1) * f.only("expansion_ratio", MPT_EXPANSION, default=MPT_EXPANSION)}
 
 
 def _read_foundry_mpt(f: ConfigJson) -> dict[str, Any]:
     """LLM Foundry's own class, which computes more than transformers' and has other defaults."""
-    attention, mlp = f.section("attn_config"), f.section("ffn_config")
+    attention = f.section("attn_config")
+    mlp = f.section("ffn_config")
     attention.only("alibi", True, default=False)
     attention.fixed(rope=False, qk_gn=False, sliding_window_size=-1)
     mlp.fixed(ffn_type="mptmlp")
@@ -189,23 +252,44 @@ def _read_foundry_mpt(f: ConfigJson) -> dict[str, Any]:
 
 
 def _write_mpt(m: ModelConfig) -> dict[str, Any]:
-    attention = {"attn_type": "multihead_attention", "attn_impl": "torch", "attn_pdrop": 0, "alibi": True, "alibi_bias_max": 8}
+    attention = {
+        "attn_type": "multihead_attention",
+        "attn_impl": "torch",
+        "attn_pdrop": 0,
+        "alibi": True,
+        "alibi_bias_max": 8,
+    }
     return {
-        "expansion_ratio": MPT_EXPANSION, "no_bias": True, "learned_pos_emb": False, "emb_pdrop": 0.0, "resid_pdrop": 0.0,
-        "norm_type": "low_precision_layernorm", "attn_config": {"model_type": "", **attention},
-    }  # fmt: skip
+        "expansion_ratio": MPT_EXPANSION,
+        "no_bias": True,
+        "learned_pos_emb": False,
+        "emb_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "norm_type": "low_precision_layernorm",
+        "attn_config": {"model_type": "", **attention},
+    }
 
 
 LLAMA_KEYS = {
-    "layers": ("num_hidden_layers",), "hidden": ("hidden_size",), "heads": ("num_attention_heads",), "ffn_hidden": ("intermediate_size",),
-    "sequence_length": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6),
-    "tied_embeddings": ("tie_word_embeddings", False), "init_std": ("initializer_range", 0.02),
-}  # fmt: skip
+    "layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "ffn_hidden": ("intermediate_size",),
+    "sequence_length": ("max_position_embeddings", 2048),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "tied_embeddings": ("tie_word_embeddings", False),
+    "init_std": ("initializer_range", 0.02),
+}
 _NEOX_KEYS = {**LLAMA_KEYS, "norm_eps": ("layer_norm_eps", 1e-5), "parallel_residual": ("use_parallel_residual", True)}
 _GPT2_KEYS = {
-    "layers": ("n_layer",), "hidden": ("n_embd",), "heads": ("n_head",), "sequence_length": ("n_positions", 1024),
-    "norm_eps": ("layer_norm_epsilon", 1e-5), "tied_embeddings": ("tie_word_embeddings", True), "init_std": ("initializer_range", 0.02),
-}  # fmt: skip
+    "layers": ("n_layer",),
+    "hidden": ("n_embd",),
+    "heads": ("n_head",),
+    "sequence_length": ("n_positions", 1024),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "tied_embeddings": ("tie_word_embeddings", True),
+    "init_std": ("initializer_range", 0.02),
+}
 _MPT_KEYS = {
     "layers": ("n_layers",), "hidden": ("d_model",), "heads": ("n_heads",), "sequence_length": ("max_seq_len", 2048),
     "norm_eps": ("layer_norm_epsilon", 1e-5), "init_std": ("initializer_range", 0.02),
@@ -220,9 +304,15 @@ _LLAMA = {
 _UNBIASED = {**_LLAMA, "bias": False, "qkv_bias": None}
 _BIASED = {"norm": "layernorm", "bias": True, "norm_bias": True}
 _MPT = {
-    "position": "alibi", "norm": "layernorm", "activation": "gelu", "bias": False, "norm_bias": False, "tied_embeddings": True,
-    "parallel_residual": False, "alibi_max_bias": MPT_ALIBI_MAX_BIAS,
-}  # fmt: skip
+    "position": "alibi",
+    "norm": "layernorm",
+    "activation": "gelu",
+    "bias": False,
+    "norm_bias": False,
+    "tied_embeddings": True,
+    "parallel_residual": False,
+    "alibi_max_bias": MPT_ALIBI_MAX_BIAS,
+}
 _GELUS = ("gelu", "gelu_tanh")
 _PLAIN = {"score": "softmax", "selection_bias": False, "scale": 1.0, "shared_hidden": 0, "shared_gate": False}
 _QWEN3 = {"use_sliding_window": False, "attention_bias": False}
@@ -230,80 +320,208 @@ _MOE_KEYS = {"experts": ("num_experts",), "top_k": ("num_experts_per_tok",), "no
 
 FAMILIES = [
     Family(
-        "LlamaForCausalLM", "llama", LLAMA, _LLAMA, LLAMA_KEYS, _read_llama,
-        lambda m: {**write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        "LlamaForCausalLM",
+        "llama",
+        LLAMA,
+        _LLAMA,
+        LLAMA_KEYS,
+        _read_llama,
+        lambda m: {**write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias},
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
     ),
     Family(
-        "Qwen2ForCausalLM", "qwen2", LLAMA, {**_LLAMA, "bias": False, "qkv_bias": True}, LLAMA_KEYS, read_llama_like,
-        write_llama_like, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"use_sliding_window": False},
+        "Qwen2ForCausalLM",
+        "qwen2",
+        LLAMA,
+        {**_LLAMA, "bias": False, "qkv_bias": True},
+        LLAMA_KEYS,
+        read_llama_like,
+        write_llama_like,
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
+        fixed={"use_sliding_window": False},
     ),
-    # after Llama, which computes the same: a Mistral whose window holds its whole context comes in, and goes out as a Llama
+    # after Llama, which computes the same: a Mistral whose window holds its whole context comes in, and goes out as a
+    # Llama
     Family(
-        "MistralForCausalLM", "mistral", LLAMA, {**_LLAMA, "bias": False}, LLAMA_KEYS, lambda f: read_windowed(f, MISTRAL_DEFAULT_WINDOW),
-        lambda m: {**write_llama_like(m), "sliding_window": m.sliding_window}, ("rotary_emb.inv_freq",), "model.", grouped=True,
+        "MistralForCausalLM",
+        "mistral",
+        LLAMA,
+        {**_LLAMA, "bias": False},
+        LLAMA_KEYS,
+        lambda f: read_windowed(f, MISTRAL_DEFAULT_WINDOW),
+        lambda m: {**write_llama_like(m), "sliding_window": m.sliding_window},
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
         free=("sliding_window",),
     ),
     Family(
-        "Qwen3ForCausalLM", "qwen3", LLAMA_NORMED, {**_UNBIASED, "qk_norm": "head"}, LLAMA_KEYS, read_llama_like,
-        write_llama_like, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed=_QWEN3,
+        "Qwen3ForCausalLM",
+        "qwen3",
+        LLAMA_NORMED,
+        {**_UNBIASED, "qk_norm": "head"},
+        LLAMA_KEYS,
+        read_llama_like,
+        write_llama_like,
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
+        fixed=_QWEN3,
     ),
     Family(
-        "Olmo2ForCausalLM", "olmo2", OLMO2, {**_UNBIASED, "head_dim": None, "qk_norm": "full", "norm_placement": "post"},
-        {**LLAMA_KEYS, "norm_eps": ("rms_norm_eps", 1e-5)}, read_llama_like, write_llama_like,
-        ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"attention_bias": False},
+        "Olmo2ForCausalLM",
+        "olmo2",
+        OLMO2,
+        {**_UNBIASED, "head_dim": None, "qk_norm": "full", "norm_placement": "post"},
+        {**LLAMA_KEYS, "norm_eps": ("rms_norm_eps", 1e-5)},
+        read_llama_like,
+        write_llama_like,
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
+        fixed={"attention_bias": False},
     ),
     # what has neither a window nor a fraction that does not rotate goes out as a Llama, which computes the same
     Family(
-        "Phi3ForCausalLM", "phi3", PHI3, {**{ours: value for ours, value in _UNBIASED.items() if ours != "rope_fraction"}, "rope_scaling": None},
-        {**LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 4096), "norm_eps": ("rms_norm_eps", 1e-5)}, _read_phi3, _write_phi3,
-        ("rotary_emb.inv_freq",), "model.", grouped=True, free=("sliding_window",),
+        "Phi3ForCausalLM",
+        "phi3",
+        PHI3,
+        {**{ours: value for ours, value in _UNBIASED.items() if ours != "rope_fraction"}, "rope_scaling": None},
+        {**LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 4096), "norm_eps": ("rms_norm_eps", 1e-5)},
+        _read_phi3,
+        _write_phi3,
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
+        free=("sliding_window",),
     ),
     Family(
-        "Gemma2ForCausalLM", "gemma2", GEMMA2,
-        {**_UNBIASED, "activation": "geglu_tanh", "norm_placement": "both", "norm_plus_one": True, "scaled_embedding": True},
-        {**LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 8192), "tied_embeddings": ("tie_word_embeddings", True)},
-        _read_gemma2, _write_gemma2, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"attention_bias": False},
+        "Gemma2ForCausalLM",
+        "gemma2",
+        GEMMA2,
+        {
+            **_UNBIASED,
+            "activation": "geglu_tanh",
+            "norm_placement": "both",
+            "norm_plus_one": True,
+            "scaled_embedding": True,
+        },
+        {
+            **LLAMA_KEYS,
+            "sequence_length": ("max_position_embeddings", 8192),
+            "tied_embeddings": ("tie_word_embeddings", True),
+        },
+        _read_gemma2,
+        _write_gemma2,
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
+        fixed={"attention_bias": False},
         free=("sliding_window", "full_attention_every", "score_width", "score_softcap", "logit_softcap"),
     ),
     Family(
-        "MixtralForCausalLM", "mixtral", MIXTRAL, _UNBIASED, LLAMA_KEYS, read_mixtral, write_mixtral,
-        ("rotary_emb.inv_freq",), "model.", grouped=True, routing={**_PLAIN, "normalise": True, "dense_layers": 0},
+        "MixtralForCausalLM",
+        "mixtral",
+        MIXTRAL,
+        _UNBIASED,
+        LLAMA_KEYS,
+        read_mixtral,
+        write_mixtral,
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
+        routing={**_PLAIN, "normalise": True, "dense_layers": 0},
         moe_keys={"experts": ("num_local_experts", 8), "top_k": ("num_experts_per_tok", 2)},
     ),
     Family(
-        "Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, LLAMA_KEYS, read_qwen3_moe,
-        write_qwen3_moe, ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={**_QWEN3, "decoder_sparse_step": 1}, routing=_PLAIN,
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        EXPERTS,
+        {**_UNBIASED, "qk_norm": "head"},
+        LLAMA_KEYS,
+        read_qwen3_moe,
+        write_qwen3_moe,
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
+        fixed={**_QWEN3, "decoder_sparse_step": 1},
+        routing=_PLAIN,
         moe_keys={**_MOE_KEYS, "expert_hidden": ("moe_intermediate_size",)},
     ),
     Family(
-        "OlmoeForCausalLM", "olmoe", EXPERTS, {**_UNBIASED, "head_dim": None, "qk_norm": "full"}, LLAMA_KEYS, read_llama_like,
-        lambda m: {**write_llama_like(m), "intermediate_size": m.expert_hidden}, ("rotary_emb.inv_freq",), "model.", grouped=True,
-        fixed={"attention_bias": False, "clip_qkv": None}, routing={**_PLAIN, "dense_layers": 0}, moe_keys=_MOE_KEYS,
+        "OlmoeForCausalLM",
+        "olmoe",
+        EXPERTS,
+        {**_UNBIASED, "head_dim": None, "qk_norm": "full"},
+        LLAMA_KEYS,
+        read_llama_like,
+        lambda m: {**write_llama_like(m), "intermediate_size": m.expert_hidden},
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
+        fixed={"attention_bias": False, "clip_qkv": None},
+        routing={**_PLAIN, "dense_layers": 0},
+        moe_keys=_MOE_KEYS,
     ),
     # DeepSeek's experts with ordinary attention (rednote-hilab/dots.llm1)
     Family(
-        "Dots1ForCausalLM", "dots1", EXPERTS, {**_UNBIASED, "qk_norm": "head"}, LLAMA_KEYS, read_dots1, write_dots1,
-        ("rotary_emb.inv_freq",), "model.", grouped=True, fixed={"attention_bias": False, "n_group": 1, "topk_group": 1},
+        "Dots1ForCausalLM",
+        "dots1",
+        EXPERTS,
+        {**_UNBIASED, "qk_norm": "head"},
+        LLAMA_KEYS,
+        read_dots1,
+        write_dots1,
+        ("rotary_emb.inv_freq",),
+        "model.",
+        grouped=True,
+        fixed={"attention_bias": False, "n_group": 1, "topk_group": 1},
         routing={"score": "sigmoid", "selection_bias": True, "shared_gate": False},
         moe_keys={
-            **_MOE_KEYS, "experts": ("n_routed_experts",), "expert_hidden": ("moe_intermediate_size",),
-            "dense_layers": ("first_k_dense_replace", 0), "scale": ("routed_scaling_factor", 1.0),
+            **_MOE_KEYS,
+            "experts": ("n_routed_experts",),
+            "expert_hidden": ("moe_intermediate_size",),
+            "dense_layers": ("first_k_dense_replace", 0),
+            "scale": ("routed_scaling_factor", 1.0),
         },
     ),
     Family(
-        "GPT2LMHeadModel", "gpt2", GPT2, {**_BIASED, "position": "learned", "parallel_residual": False}, _GPT2_KEYS, _read_gpt2, _write_gpt2,
-        (".attn.bias", ".attn.masked_bias"), "transformer.", {"activation": _GELUS},
+        "GPT2LMHeadModel",
+        "gpt2",
+        GPT2,
+        {**_BIASED, "position": "learned", "parallel_residual": False},
+        _GPT2_KEYS,
+        _read_gpt2,
+        _write_gpt2,
+        (".attn.bias", ".attn.masked_bias"),
+        "transformer.",
+        {"activation": _GELUS},
     ),
     Family(
-        "GPTNeoXForCausalLM", "gpt_neox", NEOX, {**_BIASED, "position": "rope", "rope_scaling": None}, _NEOX_KEYS, _read_neox, _write_neox,
-        (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"), "gpt_neox.", {"activation": _GELUS}, fixed={"attention_bias": True},
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        NEOX,
+        {**_BIASED, "position": "rope", "rope_scaling": None},
+        _NEOX_KEYS,
+        _read_neox,
+        _write_neox,
+        (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
+        "gpt_neox.",
+        {"activation": _GELUS},
+        fixed={"attention_bias": True},
     ),
     Family("MptForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, _read_mpt, _write_mpt, (), "transformer."),
     # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; goes out as transformers' own
     Family("MPTForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, _read_foundry_mpt, _write_mpt, (), "transformer."),
-]  # fmt: skip
+]
 
 
 def register_family(family: Family) -> None:
-    """Add an architecture: from now on models of it come in, and models that no family before it computes go out as it."""
+    """Add an architecture: from now on models of it come in, and models that no family before it computes go out as
+    it.
+    """
     FAMILIES.append(family)

@@ -1,7 +1,8 @@
 """Sharded safetensors with an index, read and written one tensor at a time: memory never exceeds the largest tensor.
 
-Layout of a file: u64 little-endian length of the header, JSON header (name → dtype, shape, [begin, end) in the data), data in row-major
-order without holes. Several files are listed in model.safetensors.index.json: {"metadata": {"total_size"}, "weight_map": {name: file}}.
+Layout of a file: u64 little-endian length of the header, JSON header (name → dtype, shape, [begin, end) in the data),
+data in row-major order without holes. Several files are listed in model.safetensors.index.json: {"metadata":
+{"total_size"}, "weight_map": {name: file}}.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from frontier_llm.units import strict_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER_BYTES, MAX_INDEX_BYTES = 1 << 24, 1 << 25  # of some 100,000 tensors each
+# of some 100,000 tensors each
+MAX_HEADER_BYTES = 1 << 24
+MAX_INDEX_BYTES = 1 << 25
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -44,7 +47,11 @@ class ShardedReader:
             except FileNotFoundError:
                 count = sum(holder == file for holder in self.files.values())
                 problems.append(
-                    Problem(str(directory / file), f"is missing; {INDEX} places {count} tensors in it", "fetch the shard again")
+                    Problem(
+                        str(directory / file),
+                        f"is missing; {INDEX} places {count} tensors in it",
+                        "fetch the shard again",
+                    )
                 )
             except CheckpointError as error:
                 problems.extend(error.problems)
@@ -53,7 +60,10 @@ class ShardedReader:
         held = {file: set(handle.keys()) for file, handle in self._open.items()}
         absent = [name for name, file in self.files.items() if name not in held[file]]
         if absent:
-            what = f"{INDEX} promises {len(absent)} tensors that are not there, e.g. {absent[0]} in {self.files[absent[0]]}"
+            what = (
+                f"{INDEX} promises {len(absent)} tensors that are not there, e.g. {absent[0]} in "
+                f"{self.files[absent[0]]}"
+            )
             raise CheckpointError(what, fix="fetch index and shards of the same revision", where=str(directory))
 
     def __contains__(self, name: str) -> bool:
@@ -108,7 +118,9 @@ def _weight_map(directory: Path) -> dict[str, str]:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"is damaged: {error!r}", where=str(index), fix="fetch the index again") from error
         if outside:
-            raise CheckpointError(f"names {outside[0]!r}, which is no file beside it", where=str(index), fix="fetch the index again")
+            raise CheckpointError(
+                f"names {outside[0]!r}, which is no file beside it", where=str(index), fix="fetch the index again"
+            )
         return weight_map
     if (directory / SINGLE).is_file():
         return dict.fromkeys(_opened(directory / SINGLE).keys(), SINGLE)
@@ -118,23 +130,37 @@ def _weight_map(directory: Path) -> dict[str, str]:
     if next(directory.glob("*.safetensors"), None):
         fix = f"fetch {INDEX} too: it says which shard holds what"
     elif pickles:
-        fix = "convert it where you trust it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
+        fix = (
+            "convert it where you trust it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, "
+            "safe_serialization=True)"
+        )
     raise CheckpointError(f"holds neither {SINGLE} nor {INDEX}{why}", where=str(directory), fix=fix)
 
 
 def write_sharded(
-    directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, tensors: Iterable[Tensor], shard_bytes: int
+    directory: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensors: Iterable[Tensor],
+    shard_bytes: int,
 ) -> list[str]:
-    """Write `tensors`, which come in the order of their names' `shapes`, in files of at most `shard_bytes` (a larger tensor stands alone).
+    """Write `tensors`, which come in the order of their names' `shapes`, in files of at most `shard_bytes` (a larger
+    tensor stands alone).
 
     Returns the files' names. The headers are known before the first number is, so one tensor at a time is in memory.
     """
     size = dtype.itemsize
     shards = list(packed(shapes, lambda name: prod(shapes[name]) * size, shard_bytes))
-    names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
     stream = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
-        head, (*starts, _) = safetensors_layout({tensor: shapes[tensor] for tensor in shard}, _CODES[dtype], {"format": "pt"})
+        head, (*starts, _) = safetensors_layout(
+            {tensor: shapes[tensor] for tensor in shard}, _CODES[dtype], {"format": "pt"}
+        )
         with created(directory / name) as descriptor:
             write_all(descriptor, memoryview(head), 0)
             for tensor, start in zip(shard, starts, strict=True):

@@ -1,4 +1,6 @@
-"""An export as a model repository of the Hugging Face Hub, by huggingface_hub (extra `hf`), with the token of its `hf auth login` or of HF_TOKEN."""
+"""An export as a model repository of the Hugging Face Hub, by huggingface_hub (extra `hf`), with the token of its
+`hf auth login` or of HF_TOKEN.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,31 @@ from frontier_llm.errors import CheckpointError, FrontierError, not_installed
 
 
 class HubRepository:
-    """A repository that this user may write to. It is asked for before anything is exported, so that a refusal costs nothing."""
+    """A repository that this user may write to. It is asked for before anything is exported, so that a refusal costs
+    nothing.
+    """
 
     def __init__(self, name: str, private: bool = False) -> None:
         try:
             from huggingface_hub import HfApi
         except ModuleNotFoundError:
             raise FrontierError(not_installed("huggingface_hub", "--push-to-hub")) from None
-        self.name, self._api = name, HfApi()
-        with _refusals(name, "log in with `hf auth login` or set HF_TOKEN, name the repository USER/NAME, or export without --push-to-hub"):
+        self.name = name
+        self._api = HfApi()
+        with _refusals(
+            name,
+            "log in with `hf auth login` or set HF_TOKEN, name the repository USER/NAME, or export without "
+            "--push-to-hub",
+        ):
             self._api.create_repo(name, private=private, exist_ok=True)
 
     def upload(self, directory: str | Path) -> str:
         """Every file of an export, as one commit; its address."""
         with _refusals(self.name, f"the export is whole; upload it later: hf upload {self.name} {directory}"):
             return str(
-                self._api.upload_folder(repo_id=self.name, folder_path=directory, commit_message="Export of frontier_llm").commit_url
+                self._api.upload_folder(
+                    repo_id=self.name, folder_path=directory, commit_message="Export of frontier_llm"
+                ).commit_url
             )
 
 

@@ -21,9 +21,14 @@ _OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu
 class ConfigJson(Fields):
     """A config.json."""
 
-    def rope(self, theta_key: str, fraction_key: str, default_fraction: float, kinds: tuple[str, ...] = ("default",)) -> dict[str, Any]:
-        """Our rope_ fields, from `rope_parameters` (transformers 5) or from the older keys; `kinds` of rotation are computed."""
-        new, scaling = self.get("rope_parameters", {}), self.get("rope_scaling", {})
+    def rope(
+        self, theta_key: str, fraction_key: str, default_fraction: float, kinds: tuple[str, ...] = ("default",)
+    ) -> dict[str, Any]:
+        """Our rope_ fields, from `rope_parameters` (transformers 5) or from the older keys; `kinds` of rotation are
+        computed.
+        """
+        new = self.get("rope_parameters", {})
+        scaling = self.get("rope_scaling", {})
         kind = new.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
         if kind not in kinds:
             self.refuse("rope_parameters.rope_type", kind, " or ".join(map(repr, kinds)))
@@ -46,7 +51,8 @@ class ConfigJson(Fields):
 def read_llama_like(f: ConfigJson, activation: str = "hidden_act", function: str = "silu") -> dict[str, Any]:
     """Our fields of everything that derives from Llama; it names its `function` under the key `activation`."""
     f.only(activation, function, default=function)
-    head_dim, usual = f.get("head_dim", None), f.get("hidden_size", 1) / f.get("num_attention_heads", 1)
+    head_dim = f.get("head_dim", None)
+    usual = f.get("hidden_size", 1) / f.get("num_attention_heads", 1)
     rope = f.rope("rope_theta", "partial_rotary_factor", 1.0, ("default", "llama3"))
     return {"kv_heads": f.get("num_key_value_heads", None), "head_dim": None if head_dim == usual else head_dim, **rope}
 
@@ -55,15 +61,24 @@ def write_llama_like(m: ModelConfig) -> dict[str, Any]:
     """Their keys of everything that derives from Llama."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if m.rope_scaling is not None:
-        scaling = {"rope_type": "llama3", **{theirs: getattr(m.rope_scaling, ours) for theirs, ours in _SCALING.items()}}
+        scaling = {
+            "rope_type": "llama3",
+            **{theirs: getattr(m.rope_scaling, ours) for theirs, ours in _SCALING.items()},
+        }
     return {
-        "num_key_value_heads": m.num_kv_heads, "head_dim": m.dim_per_head, "hidden_act": "silu", "rope_theta": m.rope_theta,
-        "rope_parameters": {**scaling, "rope_theta": m.rope_theta}, "rope_scaling": scaling if m.rope_scaling else None,
-    }  # fmt: skip
+        "num_key_value_heads": m.num_kv_heads,
+        "head_dim": m.dim_per_head,
+        "hidden_act": "silu",
+        "rope_theta": m.rope_theta,
+        "rope_parameters": {**scaling, "rope_theta": m.rope_theta},
+        "rope_scaling": scaling if m.rope_scaling else None,
+    }
 
 
 def read_windowed(f: ConfigJson, default_window: int | None = None, function: str = "silu") -> dict[str, Any]:
-    """Llama, with a window where that cuts its attention; `default_window` is what a configuration without the key means."""
+    """Llama, with a window where that cuts its attention; `default_window` is what a configuration without the key
+    means.
+    """
     window = f.content.get("sliding_window", default_window)
     narrow = window is not None and window < f.get("max_position_embeddings", 131072)
     return {**read_llama_like(f, function=function), "sliding_window": window if narrow else None}

@@ -1,6 +1,7 @@
 """What each family of Hugging Face models calls our parameters, and how it lays out their numbers.
 
-Ours are few and fused (see blueprint/parameters.py); their pieces are what other formats name. A `*` stands for the layer's number.
+Ours are few and fused (see blueprint/parameters.py); their pieces are what other formats name. A `*` stands for the
+layer's number.
 """
 
 from __future__ import annotations
@@ -36,23 +37,34 @@ class TensorRule:
         """Theirs → ours; of experts as many as are given."""
         if self.parameter.kind is ParameterKind.EXPERTS:
             return torch.stack(list(parts)).view(-1, *self.parameter.shape[1:])
-        shape, pieces = self.parameter.shape, self.parameter.pieces
+        shape = self.parameter.shape
+        pieces = self.parameter.pieces
         rows = [part.T if self.turned else part for part in parts]
         if self.stacked and pieces:
             (whole,) = rows
             rows = list(whole.split([len(whole) * prod(piece.shape_in(shape)) // prod(shape) for piece in pieces]))
         if len(rows) > 1:
-            return torch.cat([part.reshape(piece.shape_in(shape)) for part, piece in zip(rows, pieces, strict=True)], pieces[0].dim)
+            return torch.cat(
+                [part.reshape(piece.shape_in(shape)) for part, piece in zip(rows, pieces, strict=True)], pieces[0].dim
+            )
         (whole,) = rows
-        return whole.reshape(shape) if self.rows == shape[0] else torch.nn.functional.pad(whole, (0, 0, 0, shape[0] - self.rows))
+        return (
+            whole.reshape(shape)
+            if self.rows == shape[0]
+            else torch.nn.functional.pad(whole, (0, 0, 0, shape[0] - self.rows))
+        )
 
     def cut(self, x: Tensor) -> list[Tensor]:
         """Ours → theirs."""
         if self.parameter.kind is ParameterKind.EXPERTS:
             return list(x.flatten(0, -3).unbind())
         apart = self.stacked or len(self.theirs) > 1
-        pieces = [x.narrow(piece.dim, piece.start, piece.size) for piece in self.parameter.pieces if apart] or [x[: self.rows]]
-        rows = [piece.flatten() if self.parameter.kind is ParameterKind.VECTOR else piece.flatten(0, -2) for piece in pieces]
+        pieces = [x.narrow(piece.dim, piece.start, piece.size) for piece in self.parameter.pieces if apart] or [
+            x[: self.rows]
+        ]
+        rows = [
+            piece.flatten() if self.parameter.kind is ParameterKind.VECTOR else piece.flatten(0, -2) for piece in pieces
+        ]
         rows = [torch.cat(rows)] if len(rows) > len(self.theirs) else rows
         return [part.T if self.turned else part for part in rows]
 
@@ -63,7 +75,8 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class Names:
-    """Of one family: our parameters without ".weight" and ".bias" → theirs, one name, or one for each piece; a `#` is an expert's number.
+    """Of one family: our parameters without ".weight" and ".bias" → theirs, one name, or one for each piece; a `#` is
+    an expert's number.
 
     A name with its ending stands for both names whole.
     """
@@ -74,7 +87,9 @@ class Names:
 
     def rules(self, model: ModelConfig) -> list[TensorRule]:
         """One for each of our parameters that the model computes with."""
-        return [self._rule(parameter, model) for parameter in model_parameters(model).values() if not parameter.of_training]
+        return [
+            self._rule(parameter, model) for parameter in model_parameters(model).values() if not parameter.of_training
+        ]
 
     def _rule(self, parameter: Parameter, model: ModelConfig) -> TensorRule:
         ours, _, leaf = parameter.name.rpartition(".")
@@ -109,35 +124,56 @@ LLAMA = Names({
 LLAMA_NORMED = Names({
     **LLAMA.theirs, **{f"layers.*.attention.{piece}_norm": f"model.layers.*.self_attn.{piece}_norm" for piece in "qk"},
 })  # fmt: skip
-OLMO2 = Names({
-    **{ours: theirs for ours, theirs in LLAMA_NORMED.theirs.items() if ours not in ("layers.*.attention_norm", "layers.*.mlp_norm")},
-    "layers.*.attention_output_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.mlp_output_norm": "model.layers.*.post_feedforward_layernorm",
-})  # fmt: skip
-PHI3 = Names({
-    **LLAMA.theirs, "layers.*.attention.qkv": "model.layers.*.self_attn.qkv_proj", "layers.*.mlp.up": "model.layers.*.mlp.gate_up_proj",
-}, stacked=True)  # fmt: skip
+OLMO2 = Names(
+    {
+        **{
+            ours: theirs
+            for ours, theirs in LLAMA_NORMED.theirs.items()
+            if ours not in ("layers.*.attention_norm", "layers.*.mlp_norm")
+        },
+        "layers.*.attention_output_norm": "model.layers.*.post_attention_layernorm",
+        "layers.*.mlp_output_norm": "model.layers.*.post_feedforward_layernorm",
+    }
+)
+PHI3 = Names(
+    {
+        **LLAMA.theirs,
+        "layers.*.attention.qkv": "model.layers.*.self_attn.qkv_proj",
+        "layers.*.mlp.up": "model.layers.*.mlp.gate_up_proj",
+    },
+    stacked=True,
+)
 GEMMA2 = Names({
     **LLAMA.theirs,
     "layers.*.attention_output_norm": "model.layers.*.post_attention_layernorm",
     "layers.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm",
     "layers.*.mlp_output_norm": "model.layers.*.post_feedforward_layernorm",
 })  # fmt: skip
-EXPERTS = Names({
-    **LLAMA_NORMED.theirs,
-    "layers.*.moe.router": "model.layers.*.mlp.gate",
-    "layers.*.moe.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
-    "layers.*.moe.experts.up": ("model.layers.*.mlp.experts.#.gate_proj", "model.layers.*.mlp.experts.#.up_proj"),
-    "layers.*.moe.experts.down": "model.layers.*.mlp.experts.#.down_proj",
-    "layers.*.moe.shared.up": ("model.layers.*.mlp.shared_experts.gate_proj", "model.layers.*.mlp.shared_experts.up_proj"),
-    "layers.*.moe.shared.down": "model.layers.*.mlp.shared_experts.down_proj",
-})  # fmt: skip
-MIXTRAL = Names({
-    **LLAMA.theirs,
-    "layers.*.moe.router": "model.layers.*.block_sparse_moe.gate",
-    "layers.*.moe.experts.up": ("model.layers.*.block_sparse_moe.experts.#.w1", "model.layers.*.block_sparse_moe.experts.#.w3"),
-    "layers.*.moe.experts.down": "model.layers.*.block_sparse_moe.experts.#.w2",
-})  # fmt: skip
+EXPERTS = Names(
+    {
+        **LLAMA_NORMED.theirs,
+        "layers.*.moe.router": "model.layers.*.mlp.gate",
+        "layers.*.moe.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+        "layers.*.moe.experts.up": ("model.layers.*.mlp.experts.#.gate_proj", "model.layers.*.mlp.experts.#.up_proj"),
+        "layers.*.moe.experts.down": "model.layers.*.mlp.experts.#.down_proj",
+        "layers.*.moe.shared.up": (
+            "model.layers.*.mlp.shared_experts.gate_proj",
+            "model.layers.*.mlp.shared_experts.up_proj",
+        ),
+        "layers.*.moe.shared.down": "model.layers.*.mlp.shared_experts.down_proj",
+    }
+)
+MIXTRAL = Names(
+    {
+        **LLAMA.theirs,
+        "layers.*.moe.router": "model.layers.*.block_sparse_moe.gate",
+        "layers.*.moe.experts.up": (
+            "model.layers.*.block_sparse_moe.experts.#.w1",
+            "model.layers.*.block_sparse_moe.experts.#.w3",
+        ),
+        "layers.*.moe.experts.down": "model.layers.*.block_sparse_moe.experts.#.w2",
+    }
+)
 GPT2 = Names({
     "embedding.token": "transformer.wte",
     "embedding.position": "transformer.wpe",

@@ -1,4 +1,6 @@
-"""A directory of Hugging Face's, seen as a source of weights from which every rank of any layout takes its rectangles."""
+"""A directory of Hugging Face's, seen as a source of weights from which every rank of any layout takes its
+rectangles.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class HuggingFaceModel:
     def __init__(self, directory: str | Path, vocab_multiple: int | None = None) -> None:
         """`vocab_multiple` is what the vocabulary is padded to (None: ModelConfig's default).
 
-        Raises CheckpointError: unknown architecture, a value with no counterpart, missing or damaged shards, wrong shapes.
+        Raises CheckpointError: unknown architecture, a value with no counterpart, missing or damaged shards, wrong
+        shapes.
         """
         self.directory = Path(directory)
         self.family, self.model = _read_config(self.directory)
@@ -43,8 +46,12 @@ class HuggingFaceModel:
         """See WeightSource; reads the whole tensors that `name` is made of."""
         rule = self.rules[name]
         if rule.parameter.kind is ParameterKind.EXPERTS:  # of many experts a rank holds few
-            some = rule.join([self._reader.read(self._name(part)) for part in rule.experts(offset[0], offset[0] + shape[0])])
-            return some[(slice(None), *(slice(first, first + size) for first, size in zip(offset[1:], shape[1:], strict=True)))]
+            some = rule.join(
+                [self._reader.read(self._name(part)) for part in rule.experts(offset[0], offset[0] + shape[0])]
+            )
+            return some[
+                (slice(None), *(slice(first, first + size) for first, size in zip(offset[1:], shape[1:], strict=True)))
+            ]
         whole = rule.join([self._reader.read(self._name(part)) for part in rule.theirs])
         return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
 
@@ -53,16 +60,25 @@ class HuggingFaceModel:
 
     def _check_tensors(self) -> None:
         expected = {
-            self._name(name): shape for rule in self.rules.values() for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)
+            self._name(name): shape
+            for rule in self.rules.values()
+            for name, shape in zip(rule.theirs, rule.their_shapes(), strict=True)
         }
         problems = []
         for name, shape in expected.items():
             if name not in self._reader:
-                problems.append(Problem(name, f"is missing; expected a tensor of shape {list(shape)}", "fetch the model's files again"))
+                problems.append(
+                    Problem(
+                        name, f"is missing; expected a tensor of shape {list(shape)}", "fetch the model's files again"
+                    )
+                )
             elif self._reader.shape(name) != shape:
                 what = f"has shape {list(self._reader.shape(name))}, expected {list(shape)} from {CONFIG}"
                 problems.append(Problem(name, what, "use config and weights of the same revision"))
-        endings = (*self.family.ignored, *(("lm_head.weight", "embed_out.weight") if self.model.tied_embeddings else ()))
+        endings = (
+            *self.family.ignored,
+            *(("lm_head.weight", "embed_out.weight") if self.model.tied_embeddings else ()),
+        )
         for name in self._reader.files:
             if name not in expected and not name.endswith(endings):
                 what = f"has no place in {self.family.architecture} as we compute it"
@@ -83,16 +99,21 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig]:
     except OSError as error:
         what = "is not a Hugging Face model: it has no config.json"
         raise CheckpointError(what, "give the directory that holds it", str(directory)) from error
-    family, fields = family_of(content, where), ConfigJson(content, where)
+    family = family_of(content, where)
+    fields = ConfigJson(content, where)
     fields.only("quantization_config", None)
     try:
         model = family.read_model(fields)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         what = f"holds a value of another kind than expected: {error}"
-        raise CheckpointError([*fields.problems, Problem(where, what, "restore the config.json that came with the weights")]) from error
+        raise CheckpointError(
+            [*fields.problems, Problem(where, what, "restore the config.json that came with the weights")]
+        ) from error
     refusals = family.refusals(model)
     if refusals:
-        raise CheckpointError([Problem(where, f"{family.architecture}: {reason}", "see docs/huggingface.md") for reason in refusals])
+        raise CheckpointError(
+            [Problem(where, f"{family.architecture}: {reason}", "see docs/huggingface.md") for reason in refusals]
+        )
     return family, model.model_copy(update={"name": directory.resolve().name})
 
 
@@ -103,10 +124,17 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         if family.architecture in names or (not names and family.model_type == config.get("model_type")):
             return family
     if "kv_lora_rank" in config:
-        what = f"architecture {', '.join(names) or config.get('model_type')!r} has multi-head latent attention (MLA), which our model does not compute"
-        raise CheckpointError(what, where=where, fix="of DeepSeek's kind, Dots1ForCausalLM has ordinary attention and is supported")
+        what = (
+            f"architecture {', '.join(names) or config.get('model_type')!r} has multi-head latent attention "
+            f"(MLA), which our model does not compute"
+        )
+        raise CheckpointError(
+            what, where=where, fix="of DeepSeek's kind, Dots1ForCausalLM has ordinary attention and is supported"
+        )
     what = f"architecture {', '.join(names) or config.get('model_type')!r} has no mapping"
     known = ", ".join(family.architecture for family in FAMILIES)
     raise CheckpointError(
-        what, where=where, fix=f"supported: {known}; or name a plugin that registers it: --plugin MODULE (docs/extending.md)"
+        what,
+        where=where,
+        fix=f"supported: {known}; or name a plugin that registers it: --plugin MODULE (docs/extending.md)",
     )

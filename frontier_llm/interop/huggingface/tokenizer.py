@@ -8,7 +8,8 @@ from frontier_llm.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Sen
 from frontier_llm.errors import DataError
 from frontier_llm.units import strict_json
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _ALONG = (
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
@@ -37,9 +38,15 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_length: int) -> dict[str, str
 def tokenizer_config(eos_token: str, sequence_length: int) -> str:
     """tokenizer_config.json of a tokenizer that adds nothing to a text by itself."""
     content = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token, "bos_token": eos_token, "pad_token": eos_token,
-        "model_max_length": sequence_length, "clean_up_tokenization_spaces": False, "add_bos_token": False, "add_eos_token": False,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos_token,
+        "bos_token": eos_token,
+        "pad_token": eos_token,
+        "model_max_length": sequence_length,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
     return strict_json(content, indent=2) + "\n"
 
 
@@ -47,8 +54,10 @@ def _huggingface(tokenizer: HuggingFaceTokenizer, sequence_length: int) -> dict[
     path = tokenizer.path
     files: dict[str, str | Path] = {name: path.with_name(name) for name in _ALONG if path.with_name(name).is_file()}
     for name in files:
-        real, home = path.with_name(name).resolve(), path.parent.resolve()
-        if not real.is_relative_to(home) and not real.is_relative_to(home.parent.parent / "blobs"):  # a hub cache links to its blobs/
+        real = path.with_name(name).resolve()
+        home = path.parent.resolve()
+        # a hub cache links to its blobs/
+        if not real.is_relative_to(home) and not real.is_relative_to(home.parent.parent / "blobs"):
             what = f"is a link to {real}, outside of its directory; what lies there would be published with the model"
             raise DataError(what, where=str(path.with_name(name)), fix="copy the file there, or remove the link")
     files.setdefault(TOKENIZER_CONFIG, tokenizer_config(tokenizer.eod_name, sequence_length))
@@ -73,10 +82,11 @@ def _bytes() -> str:
 
 
 def _sentencepiece(path: Path) -> tuple[str, str]:
-    """(tokenizer.json, the end-of-document piece) of a byte-pair sentencepiece model with byte fallback and no normalisation.
+    """(tokenizer.json, the end-of-document piece) of a byte-pair sentencepiece model with byte fallback and no
+    normalisation.
 
-    Both libraries merge the best-scored neighbouring pair first, leftmost of equals; so every split of a piece into two pieces
-    becomes a merge, ranked by the score of what it makes.
+    Both libraries merge the best-scored neighbouring pair first, leftmost of equals; so every split of a piece into two
+    pieces becomes a merge, ranked by the score of what it makes.
     """
     import sentencepiece
     import tokenizers
@@ -87,7 +97,9 @@ def _sentencepiece(path: Path) -> tuple[str, str]:
     ids = {piece: number for number, piece in enumerate(pieces)}
     if source.unk_id() < 0 or not source.is_byte(ids.get("<0x0A>", source.unk_id())):
         raise DataError(
-            "has no byte pieces, which transformers would need to be lossless", where=str(path), fix="give a model with byte_fallback"
+            "has no byte pieces, which transformers would need to be lossless",
+            where=str(path),
+            fix="give a model with byte_fallback",
         )
     # user-defined symbols (the newline) score 0 as control pieces do; they are matched before any merge
     special = [n for n in range(len(pieces)) if source.is_control(n) or source.is_unknown(n)]

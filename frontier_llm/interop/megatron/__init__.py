@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron-LM and Megatron-DeepSpeed, read without running anything they contain; see docs/megatron.md."""
+"""Checkpoints of Megatron-LM and Megatron-DeepSpeed, read without running anything they contain; see
+docs/megatron.md.
+"""
 
 from frontier_llm.interop.megatron.weights import MegatronModel
 

@@ -1,9 +1,10 @@
 """A file of torch.save (the zip format, torch 1.6 and later), read without running anything that it asks for.
 
-Such a file holds a pickle, `data.pkl`, which names classes and functions to call, and one uncompressed member per storage. Here every
-name in the pickle stands for something inert of this module: tensors become descriptions that are mapped from the file when they are
-asked for, plain containers become themselves, records of the packages that write training checkpoints become an `Opaque` that is only
-looked at, and any other name is refused before anything is built. No name is ever imported.
+Such a file holds a pickle, `data.pkl`, which names classes and functions to call, and one uncompressed member per
+storage. Here every name in the pickle stands for something inert of this module: tensors become descriptions that are
+mapped from the file when they are asked for, plain containers become themselves, records of the packages that write
+training checkpoints become an `Opaque` that is only looked at, and any other name is refused before anything is built.
+No name is ever imported.
 """
 
 from __future__ import annotations
@@ -29,16 +30,26 @@ from frontier_llm.errors import CheckpointError
 from frontier_llm.units import MIB
 
 MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the numbers are elsewhere
-_BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of the others zipfile unpacks whatever comes, not what was asked for
+# of the others zipfile unpacks whatever comes, not what was asked for
+_BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 MAX_DIRECTORY_BYTES = 16 * MIB  # of the zip: some 150,000 members
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # of a zip member; its data follows it, the name and the extra field
 _STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8, "BoolStorage": torch.bool, "UntypedStorage": torch.uint8,
-}  # fmt: skip
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
+}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_STORAGES.values(), torch.complex64)}
-# packages whose records (enums, generator states, optimizer bookkeeping) stand in training checkpoints beside the weights
+# packages whose records (enums, generator states, optimizer bookkeeping) stand in training checkpoints beside the
+# weights
 _RECORDS = ("megatron.", "deepspeed.", "transformer_engine.", "apex.", "numpy.", "pathlib.")
 _RECORD_NAMES = {"torch.device", "torch.Generator", "_io.BytesIO", "io.BytesIO"}
 
@@ -87,7 +98,9 @@ class StoredTensor:
     stride: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """The tensor, mapped from the file: its pages are read when they are used. Raises CheckpointError for one that leaves its storage."""
+        """The tensor, mapped from the file: its pages are read when they are used. Raises CheckpointError for one
+        that leaves its storage.
+        """
         try:
             storage = self.archive.storage(self.key, self.dtype)
             if prod(self.shape) > len(storage):  # repeated elements, from which a copy would make any size
@@ -102,7 +115,9 @@ class TorchArchive:
     """One file; `content` is what was saved, with a StoredTensor for every tensor."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError: no such file, another format, a truncated file, or a name that is not known to be harmless."""
+        """Raises CheckpointError: no such file, another format, a truncated file, or a name that is not known to be
+        harmless.
+        """
         self.path = path
         try:
             _check_directory(path)
@@ -110,10 +125,22 @@ class TorchArchive:
                 self._members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
                 pickled = self._pickled(archive)
         except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(path), fix="copy the whole checkpoint") from error
-        except (zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
+            raise CheckpointError(
+                f"cannot be read: {error.strerror or error}", where=str(path), fix="copy the whole checkpoint"
+            ) from error
+        except (
+            zipfile.BadZipFile,
+            zlib.error,
+            struct.error,
+            NotImplementedError,
+            RuntimeError,
+            ValueError,
+            EOFError,
+        ) as error:
             what = f"is no zip archive as torch.save writes since 1.6 ({error})"
-            raise CheckpointError(what, where=str(path), fix="copy the file again; one of an older torch must be saved again") from error
+            raise CheckpointError(
+                what, where=str(path), fix="copy the file again; one of an older torch must be saved again"
+            ) from error
         try:
             _check_pickle(pickled)
             self.content = _Unpickler(pickled, self).load()
@@ -127,7 +154,9 @@ class TorchArchive:
             ArithmeticError,
             RecursionError,
         ) as error:
-            raise CheckpointError(f"holds a damaged pickle: {error}", where=str(path), fix="copy the file again") from error
+            raise CheckpointError(
+                f"holds a damaged pickle: {error}", where=str(path), fix="copy the file again"
+            ) from error
 
     def _pickled(self, archive: zipfile.ZipFile) -> bytes:
         member = self._members.get("data.pkl")
@@ -139,14 +168,20 @@ class TorchArchive:
         order = self._members.get("byteorder")
         if any(part is not None and part.compress_type not in _BOUNDED for part in (member, order)):
             raise CheckpointError(
-                "is packed with bzip2 or LZMA, which torch.save never does", where=str(self.path), fix="save it again with torch.save"
+                "is packed with bzip2 or LZMA, which torch.save never does",
+                where=str(self.path),
+                fix="save it again with torch.save",
             )
         if order is not None and (order.file_size > len("little") or archive.read(order) != b"little"):
-            raise CheckpointError("was written on a big-endian machine", where=str(self.path), fix="save it again on a little-endian one")
+            raise CheckpointError(
+                "was written on a big-endian machine", where=str(self.path), fix="save it again on a little-endian one"
+            )
         return archive.read(member)
 
     def storage(self, key: str, dtype: torch.dtype) -> Tensor:
-        """A whole storage, one-dimensional, mapped. Raises CheckpointError when it is missing, compressed or cut off."""
+        """A whole storage, one-dimensional, mapped. Raises CheckpointError when it is missing, compressed or cut
+        off.
+        """
         member = self._members.get(f"data/{key}")
         if member is None or member.compress_type != zipfile.ZIP_STORED:
             raise CheckpointError(f"lacks the storage {key}", where=str(self.path), fix="copy the file again")
@@ -167,7 +202,9 @@ class TorchArchive:
 
 
 def _check_directory(path: Path) -> None:
-    """zipfile reads the list of members whole: refuse a long one first. Its size stands in a record at the file's end, in one of two forms."""
+    """zipfile reads the list of members whole: refuse a long one first. Its size stands in a record at the file's
+    end, in one of two forms.
+    """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 17)))
         tail = file.read()
@@ -183,7 +220,8 @@ def _check_directory(path: Path) -> None:
 def _check_pickle(content: bytes) -> None:
     """Read the operations without doing any: every stated length is there, and no memo is numbered beyond what was put.
 
-    Raises ValueError. The unpickler allocates what a pickle states before it reads: frames, strings, a table up to the memo's highest number.
+    Raises ValueError. The unpickler allocates what a pickle states before it reads: frames, strings, a table up to the
+    memo's highest number.
     """
     for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
         if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
@@ -197,11 +235,19 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(content), encoding="latin1")
         self._archive = archive
         self._builders: dict[str, Any] = {
-            "collections.OrderedDict": OrderedDict, "argparse.Namespace": Namespace, "types.SimpleNamespace": Namespace,
-            "builtins.set": set, "builtins.frozenset": frozenset, "builtins.complex": complex, "torch.Size": tuple,
-            "_codecs.encode": _encode, "torch._utils._rebuild_tensor_v2": self._tensor, "torch._utils._rebuild_tensor": self._tensor,
-            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor, "builtins.getattr": self._member,
-        }  # fmt: skip
+            "collections.OrderedDict": OrderedDict,
+            "argparse.Namespace": Namespace,
+            "types.SimpleNamespace": Namespace,
+            "builtins.set": set,
+            "builtins.frozenset": frozenset,
+            "builtins.complex": complex,
+            "torch.Size": tuple,
+            "_codecs.encode": _encode,
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_tensor": self._tensor,
+            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+            "builtins.getattr": self._member,
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         """What a name stands for; nothing is imported."""

@@ -1,6 +1,7 @@
 """Megatron's arguments, as its checkpoints carry them, and the model here that computes the same.
 
-Sources: the argument definitions and the GPT model of Megatron-LM (2020 to core 0.16), Microsoft's and BigScience's Megatron-DeepSpeed.
+Sources: the argument definitions and the GPT model of Megatron-LM (2020 to core 0.16), Microsoft's and BigScience's
+Megatron-DeepSpeed.
 """
 
 from __future__ import annotations
@@ -44,21 +45,37 @@ def read_model(arguments: dict[str, Any], where: str, vocab_size: int | None) ->
     if vocab_size is not None and vocab_size > padded:
         f.refuse("padded_vocab_size", padded, f"at least the tokenizer's {vocab_size}")
     heads = f.need("num_attention_heads")
-    groups = f.get("num_query_groups", None) if f.get("group_query_attention", False) else f.get("num_key_value_heads", None)
+    groups = (
+        f.get("num_query_groups", None) if f.get("group_query_attention", False) else f.get("num_key_value_heads", None)
+    )
     return f.model(
-        layers=f.need("num_layers"), hidden=f.need("hidden_size"), heads=heads, kv_heads=groups or heads, head_dim=f.get("kv_channels", None),
-        ffn_hidden=f.need("ffn_hidden_size"), vocab_size=vocab_size or padded, position=position, norm=norm,
+        layers=f.need("num_layers"),
+        hidden=f.need("hidden_size"),
+        heads=heads,
+        kv_heads=groups or heads,
+        head_dim=f.get("kv_channels", None),
+        ffn_hidden=f.need("ffn_hidden_size"),
+        vocab_size=vocab_size or padded,
+        position=position,
+        norm=norm,
         sequence_length=f.need("max_position_embeddings" if position == "learned" else "seq_length"),
-        norm_eps=f.get("norm_epsilon", f.get("layernorm_epsilon", 1e-5)), activation=_activation(f, bias), bias=bias,
-        qkv_bias=(True if not bias and f.get("add_qkv_bias", False) else None), rope_scaling=scaling if f.get("use_rope_scaling", False) else None,
-        norm_bias=norm == "layernorm", tied_embeddings=not f.get("untie_embeddings_and_output_weights", False),
-        rope_theta=float(f.get("rotary_base", f.get("rope_theta", 10000.0))), rope_fraction=float(f.get("rotary_percent", 1.0)),
+        norm_eps=f.get("norm_epsilon", f.get("layernorm_epsilon", 1e-5)),
+        activation=_activation(f, bias),
+        bias=bias,
+        qkv_bias=(True if not bias and f.get("add_qkv_bias", False) else None),
+        rope_scaling=scaling if f.get("use_rope_scaling", False) else None,
+        norm_bias=norm == "layernorm",
+        tied_embeddings=not f.get("untie_embeddings_and_output_weights", False),
+        rope_theta=float(f.get("rotary_base", f.get("rope_theta", 10000.0))),
+        rope_fraction=float(f.get("rotary_percent", 1.0)),
         init_std=f.get("init_method_std", 0.02),
-    )  # fmt: skip
+    )
 
 
 def _activation(f: Fields, bias: bool) -> str:
-    """Megatron's fused bias and GELU, its default, is the tanh approximation; without the fusion it calls the exact one."""
+    """Megatron's fused bias and GELU, its default, is the tanh approximation; without the fusion it calls the exact
+    one.
+    """
     if f.get("swiglu", False):
         return "swiglu"
     return "gelu_tanh" if f.get("openai_gelu", False) or (bias and f.get("bias_gelu_fusion", True)) else "gelu"

@@ -1,9 +1,9 @@
 """Which files a checkpoint of Megatron's consists of, and which part of the model each of their tensors is.
 
-Megatron-LM writes one file per (tensor rank, pipeline rank): `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`, layers numbered within
-the rank. Megatron-DeepSpeed writes one per (layer, tensor rank): `global_step1000/layer_LL-model_TT-model_states.pt`, beside
-`mp_rank_TT_model_states.pt` with the arguments; which of its layers is which is told by what it holds, as the numbering differs
-between versions.
+Megatron-LM writes one file per (tensor rank, pipeline rank): `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`, layers
+numbered within the rank. Megatron-DeepSpeed writes one per (layer, tensor rank):
+`global_step1000/layer_LL-model_TT-model_states.pt`, beside `mp_rank_TT_model_states.pt` with the arguments; which of
+its layers is which is told by what it holds, as the numbering differs between versions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,8})\.(.*)")
 # their name within a layer, of the years' several spellings → ours
 _LAYER_NAMES = (
     (r"(input_layernorm|input_norm|self_attention\.linear_qkv\.layer_norm)[._](weight|bias)", r"attention_norm.\2"),
-    (r"(post_attention_layernorm|post_attention_norm|pre_mlp_layernorm|mlp\.linear_fc1\.layer_norm)[._](weight|bias)", r"mlp_norm.\2"),
+    (
+        r"(post_attention_layernorm|post_attention_norm|pre_mlp_layernorm|mlp\.linear_fc1\.layer_norm)[._](weight|bias)",
+        r"mlp_norm.\2",
+    ),
     (r"((?:self_)?attention\.query_key_value|self_attention\.linear_qkv)\.(weight|bias)", r"attention.qkv.\2"),
     (r"((?:self_)?attention\.dense|self_attention\.linear_proj)\.(weight|bias)", r"attention.output.\2"),
     (r"mlp\.(dense_h_to_4h|linear_fc1)\.(weight|bias)", r"mlp.up.\2"),
@@ -54,9 +57,13 @@ class StoredModel:
 
 
 def find(directory: Path) -> StoredModel:
-    """Open a step's folder, or the newest step below a directory. Raises CheckpointError saying what was expected there."""
+    """Open a step's folder, or the newest step below a directory. Raises CheckpointError saying what was expected
+    there.
+    """
     folder = _step_folder(directory)
-    layer_files = {match.groups(): path for path in folder.glob("layer_*") if (match := _LAYER_FILE.fullmatch(path.name))}
+    layer_files = {
+        match.groups(): path for path in folder.glob("layer_*") if (match := _LAYER_FILE.fullmatch(path.name))
+    }
     if layer_files:
         return _deepspeed(folder, {(int(layer), int(rank)): path for (layer, rank), path in layer_files.items()})
     ranks: dict[tuple[int, int], Path] = {}
@@ -81,12 +88,16 @@ def _step_folder(directory: Path) -> Path:
                 name = file.read(_TRACKER_BYTES).decode(errors="replace").strip()
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", name):
                 raise CheckpointError(
-                    f"holds {name!r}, which is no name of a folder", "give the step's folder itself", str(directory / tracker)
+                    f"holds {name!r}, which is no name of a folder",
+                    "give the step's folder itself",
+                    str(directory / tracker),
                 )
             folder = directory / (f"iter_{int(name):07d}" if re.fullmatch("[0-9]{1,12}", name) else name)
             if not folder.is_dir():
                 raise CheckpointError(
-                    f"names {name}, which is not there", where=str(directory / tracker), fix="give the step's folder itself"
+                    f"names {name}, which is not there",
+                    where=str(directory / tracker),
+                    fix="give the step's folder itself",
                 )
             return folder
     return directory
@@ -114,8 +125,11 @@ def _megatron(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
 
 
 def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
-    layers, tensor = sorted({layer for layer, _ in files}), 1 + max(rank for _, rank in files)
-    expected = (((layer, t), f"layer_{layer:02d}-model_{t:02d}-model_states.pt") for layer in layers for t in range(tensor))
+    layers = sorted({layer for layer, _ in files})
+    tensor = 1 + max(rank for _, rank in files)
+    expected = (
+        ((layer, t), f"layer_{layer:02d}-model_{t:02d}-model_states.pt") for layer in layers for t in range(tensor)
+    )
     _complete(expected, files, folder)
     state_file = folder / "mp_rank_00_model_states.pt"
     state = TorchArchive(state_file).content
@@ -137,36 +151,52 @@ def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
     return StoredModel(str(folder), arguments, float(state.get("checkpoint_version", 0)), parts)
 
 
-def _complete(expected: Iterable[tuple[tuple[int, int], str]], files: Mapping[tuple[int, int], Path], folder: Path) -> None:
-    """Raises CheckpointError with the first few files that are missing: as a single name may claim rank 99,999,999, they are never all listed."""
+def _complete(
+    expected: Iterable[tuple[tuple[int, int], str]], files: Mapping[tuple[int, int], Path], folder: Path
+) -> None:
+    """Raises CheckpointError with the first few files that are missing: as a single name may claim rank 99,999,999,
+    they are never all listed.
+    """
     missing = list(islice((name for key, name in expected if key not in files), _REPORTED))
     if missing:
-        raise CheckpointError([Problem(str(folder / name), "is missing", "copy the whole checkpoint") for name in missing])
+        raise CheckpointError(
+            [Problem(str(folder / name), "is missing", "copy the whole checkpoint") for name in missing]
+        )
 
 
 def _expect_degree(key: str, arguments: Mapping[str, Any], count: int, folder: Path) -> None:
     """A checkpoint whose last ranks were not copied looks complete but for this."""
     if arguments.get(key, count) != count:
         raise CheckpointError(
-            f"was written with {key} {arguments[key]}, files of {count} are there", where=str(folder), fix="copy all files"
+            f"was written with {key} {arguments[key]}, files of {count} are there",
+            where=str(folder),
+            fix="copy all files",
         )
 
 
 def _arguments(content: Any, path: Path) -> dict[str, Any]:
     arguments = content.get("args") if isinstance(content, dict) else None
     if not isinstance(arguments, Namespace):
-        raise CheckpointError("holds no `args` of its run, which say what the model is", where=str(path), fix="give a training checkpoint")
+        raise CheckpointError(
+            "holds no `args` of its run, which say what the model is", where=str(path), fix="give a training checkpoint"
+        )
     return vars(arguments)
 
 
-def _take(parts: dict[str, list[StoredTensor]], name: str, value: Any, rank: int, layers_before: int, path: Path) -> set[int]:
-    """Add one tensor under our name; returns its layer's number within the rank, or nothing for one outside of the layers."""
+def _take(
+    parts: dict[str, list[StoredTensor]], name: str, value: Any, rank: int, layers_before: int, path: Path
+) -> set[int]:
+    """Add one tensor under our name; returns its layer's number within the rank, or nothing for one outside of the
+    layers.
+    """
     if not isinstance(value, StoredTensor) or _NO_WEIGHTS.match(name):
         return set()
     match = _IN_LAYER.fullmatch(name)
     ours = _renamed(match[2], _LAYER_NAMES) if match else _renamed(name, _END_NAMES)
     if ours is None:
-        raise CheckpointError(f"{name} has no place in the models that are computed here", where=str(path), fix="see docs/megatron.md")
+        raise CheckpointError(
+            f"{name} has no place in the models that are computed here", where=str(path), fix="see docs/megatron.md"
+        )
     full = f"layers.{layers_before + int(match[1])}.{ours}" if match else ours
     held = parts.setdefault(full, [])
     if len(held) == rank:  # a tied embedding stands on the last stage, too

@@ -1,4 +1,6 @@
-"""A checkpoint of Megatron-LM or Megatron-DeepSpeed as a source of weights: its tensor-parallel parts joined, in our order of rows."""
+"""A checkpoint of Megatron-LM or Megatron-DeepSpeed as a source of weights: its tensor-parallel parts joined, in our
+order of rows.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ class MegatronModel:
     """See WeightSource."""
 
     def __init__(self, directory: str | Path, vocab_size: int | None = None, vocab_multiple: int | None = None) -> None:
-        """`vocab_size` is the tokenizer's size: the rows that Megatron padded its embedding with are left out (None: kept).
+        """`vocab_size` is the tokenizer's size: the rows that Megatron padded its embedding with are left out (None:
+        kept).
 
-        Raises CheckpointError: no such checkpoint, missing ranks, an argument or a tensor with no counterpart, other shapes than the
-        arguments say, a checkpoint_version that is not known, copies that differ between tensor ranks.
+        Raises CheckpointError: no such checkpoint, missing ranks, an argument or a tensor with no counterpart, other
+        shapes than the arguments say, a checkpoint_version that is not known, copies that differ between tensor ranks.
         """
         try:
             self._read(Path(directory), vocab_size, vocab_multiple)
@@ -65,7 +68,13 @@ class MegatronModel:
                 problems.append(Problem(name, what, "copy the whole checkpoint"))
         tied_copy = {"head.weight"} if self.model.tied_embeddings else set()
         for name in sorted(self._stored.tensors.keys() - self._parameters.keys() - tied_copy):
-            problems.append(Problem(name, "is in the checkpoint, but not in the model that its arguments describe", "see docs/megatron.md"))
+            problems.append(
+                Problem(
+                    name,
+                    "is in the checkpoint, but not in the model that its arguments describe",
+                    "see docs/megatron.md",
+                )
+            )
         if problems:
             raise CheckpointError(first_of(problems))
 
@@ -80,11 +89,13 @@ class MegatronModel:
         """The same part in our dimensions; what the degree does not divide shows as a wrong shape."""
         how = parameter.axes.get("tp")
         return tuple(
-            size // self._degree if isinstance(how, Split) and dim == how.dim else size for dim, size in enumerate(parameter.shape)
+            size // self._degree if isinstance(how, Split) and dim == how.dim else size
+            for dim, size in enumerate(parameter.shape)
         )
 
     def _joined(self, parameter: Parameter) -> Tensor:
-        name, parts = parameter.name, [part.read() for part in self._stored.tensors[parameter.name]]
+        name = parameter.name
+        parts = [part.read() for part in self._stored.tensors[parameter.name]]
         how = parameter.axes.get("tp")
         if not isinstance(how, Split):
             return self._same(name, parts)
@@ -97,7 +108,8 @@ class MegatronModel:
 
     def _heads(self, part: Tensor) -> Tensor:
         """(g, Q + 2, D[, H]) of one rank's rows; g are its key/value heads, Q the queries of each."""
-        D, rest = self.model.dim_per_head, part.shape[1:]
+        D = self.model.dim_per_head
+        rest = part.shape[1:]
         if self._stored.version >= 2:
             return part.reshape(-1, self.model.heads // self.model.num_kv_heads + 2, D, *rest)
         if self._stored.version == 1:  # each of a head's dimensions has its query, key and value side by side
@@ -110,6 +122,8 @@ class MegatronModel:
                 apart = float((copies[0].double() - copy.double()).abs().max())
                 what = f"differs by up to {apart:.3g} between tensor ranks 0 and {number}, which should hold copies"
                 raise CheckpointError(
-                    what, where=f"{self._stored.where}: {name}", fix="decide which copy is right and write it to all files"
+                    what,
+                    where=f"{self._stored.where}: {name}",
+                    fix="decide which copy is right and write it to all files",
                 )
         return copies[0]

@@ -1,8 +1,10 @@
-"""Ahead-of-time build: every variant of `kernel_table` into a code object, with a manifest; needs Triton, but no GPU and no driver.
+"""Ahead-of-time build: every variant of `kernel_table` into a code object, with a manifest; needs Triton, but no GPU
+and no driver.
 
     python setup.py build_ops --arch gfx90a,sm_90
 
-writes frontier_llm/_native/gpu/<arch>/*.hsaco|cubin and manifest.json. Only this module and the sources in ops/triton import Triton.
+writes frontier_llm/_native/gpu/<arch>/*.hsaco|cubin and manifest.json. Only this module and the sources in ops/triton
+import Triton.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def all_builds(architectures: list[str]) -> list[Build]:
     """Everything to build; raises BackendError for an unknown architecture."""
     for architecture in architectures:
         if architecture not in ARCHITECTURES:
-            raise BackendError(f"unknown architecture {architecture!r}", suggest(architecture, ARCHITECTURES), "build_ops --arch")
+            raise BackendError(
+                f"unknown architecture {architecture!r}", suggest(architecture, ARCHITECTURES), "build_ops --arch"
+            )
     return [
         Build(architecture, kernel.name, dtype, variant, aligned)
         for architecture in architectures
@@ -87,7 +91,8 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
 
     architecture = ARCHITECTURES[item.architecture]
     amd = architecture.backend == "hip"
-    kernel, variant = all_kernels()[item.kernel], variants(item.kernel, item.architecture)[item.variant]
+    kernel = all_kernels()[item.kernel]
+    variant = variants(item.kernel, item.architecture)[item.variant]
     function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{kernel.module}"), kernel.name)
     signature = kernel.signature(item.dtype)
     by16 = {
@@ -103,18 +108,24 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         "enable_fp_fusion": True,
         **dict(architecture.options),
     }
-    triton.knobs.compilation.disable_line_info = True  # they name the folder of the sources: no two machines would build the same file
-    triton.knobs.amd.use_in_thread_transpose = amd  # Triton's own choice on gfx942, but not on gfx90a (docs/ops.md: LDS)
+    # they name the folder of the sources: no two machines would build the same file
+    triton.knobs.compilation.disable_line_info = True
+    # Triton's own choice on gfx942, but not on gfx90a (docs/ops.md: LDS)
+    triton.knobs.amd.use_in_thread_transpose = amd
     if variant.matrix:
         options["matrix_instr_nonkdim"] = variant.matrix
     if variant.waves:
         options["waves_per_eu"] = variant.waves
     if variant.strategy:
         options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # an older Triton leaves it out
-    compiled = triton.compile(source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options)
+    compiled = triton.compile(
+        source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options
+    )
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]
-    declared, symbol, threads = read(binary), compiled.metadata.name, compiled.metadata.num_warps * architecture.wave
+    declared = read(binary)
+    symbol = compiled.metadata.name
+    threads = compiled.metadata.num_warps * architecture.wave
     check_launch(declared, item.architecture, symbol, list(signature.values()), threads, compiled.metadata.shared)
     check_extras(compiled.metadata)
     file = f"{item.name}.{suffix}"
@@ -140,16 +151,21 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
     )
 
 
-_MATRIX = re.compile(r"\bv_mfma_f32_(?P<amd>\d+x\d+x\d+)|\b(?P<group>wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
+_MATRIX = re.compile(
+    r"\bv_mfma_f32_(?P<amd>\d+x\d+x\d+)|\b(?P<group>wgmma\.mma_async|mma)\.sync\.aligned\.m(\d+)n(\d+)k(\d+)"
+)
 
 
 def _flops(amd: str | None, group: str, *nvidia: str) -> int:
     sides = amd.split("x") if amd else nvidia
-    return 2 * math.prod(map(int, sides)) // (4 if group == "wgmma.mma_async" else 1)  # one for the four warps of a group
+    # one for the four warps of a group
+    return 2 * math.prod(map(int, sides)) // (4 if group == "wgmma.mma_async" else 1)
 
 
 def check_extras(metadata: Any) -> None:
-    """Refuses what csrc/gpu_launcher.cpp does not give: cluster or cooperative launches, tensor-memory descriptors, scratch memory."""
+    """Refuses what csrc/gpu_launcher.cpp does not give: cluster or cooperative launches, tensor-memory descriptors,
+    scratch memory.
+    """
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "tensordesc_meta")
     asked = [name for name in extras if getattr(metadata, name, None)]
     if asked or getattr(metadata, "num_ctas", 1) != 1:
@@ -174,7 +190,8 @@ def build(architectures: list[str], destination: Path, jobs: int | None = None) 
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
         os.environ["TRITON_CACHE_DIR"] = cache
         for architecture in architectures:
-            folder, items = destination / architecture, all_builds([architecture])
+            folder = destination / architecture
+            items = all_builds([architecture])
             folder.mkdir(parents=True, exist_ok=True)
             built[architecture] = list(pool.map(compile_one, items, [folder] * len(items), chunksize=4))
             write_manifest(folder, architecture, built[architecture])
@@ -186,7 +203,8 @@ def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> 
     manifest: dict[str, Any] = {
         "version": MANIFEST_VERSION,
         "architecture": architecture,
-        "tools": {"triton": importlib.import_module("triton").__version__},  # the package has other names in ROCm's wheels
+        # the package has other names in ROCm's wheels
+        "tools": {"triton": importlib.import_module("triton").__version__},
         "sources": source_digests(),
         "kernels": [asdict(code) for code in codes],
     }
@@ -206,7 +224,10 @@ def main() -> None:
     destination, *architectures = sys.argv[1:]
     for architecture, codes in build(architectures or list(ARCHITECTURES), Path(destination)).items():
         size = sum((Path(destination) / architecture / code.file).stat().st_size for code in codes)
-        print(f"{architecture}: {len(codes)} kernels, {size / 1e6:.1f} MB, {sum(code.spills > 0 for code in codes)} with spilled registers")
+        print(
+            f"{architecture}: {len(codes)} kernels, {size / 1e6:.1f} MB, {sum(code.spills > 0 for code in codes)} "
+            f"with spilled registers"
+        )
 
 
 if __name__ == "__main__":

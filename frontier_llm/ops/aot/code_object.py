@@ -1,7 +1,7 @@
 """What a code object itself says of its kernel, and whether that is what the launcher gives it.
 
-Read from the ELF file: AMD's metadata note (msgpack) or NVIDIA's .nv.info sections. Needs no Triton and no vendor's tool. Only the build and
-the tests read code objects; a launch takes what the build wrote into the manifest.
+Read from the ELF file: AMD's metadata note (msgpack) or NVIDIA's .nv.info sections. Needs no Triton and no vendor's
+tool. Only the build and the tests read code objects; a launch takes what the build wrote into the manifest.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from frontier_llm.ops.kernel_table import ARCHITECTURES
 
 _NT_AMDGPU_METADATA = 32
 # NVIDIA's attributes: of a kernel, then of the whole file (each there begins with the symbol's index)
-_PARAMETER, _THREADS, _PARAMETER_BANK = 0x17, 0x10, 0x0A
-_REGISTERS, _STACK = 0x2F, 0x12
-_WITH_PAYLOAD, _GLOBAL_SPACE = 4, 4
+_PARAMETER = 0x17
+_THREADS = 0x10
+_PARAMETER_BANK = 0x0A
+_REGISTERS = 0x2F
+_STACK = 0x12
+_WITH_PAYLOAD = 4
+_GLOBAL_SPACE = 4
 _BYTES = {"i32": 4, "fp32": 4, "i64": 8}  # a pointer has 8
 
 
@@ -44,7 +48,8 @@ class Declared:
     architecture: str
     symbol: str
     parameters: tuple[Slot, ...]
-    parameters_bytes: int  # what the driver copies; on AMD without the hidden ones (hidden_block_count_x …), which it fills itself
+    # what the driver copies; on AMD without the hidden ones (hidden_block_count_x …), which it fills itself
+    parameters_bytes: int
     threads: int  # of a block
     wave: int
     registers: int  # of a thread; AMD: vector registers with the accumulation registers
@@ -65,14 +70,18 @@ def read(image: bytes) -> Declared:
     raise BackendError("not a code object of AMD's or NVIDIA's")
 
 
-def check_launch(declared: Declared, architecture: str, symbol: str, kinds: Sequence[str], threads: int, shared_bytes: int) -> None:
-    """The kernel wants what csrc/gpu_launcher.cpp gives: these arguments and two scratch pointers, in blocks that the machine can have.
+def check_launch(
+    declared: Declared, architecture: str, symbol: str, kinds: Sequence[str], threads: int, shared_bytes: int
+) -> None:
+    """The kernel wants what csrc/gpu_launcher.cpp gives: these arguments and two scratch pointers, in blocks that the
+    machine can have.
 
     `kinds` are the arguments' types in launch order. Raises BackendError that names every difference.
     """
     machine = ARCHITECTURES[architecture]
     pointers = [kind.startswith("*") for kind in kinds] + [True, True]
-    given, end = [], 0
+    given = []
+    end = 0
     for pointer, size in zip(pointers, [*(_BYTES.get(kind, 8) for kind in kinds), 8, 8], strict=True):
         offset = -(-end // size) * size
         given.append(Slot(offset, size, pointer))
@@ -88,7 +97,9 @@ def check_launch(declared: Declared, architecture: str, symbol: str, kinds: Sequ
     for index, (wanted, ours) in enumerate(zip(declared.parameters, given, strict=False)):
         asked[f"argument {index} ({[*kinds, 'scratch', 'scratch'][index]})"] = (wanted, ours)
     differences = [
-        f"{what}: the code object says {theirs}, the launcher gives {ours}" for what, (theirs, ours) in asked.items() if theirs != ours
+        f"{what}: the code object says {theirs}, the launcher gives {ours}"
+        for what, (theirs, ours) in asked.items()
+        if theirs != ours
     ]
     if shared_bytes > machine.block_shared_bytes:
         differences.append(f"{shared_bytes} bytes of shared memory: a block has at most {machine.block_shared_bytes}")
@@ -134,7 +145,8 @@ def _read_amd(elf: ELFFile) -> Declared:
 def _read_nvidia(elf: ELFFile) -> Declared:
     content = sections(elf)
     (symbol,) = (name.removeprefix(".nv.info.") for name in content if name.startswith(".nv.info."))
-    flags, abi = elf["e_flags"], elf["e_ident"]["EI_ABIVERSION"]
+    flags = elf["e_flags"]
+    abi = elf["e_ident"]["EI_ABIVERSION"]
     found: dict[int, list[bytes]] = {}
     for name in (".nv.info", f".nv.info.{symbol}"):
         for attribute, payload in _attributes(content[name]):

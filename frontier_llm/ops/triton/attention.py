@@ -1,17 +1,21 @@
-"""Causal FlashAttention-2 (arXiv:2307.08691) with grouped heads, ALiBi and document masks; no atomics, so results are reproducible.
+"""Causal FlashAttention-2 (arXiv:2307.08691) with grouped heads, ALiBi and document masks; no atomics, so results are
+reproducible.
 
 Scores are kept in base 2: log2(e) is folded into the scale, because exp2 is one instruction on both vendors' hardware.
-EXTRAS compiles ALiBi and documents in; without them only the diagonal blocks are masked. SOFTCAP, which comes with EXTRAS, compiles in that
-scores are bounded (Gemma 2, arXiv:2408.00118) and that a row sees the last `window` positions alone.
+EXTRAS compiles ALiBi and documents in; without them only the diagonal blocks are masked. SOFTCAP, which comes with
+EXTRAS, compiles in that scores are bounded (Gemma 2, arXiv:2408.00118) and that a row sees the last `window` positions
+alone.
 
-Queries and keys may be two stretches of a sequence: query i stands `offset` + i behind the first key, and sees keys up to there. Loads past a
-stretch read its last position instead of being masked: only blocks with the end of some row's keys compare positions, once for both ends, and
-lane masks would take the scalar registers of CDNA.
+Queries and keys may be two stretches of a sequence: query i stands `offset` + i behind the first key, and sees keys up
+to there. Loads past a stretch read its last position instead of being masked: only blocks with the end of some row's
+keys compare positions, once for both ends, and lane masks would take the scalar registers of CDNA.
 
-With AHEAD a turn of the loop over whole blocks loads for the next, and the forward multiplies for it too, so that softmax and products overlap (docs/ops.md).
+With AHEAD a turn of the loop over whole blocks loads for the next, and the forward multiplies for it too, so that
+softmax and products overlap (docs/ops.md).
 
-fp16 probabilities are lifted by 2^14 before they are multiplied, and the product lowered again: at most 1, they would mostly be
-subnormal in long rows (below 6.1e-5), and MI200's matrix instructions take subnormals for zero (docs/numerics.md).
+fp16 probabilities are lifted by 2^14 before they are multiplied, and the product lowered again: at most 1, they would
+mostly be subnormal in long rows (below 6.1e-5), and MI200's matrix instructions take subnormals for zero
+(docs/numerics.md).
 """
 
 import triton
@@ -36,8 +40,9 @@ def _lift_factor(dtype: tl.constexpr):
 
 @triton.jit
 def _narrow(x, dtype: tl.constexpr, SOFT_BF16: tl.constexpr):
-    """x in the type that it is multiplied in. CDNA2 has no conversion to bf16: of the compiler's five instructions for a number, half hold on to
-    a NaN and to ties to even. Neither matters here (a NaN is also in the fp32 sums), and without them it is one and a half.
+    """x in the type that it is multiplied in. CDNA2 has no conversion to bf16: of the compiler's five instructions for
+    a number, half hold on to a NaN and to ties to even. Neither matters here (a NaN is also in the fp32 sums), and
+    without them it is one and a half.
     """
     if SOFT_BF16 and dtype == tl.bfloat16:
         return ((x.to(tl.uint32, bitcast=True) + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -56,7 +61,9 @@ def _scales(scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _scores(products, scale2, bound2, SOFTCAP: tl.constexpr):
-    """Base-2 scores; bounded by bound2 * tanh(x) with tanh(x) = 1 - 2 / (e^2x + 1), where e^2x is one instruction and may be infinite."""
+    """Base-2 scores; bounded by bound2 * tanh(x) with tanh(x) = 1 - 2 / (e^2x + 1), where e^2x is one instruction
+    and may be infinite.
+    """
     if SOFTCAP:
         return bound2 * (1.0 - 2.0 / (tl.exp2(products * scale2) + 1.0))
     else:
@@ -76,12 +83,14 @@ def _bounded_slope(ds, scores, bound2, SOFTCAP: tl.constexpr):
 @triton.jit
 def _logits(scores, tilt, row, last, column, row_document, column_document, window,
             DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """Base-2 logits of one block: ALiBi added, -inf where column comes after `last`, about -1e20 where it is of another document or too far from row.
+    """Base-2 logits of one block: ALiBi added, -inf where column comes after `last`, about -1e20 where it is of another
+    document or too far from row.
 
-    `row`, `last` and its document, `column`, its document and its `tilt` broadcast against each other, in either order. ALiBi is slope * (column - row); its
-    part of the row is the same for a whole softmax, so only `tilt` = slope * (column - some position near by) is added to each number.
-    Documents and window by arithmetic: a comparison's lane masks would spill the scalar registers of CDNA. A block that is all hidden
-    leaves garbage in the running sums, which the next visible block scales by exp2(-1e20) = 0; what only hidden blocks left is cleared at the end.
+    `row`, `last` and its document, `column`, its document and its `tilt` broadcast against each other, in either order.
+    ALiBi is slope * (column - row); its part of the row is the same for a whole softmax, so only `tilt` = slope *
+    (column - some position near by) is added to each number. Documents and window by arithmetic: a comparison's lane
+    masks would spill the scalar registers of CDNA. A block that is all hidden leaves garbage in the running sums, which
+    the next visible block scales by exp2(-1e20) = 0; what only hidden blocks left is cleared at the end.
     """
     if EXTRAS:
         apart = tl.abs(row_document - column_document)
@@ -101,28 +110,65 @@ def _padded(sequence):
 
 @triton.jit
 def _rows(base, stride, first, end, head_dim, PAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """BLOCK rows from `first`. With PAST some may be past the end, and are its last row again; without, a lane's offset is the same in every turn of a loop.
+    """BLOCK rows from `first`. With PAST some may be past the end, and are its last row again; without, a lane's offset
+    is the same in every turn of a loop.
 
-    Past head_dim come the row's first columns again: what they are multiplied with is 0 there, or the product is not stored.
+    Past head_dim come the row's first columns again: what they are multiplied with is 0 there, or the product is not
+    stored.
     """
     row = tl.arange(0, BLOCK)
     if PAST:
         row = tl.minimum(row, end - 1 - first)
-    d, wide = tl.arange(0, BLOCK_D) % head_dim, stride.to(tl.int64)
+    d = tl.arange(0, BLOCK_D) % head_dim
+    wide = stride.to(tl.int64)
     return tl.load(base + first * wide + row[:, None] * wide + d[None, :])
 
 
 @triton.jit
-def _forward_block(products_MN, v_ND, first, origin, row, last, scale2, bound2, window, slope2, key_documents, row_document, top, total,
-                   out_MD, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _forward_block(
+    products_MN,
+    v_ND,
+    first,
+    origin,
+    row,
+    last,
+    scale2,
+    bound2,
+    window,
+    slope2,
+    key_documents,
+    row_document,
+    top,
+    total,
+    out_MD,
+    DIAGONAL: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SOFT_BF16: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     column = first + tl.arange(0, BLOCK_N)
-    tilt, column_document = column, column
+    tilt = column
+    column_document = column
     if EXTRAS:
-        tilt, column_document = slope2 * (column - origin).to(tl.float32), tl.load(key_documents + column)
-    # the largest product has the largest score, so the others are scaled where they are subtracted from it: one instruction
+        tilt = slope2 * (column - origin).to(tl.float32)
+        column_document = tl.load(key_documents + column)
+    # the largest product has the largest score, so the others are scaled where they are subtracted from it: one
+    # instruction
     inner, outer = (scale2, 1.0) if EXTRAS else (1.0, scale2)
-    scores = _logits(_scores(products_MN, inner, bound2, SOFTCAP), tilt[None, :], row[:, None], last[:, None], column[None, :],
-                     row_document[:, None], column_document[None, :], window, DIAGONAL, EXTRAS, SOFTCAP)  # fmt: skip
+    scores = _logits(
+        _scores(products_MN, inner, bound2, SOFTCAP),
+        tilt[None, :],
+        row[:, None],
+        last[:, None],
+        column[None, :],
+        row_document[:, None],
+        column_document[None, :],
+        window,
+        DIAGONAL,
+        EXTRAS,
+        SOFTCAP,
+    )
     new_top = tl.maximum(top, tl.max(scores, 1) * outer)
     p = tl.exp2(scores * outer - (new_top - _lift(v_ND.dtype))[:, None])
     shrink = tl.exp2(top - new_top)
@@ -132,32 +178,73 @@ def _forward_block(products_MN, v_ND, first, origin, row, last, scale2, bound2, 
 
 @triton.jit
 def attention_forward(
-    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", key_documents: "*fp32:16", o: "*T:16", logsumexp: "*fp32:16", scale: "fp32",
-    softcap: "fp32", window: "i32", sequence: "i32", keys: "i32", offset: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16",
-    k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16", v_a: "i32:16", o_s: "i32:16", o_b: "i32:16", o_a: "i32:16",
-    EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """BLOCK_M queries of one head. logsumexp [B, a, padded S] is in base 2, infinite past the sequence, and -infinite where a row sees nothing."""
+    q: "*T:16",
+    k: "*T:16",
+    v: "*T:16",
+    slopes: "*fp32",
+    documents: "*fp32:16",
+    key_documents: "*fp32:16",
+    o: "*T:16",
+    logsumexp: "*fp32:16",
+    scale: "fp32",
+    softcap: "fp32",
+    window: "i32",
+    sequence: "i32",
+    keys: "i32",
+    offset: "i32",
+    heads: "i32",
+    group: "i32",
+    head_dim: "i32:16",
+    q_s: "i32:16",
+    q_b: "i32:16",
+    q_a: "i32:16",
+    k_s: "i32:16",
+    k_b: "i32:16",
+    k_a: "i32:16",
+    v_s: "i32:16",
+    v_b: "i32:16",
+    v_a: "i32:16",
+    o_s: "i32:16",
+    o_b: "i32:16",
+    o_a: "i32:16",
+    EXTRAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SOFT_BF16: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """BLOCK_M queries of one head. logsumexp [B, a, padded S] is in base 2, infinite past the sequence, and
+    -infinite where a row sees nothing.
+    """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
-    b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    a = (tl.program_id(1) % heads).to(tl.int64)
     row = first_row + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = (row < sequence)[:, None] & (d < head_dim)[None, :]
     q_MD = tl.load(q + b * q_b + a * q_a + row.to(tl.int64)[:, None] * q_s + d[None, :], mask=inside, other=0.0)
-    k, v = k + b * k_b + (a // group) * k_a, v + b * v_b + (a // group) * v_a
+    k = k + b * k_b + (a // group) * k_a
+    v = v + b * v_b + (a // group) * v_a
     scale2, bound2 = _scales(scale, softcap, SOFTCAP)
-    slope2, row_document = 0.0, row
+    slope2 = 0.0
+    row_document = row
     if EXTRAS:
         slope2 = tl.load(slopes + a) * 1.4426950408889634
         key_documents += b * _padded(keys)
         row_document = tl.load(documents + b * _padded(sequence) + row)
-    top, total = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     origin = first_row + offset
-    begin, whole = 0, tl.minimum(origin + 1, keys) // BLOCK_N * BLOCK_N  # up to `whole` every row sees whole blocks
+    # up to `whole` every row sees whole blocks
+    begin = 0
+    whole = tl.minimum(origin + 1, keys) // BLOCK_N * BLOCK_N
     if SOFTCAP:
         begin = tl.maximum(origin - window + 1, 0) // BLOCK_N * BLOCK_N
-    rows, last = row + offset, tl.minimum(row + offset, keys - 1)
+    rows = row + offset
+    last = tl.minimum(row + offset, keys - 1)
     if AHEAD:
         if begin < whole:
             past_last = whole - BLOCK_N
@@ -165,25 +252,109 @@ def attention_forward(
             next_k_ND = _rows(k, k_s, tl.minimum(begin + BLOCK_N, past_last), keys, head_dim, False, BLOCK_N, BLOCK_D)
             next_v_ND = _rows(v, v_s, begin, keys, head_dim, False, BLOCK_N, BLOCK_D)
             for first in range(begin, past_last, BLOCK_N):
-                k_ND, v_ND, own_MN = next_k_ND, next_v_ND, products_MN
-                next_k_ND = _rows(k, k_s, tl.minimum(first + 2 * BLOCK_N, past_last), keys, head_dim, False, BLOCK_N, BLOCK_D)
+                k_ND = next_k_ND
+                v_ND = next_v_ND
+                own_MN = products_MN
+                next_k_ND = _rows(
+                    k, k_s, tl.minimum(first + 2 * BLOCK_N, past_last), keys, head_dim, False, BLOCK_N, BLOCK_D
+                )
                 next_v_ND = _rows(v, v_s, first + BLOCK_N, keys, head_dim, False, BLOCK_N, BLOCK_D)
                 products_MN = tl.dot(q_MD, tl.trans(k_ND))
-                top, total, out_MD = _forward_block(own_MN, v_ND, first, origin, rows, row, scale2, bound2, window, slope2, key_documents, row_document, top, total,
-                                                    out_MD, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N)  # fmt: skip
-            top, total, out_MD = _forward_block(products_MN, next_v_ND, past_last, origin, rows, row, scale2, bound2, window, slope2, key_documents, row_document,
-                                                top, total, out_MD, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N)  # fmt: skip
+                top, total, out_MD = _forward_block(
+                    own_MN,
+                    v_ND,
+                    first,
+                    origin,
+                    rows,
+                    row,
+                    scale2,
+                    bound2,
+                    window,
+                    slope2,
+                    key_documents,
+                    row_document,
+                    top,
+                    total,
+                    out_MD,
+                    False,
+                    EXTRAS,
+                    SOFTCAP,
+                    SOFT_BF16,
+                    BLOCK_N,
+                )
+            top, total, out_MD = _forward_block(
+                products_MN,
+                next_v_ND,
+                past_last,
+                origin,
+                rows,
+                row,
+                scale2,
+                bound2,
+                window,
+                slope2,
+                key_documents,
+                row_document,
+                top,
+                total,
+                out_MD,
+                False,
+                EXTRAS,
+                SOFTCAP,
+                SOFT_BF16,
+                BLOCK_N,
+            )
     else:
         for first in range(begin, whole, BLOCK_N):
             products_MN = tl.dot(q_MD, tl.trans(_rows(k, k_s, first, keys, head_dim, False, BLOCK_N, BLOCK_D)))
             v_ND = _rows(v, v_s, first, keys, head_dim, False, BLOCK_N, BLOCK_D)
-            top, total, out_MD = _forward_block(products_MN, v_ND, first, origin, rows, row, scale2, bound2, window, slope2, key_documents, row_document, top, total,
-                                                out_MD, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N)  # fmt: skip
+            top, total, out_MD = _forward_block(
+                products_MN,
+                v_ND,
+                first,
+                origin,
+                rows,
+                row,
+                scale2,
+                bound2,
+                window,
+                slope2,
+                key_documents,
+                row_document,
+                top,
+                total,
+                out_MD,
+                False,
+                EXTRAS,
+                SOFTCAP,
+                SOFT_BF16,
+                BLOCK_N,
+            )
     for first in range(whole, tl.minimum(origin + BLOCK_M, keys), BLOCK_N):
         products_MN = tl.dot(q_MD, tl.trans(_rows(k, k_s, first, keys, head_dim, True, BLOCK_N, BLOCK_D)))
         v_ND = _rows(v, v_s, first, keys, head_dim, True, BLOCK_N, BLOCK_D)
-        top, total, out_MD = _forward_block(products_MN, v_ND, first, origin, rows, last, scale2, bound2, window, slope2, key_documents, row_document, top, total,
-                                            out_MD, True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N)  # fmt: skip
+        top, total, out_MD = _forward_block(
+            products_MN,
+            v_ND,
+            first,
+            origin,
+            rows,
+            last,
+            scale2,
+            bound2,
+            window,
+            slope2,
+            key_documents,
+            row_document,
+            top,
+            total,
+            out_MD,
+            True,
+            EXTRAS,
+            SOFTCAP,
+            SOFT_BF16,
+            BLOCK_N,
+        )
     to = o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :]
     lse = top - _lift(q.dtype.element_ty) + tl.log2(total)
     out_MD = out_MD * (1.0 / total)[:, None]  # a division is eleven instructions, and there are BLOCK_D in a row
@@ -197,35 +368,90 @@ def attention_forward(
 
 @triton.jit
 def attention_delta(
-    o: "*T:16", grad_o: "*T:16", delta: "*fp32:16", sequence: "i32", heads: "i32", head_dim: "i32:16", o_s: "i32:16", o_b: "i32:16",
-    o_a: "i32:16", g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+    o: "*T:16",
+    grad_o: "*T:16",
+    delta: "*fp32:16",
+    sequence: "i32",
+    heads: "i32",
+    head_dim: "i32:16",
+    o_s: "i32:16",
+    o_b: "i32:16",
+    o_a: "i32:16",
+    g_s: "i32:16",
+    g_b: "i32:16",
+    g_a: "i32:16",
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """delta [B, a, padded S] = rowsum(o * grad_o), 0 past the sequence."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    a = (tl.program_id(1) % heads).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = (row < sequence)[:, None] & (d < head_dim)[None, :]
-    o_MD = tl.load(o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    g_MD = tl.load(grad_o + b * g_b + a * g_a + row.to(tl.int64)[:, None] * g_s + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    o_MD = tl.load(o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
+    g_MD = tl.load(
+        grad_o + b * g_b + a * g_a + row.to(tl.int64)[:, None] * g_s + d[None, :], mask=inside, other=0.0
+    ).to(tl.float32)
     tl.store(delta + (b * heads + a) * _padded(sequence) + row, tl.sum(o_MD * g_MD, 1))
 
 
 @triton.jit
-def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_MD, g_MD, logsumexp, delta, first, origin, column, scale2, bound2,
-                   window, slope2, documents, column_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr,
-                   BLOCK_M: tl.constexpr):  # fmt: skip
-    """`origin` and `column` are counted as rows are. Scores are kept transposed, [N, M]: then they are the left operand of both products without a way
-    through shared memory. What columns past the keys add up is not stored.
+def _grad_kv_block(
+    gk_ND,
+    gv_ND,
+    k_ND,
+    v_ND,
+    q_MD,
+    g_MD,
+    logsumexp,
+    delta,
+    first,
+    origin,
+    column,
+    scale2,
+    bound2,
+    window,
+    slope2,
+    documents,
+    column_document,
+    DIAGONAL: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SOFT_BF16: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """`origin` and `column` are counted as rows are. Scores are kept transposed, [N, M]: then they are the left operand
+    of both products without a way through shared memory. What columns past the keys add up is not stored.
     """
     row = first + tl.arange(0, BLOCK_M)
-    lse, row_delta = tl.load(logsumexp + row), tl.load(delta + row)
-    tilt, row_document = column, row
+    lse = tl.load(logsumexp + row)
+    row_delta = tl.load(delta + row)
+    tilt = column
+    row_document = row
     if EXTRAS:
-        tilt, row_document = slope2 * (column - origin).to(tl.float32), tl.load(documents + row)
+        tilt = slope2 * (column - origin).to(tl.float32)
+        row_document = tl.load(documents + row)
         lse += slope2 * (row - origin).to(tl.float32)
     scores = _scores(tl.dot(k_ND, tl.trans(q_MD)), scale2, bound2, SOFTCAP)
-    p_NM = tl.exp2(_logits(scores, tilt[:, None], row[None, :], row[None, :], column[:, None], row_document[None, :], column_document[:, None], window,
-                           DIAGONAL, EXTRAS, SOFTCAP) - lse[None, :])  # fmt: skip
+    p_NM = tl.exp2(
+        _logits(
+            scores,
+            tilt[:, None],
+            row[None, :],
+            row[None, :],
+            column[:, None],
+            row_document[None, :],
+            column_document[:, None],
+            window,
+            DIAGONAL,
+            EXTRAS,
+            SOFTCAP,
+        )
+        - lse[None, :]
+    )
     gv_ND = tl.dot(_narrow(p_NM * _lift_factor(g_MD.dtype), g_MD.dtype, SOFT_BF16), g_MD, gv_ND)
     ds_NM = _bounded_slope(p_NM * (tl.dot(v_ND, tl.trans(g_MD)) - row_delta[None, :]), scores, bound2, SOFTCAP)
     return tl.dot(_narrow(ds_NM, q_MD.dtype, SOFT_BF16), q_MD, gk_ND), gv_ND
@@ -233,19 +459,57 @@ def _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_MD, g_MD, logsumexp, delta, first
 
 @triton.jit
 def attention_grad_kv(
-    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", key_documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
-    delta: "*fp32:16", grad_k: "*T:16", grad_v: "*T:16", scale: "fp32", softcap: "fp32", window: "i32", sequence: "i32", keys: "i32", offset: "i32", heads: "i32", group: "i32", head_dim: "i32:16",
-    q_s: "i32:16", q_b: "i32:16", q_a: "i32:16", k_s: "i32:16", k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16",
-    v_a: "i32:16", g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", gk_s: "i32:16", gk_b: "i32:16", gk_a: "i32:16", EXTRAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+    q: "*T:16",
+    k: "*T:16",
+    v: "*T:16",
+    slopes: "*fp32",
+    documents: "*fp32:16",
+    key_documents: "*fp32:16",
+    grad_o: "*T:16",
+    logsumexp: "*fp32:16",
+    delta: "*fp32:16",
+    grad_k: "*T:16",
+    grad_v: "*T:16",
+    scale: "fp32",
+    softcap: "fp32",
+    window: "i32",
+    sequence: "i32",
+    keys: "i32",
+    offset: "i32",
+    heads: "i32",
+    group: "i32",
+    head_dim: "i32:16",
+    q_s: "i32:16",
+    q_b: "i32:16",
+    q_a: "i32:16",
+    k_s: "i32:16",
+    k_b: "i32:16",
+    k_a: "i32:16",
+    v_s: "i32:16",
+    v_b: "i32:16",
+    v_a: "i32:16",
+    g_s: "i32:16",
+    g_b: "i32:16",
+    g_a: "i32:16",
+    gk_s: "i32:16",
+    gk_b: "i32:16",
+    gk_a: "i32:16",
+    EXTRAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SOFT_BF16: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """grad_k and grad_v of BLOCK_N positions of one key/value head: all query heads that read it, all later queries.
 
     grad_k and grad_v have the same strides.
     """
     kv_heads = heads // group
     first_column = tl.program_id(0) * BLOCK_N
-    b, head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
+    b = (tl.program_id(1) // kv_heads).to(tl.int64)
+    head = (tl.program_id(1) % kv_heads).to(tl.int64)
     column = first_column + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = (column < keys)[:, None] & (d < head_dim)[None, :]
@@ -258,72 +522,202 @@ def attention_grad_kv(
     scale2, bound2 = _scales(scale, softcap, SOFTCAP)
     origin = first_column - offset
     begin = tl.maximum(origin, 0) // BLOCK_M * BLOCK_M
-    whole = tl.cdiv(tl.maximum(origin + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M  # from there on every row sees all of these keys
+    # from there on every row sees all of these keys
+    whole = tl.cdiv(tl.maximum(origin + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
     past_last = sequence
     if SOFTCAP:
         past_last = tl.minimum(sequence, origin + BLOCK_N + window - 1)
     # the last block goes with those of the diagonal where it is not whole
     whole_end = tl.maximum(whole, tl.minimum(tl.cdiv(past_last, BLOCK_M), sequence // BLOCK_M) * BLOCK_M)
-    diagonal, tail = tl.cdiv(tl.maximum(tl.minimum(whole, past_last) - begin, 0), BLOCK_M), (past_last > whole_end).to(tl.int32)
-    gk_ND, gv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    diagonal = tl.cdiv(tl.maximum(tl.minimum(whole, past_last) - begin, 0), BLOCK_M)
+    tail = (past_last > whole_end).to(tl.int32)
+    gk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    gv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, group):
         a = head * group + member
         slope2 = 0.0
         if EXTRAS:
             slope2 = tl.load(slopes + a) * 1.4426950408889634
-        q_a_start, g_a_start = q + b * q_b + a * q_a, grad_o + b * g_b + a * g_a
-        lse_start, delta_start = logsumexp + (b * heads + a) * _padded(sequence), delta + (b * heads + a) * _padded(sequence)
+        q_a_start = q + b * q_b + a * q_a
+        g_a_start = grad_o + b * g_b + a * g_a
+        lse_start = logsumexp + (b * heads + a) * _padded(sequence)
+        delta_start = delta + (b * heads + a) * _padded(sequence)
         for turn in range(0, diagonal + tail):
             first = tl.where(turn < diagonal, begin + turn * BLOCK_M, whole_end)
             q_MD = _rows(q_a_start, q_s, first, sequence, head_dim, True, BLOCK_M, BLOCK_D)
             g_MD = _rows(g_a_start, g_s, first, sequence, head_dim, True, BLOCK_M, BLOCK_D)
-            gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_MD, g_MD, lse_start, delta_start, first, origin, column - offset, scale2, bound2,
-                                          window, slope2, documents, column_document, True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_M)  # fmt: skip
+            gk_ND, gv_ND = _grad_kv_block(
+                gk_ND,
+                gv_ND,
+                k_ND,
+                v_ND,
+                q_MD,
+                g_MD,
+                lse_start,
+                delta_start,
+                first,
+                origin,
+                column - offset,
+                scale2,
+                bound2,
+                window,
+                slope2,
+                documents,
+                column_document,
+                True,
+                EXTRAS,
+                SOFTCAP,
+                SOFT_BF16,
+                BLOCK_M,
+            )
         if AHEAD:
             next_q_MD = _rows(q_a_start, q_s, whole, sequence, head_dim, True, BLOCK_M, BLOCK_D)
             next_g_MD = _rows(g_a_start, g_s, whole, sequence, head_dim, True, BLOCK_M, BLOCK_D)
         for first in range(whole, whole_end, BLOCK_M):
             if AHEAD:
-                q_MD, g_MD, following = next_q_MD, next_g_MD, tl.minimum(first + BLOCK_M, whole_end - BLOCK_M)
+                q_MD = next_q_MD
+                g_MD = next_g_MD
+                following = tl.minimum(first + BLOCK_M, whole_end - BLOCK_M)
                 next_q_MD = _rows(q_a_start, q_s, following, sequence, head_dim, False, BLOCK_M, BLOCK_D)
                 next_g_MD = _rows(g_a_start, g_s, following, sequence, head_dim, False, BLOCK_M, BLOCK_D)
             else:
                 q_MD = _rows(q_a_start, q_s, first, sequence, head_dim, False, BLOCK_M, BLOCK_D)
                 g_MD = _rows(g_a_start, g_s, first, sequence, head_dim, False, BLOCK_M, BLOCK_D)
-            gk_ND, gv_ND = _grad_kv_block(gk_ND, gv_ND, k_ND, v_ND, q_MD, g_MD, lse_start, delta_start, first, origin, column - offset, scale2, bound2,
-                                          window, slope2, documents, column_document, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_M)  # fmt: skip
+            gk_ND, gv_ND = _grad_kv_block(
+                gk_ND,
+                gv_ND,
+                k_ND,
+                v_ND,
+                q_MD,
+                g_MD,
+                lse_start,
+                delta_start,
+                first,
+                origin,
+                column - offset,
+                scale2,
+                bound2,
+                window,
+                slope2,
+                documents,
+                column_document,
+                False,
+                EXTRAS,
+                SOFTCAP,
+                SOFT_BF16,
+                BLOCK_M,
+            )
     to = b * gk_b + head * gk_a + column.to(tl.int64)[:, None] * gk_s + d[None, :]
     tl.store(grad_k + to, (gk_ND * scale).to(grad_k.dtype.element_ty), mask=inside)
     tl.store(grad_v + to, (gv_ND * (1.0 / _lift_factor(v.dtype.element_ty))).to(grad_v.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, origin, row, last, keys, head_dim, scale2, bound2, window, slope2,
-                  key_documents, row_document, DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _grad_q_block(
+    gq_MD,
+    q_MD,
+    g_MD,
+    lse,
+    row_delta,
+    k,
+    v,
+    k_s,
+    v_s,
+    first,
+    origin,
+    row,
+    last,
+    keys,
+    head_dim,
+    scale2,
+    bound2,
+    window,
+    slope2,
+    key_documents,
+    row_document,
+    DIAGONAL: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SOFT_BF16: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     column = first + tl.arange(0, BLOCK_N)
     k_ND = _rows(k, k_s, first, keys, head_dim, DIAGONAL, BLOCK_N, BLOCK_D)
     v_ND = _rows(v, v_s, first, keys, head_dim, DIAGONAL, BLOCK_N, BLOCK_D)
-    tilt, column_document = column, column
+    tilt = column
+    column_document = column
     if EXTRAS:
-        tilt, column_document = slope2 * (column - origin).to(tl.float32), tl.load(key_documents + column)
+        tilt = slope2 * (column - origin).to(tl.float32)
+        column_document = tl.load(key_documents + column)
     scores = _scores(tl.dot(q_MD, tl.trans(k_ND)), scale2, bound2, SOFTCAP)
-    p = tl.exp2(_logits(scores, tilt[None, :], row[:, None], last[:, None], column[None, :], row_document[:, None], column_document[None, :],
-                        window, DIAGONAL, EXTRAS, SOFTCAP) - lse[:, None])  # fmt: skip
+    p = tl.exp2(
+        _logits(
+            scores,
+            tilt[None, :],
+            row[:, None],
+            last[:, None],
+            column[None, :],
+            row_document[:, None],
+            column_document[None, :],
+            window,
+            DIAGONAL,
+            EXTRAS,
+            SOFTCAP,
+        )
+        - lse[:, None]
+    )
     ds = _bounded_slope(p * (tl.dot(g_MD, tl.trans(v_ND)) - row_delta[:, None]), scores, bound2, SOFTCAP)
     return tl.dot(_narrow(ds, k_ND.dtype, SOFT_BF16), k_ND, gq_MD)
 
 
 @triton.jit
 def attention_grad_q(
-    q: "*T:16", k: "*T:16", v: "*T:16", slopes: "*fp32", documents: "*fp32:16", key_documents: "*fp32:16", grad_o: "*T:16", logsumexp: "*fp32:16",
-    delta: "*fp32:16", grad_q: "*T:16", scale: "fp32", softcap: "fp32", window: "i32", sequence: "i32", keys: "i32", offset: "i32", heads: "i32", group: "i32", head_dim: "i32:16", q_s: "i32:16",
-    q_b: "i32:16", q_a: "i32:16", k_s: "i32:16", k_b: "i32:16", k_a: "i32:16", v_s: "i32:16", v_b: "i32:16", v_a: "i32:16",
-    g_s: "i32:16", g_b: "i32:16", g_a: "i32:16", gq_s: "i32:16", gq_b: "i32:16", gq_a: "i32:16", EXTRAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, SOFT_BF16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+    q: "*T:16",
+    k: "*T:16",
+    v: "*T:16",
+    slopes: "*fp32",
+    documents: "*fp32:16",
+    key_documents: "*fp32:16",
+    grad_o: "*T:16",
+    logsumexp: "*fp32:16",
+    delta: "*fp32:16",
+    grad_q: "*T:16",
+    scale: "fp32",
+    softcap: "fp32",
+    window: "i32",
+    sequence: "i32",
+    keys: "i32",
+    offset: "i32",
+    heads: "i32",
+    group: "i32",
+    head_dim: "i32:16",
+    q_s: "i32:16",
+    q_b: "i32:16",
+    q_a: "i32:16",
+    k_s: "i32:16",
+    k_b: "i32:16",
+    k_a: "i32:16",
+    v_s: "i32:16",
+    v_b: "i32:16",
+    v_a: "i32:16",
+    g_s: "i32:16",
+    g_b: "i32:16",
+    g_a: "i32:16",
+    gq_s: "i32:16",
+    gq_b: "i32:16",
+    gq_a: "i32:16",
+    EXTRAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SOFT_BF16: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """grad_q of BLOCK_M queries of one head."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    b, a = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    a = (tl.program_id(1) % heads).to(tl.int64)
     row = first_row + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = (row < sequence)[:, None] & (d < head_dim)[None, :]
@@ -332,9 +726,11 @@ def attention_grad_q(
     at = (b * heads + a) * _padded(sequence) + row
     lse = tl.load(logsumexp + at, mask=row < sequence, other=float("inf"))
     row_delta = tl.load(delta + at, mask=row < sequence, other=0.0)
-    k, v = k + b * k_b + (a // group) * k_a, v + b * v_b + (a // group) * v_a
+    k = k + b * k_b + (a // group) * k_a
+    v = v + b * v_b + (a // group) * v_a
     scale2, bound2 = _scales(scale, softcap, SOFTCAP)
-    slope2, row_document = 0.0, row
+    slope2 = 0.0
+    row_document = row
     if EXTRAS:
         slope2 = tl.load(slopes + a) * 1.4426950408889634
         key_documents += b * _padded(keys)
@@ -342,15 +738,71 @@ def attention_grad_q(
         lse += slope2 * (row - first_row).to(tl.float32)
     gq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     origin = first_row + offset
-    begin, whole = 0, tl.minimum(origin + 1, keys) // BLOCK_N * BLOCK_N  # up to `whole` every row sees whole blocks
+    # up to `whole` every row sees whole blocks
+    begin = 0
+    whole = tl.minimum(origin + 1, keys) // BLOCK_N * BLOCK_N
     if SOFTCAP:
         begin = tl.maximum(origin - window + 1, 0) // BLOCK_N * BLOCK_N
     for first in range(begin, whole, BLOCK_N):
-        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, origin, row + offset, row, keys, head_dim, scale2, bound2, window,
-                              slope2, key_documents, row_document, False, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
+        gq_MD = _grad_q_block(
+            gq_MD,
+            q_MD,
+            g_MD,
+            lse,
+            row_delta,
+            k,
+            v,
+            k_s,
+            v_s,
+            first,
+            origin,
+            row + offset,
+            row,
+            keys,
+            head_dim,
+            scale2,
+            bound2,
+            window,
+            slope2,
+            key_documents,
+            row_document,
+            False,
+            EXTRAS,
+            SOFTCAP,
+            SOFT_BF16,
+            BLOCK_N,
+            BLOCK_D,
+        )
     last = tl.minimum(row + offset, keys - 1)
     for first in range(whole, tl.minimum(origin + BLOCK_M, keys), BLOCK_N):
-        gq_MD = _grad_q_block(gq_MD, q_MD, g_MD, lse, row_delta, k, v, k_s, v_s, first, origin, row + offset, last, keys, head_dim, scale2, bound2, window,
-                              slope2, key_documents, row_document, True, EXTRAS, SOFTCAP, SOFT_BF16, BLOCK_N, BLOCK_D)  # fmt: skip
+        gq_MD = _grad_q_block(
+            gq_MD,
+            q_MD,
+            g_MD,
+            lse,
+            row_delta,
+            k,
+            v,
+            k_s,
+            v_s,
+            first,
+            origin,
+            row + offset,
+            last,
+            keys,
+            head_dim,
+            scale2,
+            bound2,
+            window,
+            slope2,
+            key_documents,
+            row_document,
+            True,
+            EXTRAS,
+            SOFTCAP,
+            SOFT_BF16,
+            BLOCK_N,
+            BLOCK_D,
+        )
     to = grad_q + b * gq_b + a * gq_a + row.to(tl.int64)[:, None] * gq_s + d[None, :]
     tl.store(to, (gq_MD * scale).to(grad_q.dtype.element_ty), mask=inside)

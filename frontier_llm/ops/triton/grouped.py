@@ -1,6 +1,8 @@
-"""Products over ragged groups of rows (the tokens of one expert after the other); no atomics, so results are reproducible.
+"""Products over ragged groups of rows (the tokens of one expert after the other); no atomics, so results are
+reproducible.
 
-The groups' ends are read on the device: the grid is what any ends with these sums need, and programs without rows leave at once.
+The groups' ends are read on the device: the grid is what any ends with these sums need, and programs without rows leave
+at once.
 """
 
 import triton
@@ -11,8 +13,9 @@ import triton.language as tl
 def _group_of(slot, ends, groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """(group, its first row, the row past its last, the first row of this slot's block).
 
-    Group e owns the slots from first_row // BLOCK_M + e to end // BLOCK_M + e, which are as many as its blocks of rows or one more: a closed form
-    of the ends, where the sum of all earlier groups' blocks would be a scan. Slots of rows behind the last group belong to none, which ends at once.
+    Group e owns the slots from first_row // BLOCK_M + e to end // BLOCK_M + e, which are as many as its blocks of rows
+    or one more: a closed form of the ends, where the sum of all earlier groups' blocks would be a scan. Slots of rows
+    behind the last group belong to none, which ends at once.
     """
     group = 0
     for first in range(0, groups, BLOCK_E):
@@ -20,15 +23,31 @@ def _group_of(slot, ends, groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
         last_slot = tl.load(ends + e, mask=e < groups, other=0) // BLOCK_M + e
         group += tl.sum(((last_slot < slot) & (e < groups)).to(tl.int32), 0)
     begin = tl.where(group > 0, tl.load(ends + tl.maximum(group - 1, 0)), 0)
-    return group, begin, tl.load(ends + group, mask=group < groups, other=0), begin + (slot - begin // BLOCK_M - group) * BLOCK_M
+    return (
+        group,
+        begin,
+        tl.load(ends + group, mask=group < groups, other=0),
+        begin + (slot - begin // BLOCK_M - group) * BLOCK_M,
+    )
 
 
 @triton.jit
 def grouped_product(
-    x: "*T:16", weight: "*T:16", ends: "*i32", out: "*T:16", groups: "i32", columns: "i32:16", depth: "i32:16", ALONG_DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr
-):  # fmt: skip
-    """BLOCK_M rows of one group times BLOCK_N columns of its weights, which lie along the depth (a linear layer) or along the columns (its backward).
+    x: "*T:16",
+    weight: "*T:16",
+    ends: "*i32",
+    out: "*T:16",
+    groups: "i32",
+    columns: "i32:16",
+    depth: "i32:16",
+    ALONG_DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """BLOCK_M rows of one group times BLOCK_N columns of its weights, which lie along the depth (a linear layer) or
+    along the columns (its backward).
 
     Rows past the group's last read that one and are not written.
     """
@@ -36,7 +55,8 @@ def grouped_product(
     if first_row >= end:
         return
     row = first_row + tl.arange(0, BLOCK_M)
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
     weight += group.to(tl.int64) * columns * depth
     x_MK = x + tl.minimum(row, end - 1).to(tl.int64)[:, None] * depth + k[None, :]
     there = (n < columns)[None, :]
@@ -67,18 +87,31 @@ def grouped_product(
 
 @triton.jit
 def grouped_weight_gradient(
-    grad: "*T:16", x: "*T:16", ends: "*i32", main_grad: "*fp32:16", outputs: "i32:16", inputs: "i32:16", BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """main_grad[group] += gradᵀ @ x over the group's rows: BLOCK_N outputs by BLOCK_K inputs, BLOCK_M rows at a time."""
+    grad: "*T:16",
+    x: "*T:16",
+    ends: "*i32",
+    main_grad: "*fp32:16",
+    outputs: "i32:16",
+    inputs: "i32:16",
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """main_grad[group] += gradᵀ @ x over the group's rows: BLOCK_N outputs by BLOCK_K inputs, BLOCK_M rows at a
+    time.
+    """
     group = tl.program_id(2)
-    begin, end = tl.where(group > 0, tl.load(ends + tl.maximum(group - 1, 0)), 0), tl.load(ends + group)
+    begin = tl.where(group > 0, tl.load(ends + tl.maximum(group - 1, 0)), 0)
+    end = tl.load(ends + group)
     if begin >= end:
         return
-    n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     row = begin.to(tl.int64) + tl.arange(0, BLOCK_M)
-    g_MN, x_MK = grad + row[:, None] * outputs + n[None, :], x + row[:, None] * inputs + k[None, :]
-    has_n, has_k = (n < outputs)[None, :], (k < inputs)[None, :]
+    g_MN = grad + row[:, None] * outputs + n[None, :]
+    x_MK = x + row[:, None] * inputs + k[None, :]
+    has_n = (n < outputs)[None, :]
+    has_k = (k < inputs)[None, :]
     sum_NK = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     whole = (end - begin) // BLOCK_M * BLOCK_M
     for _first in range(0, whole, BLOCK_M):
@@ -87,7 +120,8 @@ def grouped_weight_gradient(
         x_MK += BLOCK_M * inputs
     if begin + whole < end:
         inside = (row + whole < end)[:, None]
-        g_left, x_left = tl.load(g_MN, mask=inside & has_n, other=0.0), tl.load(x_MK, mask=inside & has_k, other=0.0)
+        g_left = tl.load(g_MN, mask=inside & has_n, other=0.0)
+        x_left = tl.load(x_MK, mask=inside & has_k, other=0.0)
         sum_NK = tl.dot(tl.trans(g_left), x_left, sum_NK)
     to = main_grad + group.to(tl.int64) * outputs * inputs + n.to(tl.int64)[:, None] * inputs + k[None, :]
     inside = (n < outputs)[:, None] & has_k

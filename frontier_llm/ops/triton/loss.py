@@ -1,7 +1,7 @@
 """One vocabulary shard's part of the cross-entropy; the logits are read in their own type, never copied to fp32.
 
-Vocabularies are no multiples of 16 (GPT-2's has 50257 words), but rows are padded and so aligned: blocks that lie in the row are read without
-a mask, in 16-byte accesses; the mask of the last block would forbid them.
+Vocabularies are no multiples of 16 (GPT-2's has 50257 words), but rows are padded and so aligned: blocks that lie in
+the row are read without a mask, in 16-byte accesses; the mask of the last block would forbid them.
 """
 
 import triton
@@ -17,9 +17,15 @@ def _seen(value, top, total):
 
 @triton.jit
 def cross_entropy_stats(
-    logits: "*T:16", targets: "*i64", stats: "*fp32", rows: "i32", columns: "i32", row_stride: "i32:16", first_vocab: "i32",
-    BLOCK: tl.constexpr
-):  # fmt: skip
+    logits: "*T:16",
+    targets: "*i64",
+    stats: "*fp32",
+    rows: "i32",
+    columns: "i32",
+    row_stride: "i32:16",
+    first_vocab: "i32",
+    BLOCK: tl.constexpr,
+):
     """stats [3, rows]: max, sum of exp(logit - max) in one pass, logit of the target or 0."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * row_stride
@@ -54,7 +60,9 @@ def cross_entropy_backward(
     first = tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)
     at = logits + row.to(tl.int64) * row_stride + column
-    target, total, scale = tl.load(targets + row) - first_vocab, tl.load(logsumexp + row), tl.load(grad_loss + row)
+    target = tl.load(targets + row) - first_vocab
+    total = tl.load(logsumexp + row)
+    scale = tl.load(grad_loss + row)
     if first + BLOCK <= columns:
         tl.store(at, _gradient(tl.load(at), column, target, total, scale).to(logits.dtype.element_ty))
     else:

@@ -27,10 +27,24 @@ def _affine(value, centre, inverse, weight, bias, column, inside, has_bias):
 
 @triton.jit
 def norm_forward(
-    x: "*T:16", residual: "*T:16", weight: "*T:16", bias: "*T:16", out: "*T:16", total: "*T:16", mean: "*fp32", scale: "*fp32",
-    columns: "i32:16", eps: "fp32", has_residual: "i32", has_bias: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """out = norm(x + residual) * weight + bias and total = x + residual; rows are contiguous, statistics go to mean and scale."""
+    x: "*T:16",
+    residual: "*T:16",
+    weight: "*T:16",
+    bias: "*T:16",
+    out: "*T:16",
+    total: "*T:16",
+    mean: "*fp32",
+    scale: "*fp32",
+    columns: "i32:16",
+    eps: "fp32",
+    has_residual: "i32",
+    has_bias: "i32",
+    CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out = norm(x + residual) * weight + bias and total = x + residual; rows are contiguous, statistics go to mean
+    and scale.
+    """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -43,14 +57,30 @@ def norm_forward(
     centre = tl.sum(value) / columns if CENTRED else 0.0
     centred = tl.where(inside, value - centre, 0.0)
     inverse = _inverse_and_store(centred * centred, mean, scale, row, centre, columns, eps, CENTRED)
-    tl.store(out + at, _affine(value, centre, inverse, weight, bias, column, inside, has_bias).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + at,
+        _affine(value, centre, inverse, weight, bias, column, inside, has_bias).to(out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
 def norm_forward_long(
-    x: "*T:16", residual: "*T:16", weight: "*T:16", bias: "*T:16", out: "*T:16", total: "*T:16", mean: "*fp32", scale: "*fp32",
-    columns: "i32:16", eps: "fp32", has_residual: "i32", has_bias: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    x: "*T:16",
+    residual: "*T:16",
+    weight: "*T:16",
+    bias: "*T:16",
+    out: "*T:16",
+    total: "*T:16",
+    mean: "*fp32",
+    scale: "*fp32",
+    columns: "i32:16",
+    eps: "fp32",
+    has_residual: "i32",
+    has_bias: "i32",
+    CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """`norm_forward` for rows longer than a block."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
@@ -91,9 +121,11 @@ def norm_backward(
     partial_weight: "*fp32:16", partial_bias: "*fp32:16", rows: "i32", columns: "i32:16", rows_per_program: "i32",
     has_grad_total: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A strip of rows: grad_x = scale * (p - mean(p) - n * mean(p n)) (+ grad_total) with n the normed row and p = grad * weight.
+    """A strip of rows: grad_x = scale * (p - mean(p) - n * mean(p n)) (+ grad_total) with n the normed row and p = grad
+    * weight.
 
-    The strip's share of grad_weight and grad_bias goes to one row of partial_* (fp32 [strips, columns]); the caller adds them, in order.
+    The strip's share of grad_weight and grad_bias goes to one row of partial_* (fp32 [strips, columns]); the caller
+    adds them, in order.
     """
     strip = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -158,9 +190,18 @@ def norm_backward_long(
 
 @triton.jit
 def norm_weight_gradient_long(
-    grad: "*T:16", total: "*T:16", mean: "*fp32", scale: "*fp32", partial_weight: "*fp32:16", partial_bias: "*fp32:16", rows: "i32",
-    columns: "i32:16", rows_per_program: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    grad: "*T:16",
+    total: "*T:16",
+    mean: "*fp32",
+    scale: "*fp32",
+    partial_weight: "*fp32:16",
+    partial_bias: "*fp32:16",
+    rows: "i32",
+    columns: "i32:16",
+    rows_per_program: "i32",
+    CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BLOCK columns of one strip of rows of grad_weight and grad_bias, fp32 [strips, columns]."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,4 +1,6 @@
-"""Passes over flat fp32 buffers: AdamW, the gradient norm, gradient sums; all bound by memory, so each reads and writes once."""
+"""Passes over flat fp32 buffers: AdamW, the gradient norm, gradient sums; all bound by memory, so each reads and
+writes once.
+"""
 
 import triton
 import triton.language as tl
@@ -6,13 +8,27 @@ import triton.language as tl
 
 @triton.jit
 def adamw(
-    master: "*fp32:16", grad: "*fp32:16", exp_avg: "*fp32:16", exp_avg_sq: "*fp32:16", weights: "*T:16", grad_scale: "*fp32",
-    count: "i64:16", step_size: "fp32", beta1: "fp32", beta2: "fp32", eps: "fp32", decay: "fp32", root: "fp32", write_weights: "i32",
-    BLOCK: tl.constexpr
-):  # fmt: skip
-    """AdamW with decoupled decay. step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), decay = lr * weight decay.
+    master: "*fp32:16",
+    grad: "*fp32:16",
+    exp_avg: "*fp32:16",
+    exp_avg_sq: "*fp32:16",
+    weights: "*T:16",
+    grad_scale: "*fp32",
+    count: "i64:16",
+    step_size: "fp32",
+    beta1: "fp32",
+    beta2: "fp32",
+    eps: "fp32",
+    decay: "fp32",
+    root: "fp32",
+    write_weights: "i32",
+    BLOCK: tl.constexpr,
+):
+    """AdamW with decoupled decay. step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), decay = lr * weight
+    decay.
 
-    Update and decay are added before the weight is rounded: fp32 rounds 1 - decay to 1 below 6e-8. grad_scale is read from device memory: the clip factor is known there without a synchronisation.
+    Update and decay are added before the weight is rounded: fp32 rounds 1 - decay to 1 below 6e-8. grad_scale is read
+    from device memory: the clip factor is known there without a synchronisation.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -51,13 +67,19 @@ def accumulate(main_grad: "*fp32:16", grad: "*T:16", count: "i64:16", BLOCK: tl.
 
 @triton.jit
 def embedding_backward(
-    main_grad: "*fp32:16", rows: "*i64", order: "*i64", grad: "*T:16", tokens: "i32", columns: "i32:16", vocab_rows: "i32",
-    BLOCK: tl.constexpr
-):  # fmt: skip
+    main_grad: "*fp32:16",
+    rows: "*i64",
+    order: "*i64",
+    grad: "*T:16",
+    tokens: "i32",
+    columns: "i32:16",
+    vocab_rows: "i32",
+    BLOCK: tl.constexpr,
+):
     """main_grad[row] += grad of its tokens. `rows` is sorted and `order` says whose gradient each entry is.
 
-    The program at the first entry of a run of equal rows adds the run, in the tokens' order, so the sum is reproducible.
-    It sums blocks of 1,024 tokens: a million equal rows added one by one in fp32 give 0.95 % too little.
+    The program at the first entry of a run of equal rows adds the run, in the tokens' order, so the sum is
+    reproducible. It sums blocks of 1,024 tokens: a million equal rows added one by one in fp32 give 0.95 % too little.
     """
     entry = tl.program_id(0)
     row = tl.load(rows + entry)

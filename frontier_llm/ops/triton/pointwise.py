@@ -1,4 +1,5 @@
-"""RoPE, SwiGLU and GELU with its bias (times a weight for each row), dropout with its residual, rows from anywhere and their sums.
+"""RoPE, SwiGLU and GELU with its bias (times a weight for each row), dropout with its residual, rows from anywhere and
+their sums.
 
 Each reads its inputs once and writes its outputs once.
 """
@@ -9,13 +10,27 @@ import triton.language as tl
 
 @triton.jit
 def rope(
-    x: "*T:16", cos: "*fp32:16", sin: "*fp32:16", out: "*T:16", sign: "fp32", batch: "i32", heads: "i32", head_dim: "i32:16",
-    half: "i32:16", x_s: "i32:16", x_b: "i32:16", x_a: "i32:16", angle_s: "i32:16", angle_b: "i32:16", BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr
-):  # fmt: skip
+    x: "*T:16",
+    cos: "*fp32:16",
+    sin: "*fp32:16",
+    out: "*T:16",
+    sign: "fp32",
+    batch: "i32",
+    heads: "i32",
+    head_dim: "i32:16",
+    half: "i32:16",
+    x_s: "i32:16",
+    x_b: "i32:16",
+    x_a: "i32:16",
+    angle_s: "i32:16",
+    angle_b: "i32:16",
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
     """One position: every head's first 2 * half dims rotated by the angle (sign -1 turns back), the rest copied."""
     position = tl.program_id(0)
-    s, b = (position // batch).to(tl.int64), (position % batch).to(tl.int64)
+    s = (position // batch).to(tl.int64)
+    b = (position % batch).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK_HALF)[None, :]
     angle = s * angle_s + b * angle_b + lane
@@ -37,7 +52,9 @@ def rope(
 def _of_parts(q, k, v, of_q, of_k, of_v):
     """From the one of three places that a number has."""
     return tl.where(
-        of_q, tl.load(q, mask=of_q, other=0.0), tl.where(of_k, tl.load(k, mask=of_k, other=0.0), tl.load(v, mask=of_v, other=0.0))
+        of_q,
+        tl.load(q, mask=of_q, other=0.0),
+        tl.where(of_k, tl.load(k, mask=of_k, other=0.0), tl.load(v, mask=of_v, other=0.0)),
     )
 
 
@@ -50,27 +67,50 @@ def _to_parts(q, k, v, of_q, of_k, of_v, x):
 
 @triton.jit
 def heads(
-    qkv: "*T:16", q: "*T:16", k: "*T:16", v: "*T:16", cos: "*fp32:16", sin: "*fp32:16", batch: "i32", groups: "i32", members: "i32",
-    head_dim: "i32:16", half: "i32:16", angle_s: "i32:16", angle_b: "i32:16", JOIN: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr
-):  # fmt: skip
-    """One position of a projection [groups, members, head_dim] whose members are a group's queries, its key and its value.
+    qkv: "*T:16",
+    q: "*T:16",
+    k: "*T:16",
+    v: "*T:16",
+    cos: "*fp32:16",
+    sin: "*fp32:16",
+    batch: "i32",
+    groups: "i32",
+    members: "i32",
+    head_dim: "i32:16",
+    half: "i32:16",
+    angle_s: "i32:16",
+    angle_b: "i32:16",
+    JOIN: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """One position of a projection [groups, members, head_dim] whose members are a group's queries, its key and its
+    value.
 
-    Apart: queries and keys turned by the angle, values as they are. With JOIN: their gradients put together, turned back.
+    Apart: queries and keys turned by the angle, values as they are. With JOIN: their gradients put together, turned
+    back.
     """
     position = tl.program_id(0)
-    s, b, row = (position // batch).to(tl.int64), (position % batch).to(tl.int64), position.to(tl.int64)
+    s = (position // batch).to(tl.int64)
+    b = (position % batch).to(tl.int64)
+    row = position.to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     lane = tl.arange(0, BLOCK_HALF)[None, :]
-    group, member = head // members, head % members
-    there, turns = head < groups * members, member < members - 1
-    of_q, of_k, of_v = there & (member < members - 2), there & (member == members - 2), there & (member == members - 1)
+    group = head // members
+    member = head % members
+    there = head < groups * members
+    turns = member < members - 1
+    of_q = there & (member < members - 2)
+    of_k = there & (member == members - 2)
+    of_v = there & (member == members - 1)
     angle = s * angle_s + b * angle_b + lane
     c = tl.load(cos + angle, mask=lane < half, other=1.0)
     d = tl.load(sin + angle, mask=lane < half, other=0.0) * (-1.0 if JOIN else 1.0)
     fused = qkv + (row * groups * members + head) * head_dim + lane
     one = (row * groups + group) * head_dim + lane
-    q, k, v = q + ((row * groups + group) * (members - 2) + member) * head_dim + lane, k + one, v + one
+    q = q + ((row * groups + group) * (members - 2) + member) * head_dim + lane
+    k = k + one
+    v = v + one
     pair = lane < half
     if JOIN:
         first = _of_parts(q, k, v, of_q & pair, of_k & pair, of_v & pair).to(tl.float32)
@@ -97,7 +137,9 @@ def heads(
 
 
 @triton.jit
-def swiglu_forward(x: "*T:16", weights: "*fp32", out: "*T:16", columns: "i32:16", has_weights: "i32", BLOCK: tl.constexpr):
+def swiglu_forward(
+    x: "*T:16", weights: "*fp32", out: "*T:16", columns: "i32:16", has_weights: "i32", BLOCK: tl.constexpr
+):
     """out [rows, columns] = silu(gate) * up * weight of the row, for x [rows, 2, columns]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -112,10 +154,19 @@ def swiglu_forward(x: "*T:16", weights: "*fp32", out: "*T:16", columns: "i32:16"
 
 @triton.jit
 def swiglu_backward(
-    grad: "*T:16", x: "*T:16", weights: "*fp32", grad_x: "*T:16", partial_weights: "*fp32", rows: "i32", columns: "i32:16",
-    has_weights: "i32", BLOCK: tl.constexpr
-):  # fmt: skip
-    """The gradient of both halves of x, and what these columns add to that of the row's weight, to partial_weights [column blocks, rows]."""
+    grad: "*T:16",
+    x: "*T:16",
+    weights: "*fp32",
+    grad_x: "*T:16",
+    partial_weights: "*fp32",
+    rows: "i32",
+    columns: "i32:16",
+    has_weights: "i32",
+    BLOCK: tl.constexpr,
+):
+    """The gradient of both halves of x, and what these columns add to that of the row's weight, to partial_weights
+    [column blocks, rows].
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -127,7 +178,11 @@ def swiglu_backward(
     if has_weights:
         tl.store(partial_weights + tl.program_id(1) * rows.to(tl.int64) + row, tl.sum(g * silu * up, 0))
         g *= tl.load(weights + row)
-    tl.store(grad_x + 2 * row * columns + column, (g * up * (slope + silu * (1.0 - slope))).to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(
+        grad_x + 2 * row * columns + column,
+        (g * up * (slope + silu * (1.0 - slope))).to(grad_x.dtype.element_ty),
+        mask=inside,
+    )
     tl.store(grad_x + (2 * row + 1) * columns + column, (g * silu).to(grad_x.dtype.element_ty), mask=inside)
 
 
@@ -140,9 +195,16 @@ def _gelu(value, TANH: tl.constexpr):
 
 @triton.jit
 def gelu_forward(
-    x: "*T:16", bias: "*T:16", weights: "*fp32", out: "*T:16", columns: "i32:16", has_bias: "i32", has_weights: "i32", TANH: tl.constexpr,
-    BLOCK: tl.constexpr
-):  # fmt: skip
+    x: "*T:16",
+    bias: "*T:16",
+    weights: "*fp32",
+    out: "*T:16",
+    columns: "i32:16",
+    has_bias: "i32",
+    has_weights: "i32",
+    TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """out = gelu(x + bias) * weight of the row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -158,10 +220,23 @@ def gelu_forward(
 
 @triton.jit
 def gelu_backward(
-    grad: "*T:16", x: "*T:16", bias: "*T:16", weights: "*fp32", grad_x: "*T:16", partial_bias: "*fp32:16", partial_weights: "*fp32",
-    rows: "i32", columns: "i32:16", rows_per_program: "i32", has_bias: "i32", has_weights: "i32", TANH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """BLOCK columns of a strip of rows: grad_x = grad * weight * gelu'(x + bias), its column sums to one row of partial_bias [strips, columns].
+    grad: "*T:16",
+    x: "*T:16",
+    bias: "*T:16",
+    weights: "*fp32",
+    grad_x: "*T:16",
+    partial_bias: "*fp32:16",
+    partial_weights: "*fp32",
+    rows: "i32",
+    columns: "i32:16",
+    rows_per_program: "i32",
+    has_bias: "i32",
+    has_weights: "i32",
+    TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK columns of a strip of rows: grad_x = grad * weight * gelu'(x + bias), its column sums to one row of
+    partial_bias [strips, columns].
 
     What these columns add to the gradient of each row's weight goes to partial_weights [column blocks, rows].
     """
@@ -194,7 +269,9 @@ def gelu_backward(
 
 @triton.jit
 def _drop_one(x, residual, out, at, inside, drawn, limit, scale, has_residual):
-    """One feature of each of the lanes: its 16 bits are the upper ones of `drawn`, the rate those of `limit`; what is below counts for nothing."""
+    """One feature of each of the lanes: its 16 bits are the upper ones of `drawn`, the rate those of `limit`; what
+    is below counts for nothing.
+    """
     value = tl.where(drawn >= limit, tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale, 0.0)
     if has_residual:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
@@ -203,25 +280,103 @@ def _drop_one(x, residual, out, at, inside, drawn, limit, scale, has_residual):
 
 @triton.jit
 def drop(
-    x: "*T:16", residual: "*T:16", samples: "*i64", positions: "*i64", out: "*T:16", key: "i64", threshold: "i32", scale: "fp32",
-    batch: "i32", columns: "i32:16", blocks: "i32:16", has_residual: "i32", BLOCK: tl.constexpr
-):  # fmt: skip
-    """out = residual + x with features dropped: a lane draws one block of Philox for eight features, `blocks` apart (ops/dropout.py)."""
+    x: "*T:16",
+    residual: "*T:16",
+    samples: "*i64",
+    positions: "*i64",
+    out: "*T:16",
+    key: "i64",
+    threshold: "i32",
+    scale: "fp32",
+    batch: "i32",
+    columns: "i32:16",
+    blocks: "i32:16",
+    has_residual: "i32",
+    BLOCK: tl.constexpr,
+):
+    """out = residual + x with features dropped: a lane draws one block of Philox for eight features, `blocks` apart
+    (ops/dropout.py).
+    """
     row = tl.program_id(0)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    sample, zero = tl.load(samples + row % batch), tl.zeros([BLOCK], tl.int32)
+    sample = tl.load(samples + row % batch)
+    zero = tl.zeros([BLOCK], tl.int32)
     position = tl.load(positions + row // batch).to(tl.int32) + zero
-    low, high = sample.to(tl.int32) + zero, (sample >> 32).to(tl.int32) + zero
+    low = sample.to(tl.int32) + zero
+    high = (sample >> 32).to(tl.int32) + zero
     w0, w1, w2, w3 = tl.philox(key, lane, position, low, high)
-    at, limit = row.to(tl.int64) * columns + lane, threshold.to(tl.uint32) << 16
+    at = row.to(tl.int64) * columns + lane
+    limit = threshold.to(tl.uint32) << 16
     _drop_one(x, residual, out, at, (lane < blocks) & (lane < columns), w0 << 16, limit, scale, has_residual)
-    _drop_one(x, residual, out, at + blocks, (lane < blocks) & (lane + blocks < columns), w0, limit, scale, has_residual)
-    _drop_one(x, residual, out, at + 2 * blocks, (lane < blocks) & (lane + 2 * blocks < columns), w1 << 16, limit, scale, has_residual)
-    _drop_one(x, residual, out, at + 3 * blocks, (lane < blocks) & (lane + 3 * blocks < columns), w1, limit, scale, has_residual)
-    _drop_one(x, residual, out, at + 4 * blocks, (lane < blocks) & (lane + 4 * blocks < columns), w2 << 16, limit, scale, has_residual)
-    _drop_one(x, residual, out, at + 5 * blocks, (lane < blocks) & (lane + 5 * blocks < columns), w2, limit, scale, has_residual)
-    _drop_one(x, residual, out, at + 6 * blocks, (lane < blocks) & (lane + 6 * blocks < columns), w3 << 16, limit, scale, has_residual)
-    _drop_one(x, residual, out, at + 7 * blocks, (lane < blocks) & (lane + 7 * blocks < columns), w3, limit, scale, has_residual)
+    _drop_one(
+        x, residual, out, at + blocks, (lane < blocks) & (lane + blocks < columns), w0, limit, scale, has_residual
+    )
+    _drop_one(
+        x,
+        residual,
+        out,
+        at + 2 * blocks,
+        (lane < blocks) & (lane + 2 * blocks < columns),
+        w1 << 16,
+        limit,
+        scale,
+        has_residual,
+    )
+    _drop_one(
+        x,
+        residual,
+        out,
+        at + 3 * blocks,
+        (lane < blocks) & (lane + 3 * blocks < columns),
+        w1,
+        limit,
+        scale,
+        has_residual,
+    )
+    _drop_one(
+        x,
+        residual,
+        out,
+        at + 4 * blocks,
+        (lane < blocks) & (lane + 4 * blocks < columns),
+        w2 << 16,
+        limit,
+        scale,
+        has_residual,
+    )
+    _drop_one(
+        x,
+        residual,
+        out,
+        at + 5 * blocks,
+        (lane < blocks) & (lane + 5 * blocks < columns),
+        w2,
+        limit,
+        scale,
+        has_residual,
+    )
+    _drop_one(
+        x,
+        residual,
+        out,
+        at + 6 * blocks,
+        (lane < blocks) & (lane + 6 * blocks < columns),
+        w3 << 16,
+        limit,
+        scale,
+        has_residual,
+    )
+    _drop_one(
+        x,
+        residual,
+        out,
+        at + 7 * blocks,
+        (lane < blocks) & (lane + 7 * blocks < columns),
+        w3,
+        limit,
+        scale,
+        has_residual,
+    )
 
 
 @triton.jit

@@ -1,4 +1,6 @@
-"""A router's choice in one pass, in fp32 whatever the working type: scores over all experts, the best few of them, and their weights."""
+"""A router's choice in one pass, in fp32 whatever the working type: scores over all experts, the best few of them,
+and their weights.
+"""
 
 import triton
 import triton.language as tl
@@ -6,12 +8,28 @@ import triton.language as tl
 
 @triton.jit
 def route_forward(
-    logits: "*fp32:16", bias: "*fp32:16", scores: "*fp32:16", weights: "*fp32", experts: "*i64", rows: "i32", count: "i32:16",
-    top_k: "i32", scale: "fp32", sigmoid: "i32", normalise: "i32", has_bias: "i32", BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """Of equal experts the first is chosen; what is no number comes last, so that choices are always `top_k` different ones."""
+    logits: "*fp32:16",
+    bias: "*fp32:16",
+    scores: "*fp32:16",
+    weights: "*fp32",
+    experts: "*i64",
+    rows: "i32",
+    count: "i32:16",
+    top_k: "i32",
+    scale: "fp32",
+    sigmoid: "i32",
+    normalise: "i32",
+    has_bias: "i32",
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Of equal experts the first is chosen; what is no number comes last, so that choices are always `top_k`
+    different ones.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    e, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    e = tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
     free = (row < rows)[:, None] & (e < count)[None, :]
     at = row[:, None] * count + e[None, :]
     logit = tl.load(logits + at, mask=free, other=0.0)
@@ -26,7 +44,8 @@ def route_forward(
         preferred = score + tl.load(bias + e, mask=e < count, other=0.0)[None, :]
     preferred = tl.where(preferred == preferred, preferred, -float("inf"))
     total = tl.zeros([BLOCK_N], tl.float32)
-    weight, chosen = tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.int32)
+    weight = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    chosen = tl.zeros([BLOCK_N, BLOCK_K], tl.int32)
     for j in range(0, top_k):
         best = tl.max(tl.where(free, preferred, -float("inf")), 1)
         first = tl.min(tl.where(free & (preferred == best[:, None]), e[None, :], BLOCK_E), 1)
@@ -38,16 +57,28 @@ def route_forward(
         chosen = tl.where(k[None, :] == j, first[:, None], chosen)
     if normalise:
         weight = weight / (total + 1e-20)[:, None]
-    to, inside = row[:, None] * top_k + k[None, :], (row < rows)[:, None] & (k < top_k)[None, :]
+    to = row[:, None] * top_k + k[None, :]
+    inside = (row < rows)[:, None] & (k < top_k)[None, :]
     tl.store(weights + to, weight * scale, mask=inside)
     tl.store(experts + to, chosen.to(tl.int64), mask=inside)
 
 
 @triton.jit
 def route_backward(
-    grad_scores: "*fp32:16", grad_weights: "*fp32", scores: "*fp32:16", experts: "*i64", grad_logits: "*fp32:16", rows: "i32", count: "i32:16",
-    top_k: "i32", scale: "fp32", sigmoid: "i32", normalise: "i32", BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr
-):  # fmt: skip
+    grad_scores: "*fp32:16",
+    grad_weights: "*fp32",
+    scores: "*fp32:16",
+    experts: "*i64",
+    grad_logits: "*fp32:16",
+    rows: "i32",
+    count: "i32:16",
+    top_k: "i32",
+    scale: "fp32",
+    sigmoid: "i32",
+    normalise: "i32",
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     """The logits' gradient from those of the scores and of the chosen ones' weights."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)

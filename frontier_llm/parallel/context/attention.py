@@ -13,7 +13,8 @@ from frontier_llm.parallel.context.gather import gathered_attention
 from frontier_llm.parallel.context.heads import attention_by_heads
 from frontier_llm.parallel.context.ring import ring_attention
 
-# (q_SBaD, k_SBgD, v_SBgD, scores) → o_SBaD. S: this rank's tokens in the order of `topology.held_positions`; the document ids in `scores`
+# (q_SBaD, k_SBgD, v_SBgD, scores) → o_SBaD. S: this rank's tokens in the order of `topology.held_positions`; the
+# document ids in `scores`
 # are those of the whole sequence.
 Core = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
 _WAYS = {"gather": gathered_attention, "ring": ring_attention, "heads": attention_by_heads}

@@ -1,4 +1,6 @@
-"""A rank's queries in the stretches of the sequence that they come from, and what each stretch may see of a stretch of keys."""
+"""A rank's queries in the stretches of the sequence that they come from, and what each stretch may see of a stretch
+of keys.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Query:
     positions: range  # in the sequence
 
     def scores(self, scores: Scores, keys: range) -> Scores:
-        """How these queries score the keys at the positions `keys`, by true position; the documents of `scores` are the whole sequence's."""
+        """How these queries score the keys at the positions `keys`, by true position; the documents of `scores` are
+        the whole sequence's.
+        """
         documents_BK = scores.documents_BS
         if documents_BK is None:
             return replace(scores, offset=self.positions.start - keys.start)

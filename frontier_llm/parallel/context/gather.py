@@ -1,8 +1,10 @@
-"""Context parallelism by gathering keys and values (Llama 3, arXiv:2407.21783, section 3.3.2): any mask, and with grouped queries few bytes.
+"""Context parallelism by gathering keys and values (Llama 3, arXiv:2407.21783, section 3.3.2): any mask, and with
+grouped queries few bytes.
 
-Every rank's first chunks are the sequence's front half in order, their second chunks its back half in reverse. So two gathers bring the keys into
-true order, and the front half is all that a rank's first chunk of queries may see: it is read while the back half travels.
-Backward gathers once more instead of keeping cp times the keys and values of every layer.
+Every rank's first chunks are the sequence's front half in order, their second chunks its back half in reverse. So two
+gathers bring the keys into true order, and the front half is all that a rank's first chunk of queries may see: it is
+read while the back half travels. Backward gathers once more instead of keeping cp times the keys and values of every
+layer.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class _Keys:
         self._cp = cp
 
     def seen_by(self, query: Query) -> tuple[Tensor, ...]:
-        """Keys and values up to the last position of a chunk of queries, which are asked for in the order of the sequence."""
+        """Keys and values up to the last position of a chunk of queries, which are asked for in the order of the
+        sequence.
+        """
         last = query.positions.stop
         self._arriving[0].wait()
         if last > self._size:
@@ -53,7 +57,8 @@ class _Gathered(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, ops: Ops, cp: Axis) -> Tensor:
         keys = _Keys(k, v, cp)
-        outputs, sums = [], []
+        outputs = []
+        sums = []
         for query in queries_of(q.shape[0], cp):
             seen = range(query.positions.stop)
             o_QBaD, logsumexp_BaQ = ops.attention_block(q[query.rows], keys.seen_by(query), query.scores(scores, seen))
@@ -61,23 +66,34 @@ class _Gathered(Function):
             sums.append(logsumexp_BaQ)
         o_SBaD = torch.cat(outputs)
         ctx.save_for_backward(q, k, v, o_SBaD, *sums)
-        ctx.scores, ctx.ops, ctx.cp = scores, ops, cp
+        ctx.scores = scores
+        ctx.ops = ops
+        ctx.cp = cp
         return o_SBaD
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_SBaD,), (q, k, v, o, *sums), ops, cp = grad_outputs, ctx.saved_tensors, ctx.ops, ctx.cp
-        keys, grad_q = _Keys(k, v, cp), torch.zeros_like(q)
+        keys = _Keys(k, v, cp)
+        grad_q = torch.zeros_like(q)
         grad_K2BgD = torch.zeros_like(keys.whole_K2BgD)
         half = len(grad_K2BgD) // 2
         parts: list[tuple[Tensor, Pending]] = []
         for query, logsumexp_BaQ in zip(queries_of(q.shape[0], cp), sums, strict=True):
-            rows, last, seen_KBgD = query.rows, query.positions.stop, keys.seen_by(query)
-            # only the second chunk sees keys of the back half: first, so that their gradients travel while it reads the front half
+            rows = query.rows
+            last = query.positions.stop
+            seen_KBgD = keys.seen_by(query)
+            # only the second chunk sees keys of the back half: first, so that their gradients travel while it reads the
+            # front half
             for seen in (range(half, last), range(half)) if last > half else (range(last),):
                 stretch = slice(seen.start, seen.stop)
                 grad_q_QBaD, *grads = ops.attention_block_backward(
-                    grad_SBaD[rows], q[rows], tuple(x[stretch] for x in seen_KBgD), o[rows], logsumexp_BaQ, query.scores(ctx.scores, seen)
+                    grad_SBaD[rows],
+                    q[rows],
+                    tuple(x[stretch] for x in seen_KBgD),
+                    o[rows],
+                    logsumexp_BaQ,
+                    query.scores(ctx.scores, seen),
                 )
                 grad_q[rows] += grad_q_QBaD
                 for to_KBgD, grad_KBgD in zip(grad_K2BgD[stretch].unbind(1), grads, strict=True):

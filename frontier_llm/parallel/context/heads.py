@@ -1,7 +1,8 @@
-"""Context parallelism by heads (DeepSpeed Ulysses, arXiv:2309.14509): for attention each rank has all tokens of some heads instead of some tokens of all.
+"""Context parallelism by heads (DeepSpeed Ulysses, arXiv:2309.14509): for attention each rank has all tokens of some
+heads instead of some tokens of all.
 
-Two all-to-alls each way move a share of the queries, keys, values and outputs, however long the sequence; attention itself is any back-end's.
-Each rank needs a key/value head: cp goes into those that tensor parallelism leaves it.
+Two all-to-alls each way move a share of the queries, keys, values and outputs, however long the sequence; attention
+itself is any back-end's. Each rank needs a key/value head: cp goes into those that tensor parallelism leaves it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def attention_by_heads(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: S
 def _to_heads(x_SBhD: Tensor, cp: Axis) -> Tensor:
     """Some tokens of all heads → all tokens, in the order of the sequence, of this rank's share of the heads."""
     sent = x_SBhD.unflatten(2, (cp.size, -1)).movedim(2, 0).contiguous()
-    front, back = _exchanged(sent, cp).unflatten(1, (2, -1)).unbind(1)  # every rank's first chunk; its second, which stand in reverse
+    # every rank's first chunk; its second, which stand in reverse
+    front, back = _exchanged(sent, cp).unflatten(1, (2, -1)).unbind(1)
     return torch.cat((front, back.flip(0))).flatten(0, 1)
 
 

@@ -1,7 +1,8 @@
-"""Context parallelism by a ring (Liu et al. 2023, arXiv:2310.01889): each rank's keys and values travel from rank to rank, beside the compute.
+"""Context parallelism by a ring (Liu et al. 2023, arXiv:2310.01889): each rank's keys and values travel from rank to
+rank, beside the compute.
 
-Outputs over single blocks merge by their log-sum-exp in fp32. Backward knows the log-sum-exp over all keys, so a block's gradients need no merge:
-they only add up, and those of keys and values travel with them until they are home.
+Outputs over single blocks merge by their log-sum-exp in fp32. Backward knows the log-sum-exp over all keys, so a
+block's gradients need no merge: they only add up, and those of keys and values travel with them until they are home.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class _Ring(Function):
         outputs, sums = zip(*filter(None, merged), strict=True)  # its own tokens give each query something to see
         o_SBaD = torch.cat(outputs).to(q.dtype)
         ctx.save_for_backward(q, k, v, o_SBaD, *sums)
-        ctx.scores, ctx.ops, ctx.cp = scores, ops, cp
+        ctx.scores = scores
+        ctx.ops = ops
+        ctx.cp = cp
         return o_SBaD
 
     @staticmethod
@@ -45,14 +48,20 @@ class _Ring(Function):
         (grad_SBaD,), (q, k, v, o, *sums), ops, cp = grad_outputs, ctx.saved_tensors, ctx.ops, ctx.cp
         wide = statistics_dtype(q.dtype)
         grad_q = torch.zeros_like(q, dtype=wide)
-        arriving: tuple[Tensor, Pending] | None = None  # gradients of the keys that this rank holds now, from the ranks before it
+        # gradients of the keys that this rank holds now, from the ranks before it
+        arriving: tuple[Tensor, Pending] | None = None
         for both_S2BgD, source in _travelling(torch.stack((k, v), dim=1), cp):
             grad_S2BgD = torch.zeros_like(both_S2BgD, dtype=wide)
             for query, logsumexp_BaQ in zip(queries_of(q.shape[0], cp), sums, strict=True):
                 own = query.rows
                 for rows, keys in _seen(query, q.shape[0], cp, source):
                     grad_q_QBaD, *grads = ops.attention_block_backward(
-                        grad_SBaD[own], q[own], both_S2BgD[rows].unbind(1), o[own], logsumexp_BaQ, query.scores(ctx.scores, keys)
+                        grad_SBaD[own],
+                        q[own],
+                        both_S2BgD[rows].unbind(1),
+                        o[own],
+                        logsumexp_BaQ,
+                        query.scores(ctx.scores, keys),
                     )
                     grad_q[own] += grad_q_QBaD
                     for to_KBgD, grad_KBgD in zip(grad_S2BgD[rows].unbind(1), grads, strict=True):
@@ -68,7 +77,9 @@ class _Ring(Function):
 
 
 def _travelling(both_S2BgD: Tensor, cp: Axis) -> Iterator[tuple[Tensor, int]]:
-    """(keys and values of a rank, that rank), this rank's own first; the next ones arrive while the caller reads these."""
+    """(keys and values of a rank, that rank), this rank's own first; the next ones arrive while the caller reads
+    these.
+    """
     for hop in range(cp.size):
         last = hop == cp.size - 1
         shift = None if last else start_shift(both_S2BgD, cp)

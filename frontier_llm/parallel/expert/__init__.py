@@ -1,6 +1,14 @@
 """Experts over ranks: tokens travel to the ranks that hold their experts, and back."""
 
-from frontier_llm.parallel.expert.dispatch import Departure, Dispatch, RouterChoice, beyond_capacity, combine, dispatch, plan_dispatch
+from frontier_llm.parallel.expert.dispatch import (
+    Departure,
+    Dispatch,
+    RouterChoice,
+    beyond_capacity,
+    combine,
+    dispatch,
+    plan_dispatch,
+)
 from frontier_llm.parallel.expert.grouped import GroupedLinear, router_product
 from frontier_llm.parallel.expert.nodes import ToNodes
 from frontier_llm.parallel.expert.sequence import gather_sequence, take_part

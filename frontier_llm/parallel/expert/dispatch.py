@@ -1,10 +1,11 @@
 """Tokens to their experts and back: only routed rows travel, sorted by expert, in one uneven all-to-all each way.
 
-A row is one token on its way to one expert (with etp ranks per expert, one for each of them, which hold parts of its width: their outputs
-are summed like those of several experts). Rows leave sorted by rank and expert; they arrive sorted by rank and are put in the order of the
-experts. Where two ranks have nothing for each other one row travels that nobody reads, because RCCL hangs where a rank receives nothing. With a capacity
-as many rows travel between any two ranks as their experts may take, so that the host knows the sizes without waiting for the device; those that are not
-needed stand behind all others, past the last expert's end, where they are neither computed nor read.
+A row is one token on its way to one expert (with etp ranks per expert, one for each of them, which hold parts of its
+width: their outputs are summed like those of several experts). Rows leave sorted by rank and expert; they arrive sorted
+by rank and are put in the order of the experts. Where two ranks have nothing for each other one row travels that nobody
+reads, because RCCL hangs where a rank receives nothing. With a capacity as many rows travel between any two ranks as
+their experts may take, so that the host knows the sizes without waiting for the device; those that are not needed stand
+behind all others, past the last expert's end, where they are neither computed nor read.
 """
 
 from __future__ import annotations
@@ -37,10 +38,14 @@ class Dispatch:
 
     axis: Axis  # ep
     ends_E: Tensor  # int32: of each expert of this rank the row past its last, among those that it works on
-    sent: list[int]  # rows to each rank of the axis, at least one; with the next the only numbers that the host must know
+    # rows to each rank of the axis, at least one; with the next the only numbers that the host must know
+    sent: list[int]
     received: list[int]  # rows from each
-    source: Tensor  # of each row that is sent, in the order of sending: its number among (token, chosen expert, part of the expert), or -1
-    place: Tensor  # of each such number: where it stands in the order of sending; -1 stays at home, beyond an expert's capacity
+    # of each row that is sent, in the order of sending: its number among (token, chosen expert, part of the expert), or
+    # -1
+    source: Tensor
+    # of each such number: where it stands in the order of sending; -1 stays at home, beyond an expert's capacity
+    place: Tensor
     # of each row that an expert works on, by expert: where it stands in the order of arriving; None: rows stay at home
     arrival: Tensor | None
     homeward: Tensor | None  # the other way round; -1 for what nobody has read
@@ -50,7 +55,8 @@ class Dispatch:
 
 def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, room: int) -> Tensor:
     """Which choices an expert that takes `room` rows leaves out, (N, k): those of the smallest weights."""
-    experts_A, by_weight = experts_Nk.flatten(), weights_Nk.detach().flatten().argsort(descending=True, stable=True)
+    experts_A = experts_Nk.flatten()
+    by_weight = weights_Nk.detach().flatten().argsort(descending=True, stable=True)
     order = by_weight[experts_A[by_weight].argsort(stable=True)]  # by expert, and then by weight
     counts_E = _counts(experts_A, experts)
     first_A = (counts_E.cumsum(0) - counts_E)[experts_A[order]]
@@ -59,17 +65,26 @@ def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, room: 
 
 
 def plan_dispatch(
-    experts_Nk: Tensor, experts: int, axis: Axis, ops: Ops, etp: int = 1, dropped_Nk: Tensor | None = None, room: int | None = None
+    experts_Nk: Tensor,
+    experts: int,
+    axis: Axis,
+    ops: Ops,
+    etp: int = 1,
+    dropped_Nk: Tensor | None = None,
+    room: int | None = None,
 ) -> Dispatch:
     """Where the rows of N tokens go, given their chosen experts, but for what is dropped.
 
-    Collective over the axis. The host waits for the numbers of rows once, after all is under way that does not need them, and in a pair after the other's
-    turn. With `room` rows at most for each expert, and as many tokens on every rank, it does not wait: as many rows travel as there may be, and the ends
-    alone say how many count.
+    Collective over the axis. The host waits for the numbers of rows once, after all is under way that does not need
+    them, and in a pair after the other's turn. With `room` rows at most for each expert, and as many tokens on every
+    rank, it does not wait: as many rows travel as there may be, and the ends alone say how many count.
     """
-    device, ranks, local = experts_Nk.device, axis.size, experts * etp // axis.size
+    device = experts_Nk.device
+    ranks = axis.size
+    local = experts * etp // axis.size
     part = torch.arange(etp, device=device)
-    # of each row the rank and, within it, the expert: neighbours of etp ranks hold the same experts; what is dropped stands past the last
+    # of each row the rank and, within it, the expert: neighbours of etp ranks hold the same experts; what is dropped
+    # stands past the last
     slot_A = (((experts_Nk // local)[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
     if dropped_Nk is not None:
         slot_A = slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
@@ -85,16 +100,23 @@ def plan_dispatch(
         most = max(fewest, most_rows(room, local, *experts_Nk.shape))
         sent_R = received_R = torch.full((ranks,), most, device=device)
     else:
-        most, sent_R, received_R = len(order), leaving_RE.sum(1).clamp(min=fewest), arriving_RE.sum(1).clamp(min=fewest)
+        most = len(order)
+        sent_R = leaving_RE.sum(1).clamp(min=fewest)
+        received_R = arriving_RE.sum(1).clamp(min=fewest)
     unread_R = sent_R - leaving_RE.sum(1)  # they stand behind what is read by the same rank
     sorted_A = slot_A[order]
-    at_A = torch.arange(len(order), device=device) + (unread_R.cumsum(0) - unread_R)[(sorted_A // local).clamp(max=ranks - 1)]
+    at_A = (
+        torch.arange(len(order), device=device)
+        + (unread_R.cumsum(0) - unread_R)[(sorted_A // local).clamp(max=ranks - 1)]
+    )
     at_A = at_A.masked_fill(sorted_A == ranks * local, -1)
     place = torch.empty_like(order).index_copy_(0, order, at_A)
 
     if unknown:
         leaving, arriving = counts.read()
-        sent, received, held = [max(n, fewest) for n in leaving], [max(n, fewest) for n in arriving], sum(arriving)
+        sent = [max(n, fewest) for n in leaving]
+        received = [max(n, fewest) for n in arriving]
+        held = sum(arriving)
     else:
         sent = received = [most] * ranks
         held = ranks * most
@@ -120,13 +142,14 @@ def _counts(numbers_A: Tensor, count: int) -> Tensor:
 class _RowCounts:
     """How many rows go from each rank to each expert, on their way to the ranks and to the host.
 
-    In a pair it is the other's turn meanwhile. A GPU's host gets them by a stream of their own: so it does not wait for what the other half has queued, which
-    keeps the device busy while the host sends the rows off.
+    In a pair it is the other's turn meanwhile. A GPU's host gets them by a stream of their own: so it does not wait for
+    what the other half has queued, which keeps the device busy while the host sends the rows off.
     """
 
     def __init__(self, leaving_RE: Tensor, axis: Axis, to_host: bool) -> None:
         self._here_2RE = torch.stack((leaving_RE, leaving_RE))
-        self._axis, self._on_host_2RE = axis, self._here_2RE
+        self._axis = axis
+        self._on_host_2RE = self._here_2RE
         self._aside = torch.cuda.Stream(leaving_RE.device) if to_host and leaving_RE.is_cuda else None
         self._pending: Pending = DONE
         if axis.size > 1:
@@ -142,7 +165,9 @@ class _RowCounts:
             self._aside.wait_stream(main)
             with torch.cuda.stream(self._aside):
                 self._pending.wait()
-                self._on_host_2RE = torch.empty_like(self._here_2RE, device="cpu", pin_memory=True).copy_(self._here_2RE, non_blocking=True)
+                self._on_host_2RE = torch.empty_like(self._here_2RE, device="cpu", pin_memory=True).copy_(
+                    self._here_2RE, non_blocking=True
+                )
             _meanwhile(self._axis)
             main.wait_stream(self._aside)
         return self._here_2RE[1]
@@ -208,11 +233,14 @@ def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
 
 
 class _Depart(Function):
-    """The half of a dispatch that begins forward and ends backward; autograd runs in between what forward has computed in between."""
+    """The half of a dispatch that begins forward and ends backward; autograd runs in between what forward has
+    computed in between.
+    """
 
     @staticmethod
     def forward(ctx: Any, departure: Departure, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.departure, ctx.fans = departure, [_fan(x, departure.plan) for x in tensors]
+        ctx.departure = departure
+        ctx.fans = [_fan(x, departure.plan) for x in tensors]
         departure.travels = [leave(x, departure.plan) for x in tensors]
         return tuple(travel.arriving for travel in departure.travels)
 
@@ -220,7 +248,9 @@ class _Depart(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         departure = ctx.departure  # `grads` are the rows that have left, see _Arrive
         _meanwhile(departure.plan.axis)
-        return None, *(_add_up(travel.end(), departure.plan, fan) for travel, fan in zip(departure.travels, ctx.fans, strict=True))
+        return None, *(
+            _add_up(travel.end(), departure.plan, fan) for travel, fan in zip(departure.travels, ctx.fans, strict=True)
+        )
 
 
 class _Arrive(Function):
@@ -243,7 +273,9 @@ class _Arrive(Function):
 
 
 class Departure:
-    """Rows that have left for their experts; whatever is computed before they are waited for runs beside them, and so does its backward."""
+    """Rows that have left for their experts; whatever is computed before they are waited for runs beside them, and
+    so does its backward.
+    """
 
     travels: list[Travel]  # under way
 
@@ -262,7 +294,8 @@ class Departure:
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, y_MH: Tensor, plan: Dispatch) -> Tensor:
-        ctx.plan, travel = plan, _return(y_MH, plan)
+        ctx.plan = plan
+        travel = _return(y_MH, plan)
         _meanwhile(plan.axis)
         return _add_up(travel.end(), plan, plan.fan)
 
@@ -271,13 +304,16 @@ class _Combine(Function):
         travel = leave(grads[0], ctx.plan)
         _meanwhile(ctx.plan.axis)
         rows = arrived(travel, ctx.plan)
-        # as they are put in order, the other half reads its numbers of rows and sends these: forward and backward take three turns each
+        # as they are put in order, the other half reads its numbers of rows and sends these: forward and backward take
+        # three turns each
         _meanwhile(ctx.plan.axis)
         return rows, None
 
 
 def dispatch(x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:
-    """(x_MH, weights_M): the rows that this rank's experts work on, in their order, and what each row's output counts."""
+    """(x_MH, weights_M): the rows that this rank's experts work on, in their order, and what each row's output
+    counts.
+    """
     x_MH, weights_M = Departure(plan, x_NH, weights_Nk.flatten()).arrive()
     return x_MH, weights_M
 

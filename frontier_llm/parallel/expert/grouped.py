@@ -14,7 +14,9 @@ from frontier_llm.parallel.tensor import Declared, Factor, LayerContext, Sharded
 class _GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x_Mk: Tensor, weight: ShardedParameter, ends_E: Tensor, context: LayerContext) -> Tensor:
-        ctx.context, ctx.weight, ctx.ends_E = context, weight, ends_E
+        ctx.context = context
+        ctx.weight = weight
+        ctx.ends_E = ends_E
         ctx.save_for_backward(x_Mk)
         return context.ops.grouped_linear(x_Mk, weight.detach().flatten(1, -2), ends_E)
 
@@ -47,7 +49,8 @@ class GroupedLinear(nn.Module):
 class _RouterProduct(Function):
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, weight_EH: ShardedParameter, context: LayerContext) -> Tensor:
-        ctx.context, ctx.weight = context, weight_EH
+        ctx.context = context
+        ctx.weight = weight_EH
         ctx.save_for_backward(x_NH)
         return x_NH.to(weight_EH.dtype) @ weight_EH.detach().t()
 
@@ -65,6 +68,8 @@ class _RouterProduct(Function):
 
 
 def router_product(x_NH: Tensor, weight_EH: ShardedParameter, context: LayerContext) -> Tensor:
-    """(N, H) → logits_NE in fp32 (fp64 under fp64), whatever the working type: near ties would else be decided by rounding."""
+    """(N, H) → logits_NE in fp32 (fp64 under fp64), whatever the working type: near ties would else be decided by
+    rounding.
+    """
     assert weight_EH.dtype == statistics_dtype(context.dtype)
     return _RouterProduct.apply(x_NH, weight_EH, context)

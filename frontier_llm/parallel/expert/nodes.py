@@ -1,7 +1,9 @@
-"""Two stages where the ranks of experts span nodes: each token once to every node that has some of its experts, and from there to their ranks.
+"""Two stages where the ranks of experts span nodes: each token once to every node that has some of its experts, and
+from there to their ranks.
 
-Along its rail, from the rank of the same place on its own node, so that all NICs work at once. What comes back is summed in the node, with the
-router's weights: one row for each node again. X-MoE's redundancy bypass (arXiv:2508.13337) sends to one of the experts' ranks instead, drawn at random.
+Along its rail, from the rank of the same place on its own node, so that all NICs work at once. What comes back is
+summed in the node, with the router's weights: one row for each node again. X-MoE's redundancy bypass (arXiv:2508.13337)
+sends to one of the experts' ranks instead, drawn at random.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ class ToNodes:
     """Tokens on their way to nodes."""
 
     def __init__(self, x_NH: Tensor, choice: RouterChoice, experts: int, rail: Axis, ops: Ops) -> None:
-        """Collective over the rail, which has one rank in each node; without a capacity the host waits for the numbers of rows."""
+        """Collective over the rail, which has one rank in each node; without a capacity the host waits for the
+        numbers of rows.
+        """
         experts_Nk, weights_Nk, dropped_Nk, room = choice
-        self._nodes, self._per_node = rail, experts // rail.size
+        self._nodes = rail
+        self._per_node = experts // rail.size
         if dropped_Nk is not None:
             experts_Nk = experts_Nk.masked_fill(dropped_Nk, experts)  # past the last: of no node
         node_R = torch.arange(rail.size, device=x_NH.device)

@@ -1,4 +1,6 @@
-"""Between the layout of attention and that of experts: without sequence parallelism each tensor rank routes its part of the sequence alone."""
+"""Between the layout of attention and that of experts: without sequence parallelism each tensor rank routes its part
+of the sequence alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from frontier_llm.comm import Axis, all_gather, moved
 
 
 def take_part(x_SBH: Tensor, tp: Axis) -> Tensor:
-    """(S, B, H), the same on all ranks → (s, B, H). Backward gathers, so that each rank has the gradient of all positions."""
+    """(S, B, H), the same on all ranks → (s, B, H). Backward gathers, so that each rank has the gradient of all
+    positions.
+    """
     return x_SBH if tp.size == 1 else moved(x_SBH, tp, lambda x, tp: _part(x, tp).clone(), _whole)
 
 

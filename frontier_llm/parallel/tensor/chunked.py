@@ -1,9 +1,11 @@
-"""Products and the collectives beside them, cut along the sequence: while one chunk is multiplied, the next is under way.
+"""Products and the collectives beside them, cut along the sequence: while one chunk is multiplied, the next is under
+way.
 
-Rows of a product do not depend on each other, so gather-then-multiply and multiply-then-scatter (or -reduce) may go chunk by chunk (Wang et al.,
-ASPLOS 2023, "Overlap Communication with Dependent Computation via Decomposition"). A chunk takes rows from every rank's part of the
-sequence; putting rows back in their places costs one copy of the result, about 1/hidden of the product's time. With one chunk nothing
-is copied: that is the plain collective. Each chunk's sum has the same order of ranks, so only the product's own rounding may differ.
+Rows of a product do not depend on each other, so gather-then-multiply and multiply-then-scatter (or -reduce) may go
+chunk by chunk (Wang et al., ASPLOS 2023, "Overlap Communication with Dependent Computation via Decomposition"). A chunk
+takes rows from every rank's part of the sequence; putting rows back in their places costs one copy of the result, about
+1/hidden of the product's time. With one chunk nothing is copied: that is the plain collective. Each chunk's sum has the
+same order of ranks, so only the product's own rounding may differ.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def gather_and_multiply(x_sBk: Tensor, multiply: Product, axis: Axis, chunks: in
         x_SBk = all_gather(x_sBk, axis)
         return multiply(x_SBk), [x_SBk]
     under_way = [start_all_gather(part, axis) for part in x_sBk.chunk(chunks)]
-    y_tsBo, row = torch.empty(0), 0
+    y_tsBo = torch.empty(0)
+    row = 0
     for gathered, pending in under_way:
         pending.wait()
         product_tcBo = multiply(gathered).unflatten(0, (axis.size, -1))
@@ -54,7 +57,9 @@ def multiply_and_scatter(x_SBk: Tensor, multiply: Product, axis: Axis, chunks: i
     """reduce_scatter(multiply(x)): this rank's part of the sum over the axis, (s, B, o)."""
     if axis.size == 1 or chunks == 1:
         return reduce_scatter(multiply(x_SBk), axis)
-    y_sBo, row, under_way = torch.empty(0), 0, []
+    y_sBo = torch.empty(0)
+    row = 0
+    under_way = []
     for part_tcBk in x_SBk.unflatten(0, (axis.size, -1)).chunk(chunks, dim=1):
         partial = multiply(part_tcBk.flatten(0, 1))
         if not row:
@@ -70,7 +75,8 @@ def multiply_and_reduce(x_SBk: Tensor, multiply: Product, axis: Axis, chunks: in
     """all_reduce(multiply(x)): the whole sum over the axis on every rank, (S, B, o)."""
     if axis.size == 1 or chunks == 1:
         return all_reduce_(multiply(x_SBk), axis)
-    partials, under_way = [], []
+    partials = []
+    under_way = []
     for part_cBk in x_SBk.chunk(chunks):
         partials.append(multiply(part_cBk))
         under_way.append(start_all_reduce_(partials[-1], axis))

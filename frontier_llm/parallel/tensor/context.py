@@ -1,4 +1,6 @@
-"""What every layer is given when it is built: the axes along which layers communicate, its kernels, and where its gradients go."""
+"""What every layer is given when it is built: the axes along which layers communicate, its kernels, and where its
+gradients go.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ class LayerContext:
     seed: int = 0  # of dropout's masks
 
     def declare(self, parameter: Parameter, tied_rank: int = 0) -> ShardedParameter:
-        """This rank's part, on the meta device: memory comes later, as a view into the flat buffer of the rank that owns the stage.
+        """This rank's part, on the meta device: memory comes later, as a view into the flat buffer of the rank that
+        owns the stage.
 
         `tied_rank`: this rank's coordinate on the axis "tied", where the parameter is tied.
         """
         if "ep" in parameter.axes:
-            degrees, coordinates = {"ep": self.ep.size // self.etp, "etp": self.etp}, {}
+            degrees = {"ep": self.ep.size // self.etp, "etp": self.etp}
+            coordinates = {}
             coordinates["ep"], coordinates["etp"] = divmod(self.ep.rank, self.etp)
         else:
             degrees = {"tp": self.tp.size}

@@ -1,4 +1,6 @@
-"""Vocabulary-parallel embedding: each rank holds a slice of the rows, looks up what it has, and the sum over tp is the lookup."""
+"""Vocabulary-parallel embedding: each rank holds a slice of the rows, looks up what it has, and the sum over tp is
+the lookup.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,34 @@ from frontier_llm.parallel.tensor.parameter import ShardedParameter
 
 
 class _Embedding(Function):
-    """Rows of this rank's slice, zeros for tokens of other slices; then the sum, whole (S) or this rank's part of the sequence (s)."""
+    """Rows of this rank's slice, zeros for tokens of other slices; then the sum, whole (S) or this rank's part of
+    the sequence (s).
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens_SB: Tensor, weight_vH: ShardedParameter, context: LayerContext) -> Tensor:
         first_row = weight_vH.shape[0] * context.tp.rank
         local_SB = tokens_SB - first_row
-        ctx.context, ctx.weight, ctx.first_row = context, weight_vH, first_row
+        ctx.context = context
+        ctx.weight = weight_vH
+        ctx.first_row = first_row
         ctx.save_for_backward(tokens_SB)
         if context.tp.size == 1:
             return F.embedding(local_SB, weight_vH.detach())
         elsewhere_SB = (local_SB < 0) | (local_SB >= weight_vH.shape[0])
-        found_SBH = F.embedding(local_SB.masked_fill(elsewhere_SB, 0), weight_vH.detach()).masked_fill_(elsewhere_SB[..., None], 0)
-        return reduce_scatter(found_SBH, context.tp) if context.sequence_parallel else all_reduce_(found_SBH, context.tp)
+        found_SBH = F.embedding(local_SB.masked_fill(elsewhere_SB, 0), weight_vH.detach()).masked_fill_(
+            elsewhere_SB[..., None], 0
+        )
+        return (
+            reduce_scatter(found_SBH, context.tp) if context.sequence_parallel else all_reduce_(found_SBH, context.tp)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
         (grad,), (tokens_SB,), context, first_row = grads, ctx.saved_tensors, ctx.context, ctx.first_row
         grad_SBH = all_gather(grad, context.tp) if context.sequence_parallel else grad
-        tokens_N, grad_NH = tokens_SB.flatten(), grad_SBH.flatten(0, -2)
+        tokens_N = tokens_SB.flatten()
+        grad_NH = grad_SBH.flatten(0, -2)
 
         def accumulate(gradient_vH: Tensor) -> None:
             context.ops.embedding_backward_(gradient_vH, tokens_N, grad_NH, first_row)

@@ -1,9 +1,11 @@
-"""Where weight gradients go: straight into the parameter's `main_grad`, now or, in a zero-bubble schedule, later; or through autograd.
+"""Where weight gradients go: straight into the parameter's `main_grad`, now or, in a zero-bubble schedule, later; or
+through autograd.
 
-Matrix layers submit the product that adds a microbatch's gradient to a buffer. With `WeightGradients` that buffer is the parameter's
-`main_grad`, an fp32 view into the flat gradients (optim attaches it); all other parameters get theirs from autograd through a hook.
-Either way `on_accumulated` is told, which is how the optimizer knows that a bucket is complete and may be reduced while the backward
-pass goes on. `AutogradGradients` is for engines that take gradients where PyTorch puts them (FSDP).
+Matrix layers submit the product that adds a microbatch's gradient to a buffer. With `WeightGradients` that buffer is
+the parameter's `main_grad`, an fp32 view into the flat gradients (optim attaches it); all other parameters get theirs
+from autograd through a hook. Either way `on_accumulated` is told, which is how the optimizer knows that a bucket is
+complete and may be reduced while the backward pass goes on. `AutogradGradients` is for engines that take gradients
+where PyTorch puts them (FSDP).
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ Accumulate = Callable[[Tensor], None]  # adds one microbatch's gradient to a buf
 
 
 class Factor:
-    """A factor of a weight gradient, (S, …): whole, or a rank's part of the sequence (s, …) that is gathered over `axis` for the product.
+    """A factor of a weight gradient, (S, …): whole, or a rank's part of the sequence (s, …) that is gathered over
+    `axis` for the product.
 
-    What waits for its W action keeps the part. Whole, the two inputs and two output gradients of a layer would be 2.45 times of what the
-    layer keeps from F to I (TP8, measured), and the last of p stages under ZB-H1 has p - 1 microbatches waiting.
+    What waits for its W action keeps the part. Whole, the two inputs and two output gradients of a layer would be 2.45
+    times of what the layer keeps from F to I (TP8, measured), and the last of p stages under ZB-H1 has p - 1
+    microbatches waiting.
     """
 
     def __init__(self, tensor: Tensor, axis: Axis | None = None) -> None:
-        # what was saved for backward would keep its graph until W, where torch records again and gloo may not write into its gathers
-        self.tensor, self._axis = tensor.detach(), axis
+        # what was saved for backward would keep its graph until W, where torch records again and gloo may not write
+        # into its gathers
+        self.tensor = tensor.detach()
+        self._axis = axis
         self._arriving: Pending = DONE
 
     def start(self) -> None:
@@ -42,7 +48,8 @@ class Factor:
     def whole(self) -> Tensor:
         """All of it."""
         self.start()
-        arriving, self._arriving = self._arriving, DONE
+        arriving = self._arriving
+        self._arriving = DONE
         arriving.wait()
         return self.tensor
 
@@ -62,8 +69,11 @@ class WeightGradients:
         """True while submitted work is kept for a later W action."""
         return self._deferred is not None
 
-    def submit(self, parameter: ShardedParameter, accumulate: Accumulate, factors: tuple[Factor, ...] = ()) -> Tensor | None:
-        """Add one microbatch's gradient to parameter.main_grad, or keep the work, which reads `factors`, for the W action.
+    def submit(
+        self, parameter: ShardedParameter, accumulate: Accumulate, factors: tuple[Factor, ...] = ()
+    ) -> Tensor | None:
+        """Add one microbatch's gradient to parameter.main_grad, or keep the work, which reads `factors`, for the W
+        action.
 
         Returns what the layer's backward has to return for this parameter: nothing.
         """
@@ -82,7 +92,8 @@ class WeightGradients:
     def take_deferred(self) -> list[Work]:
         """Stop deferring; the work kept since `defer()`, to be handed to `run` by the W action."""
         assert self._deferred is not None, "take_deferred without defer"
-        work, self._deferred = self._deferred, None
+        work = self._deferred
+        self._deferred = None
         return work
 
     def run(self, work: list[Work]) -> None:
@@ -97,11 +108,14 @@ class WeightGradients:
 
     def collect_from_autograd(self, parameter: ShardedParameter, accumulate: Callable[[Tensor, Tensor], None]) -> None:
         """Make autograd's gradient of a non-matrix parameter end in main_grad: `accumulate(main_grad, grad)`."""
-        # torch keeps hooks where the garbage collector does not look, so a strong reference here would never let go of the run
+        # torch keeps hooks where the garbage collector does not look, so a strong reference here would never let go of
+        # the run
         weak_self = weakref.ref(self)
 
         def move(tensor: Tensor) -> None:
-            owner, grad, tensor.grad = weak_self(), tensor.grad, None
+            owner = weak_self()
+            grad = tensor.grad
+            tensor.grad = None
             assert owner is not None and grad is not None and isinstance(tensor, ShardedParameter)
             owner.submit(tensor, lambda main_grad: accumulate(main_grad, grad))
 
@@ -113,7 +127,9 @@ class WeightGradients:
 class AutogradGradients(WeightGradients):
     """Every gradient goes through autograd, in the parameter's type, to whoever listens there."""
 
-    def submit(self, parameter: ShardedParameter, accumulate: Accumulate, factors: tuple[Factor, ...] = ()) -> Tensor | None:
+    def submit(
+        self, parameter: ShardedParameter, accumulate: Accumulate, factors: tuple[Factor, ...] = ()
+    ) -> Tensor | None:
         """This microbatch's gradient, summed in fp32 (fp64 under fp64) and rounded to the parameter's type."""
         grad = torch.zeros(parameter.shape, dtype=statistics_dtype(parameter.dtype), device=parameter.device)
         accumulate(grad)

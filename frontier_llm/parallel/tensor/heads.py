@@ -12,7 +12,8 @@ from frontier_llm.ops import statistics_dtype
 def norm_over_heads(x_SBaD: Tensor, weight_aD: Tensor, eps: float, tp: Axis) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over all heads, (S, B, a, D) → (S, B, a, D)."""
     wide = x_SBaD.to(statistics_dtype(x_SBaD.dtype))
-    # every rank's loss depends on the sum, and each rank has the gradient of its own heads alone: so gradients are summed too
+    # every rank's loss depends on the sum, and each rank has the gradient of its own heads alone: so gradients are
+    # summed too
     squares_SB = moved(wide.square().sum((-2, -1)), tp, _summed, _summed)
     numel = x_SBaD.shape[-2] * x_SBaD.shape[-1] * tp.size
     scale_SB = torch.rsqrt(squares_SB / numel + eps)

@@ -1,8 +1,8 @@
 """Column- and row-parallel linear layers (arXiv:1909.08053 section 3), with and without sequence parallelism.
 
 Each is one autograd function with its collective in it, so that (1) gathers, scatters and sums go chunk by chunk beside
-their product, (2) the backward pass runs the collective of the input gradient while the weight gradient is computed, (3) adds the weight
-gradient straight into main_grad in fp32, and (4) hands that product to a later W action.
+their product, (2) the backward pass runs the collective of the input gradient while the weight gradient is computed,
+(3) adds the weight gradient straight into main_grad in fp32, and (4) hands that product to a later W action.
 """
 
 from __future__ import annotations
@@ -14,17 +14,25 @@ from torch.autograd import Function
 
 from frontier_llm.comm import start_all_reduce_, start_reduce_scatter
 from frontier_llm.ops import statistics_dtype
-from frontier_llm.parallel.tensor.chunked import gather_and_multiply, in_sequence, multiply_and_reduce, multiply_and_scatter
+from frontier_llm.parallel.tensor.chunked import (
+    gather_and_multiply,
+    in_sequence,
+    multiply_and_reduce,
+    multiply_and_scatter,
+)
 from frontier_llm.parallel.tensor.context import LayerContext
 from frontier_llm.parallel.tensor.gradients import Factor
 from frontier_llm.parallel.tensor.parameter import Declared, ShardedParameter
 
 
-def _submit_weight_gradient(context: LayerContext, weight: ShardedParameter, grad_SBo: Factor, x_SBk: Factor) -> Tensor | None:
+def _submit_weight_gradient(
+    context: LayerContext, weight: ShardedParameter, grad_SBo: Factor, x_SBk: Factor
+) -> Tensor | None:
     """gradient += gradᵀ x, now or at the W action; rows past the output's width (vocabulary padding) stay untouched."""
 
     def accumulate(gradient: Tensor) -> None:
-        grad_No, x_Nk = grad_SBo.whole().flatten(0, -2), x_SBk.whole().flatten(0, -2)
+        grad_No = grad_SBo.whole().flatten(0, -2)
+        x_Nk = x_SBk.whole().flatten(0, -2)
         context.ops.accumulate_weight_gradient_(gradient.view(-1, x_Nk.shape[1])[: grad_No.shape[1]], grad_No, x_Nk)
 
     return context.gradients.submit(weight, accumulate, (grad_SBo, x_SBk))
@@ -35,26 +43,42 @@ def _bias_gradient(grad_SBo: Tensor) -> Tensor:
 
 
 def _rows(weight: ShardedParameter, num_rows: int | None) -> Tensor:
-    """As a matrix, its first rows. Taken anew in backward: an engine may have released the weight in between and gathered it again."""
+    """As a matrix, its first rows. Taken anew in backward: an engine may have released the weight in between and
+    gathered it again.
+    """
     return weight.detach().flatten(0, -2)[:num_rows]
 
 
 class _ColumnLinear(Function):
-    """y_SBo = gather(x_sBH) Wᵀ + b. Saves only this rank's part of x and gathers it again in backward, as Korthikanti et al. do."""
+    """y_SBo = gather(x_sBH) Wᵀ + b. Saves only this rank's part of x and gathers it again in backward, as
+    Korthikanti et al. do.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, num_rows: int | None, context: LayerContext
+        ctx: Any,
+        x: Tensor,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        num_rows: int | None,
+        context: LayerContext,
     ) -> Tensor:
         weight_oH = _rows(weight, num_rows)
-        ctx.context, ctx.weight, ctx.num_rows, ctx.bias_shape = context, weight, num_rows, None if bias is None else bias.shape
+        ctx.context = context
+        ctx.weight = weight
+        ctx.num_rows = num_rows
+        ctx.bias_shape = None if bias is None else bias.shape
         ctx.save_for_backward(x)
         bias_o = None if bias is None else bias.flatten()
 
         def multiply(x_SBH: Tensor) -> Tensor:
             return context.ops.linear(x_SBH, weight_oH, bias_o)
 
-        return gather_and_multiply(x, multiply, context.tp, context.tensor_chunks)[0] if context.sequence_parallel else multiply(x)
+        return (
+            gather_and_multiply(x, multiply, context.tp, context.tensor_chunks)[0]
+            if context.sequence_parallel
+            else multiply(x)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -68,7 +92,8 @@ class _ColumnLinear(Function):
             grad_x, reducing = start_reduce_scatter(grad_x, context.tp)
         else:
             reducing = start_all_reduce_(grad_x, context.tp)
-        grad_weight = _submit_weight_gradient(context, ctx.weight, Factor(grad_SBo), x_SBH)  # while the input gradient is summed
+        # while the input gradient is summed
+        grad_weight = _submit_weight_gradient(context, ctx.weight, Factor(grad_SBo), x_SBH)
         grad_bias = None if ctx.bias_shape is None else _bias_gradient(grad_SBo).view(ctx.bias_shape)
         reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None
@@ -78,10 +103,15 @@ class _RowLinear(Function):
     """y = the sum over tp of x_SBk Wᵀ, plus b: whole on every rank (S), or each rank's part of the sequence (s)."""
 
     @staticmethod
-    def forward(ctx: Any, x_SBk: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, context: LayerContext) -> Tensor:
-        ctx.context, ctx.weight, ctx.has_bias = context, weight, bias is not None
+    def forward(
+        ctx: Any, x_SBk: Tensor, weight: ShardedParameter, bias: ShardedParameter | None, context: LayerContext
+    ) -> Tensor:
+        ctx.context = context
+        ctx.weight = weight
+        ctx.has_bias = bias is not None
         ctx.save_for_backward(x_SBk)
-        summand = bias if context.tp.rank == 0 else None  # one rank's product adds it as it leaves the registers, so the sum has it once
+        # one rank's product adds it as it leaves the registers, so the sum has it once
+        summand = bias if context.tp.rank == 0 else None
 
         def multiply(x_SBk: Tensor) -> Tensor:
             return context.ops.linear(x_SBk, weight.detach(), summand)
@@ -101,27 +131,39 @@ class _RowLinear(Function):
         if context.sequence_parallel:
             grad_x, gathered = gather_and_multiply(grad_y, multiply, context.tp, context.tensor_chunks)
             # a product that waits gathers it once more, instead of keeping it whole
-            grad_SBH = Factor(grad_y, context.tp) if context.gradients.waits else Factor(in_sequence(gathered, context.tp))
+            grad_SBH = (
+                Factor(grad_y, context.tp) if context.gradients.waits else Factor(in_sequence(gathered, context.tp))
+            )
         else:
-            grad_x, grad_SBH = multiply(grad_y), Factor(grad_y)
+            grad_x = multiply(grad_y)
+            grad_SBH = Factor(grad_y)
         grad_bias = _bias_gradient(grad_y) if ctx.has_bias else None  # of this rank's part of the sequence
         return grad_x, _submit_weight_gradient(context, ctx.weight, grad_SBH, Factor(x_SBk)), grad_bias, None
 
 
 def column_linear(
-    x: Tensor, weight: ShardedParameter, context: LayerContext, bias: ShardedParameter | None = None, num_rows: int | None = None
+    x: Tensor,
+    weight: ShardedParameter,
+    context: LayerContext,
+    bias: ShardedParameter | None = None,
+    num_rows: int | None = None,
 ) -> Tensor:
-    """(S or s, B, H) → (S, B, o). `num_rows` uses only the weight's first rows: the head without its vocabulary padding."""
+    """(S or s, B, H) → (S, B, o). `num_rows` uses only the weight's first rows: the head without its vocabulary
+    padding.
+    """
     return _ColumnLinear.apply(x, weight, bias, num_rows, context)
 
 
 class ColumnLinear(nn.Module):
-    """Output features cut over tp: (S or s, B, H) → (S, B, o). All dims of the weight but the last are output features."""
+    """Output features cut over tp: (S or s, B, H) → (S, B, o). All dims of the weight but the last are output
+    features.
+    """
 
     def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
         self.context = context
-        self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
+        self.weight = declared[f"{name}.weight"].accumulated_by_layer()
+        self.bias = declared.get(f"{name}.bias")
 
     def forward(self, x: Tensor, add_bias: bool = True, num_rows: int | None = None) -> Tensor:
         """`add_bias=False` leaves the bias to a fused op of the caller; `num_rows`: see `column_linear`."""
@@ -134,7 +176,8 @@ class RowLinear(nn.Module):
     def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
         self.context = context
-        self.weight, self.bias = declared[f"{name}.weight"].accumulated_by_layer(), declared.get(f"{name}.bias")
+        self.weight = declared[f"{name}.weight"].accumulated_by_layer()
+        self.bias = declared.get(f"{name}.bias")
 
     def forward(self, x_SBk: Tensor) -> Tensor:
         """(S, B, k) → (S or s, B, H)."""

@@ -22,7 +22,8 @@ class ShardedParameter(Parameter):
     def create(cls, data: Tensor, spec: ShardSpec, layer_accumulates: bool = False) -> ShardedParameter:
         """A parameter over `data`, which has the spec's local shape."""
         parameter = cls(data)
-        parameter.spec, parameter.layer_accumulates = spec, layer_accumulates
+        parameter.spec = spec
+        parameter.layer_accumulates = layer_accumulates
         return parameter
 
     def accumulated_by_layer(self) -> ShardedParameter:
@@ -35,7 +36,9 @@ Declared = Mapping[str, ShardedParameter]  # what a rank has declared, by the na
 
 
 def materialise(module: nn.Module, device: torch.device) -> list[ShardedParameter]:
-    """Give every parameter that was declared on the meta device memory of its own, uninitialised; returns them in order."""
+    """Give every parameter that was declared on the meta device memory of its own, uninitialised; returns them in
+    order.
+    """
     real: dict[ShardedParameter, ShardedParameter] = {}
     for owner in module.modules():
         for name, declared in owner._parameters.items():

@@ -12,11 +12,13 @@ PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1
 
 
 def table_s(table: Table, row: Number, size_bytes: Number) -> Number:
-    """Measured seconds, interpolated in the logarithms of row (nodes or ranks) and bytes; linear in bytes beyond the largest message.
+    """Measured seconds, interpolated in the logarithms of row (nodes or ranks) and bytes; linear in bytes beyond the
+    largest message.
 
     A line latency + bytes / bandwidth misses Frontier's medians by 17-46 % (docs/planner.md), so they stay a table.
     """
-    log_rows, log_bytes = np.log(table.rows), np.log(table.sizes_bytes)
+    log_rows = np.log(table.rows)
+    log_bytes = np.log(table.sizes_bytes)
     log_seconds = np.log(np.asarray(table.seconds))
     size = np.maximum(np.asarray(size_bytes, dtype=float), table.sizes_bytes[0])
     beyond = np.maximum(size / table.sizes_bytes[-1], 1.0)
@@ -43,12 +45,14 @@ def fabric_bandwidth(rates: Rates, ranks: Number) -> Number:
 
 
 def node_s(rates: Rates, ranks: Number, size_bytes: Number, operation: str) -> Number:
-    """A collective inside one node, over a tensor of `size_bytes` (the gathered result, the full input of a reduce-scatter).
+    """A collective inside one node, over a tensor of `size_bytes` (the gathered result, the full input of a
+    reduce-scatter).
 
-    Measured on this machine where it was; else a ring. With a measured one-node all-reduce table its shape over message size is
-    kept and scaled by the group's bandwidth and ring factor.
+    Measured on this machine where it was; else a ring. With a measured one-node all-reduce table its shape over message
+    size is kept and scaled by the group's bandwidth and ring factor.
     """
-    ranks, passes = np.asarray(ranks, dtype=float), PASSES[operation]
+    ranks = np.asarray(ranks, dtype=float)
+    passes = PASSES[operation]
     if operation in rates.node_tables:
         return np.where(ranks > 1, table_s(rates.node_tables[operation], ranks, size_bytes), 0.0)
     share = (ranks - 1) / np.maximum(ranks, 1)
@@ -62,13 +66,18 @@ def node_s(rates: Rates, ranks: Number, size_bytes: Number, operation: str) -> N
     return np.where(ranks > 1, ideal + rates.fabric_latency_s + passes * (ranks - 1) * rates.fabric_hop_s, 0.0)
 
 
-def flat_s(rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str) -> Number:
-    """A collective over `ranks`, `per_node` of them on each node, in one ring (or RCCL's tree), while `sharing` such groups use the node's NICs.
+def flat_s(
+    rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str
+) -> Number:
+    """A collective over `ranks`, `per_node` of them on each node, in one ring (or RCCL's tree), while `sharing` such
+    groups use the node's NICs.
 
-    One formula for both tiers: inside a node see `node_s`; across nodes each ring enters and leaves every node once, so a group
-    gets 1/sharing of the NICs, and never more than the fabric inside the node carries.
+    One formula for both tiers: inside a node see `node_s`; across nodes each ring enters and leaves every node once, so
+    a group gets 1/sharing of the NICs, and never more than the fabric inside the node carries.
     """
-    ranks, per_node, passes = np.asarray(ranks, dtype=float), np.asarray(per_node, dtype=float), PASSES[operation]
+    ranks = np.asarray(ranks, dtype=float)
+    per_node = np.asarray(per_node, dtype=float)
+    passes = PASSES[operation]
     inside = node_s(rates, ranks, size_bytes, operation)
     nodes = np.maximum(ranks / per_node, 1.0)
     share = (ranks - 1) / np.maximum(ranks, 1)
@@ -87,7 +96,9 @@ def flat_s(rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_
 
 
 def message_s(rates: Rates, size_bytes: Number, inside: Number, sharing: Number) -> Number:
-    """A point-to-point message; `inside` 1 = within the node, `sharing` = devices of the node that send at the same time."""
+    """A point-to-point message; `inside` 1 = within the node, `sharing` = devices of the node that send at the same
+    time.
+    """
     near = rates.fabric_latency_s + size_bytes / fabric_bandwidth(rates, 2)
     far = rates.network_latency_s + size_bytes / (rates.node_network_bytes_s * rates.network_efficiency / sharing)
     return np.where(inside, near, far)

@@ -1,4 +1,6 @@
-"""Two-stage collectives of an axis that spans nodes, in closed form: messages, bytes and seconds (comm/hierarchical.py plays them)."""
+"""Two-stage collectives of an axis that spans nodes, in closed form: messages, bytes and seconds
+(comm/hierarchical.py plays them).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ def rail_bytes(nodes: Number, per_node: Number, size_bytes: Number) -> Number:
     return (np.asarray(nodes, dtype=float) - 1) * size_bytes / (nodes * per_node)
 
 
-def hierarchical_s(rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str) -> Number:
-    """Seconds of a two-stage collective over `ranks`, `per_node` on each node, while `sharing` such groups use each node's NICs.
+def hierarchical_s(
+    rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str
+) -> Number:
+    """Seconds of a two-stage collective over `ranks`, `per_node` on each node, while `sharing` such groups use each
+    node's NICs.
 
-    Each rail gets 1/(per_node x sharing) of the node's NICs; the stages follow each other (the engine overlaps them chunk by chunk,
-    which this does not credit).
+    Each rail gets 1/(per_node x sharing) of the node's NICs; the stages follow each other (the engine overlaps them
+    chunk by chunk, which this does not credit).
     """
-    per_node, passes = np.minimum(np.asarray(per_node, dtype=float), ranks), PASSES[operation]
+    per_node = np.minimum(np.asarray(per_node, dtype=float), ranks)
+    passes = PASSES[operation]
     nodes = np.maximum(np.asarray(ranks, dtype=float) / per_node, 1.0)
     inside = node_s(rates, per_node, size_bytes, operation)
     crowd = np.where(np.asarray(sharing) > 1, rates.network_crowding, 1.0)
@@ -34,7 +40,9 @@ def hierarchical_s(rates: Rates, ranks: Number, per_node: Number, sharing: Numbe
     return inside + np.where(nodes > 1, between, 0.0)
 
 
-def collective_s(rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str) -> Number:
+def collective_s(
+    rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str
+) -> Number:
     """The faster algorithm for this message size; flat where the software stack has no other (`Rates.hierarchical`)."""
     flat = flat_s(rates, ranks, per_node, sharing, size_bytes, operation)
     if not rates.hierarchical:

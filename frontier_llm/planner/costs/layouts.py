@@ -20,9 +20,11 @@ Number = Any  # int, float or a numpy array of them; arrays broadcast against ea
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts(Layout):
-    """A table of layouts: a `Layout` whose fields are numpy columns of one length, and a name or a number where all share it.
+    """A table of layouts: a `Layout` whose fields are numpy columns of one length, and a name or a number where all
+    share it.
 
-    Whatever takes a `Layout` and says `layouts` takes a table too; what follows from columns, `devices` say, is a column.
+    Whatever takes a `Layout` and says `layouts` takes a table too; what follows from columns, `devices` say, is a
+    column.
     """
 
     def __len__(self) -> int:
@@ -35,12 +37,19 @@ class Layouts(Layout):
 
     def where(self, rows: Number) -> Layouts:
         """The layouts at a mask or at indices."""
-        columns: dict[str, Any] = {name: column[rows] for name, column in vars(self).items() if isinstance(column, np.ndarray)}
+        columns: dict[str, Any] = {
+            name: column[rows] for name, column in vars(self).items() if isinstance(column, np.ndarray)
+        }
         return replace(self, **columns)
 
     def row(self, index: int) -> Layout:
         """One layout."""
-        return Layout(**{name: column[index].item() if isinstance(column, np.ndarray) else column for name, column in vars(self).items()})
+        return Layout(
+            **{
+                name: column[index].item() if isinstance(column, np.ndarray) else column
+                for name, column in vars(self).items()
+            }
+        )
 
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
@@ -48,7 +57,9 @@ def as_table(layouts: Sequence[Layout]) -> Layouts:
     alike = ("dtype", "gradient_wire", "optimizer", "validated", "etp", "imbalance", "tensor_chunks")
     shared = {name: getattr(layouts[0], name) for name in alike}
     columns: dict[str, Any] = {
-        field.name: np.array([getattr(one, field.name) for one in layouts]) for field in fields(Layout) if field.name not in shared
+        field.name: np.array([getattr(one, field.name) for one in layouts])
+        for field in fields(Layout)
+        if field.name not in shared
     }
     return Layouts(**columns, **shared)
 
@@ -56,8 +67,9 @@ def as_table(layouts: Sequence[Layout]) -> Layouts:
 def over_layouts(layouts: Layout, fold: Callable[[Layout], Any], *also: Number) -> Any:
     """`fold` of a layout; or of every layout of a table, with columns instead of numbers.
 
-    `fold` may read what decides the work of a block, the embedding and the head: tp, cp and its way, ep, the microbatch, sequence parallelism, recomputation,
-    and what the columns `also` tell apart; it is called once for each combination. It returns a named tuple of numbers, or of such tuples.
+    `fold` may read what decides the work of a block, the embedding and the head: tp, cp and its way, ep, the
+    microbatch, sequence parallelism, recomputation, and what the columns `also` tell apart; it is called once for each
+    combination. It returns a named tuple of numbers, or of such tuples.
     """
     if not isinstance(layouts, Layouts):
         return fold(layouts)
@@ -88,7 +100,8 @@ def _columns(results: Sequence[Any], inverse: np.ndarray) -> Any:
 
 def distinct(column: Any) -> list[Any]:
     """The few values of a column, by first occurrence; faster than sorting it."""
-    values, left = [], np.ones(len(column), dtype=bool)
+    values = []
+    left = np.ones(len(column), dtype=bool)
     while left.any():
         values.append(column[np.argmax(left)].item())
         left &= column != values[-1]
@@ -96,7 +109,9 @@ def distinct(column: Any) -> list[Any]:
 
 
 def stage_length(layers: int, layouts: Layout) -> Number:
-    """Layers of the fullest virtual stage where modes of recomputation repeat through them; 0 where it does not matter how many there are."""
+    """Layers of the fullest virtual stage where modes of recomputation repeat through them; 0 where it does not
+    matter how many there are.
+    """
     if not isinstance(layouts, Layouts) or not any("," in modes for modes in distinct(layouts.recompute)):
         return 0 * layouts.pp
     return np.ceil(layers / (layouts.pp * layouts.chunks))
@@ -109,11 +124,17 @@ def split(layouts: Layout) -> Any:
 
 def steps_overlap(layouts: Layout) -> Any:
     """Whether a rank begins its next step before others have ended this one: a bool, or a column."""
-    return (layouts.validated == "after") & (layouts.pp > 1) & (by_schedule(layouts, lambda name: rule(name).staggered) > 0)
+    return (
+        (layouts.validated == "after")
+        & (layouts.pp > 1)
+        & (by_schedule(layouts, lambda name: rule(name).staggered) > 0)
+    )
 
 
 def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage: Number | None = None) -> Number:
-    """`of(name, ...)` of each layout's schedule, with these fields of the layout and the pipeline rank behind the name."""
+    """`of(name, ...)` of each layout's schedule, with these fields of the layout and the pipeline rank behind the
+    name.
+    """
     stages = () if stage is None else (stage,)
     if not isinstance(layouts, Layouts):
         return of(layouts.schedule, *(getattr(layouts, name) for name in columns), *stages)

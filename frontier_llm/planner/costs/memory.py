@@ -1,7 +1,7 @@
 """Bytes per rank and stage: weights, gradients, optimizer, activations in flight, logits, buffers, reserve.
 
-Each line is returned by name, so that a plan can say what fills the device. All figures are for one pipeline rank, which holds
-`chunks` virtual stages.
+Each line is returned by name, so that a plan can say what fills the device. All figures are for one pipeline rank,
+which holds `chunks` virtual stages.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
-EXCHANGE_COPIES = 3  # in backward: keys and values of the whole sequence, their gradients, and a half of each in the other order
+# in backward: keys and values of the whole sequence, their gradients, and a half of each in the other order
+EXCHANGE_COPIES = 3
 BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight at 40 M parameters each
 
 
 def kept_bytes(items: Iterable[Item], recompute: str, phase: Phase = Phase.F) -> float:
-    """What a list of work holds for one microbatch until its backward; with phase W, from its input to its weight gradient."""
+    """What a list of work holds for one microbatch until its backward; with phase W, from its input to its weight
+    gradient.
+    """
     return sum(
-        item.work.size_bytes for item in items if isinstance(item.work, Keep) and item.phase is phase and recompute in item.work.modes
+        item.work.size_bytes
+        for item in items
+        if isinstance(item.work, Keep) and item.phase is phase and recompute in item.work.modes
     )
 
 
@@ -47,7 +52,8 @@ class Held(NamedTuple):
     """Bytes that the parts of a layout hold for one microbatch; numbers, or columns over many layouts."""
 
     block: Number
-    block_waiting: Number  # of a block whose weight gradients wait: its products' factors, so all but the attention core
+    # of a block whose weight gradients wait: its products' factors, so all but the attention core
+    block_waiting: Number
     block_working: Number  # of a block while it is recomputed
     logits: Number
     logits_waiting: Number
@@ -55,14 +61,26 @@ class Held(NamedTuple):
 
 
 def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Held:
-    """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks. `layers`: of the virtual stage, see `mode_shares`."""
+    """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks. `layers`: of the virtual
+    stage, see `mode_shares`.
+    """
 
     @cache
     def lists(layer: int, part: Layout) -> tuple[list[Item], list[Item]]:
         return block_work(model, part, rates, layer=layer), head_work(model, part, rates)
 
     def of_layer(layer: int, layout: Layout) -> Held:
-        fields = ("tp", "cp", "context_attention", "ep", "etp", "expert_nodes", "imbalance", "micro_batch", "sequence_parallel")
+        fields = (
+            "tp",
+            "cp",
+            "context_attention",
+            "ep",
+            "etp",
+            "expert_nodes",
+            "imbalance",
+            "micro_batch",
+            "sequence_parallel",
+        )
         part = Layout(**{name: getattr(layout, name) for name in fields}, dtype=layouts.dtype)
         (block, head), modes = lists(layer, part), mode_shares(model, layout, layers)
         return Held(
@@ -90,29 +108,45 @@ def stage_memory(
     model: ModelConfig, layouts: Layout, rates: Rates, stage: Number, layers: Number, embedding: Number, head: Number
 ) -> Lines:
     """Lines of one pipeline rank, or of several (arrays), that holds `layers` layers in all its chunks."""
-    dense, experts = stage_numel(model, layouts.tp, layers, embedding, head), expert_numel(model, layouts, layers)
-    parameters, parts = dense + experts, held(model, layouts, rates)
+    dense = stage_numel(model, layouts.tp, layers, embedding, head)
+    experts = expert_numel(model, layouts, layers)
+    parameters = dense + experts
+    parts = held(model, layouts, rates)
     if not isinstance(layouts, Layouts) and "," in layouts.recompute:  # of its own layers
-        of_stages = [held(model, layouts, rates, math.ceil(number / layouts.chunks)).block for number in np.ravel(layers)]
+        of_stages = [
+            held(model, layouts, rates, math.ceil(number / layouts.chunks)).block for number in np.ravel(layers)
+        ]
         parts = parts._replace(block=np.reshape(of_stages, np.shape(layers)))
-    size, replicas, chunks = DTYPE_BYTES[layouts.dtype], layouts.replicas, layouts.chunks
-    cut_weights, cut_gradients = cut(layouts, 3), cut(layouts, 2)
+    size = DTYPE_BYTES[layouts.dtype]
+    replicas = layouts.replicas
+    chunks = layouts.chunks
+    cut_weights = cut(layouts, 3)
+    cut_gradients = cut(layouts, 2)
     # gradients that are cut are whole for one chunk of a pipeline, while its backwards add to them
     whole = np.where(cut_weights | (layouts.pp == 1), 0.0, 1 / chunks)
-    gradients = parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
-    # fully sharded: a layer's gradients on their way out, this layer's and the next one's weights, and of its own weights only the fp32
-    # master copy; otherwise the 16-bit ones stand beside it, gathered from forward to backward where they are gathered once
+    gradients = (
+        parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
+    )
+    # fully sharded: a layer's gradients on their way out, this layer's and the next one's weights, and of its own
+    # weights only the fp32
+    # master copy; otherwise the 16-bit ones stand beside it, gathered from forward to backward where they are gathered
+    # once
     twice = layouts.sharding == "weights"
     gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))
-    wide, rule = statistics_bytes(layouts.dtype), optimizer_rule(layouts.optimizer)
+    wide = statistics_bytes(layouts.dtype)
+    rule = optimizer_rule(layouts.optimizer)
     master = 0 if size < wide else wide  # wide weights are their own master copy
 
     def of_state(without: int = 0) -> Number:
         def kept(one: Parameter, degrees: Mapping[str, Number]) -> Number:
             return (rule.bytes_per_element(one, wide) - without) * one.rank_numel(degrees)
 
-        dense = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(cut(layouts, 1), layouts.shards, 1)
-        return dense + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1) + statistics
+        dense = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(
+            cut(layouts, 1), layouts.shards, 1
+        )
+        return (
+            dense + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1) + statistics
+        )
 
     def of_statistics(one: Parameter, degrees: Mapping[str, Number]) -> Number:
         return wide * sum(tensor.rank_numel(degrees) for tensor in rule.statistics(one))
@@ -120,7 +154,9 @@ def stage_memory(
     dense_statistics = stage_numel(model, layouts.tp, layers, embedding, head, of_statistics)
     statistics = dense_statistics + expert_numel(model, layouts, layers, of_statistics)
     state = of_state(without=master)
-    in_flight, waiting = (by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting))
+    in_flight, waiting = (
+        by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting)
+    )
     activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
     working = parts.block_working * rates.fragmentation
     logits = np.where(head, parts.logits + parts.logits_waiting * waiting, 0.0)
@@ -134,22 +170,27 @@ def stage_memory(
         "logits": np.maximum(logits - working, 0.0),  # freed before the first layer is recomputed
         "gathered keys and values": parts.exchanged,
         "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),
-        "communication buffers": np.where(cut_weights, gathered, np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size)),
+        "communication buffers": np.where(
+            cut_weights, gathered, np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size)
+        ),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
     if layouts.validated == "after":
-        # the state once more from an early update to its validation, when the activations in flight are those of the forwards played ahead
+        # the state once more from an early update to its validation, when the activations in flight are those of the
+        # forwards played ahead
         copy = of_state()
         empty = np.maximum(in_flight - (layouts.pp - 1 - stage), 0.0) * parts.block * layers / chunks
         lines["copy of the state"] = np.where(steps_overlap(layouts), np.maximum(copy - empty, 0.0), 0.0)
     if np.any(statistics > 0):
-        # plain passes over one bucket at a time: the scaled gradient, and of one parameter the squares or the second moment
+        # plain passes over one bucket at a time: the scaled gradient, and of one parameter the squares or the second
+        # moment
         bucket = np.minimum(np.maximum(_largest_block_numel(model, layouts), BUCKET_ELEMENTS), parameters)
         lines["update of a bucket"] = 2 * wide * bucket / np.where(cut(layouts, 1), replicas, 1)
     if rule.gathers:
         update = whole_update(model, layouts, rates, layers)
         owned = np.where(cut(layouts, 1), replicas, 1)
-        # slices' padding holds weights, gradients and state; of one bucket at a time there are 16 bits gathered, and 32 of the direction
+        # slices' padding holds weights, gradients and state; of one bucket at a time there are 16 bits gathered, and 32
+        # of the direction
         padded = update.padding * (size + rates.gradient_bytes + 2 * wide / owned)
         gathered = np.where(update.gathered > 0, update.largest * size, 0.0)
         lines["whole matrices"] = padded + gathered + update.largest * wide / owned
@@ -159,10 +200,15 @@ def stage_memory(
 def _largest_block_numel(model: ModelConfig, layouts: Layout) -> Number:
     """Of a rank's parts of a block's parameters."""
     degrees = {"tp": layouts.tp, "ep": layouts.ep, "etp": layouts.etp}
-    return reduce(np.maximum, (one.rank_numel(degrees) for layer, _ in layer_kinds(model) for one in block_parameters(model, layer)))
+    return reduce(
+        np.maximum,
+        (one.rank_numel(degrees) for layer, _ in layer_kinds(model) for one in block_parameters(model, layer)),
+    )
 
 
-def memory_by_rank(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]) -> tuple[dict[str, float], ...]:
+def memory_by_rank(
+    model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]
+) -> tuple[dict[str, float], ...]:
     """Lines of every pipeline rank of one layout with exactly these virtual stages."""
     ranks = np.arange(layout.pp)
     layers, embeds, ends = (by_rank(column, layout) for column in stage_columns(stages))
@@ -177,9 +223,12 @@ def total(lines: Lines) -> Number:
 
 
 def peak_memory(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
-    """The fullest rank of the layout with evenly spread layers: the first stage (embedding, most in flight) or the last (head, logits)."""
+    """The fullest rank of the layout with evenly spread layers: the first stage (embedding, most in flight) or the
+    last (head, logits).
+    """
     layers = np.stack(stage_layers(model, layouts))
-    alone, yes = layouts.pp == 1, np.ones_like(layouts.pp, dtype=bool)
+    alone = layouts.pp == 1
+    yes = np.ones_like(layouts.pp, dtype=bool)
     both = by_schedule(layouts, one_end) > 0
     ends = (0 * layouts.pp, layouts.pp - 1), (yes, alone), (alone | both, alone | ~both)
     stage, embedding, head = map(np.stack, ends)

@@ -1,4 +1,6 @@
-"""Parameters of a stage and tensor-parallel rank, of one layout or of thousands at once, counted on what the blueprint declares."""
+"""Parameters of a stage and tensor-parallel rank, of one layout or of thousands at once, counted on what the
+blueprint declares.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ def stage_numel(
     head: Number,
     size: Size = Parameter.rank_numel,
 ) -> Number:
-    """Elements that a rank holds of `layers` layers, with the embedding and/or the head where true; all but the model may be arrays.
+    """Elements that a rank holds of `layers` layers, with the embedding and/or the head where true; all but the model
+    may be arrays.
 
-    Without experts, which other ranks share out (`expert_numel`). Layers of two kinds count as their mean. A tied head on another rank than the embedding is a second copy. `size` may count something else of a parameter, say bytes.
+    Without experts, which other ranks share out (`expert_numel`). Layers of two kinds count as their mean. A tied head
+    on another rank than the embedding is a second copy. `size` may count something else of a parameter, say bytes.
     """
 
     def held(parameters: Iterable[Parameter]) -> Number:
@@ -34,8 +38,13 @@ def stage_numel(
 
     values, each = np.unique(tp, return_inverse=True)  # thousands of layouts have a handful of degrees
     ends = StageSpec(0, 0, embedding=False, head=True)
-    layer_numel = [(list(block_parameters(model, layer, False)), count / model.layers) for layer, count in layer_kinds(model)]
-    block = sum(share * held(one for one in parameters if one.kind is not ParameterKind.EXPERTS) for parameters, share in layer_numel)
+    layer_numel = [
+        (list(block_parameters(model, layer, False)), count / model.layers) for layer, count in layer_kinds(model)
+    ]
+    block = sum(
+        share * held(one for one in parameters if one.kind is not ParameterKind.EXPERTS)
+        for parameters, share in layer_numel
+    )
     front = held(stage_parameters(model, StageSpec(0, 0, embedding=True, head=False)))
     alone, beside = (held(stage_parameters(model, ends, embedding_elsewhere=shared)) for shared in (False, True))
     block, front, alone, beside = (

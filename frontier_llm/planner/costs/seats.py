@@ -24,12 +24,18 @@ class Seats:
 
 def seats(layouts: Layout, rates: Rates) -> Seats:
     """tp innermost, then cp; then dp (tp-dp-pp) or pp (tp-pp-dp). A node is filled in that order."""
-    node, tp, cp, pp, dp = rates.node_devices, layouts.tp, layouts.cp, layouts.pp, layouts.dp
+    node = rates.node_devices
+    tp = layouts.tp
+    cp = layouts.cp
+    pp = layouts.pp
+    dp = layouts.dp
     tp_inside = np.minimum(tp, node)
     cp_inside = np.minimum(cp, np.maximum(node / tp_inside, 1.0))
     room = np.maximum(node / (tp_inside * cp_inside), 1.0)
     dp_outer = layouts.axis_order == "tp-pp-dp"
-    stages_inside = np.where(dp_outer, np.minimum(pp, room), np.where(tp * cp * dp < node, np.minimum(pp, node / (tp * cp * dp)), 1.0))
+    stages_inside = np.where(
+        dp_outer, np.minimum(pp, room), np.where(tp * cp * dp < node, np.minimum(pp, node / (tp * cp * dp)), 1.0)
+    )
     replicas = np.where(dp_outer, np.maximum(np.minimum(dp, room / stages_inside), 1.0), np.minimum(dp, room))
     replicas = replicas * cp_inside
     per_node = np.minimum(node, tp * cp * pp * dp)

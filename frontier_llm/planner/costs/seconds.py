@@ -1,6 +1,8 @@
-"""Seconds of what a block, the embedding and the head do for one microbatch on one rank: the fold of their work in time.
+"""Seconds of what a block, the embedding and the head do for one microbatch on one rank: the fold of their work in
+time.
 
-By cause, so that `plan --explain` prints the very numbers that were added; and as `Times`, for one layout or in columns for thousands.
+By cause, so that `plan --explain` prints the very numbers that were added; and as `Times`, for one layout or in columns
+for thousands.
 """
 
 from __future__ import annotations
@@ -13,7 +15,20 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from frontier_llm.blueprint.expert_work import DISPATCH
-from frontier_llm.blueprint.items import ADDING, SENDING, SHARDS, Collective, FlashCore, HostWait, Item, Keep, Phase, Product, Under, Work
+from frontier_llm.blueprint.items import (
+    ADDING,
+    SENDING,
+    SHARDS,
+    Collective,
+    FlashCore,
+    HostWait,
+    Item,
+    Keep,
+    Phase,
+    Product,
+    Under,
+    Work,
+)
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, shares
 from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
@@ -26,19 +41,32 @@ from frontier_llm.planner.costs.kernels import flash_s, memory_s, pace, product_
 from frontier_llm.planner.costs.layouts import Number, by_schedule, over_layouts, stage_length
 from frontier_llm.schedule import split_share
 
-# operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives); backward issues two
+# operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives); backward
+# issues two
 # products per weight and an accumulation, and what is recomputed
-FORWARD_OPS, BACKWARD_OPS = 24, 40
+FORWARD_OPS = 24
+BACKWARD_OPS = 40
 RECOMPUTED_OPS = {"none": 0, "selective": 6, "full": FORWARD_OPS}
-WAITING, RECOMPUTED, LAUNCHES = "waiting for tp ranks", "recompute", "launch-bound"
+WAITING = "waiting for tp ranks"
+RECOMPUTED = "recompute"
+LAUNCHES = "launch-bound"
 
-# by work, devices, tp, cp, ep, how many of its ranks share a node and tp's pieces, for the time of one fold: layouts share most of it
+# by work, devices, tp, cp, ep, how many of its ranks share a node and tp's pieces, for the time of one fold: layouts
+# share most of it
 Prices = dict[tuple[Work, int, int, int, int, int, int], float]
 
 
 def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
     """Seconds of one item's work, as far as it shows."""
-    key = work, layout.devices, layout.tp, layout.cp, layout.ep, int(experts_inside(layout, rates)), layout.tensor_chunks
+    key = (
+        work,
+        layout.devices,
+        layout.tp,
+        layout.cp,
+        layout.ep,
+        int(experts_inside(layout, rates)),
+        layout.tensor_chunks,
+    )
     if key not in prices:
         if isinstance(work, Product):
             prices[key] = product_s(work, rates) * pace(layout.devices, rates)
@@ -70,7 +98,9 @@ def tensor_s(collective: Collective, layout: Layout, rates: Rates) -> float:
 
 
 def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
-    """A collective over tp with nothing beside it. A group beyond the node pays the network, where a gather or a scatter is half a sum."""
+    """A collective over tp with nothing beside it. A group beyond the node pays the network, where a gather or a
+    scatter is half a sum.
+    """
     if tp <= rates.node_devices:
         return float(node_s(rates, tp, collective.size_bytes, collective.operation))
     whole_s = collective_s(rates, tp, rates.node_devices, 1, collective.size_bytes, "all_reduce")
@@ -78,10 +108,12 @@ def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
 
 
 def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates: Rates) -> float:
-    """What a collective adds to its product where both go in pieces, each piece of one under the next of the other (parallel/tensor/chunked.py).
+    """What a collective adds to its product where both go in pieces, each piece of one under the next of the other
+    (parallel/tensor/chunked.py).
 
-    n products of 1/n of the rows and n messages of 1/n of the bytes are slower than one of each; of a piece's shorter half `chunk_overlap`
-    hides, n - 1 times; and rows are put back in their places, those of a scatter before the product.
+    n products of 1/n of the rows and n messages of 1/n of the bytes are slower than one of each; of a piece's shorter
+    half `chunk_overlap` hides, n - 1 times; and rows are put back in their places, those of a scatter before the
+    product.
     """
     pieces = layout.tensor_chunks
     product_part_s = product_s(replace(product, m=product.m // pieces), rates)
@@ -93,17 +125,24 @@ def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates:
 
 
 def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
-    """What shows of a collective over cp, whose ranks stand tp apart: in one node, or by as many rails as a node has groups.
+    """What shows of a collective over cp, whose ranks stand tp apart: in one node, or by as many rails as a node has
+    groups.
 
     What travels beside attention hides there as gradients do beside backward.
     """
-    node, tp, cp = rates.node_devices, layout.tp, layout.cp
+    node = rates.node_devices
+    tp = layout.tp
+    cp = layout.cp
     inside = min(cp, max(node // tp, 1))
     beside = 0.0 if rates.host_executes or collective.under is Under.NOTHING else rates.dp_overlap
     sharing = node // inside  # groups of a node, each with a rail of its own
     if collective.operation == "exchange":
         near = cp <= inside
-        return (1 - beside) * collective.calls * float(message_s(rates, collective.size_bytes, near, 1 if near else sharing))
+        return (
+            (1 - beside)
+            * collective.calls
+            * float(message_s(rates, collective.size_bytes, near, 1 if near else sharing))
+        )
     if cp <= inside:  # a ring through every tp-th device is no faster than one through all of them
         reach = float(fabric_bandwidth(rates, cp)) / float(fabric_bandwidth(rates, min(tp * cp, node)))
         return (1 - beside) * float(node_s(rates, cp, collective.size_bytes, collective.operation)) * max(reach, 1.0)
@@ -118,17 +157,23 @@ def by_cause(
     modes: Mapping[str, float] | None = None,
     split: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
-    """Cause → (forward, backward) seconds, the recomputed forward among the latter; weights that are gathered over dp left out.
+    """Cause → (forward, backward) seconds, the recomputed forward among the latter; weights that are gathered over dp
+    left out.
 
-    `modes`: shares of the layers that are recomputed so; None = the layout's, of many layers. `split`: share of the backwards that are split.
+    `modes`: shares of the layers that are recomputed so; None = the layout's, of many layers. `split`: share of the
+    backwards that are split.
     """
-    prices, modes = {} if prices is None else prices, modes or shares(layout.recompute.split(","))
+    prices = {} if prices is None else prices
+    modes = modes or shares(layout.recompute.split(","))
     causes: dict[str, list[float]] = {}
-    items, again, meetings = list(items), 0.0, [0.0, 0.0]
+    items = list(items)
+    again = 0.0
+    meetings = [0.0, 0.0]
     for item in items:
         if item.cause == SHARDS:
             continue
-        side, often = int(item.phase is not Phase.F), split if item.apart else 1.0
+        side = int(item.phase is not Phase.F)
+        often = split if item.apart else 1.0
         seconds = often * work_s(item.work, layout, rates, prices)
         causes.setdefault(item.cause, [0.0, 0.0])[side] += seconds
         meetings[side] += often * (item.cause == SENDING)
@@ -147,9 +192,11 @@ def by_cause(
 
 
 def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) -> tuple[list[float], list[float]]:
-    """Of rows, and the host's wait for their numbers: (forward, backward) seconds that hide under the shared expert, and those that show.
+    """Of rows, and the host's wait for their numbers: (forward, backward) seconds that hide under the shared expert,
+    and those that show.
 
-    Of the second what another microbatch computes beside them hides, where the schedule plays pairs (costs.time.pair_s).
+    Of the second what another microbatch computes beside them hides, where the schedule plays pairs
+    (costs.time.pair_s).
     """
     ways = {under: [0.0, 0.0] for under in (Under.SHARED, Under.OTHER)}
     shared_s = [0.0, 0.0]
@@ -191,10 +238,13 @@ class Times(NamedTuple):
     def both(self, microbatches: Number, rates: Rates) -> tuple[Number, Number]:
         """(forward, backward) seconds of an average microbatch.
 
-        The host dispatches ahead of the device; where it cannot keep up, the host's time counts. A CPU does one after the other.
+        The host dispatches ahead of the device; where it cannot keep up, the host's time counts. A CPU does one after
+        the other.
         """
         backward_s = self.backward_s + self.adding_s * added_share(microbatches)
-        device_s = (0.0, 0.0) if rates.host_executes else (self.forward_s - self.sent_s, backward_s - self.sent_backward_s)
+        device_s = (
+            (0.0, 0.0) if rates.host_executes else (self.forward_s - self.sent_s, backward_s - self.sent_backward_s)
+        )
         return (
             self.forward_s + np.maximum(self.host_forward_s - device_s[0], 0.0),
             backward_s + np.maximum(self.host_backward_s - device_s[1], 0.0),
@@ -220,7 +270,9 @@ def added_share(microbatches: Number) -> Number:
 
 
 def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Parts:
-    """Seconds of the parts of one layout, or of a whole table as columns. `layers`: of the virtual stage, see `mode_shares`."""
+    """Seconds of the parts of one layout, or of a whole table as columns. `layers`: of the virtual stage, see
+    `mode_shares`.
+    """
     prices: Prices = {}
 
     def fold(layout: Layout) -> Parts:
@@ -230,10 +282,12 @@ def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None 
 
         def block(split: float) -> Times:
             return mean_of_layers(
-                model, lambda layer: part(block_work(model, layout, rates, layer), layout, rates, prices, host, modes, split)
+                model,
+                lambda layer: part(block_work(model, layout, rates, layer), layout, rates, prices, host, modes, split),
             )
 
-        whole, ends = block(0.0), (embedding_work(model, layout), head_work(model, layout, rates))
+        whole = block(0.0)
+        ends = (embedding_work(model, layout), head_work(model, layout, rates))
         split = block(1.0) if layout.sequence_parallel else whole  # nothing else tells them apart
         return Parts(whole, split, *(part(items, layout, rates, prices) for items in ends))
 
@@ -242,7 +296,9 @@ def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None 
         layouts, fold, layouts.devices, experts_inside(layouts, rates), stage_length(model.layers, layouts), *sharded
     )
     share = by_schedule(layouts, split_share, "pp", "microbatches")
-    average = Times(*(whole * (1 - share) + split * share for whole, split in zip(parts.block, parts.split, strict=True)))
+    average = Times(
+        *(whole * (1 - share) + split * share for whole, split in zip(parts.block, parts.split, strict=True))
+    )
     return parts._replace(block=average)
 
 
@@ -270,14 +326,21 @@ def part(
     """The seconds of one list."""
     causes = by_cause(items, layout, rates, prices, modes, split)
     adding = causes.pop(ADDING, (0.0, 0.0))[1]
-    sent, rows = causes.get(SENDING, (0.0, 0.0)), rows_s(items, layout, rates, prices)[1] if DISPATCH in causes else (0.0, 0.0)
-    sent_again = sum(item.repeats(modes) * work_s(item.work, layout, rates, prices) for item in items if item.cause == SENDING)
+    sent = causes.get(SENDING, (0.0, 0.0))
+    rows = rows_s(items, layout, rates, prices)[1] if DISPATCH in causes else (0.0, 0.0)
+    sent_again = sum(
+        item.repeats(modes) * work_s(item.work, layout, rates, prices) for item in items if item.cause == SENDING
+    )
     moved = {
         (item.phase, item.work.operation): item.work.size_bytes
         for item in items
         if item.cause == SHARDS and isinstance(item.work, Collective)
     }
-    weights = (item for item in items if item.phase is Phase.W and item.cause != ADDING and not isinstance(item.work, Collective))
+    weights = (
+        item
+        for item in items
+        if item.phase is Phase.W and item.cause != ADDING and not isinstance(item.work, Collective)
+    )
     return Times(
         forward_s=sum(forward for forward, _ in causes.values()),
         backward_s=sum(backward for _, backward in causes.values()),

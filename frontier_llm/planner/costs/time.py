@@ -2,10 +2,12 @@
 
 The closed form of a pipeline: with stage i taking t_i = f_i + b_i per microbatch and d for a message,
 
-    step = m · T + (sum_i (t_i + 2 d) - T) / v + …,   T = max_i t_i + 2 d       (1F1B: v = 1; interleaved: the ramp shrinks by v)
+    step = m · T + (sum_i (t_i + 2 d) - T) / v + …,   T = max_i t_i + 2 d       (1F1B: v = 1; interleaved: the ramp
+    shrinks by v)
 
-which is exact for equal stages (bubble (p-1)/(v·m)) and within a few percent for unequal ones (tests compare it with the
-simulation). Where messages flow beside the compute, T is the slowest stage, or the next slower one plus its messages.
+which is exact for equal stages (bubble (p-1)/(v·m)) and within a few percent for unequal ones (tests compare it with
+the simulation). Where messages flow beside the compute, T is the slowest stage, or the next slower one plus its
+messages.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ COPIED_BYTES = 24.0  # moved per element to copy the masters and two moments, be
 
 
 def p2p_bytes(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
-    """One activation between stages as each tp rank sends it: S·B·H / cp, cut over tp with sequence parallelism or scatter-gather."""
+    """One activation between stages as each tp rank sends it: S·B·H / cp, cut over tp with sequence parallelism or
+    scatter-gather.
+    """
     size = model.sequence_length / layouts.cp * layouts.micro_batch * model.hidden * DTYPE_BYTES[layouts.dtype]
     return np.where(layouts.sequence_parallel | rates.p2p_split, size / layouts.tp, size)
 
@@ -39,7 +43,9 @@ def p2p_bytes(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
 def p2p_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """Seconds of one message between pipeline neighbours (0 without a pipeline)."""
     place = seats(layouts, rates)
-    return np.where(layouts.pp > 1, message_s(rates, p2p_bytes(model, layouts, rates), place.pp_inside, place.pp_sharing), 0.0)
+    return np.where(
+        layouts.pp > 1, message_s(rates, p2p_bytes(model, layouts, rates), place.pp_inside, place.pp_sharing), 0.0
+    )
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,17 @@ class StepTail:
     gather_s: Number
 
 
-def gradient_reduction_s(layouts: Layout, rates: Rates, parameters: Number, experts: Number = 0.0) -> tuple[Number, Number]:
-    """(reduce, gather) seconds of one stage's gradients over the replicas, bucket by bucket: all-reduce, or reduce-scatter and all-gather with ZeRO.
+def gradient_reduction_s(
+    layouts: Layout, rates: Rates, parameters: Number, experts: Number = 0.0
+) -> tuple[Number, Number]:
+    """(reduce, gather) seconds of one stage's gradients over the replicas, bucket by bucket: all-reduce, or
+    reduce-scatter and all-gather with ZeRO.
 
     Those of `experts` follow, over replicas of their own.
     """
-    place, node, together = seats(layouts, rates), rates.node_devices, layouts.ep * layouts.etp
+    place = seats(layouts, rates)
+    node = rates.node_devices
+    together = layouts.ep * layouts.etp
     apart = np.minimum(together, node)  # a node's groups of experts' replicas
     inside = np.clip(node // apart, 1, layouts.edp)
     seats_of = (
@@ -69,7 +80,9 @@ def gradient_reduction_s(layouts: Layout, rates: Rates, parameters: Number, expe
         total: Number = 0.0
         for numel, ranks, per_node, sharing in seats_of:
             buckets = np.maximum(numel / rates.bucket_parameters, 1.0) if rates.bucket_parameters else 1.0
-            moved = buckets * collective_s(rates, ranks, per_node, sharing, np.maximum(numel, 1.0) * size / buckets, operation)
+            moved = buckets * collective_s(
+                rates, ranks, per_node, sharing, np.maximum(numel, 1.0) * size / buckets, operation
+            )
             total = total + np.where(np.asarray(numel) > 0, moved, 0.0)
         return total
 
@@ -80,11 +93,13 @@ def gradient_reduction_s(layouts: Layout, rates: Rates, parameters: Number, expe
 
 
 def overlap_windows(layouts: Layout) -> Number:
-    """Backwards of a whole stage that run after the first gradients of the step are complete, in units of one microbatch's.
+    """Backwards of a whole stage that run after the first gradients of the step are complete, in units of one
+    microbatch's.
 
     Without chunks the last microbatch's backward; interleaved, the last round: pp microbatches of every chunk but one.
     """
-    pp, v = layouts.pp, layouts.chunks
+    pp = layouts.pp
+    v = layouts.chunks
     return np.minimum((pp * (v - 1) + 1) / v, np.maximum(layouts.microbatches, 1))
 
 
@@ -97,22 +112,28 @@ def tail(
     experts: Number = 0.0,
     whole: WholeUpdate | None = None,
 ) -> StepTail:
-    """The step's end for a stage of `parameters` (this rank's part), beside those of `experts`; the seconds are one microbatch's over the whole stage.
+    """The step's end for a stage of `parameters` (this rank's part), beside those of `experts`; the seconds are one
+    microbatch's over the whole stage.
 
     `whole` is what an update of whole matrices adds.
 
-    Gradients that are cut (ZeRO-2) and have no pipeline between their microbatches are scattered after each of them, not once.
+    Gradients that are cut (ZeRO-2) and have no pipeline between their microbatches are scattered after each of them,
+    not once.
     """
     parameters = parameters + (whole.padding if whole else 0)
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
-    owned = parameters / np.where(cut(layouts, 1), layouts.shards, 1) + experts / np.where(cut(layouts, 1), layouts.edp, 1)
+    owned = parameters / np.where(cut(layouts, 1), layouts.shards, 1) + experts / np.where(
+        cut(layouts, 1), layouts.edp, 1
+    )
     every = (layouts.sharding == "gradients") & (layouts.pp == 1)
     update_copy_s = np.where(steps_overlap(layouts), memory_s(owned * COPIED_BYTES, 3, rates), 0.0)
     sharded = cut(layouts, 3)  # gradients are cut like the state, and what moves has moved layer by layer
     held = np.where(sharded | every, owned, parameters + experts)
     update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(held * 2.0 * rates.gradient_bytes, 2, rates)
-    shown_s = exposed_s(reduce_s, windows * last_backward_s, rates.dp_overlap) * np.where(every, layouts.microbatches, 1)
+    shown_s = exposed_s(reduce_s, windows * last_backward_s, rates.dp_overlap) * np.where(
+        every, layouts.microbatches, 1
+    )
     return StepTail(
         reduce_s=np.where(sharded, 0.0, shown_s),
         optimizer_s=update_s + update_copy_s + rates.step_s + (whole.seconds if whole else 0.0),
@@ -121,14 +142,20 @@ def tail(
 
 
 def sharding_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of a block's all-gathers and reduce-scatter where weights are sharded too; and of a microbatch's part of the sum over copies."""
-    place, shards = seats(layouts, rates), layouts.shards
+    """(forward, backward) seconds of a block's all-gathers and reduce-scatter where weights are sharded too; and of
+    a microbatch's part of the sum over copies.
+    """
+    place = seats(layouts, rates)
+    shards = layouts.shards
     inside = np.minimum(place.replicas_per_node, shards)
-    across, copies = np.maximum(place.replicas_per_node // shards, 1), layouts.replicas // shards
+    across = np.maximum(place.replicas_per_node // shards, 1)
+    copies = layouts.replicas // shards
     devices = place.replicas_per_node * place.replicas_sharing  # of a node
 
     def seconds(size_bytes: Number, operation: str, ranks: Number = shards, per_node: Number = inside) -> Number:
-        moved_s = collective_s(rates, ranks, per_node, np.maximum(devices / per_node, 1.0), np.maximum(size_bytes, 1.0), operation)
+        moved_s = collective_s(
+            rates, ranks, per_node, np.maximum(devices / per_node, 1.0), np.maximum(size_bytes, 1.0), operation
+        )
         return np.where((size_bytes > 0) & (ranks > 1), moved_s * rates.sharded_slowdown, 0.0)
 
     backward_s = seconds(block.gather_again_bytes, "all_gather") + seconds(block.scatter_bytes, "reduce_scatter")
@@ -137,29 +164,37 @@ def sharding_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Num
 
 
 def layer_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of a layer; where weights are sharded, with what shows of gathering and scattering them beside it."""
-    computed_s, sharded = block.both(layouts.microbatches, rates), cut(layouts, 3)
+    """(forward, backward) seconds of a layer; where weights are sharded, with what shows of gathering and scattering
+    them beside it.
+    """
+    computed_s = block.both(layouts.microbatches, rates)
+    sharded = cut(layouts, 3)
     if not np.any(sharded):
         return computed_s
     overlap = 0.0 if rates.host_executes else rates.dp_overlap  # what moves the bytes is what computes
     forward_s, backward_s = (
-        compute_s + np.where(sharded, exposed_s(moved_s, compute_s, overlap) + waiting_s(meetings, compute_s, rates), 0.0)
+        compute_s
+        + np.where(sharded, exposed_s(moved_s, compute_s, overlap) + waiting_s(meetings, compute_s, rates), 0.0)
         for moved_s, compute_s, meetings in zip(sharding_s(block, layouts, rates), computed_s, (1, 2), strict=True)
     )
     return forward_s, backward_s
 
 
 def pair_s(block: Times, layouts: Layout, rates: Rates) -> Number:
-    """Seconds that a forward and a backward of a layer take less as a pair: the rows of each travel while the other computes (schedule/pairs.py).
+    """Seconds that a forward and a backward of a layer take less as a pair: the rows of each travel while the other
+    computes (schedule/pairs.py).
 
-    Of four ways two are beside attention and two beside experts. With one communication in flight attention's own collectives wait for
-    the rows: those two are then counted as shown.
+    Of four ways two are beside attention and two beside experts. With one communication in flight attention's own
+    collectives wait for the rows: those two are then counted as shown.
     """
     overlap = 0.0 if rates.host_executes else rates.dp_overlap
     ways = np.where(rates.one_in_flight & ((layouts.tp > 1) | (layouts.cp > 1)), 0.5, 1.0)
-    rows_s, both_s = (block.rows_s, block.rows_backward_s), block.both(layouts.microbatches, rates)
+    rows_s = (block.rows_s, block.rows_backward_s)
+    both_s = block.both(layouts.microbatches, rates)
     computed_s = [whole - rows for whole, rows in zip(both_s, rows_s, strict=True)]
-    hidden_s = sum(np.minimum(rows * overlap, computed) for rows, computed in zip(rows_s, reversed(computed_s), strict=True))
+    hidden_s = sum(
+        np.minimum(rows * overlap, computed) for rows, computed in zip(rows_s, reversed(computed_s), strict=True)
+    )
     return np.where(plays_pairs(layouts), ways * hidden_s, 0.0)
 
 
@@ -169,13 +204,16 @@ def plays_pairs(layouts: Layout) -> Number:
 
 
 def exposed_s(communication_s: Number, compute_s: Number, overlap: float) -> Number:
-    """What communication adds to the compute beside it: what does not fit under it, and at least the share that never overlaps."""
+    """What communication adds to the compute beside it: what does not fit under it, and at least the share that
+    never overlaps.
+    """
     return np.maximum(communication_s * (1 - overlap), communication_s - compute_s)
 
 
 def stage_layers(model: ModelConfig, layouts: Layout) -> tuple[Number, Number]:
     """(most, last stage's) layers of a pipeline rank when layers are spread evenly and leftovers stand in front."""
-    pp, layers = layouts.pp, model.layers
+    pp = layouts.pp
+    layers = model.layers
     most = np.ceil(layers / pp)
     return most, np.where(layers % pp == 0, most, np.floor(layers / pp))
 
@@ -186,21 +224,29 @@ def meets_inside(layouts: Layout) -> Number:
 
 
 def _turns(layouts: Layout, rates: Rates) -> Number:
-    """Messages there and back that a microbatch of a rank waits for where they take turns: fitted to `schedule.simulate_in_turn`.
+    """Messages there and back that a microbatch of a rank waits for where they take turns: fitted to
+    `schedule.simulate_in_turn`.
 
-    With collectives inside compute, which take their turn too, all four messages of a chunk show and chunks wait for each other.
+    With collectives inside compute, which take their turn too, all four messages of a chunk show and chunks wait for
+    each other.
     """
-    chunks, waits = layouts.chunks, meets_inside(layouts) | rates.host_executes
+    chunks = layouts.chunks
+    waits = meets_inside(layouts) | rates.host_executes
     few = np.where(split(layouts), 0.8, 1.5)
-    deep = by_schedule(layouts, lambda name: (2.0 if rule(name).idle < 1 / 4 else 3.0) if one_end(name) else 3.5)  # a full V has more slack
+    # a full V has more slack
+    deep = by_schedule(layouts, lambda name: (2.0 if rule(name).idle < 1 / 4 else 3.0) if one_end(name) else 3.5)
     return np.where(chunks > 1, chunks * np.where(waits, deep, 2.0), np.where(waits, 2.0, few))
 
 
 def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """Seconds of one training step in closed form."""
-    parts, m, pp, v = times(model, layouts, rates), layouts.microbatches, layouts.pp, layouts.chunks
+    parts = times(model, layouts, rates)
+    m = layouts.microbatches
+    pp = layouts.pp
+    v = layouts.chunks
     per_layer = layer_s(parts.block, layouts, rates)
-    both, ends = sum(per_layer), (sum(parts.embedding.both(m, rates)), sum(parts.head.both(m, rates)))
+    both = sum(per_layer)
+    ends = (sum(parts.embedding.both(m, rates)), sum(parts.head.both(m, rates)))
     most, last_layers = stage_layers(model, layouts)
     least_last = np.where(pp > 1, model.layers - most * (pp - 1), model.layers)
     last_layers = np.maximum(last_layers, np.minimum(least_last, most))
@@ -215,29 +261,37 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     if rates.blocking_messages:
         busiest = slowest + message * v
     else:
-        # two neighbours of 1F1B wait for each other's messages unless one of them has that much less to do; with chunks a
+        # two neighbours of 1F1B wait for each other's messages unless one of them has that much less to do; with chunks
+        # a
         # message has a whole chunk's compute to hide under, and GPipe's messages of one phase follow each other
         hidden = (v > 1) | (layouts.schedule == "gpipe")
         lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))
         if rates.one_in_flight:
-            turns = np.where(pp > 1, _turns(layouts, rates), 0.0) * message  # the model's ends have one neighbour, not two
+            # the model's ends have one neighbour, not two
+            turns = np.where(pp > 1, _turns(layouts, rates), 0.0) * message
             ends_turns = np.where(split(layouts), turns, turns / 2)
             busiest = np.maximum(slowest + ends_turns, np.where(pp > 1, lighter, 0.0) + turns)
     ramp = model.layers * both + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest
-    # of a bubble of three equal passes, what weight gradients fill (Qi et al. 2023, 2024); a single microbatch can defer only its own
+    # of a bubble of three equal passes, what weight gradients fill (Qi et al. 2023, 2024); a single microbatch can
+    # defer only its own
     idle = by_schedule(layouts, idle_share, "chunks")
     deferred = 3 * (1 - idle) * (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0)) / 2
     ramp = np.where(split(layouts), ramp - np.minimum(deferred, ramp), ramp * idle)
-    # where steps overlap: between neighbours' ends lie two weight gradients less an input gradient; with chunks the later ranks end together.
+    # where steps overlap: between neighbours' ends lie two weight gradients less an input gradient; with chunks the
+    # later ranks end together.
     # A tied embedding is summed over the first rank and the last, which so wait for each other
     between = np.clip(3 * parts.block.weights(m) - per_layer[1], 0.0, per_layer[0])
     early = np.where(
-        steps_overlap(layouts) & ~(model.tied_embeddings & ~beside), (pp - 1) * most * between * np.where(v > 1, 0.5 / v, 1.0), 0.0
+        steps_overlap(layouts) & ~(model.tied_embeddings & ~beside),
+        (pp - 1) * most * between * np.where(v > 1, 0.5 / v, 1.0),
+        0.0,
     )
     ramp = ramp - np.minimum(early, np.maximum(ramp, 0.0))
     pipeline = m * busiest + np.maximum(ramp, 0.0) * (pp > 1)
     parameters = stage_numel(model, layouts.tp, most, True, pp == 1)
     whole = whole_update(model, layouts, rates, most)
-    end = tail(layouts, rates, parameters, most * per_layer[1], most * per_layer[0], expert_numel(model, layouts, most), whole)
+    end = tail(
+        layouts, rates, parameters, most * per_layer[1], most * per_layer[0], expert_numel(model, layouts, most), whole
+    )
     return pipeline + end.reduce_s + end.optimizer_s + end.gather_s

@@ -1,4 +1,6 @@
-"""What an optimizer that works on whole matrices adds to a step: products, collectives, padding and buffers, by the very plan of the buckets."""
+"""What an optimizer that works on whole matrices adds to a step: products, collectives, padding and buffers, by the
+very plan of the buckets.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +77,15 @@ class _Ranks(NamedTuple):
 def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int, ranks: _Ranks) -> WholeUpdate:
     held: list[Parameter] = []
     for layer, count in layer_kinds(model):
-        held += [one for one in block_parameters(model, layer) if rule.whole(one)] * round(ranks.layers * count / model.layers)
+        held += [one for one in block_parameters(model, layer) if rule.whole(one)] * round(
+            ranks.layers * count / model.layers
+        )
     degrees = ranks.degrees()
     each_once = {one.name: one for one in held}
-    costs = {name: (parameter_s(one, degrees, rates, bytes_each), update_flops(one, degrees)) for name, one in each_once.items()}
+    costs = {
+        name: (parameter_s(one, degrees, rates, bytes_each), update_flops(one, degrees))
+        for name, one in each_once.items()
+    }
 
     def shard_of(parameter: Parameter) -> tuple[Parameter, int]:
         return parameter, int(parameter.rank_numel(degrees))
@@ -111,7 +118,9 @@ def products(matrices: Matrices, tp: int, ep: int = 1) -> list[Product]:
 def update_flops(parameter: Parameter, degrees: Mapping[str, int]) -> float:
     """Of one parameter's orthogonal update on one rank."""
     tp, ep = _degrees_of(parameter, degrees)
-    return NEWTON_SCHULZ_STEPS * sum(product.flops for one in matrices_of(parameter) for product in products(one, tp, ep))
+    return NEWTON_SCHULZ_STEPS * sum(
+        product.flops for one in matrices_of(parameter) for product in products(one, tp, ep)
+    )
 
 
 def parameter_s(parameter: Parameter, degrees: Mapping[str, int], rates: Rates, bytes_each: int) -> float:

@@ -1,1 +1,3 @@
-"""Published measurements of other people's runs, and how far the planner is from them. Only `plan --validate` and scripts/ import this."""
+"""Published measurements of other people's runs, and how far the planner is from them. Only `plan --validate` and
+scripts/ import this.
+"""

@@ -1,7 +1,8 @@
-"""Published measurements → models, layouts and seconds. Reads the two formats that exist in the wild: vTrain's CSV and a throughput TSV.
+"""Published measurements → models, layouts and seconds. Reads the two formats that exist in the wild: vTrain's CSV and
+a throughput TSV.
 
-A row says which machine and stack it ran on, what it was, and how long a step took. Only seconds per step and tokens/s are
-compared; where a source gives TFLOP/s alone, its stated convention turns them into tokens/s first.
+A row says which machine and stack it ran on, what it was, and how long a step took. Only seconds per step and tokens/s
+are compared; where a source gives TFLOP/s alone, its stated convention turns them into tokens/s first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import Any
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import DataError
-from frontier_llm.planner.published.rows import Row, layout_of_row, model_of, number_of, seconds_of_row, shape_of, unstated_of
+from frontier_llm.planner.published.rows import (
+    Row,
+    layout_of_row,
+    model_of,
+    number_of,
+    seconds_of_row,
+    shape_of,
+    unstated_of,
+)
 
 PUBLISHED = Path(__file__).parent
 SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", "collected.tsv")
@@ -35,10 +44,15 @@ class PublishedRun:
     model: ModelConfig
     layout: Layout
     seconds: float  # per step
-    known: bool  # False: degrees or batch are not stated, or the machine file is borrowed from a like cluster; the row is never fitted
-    approximate: bool = False  # the source's parallelism has no equal here (AxoNN's 4D) or its memory is not described in full: not judged
-    unstated: tuple[str, ...] = ()  # fields of the layout that the source does not give; the fastest that fits is assumed
-    software: Mapping[str, Any] = field(default_factory=dict)  # what this run does otherwise than its stack: fields of Rates
+    # False: degrees or batch are not stated, or the machine file is borrowed from a like cluster; the row is never
+    # fitted
+    known: bool
+    # the source's parallelism has no equal here (AxoNN's 4D) or its memory is not described in full: not judged
+    approximate: bool = False
+    # fields of the layout that the source does not give; the fastest that fits is assumed
+    unstated: tuple[str, ...] = ()
+    # what this run does otherwise than its stack: fields of Rates
+    software: Mapping[str, Any] = field(default_factory=dict)
     memory_gib: float | None = None
 
     @property
@@ -55,8 +69,22 @@ SPREAD = ("network_efficiency", "network_crowding")
 FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("vtrain-a100", "megatron-lm"): (*COMPUTE, *TENSOR, *SPREAD, "microbatch_s", "network_latency_s"),
     ("vtrain-a100-node", "megatron-lm"): (*COMPUTE, *TENSOR, "launch_s", "microbatch_s", "fabric_hop_s"),
-    ("selene", "megatron-lm"): ("gemm_efficiency", "hbm_efficiency", "kernel_s", "fabric_bytes_s", "fabric_latency_s", *SPREAD),
-    ("jean-zay", "megatron-deepspeed"): (*COMPUTE, *TENSOR, *SPREAD, "microbatch_s", "network_latency_s", "unaligned_penalty"),
+    ("selene", "megatron-lm"): (
+        "gemm_efficiency",
+        "hbm_efficiency",
+        "kernel_s",
+        "fabric_bytes_s",
+        "fabric_latency_s",
+        *SPREAD,
+    ),
+    ("jean-zay", "megatron-deepspeed"): (
+        *COMPUTE,
+        *TENSOR,
+        *SPREAD,
+        "microbatch_s",
+        "network_latency_s",
+        "unaligned_penalty",
+    ),
     ("llm-foundry-a100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward"),
     ("llm-foundry-a100-40", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
     ("llm-foundry-h100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
@@ -74,11 +102,20 @@ DATASET_OF = {
     **dict.fromkeys(("frontier", "lumi", "mi250"), "MI250X"),
 }
 VTRAIN_COLUMNS = {
-    "devices": "# GPUs", "GBS": "global batch", "MBS": "micro batch", "hidden": "hidden size", "heads": "attention heads", "layers": "# layers",
-    "seq": "sequence length", "TP": "tensor parallelism", "DP": "data parallelism", "PP": "pipeline parallelism",
-}  # fmt: skip
+    "devices": "# GPUs",
+    "GBS": "global batch",
+    "MBS": "micro batch",
+    "hidden": "hidden size",
+    "heads": "attention heads",
+    "layers": "# layers",
+    "seq": "sequence length",
+    "TP": "tensor parallelism",
+    "DP": "data parallelism",
+    "PP": "pipeline parallelism",
+}
 
-# (machine, stack) by what a row's id, hardware, source, precision, sharding and attention say; the first match counts. Known clusters
+# (machine, stack) by what a row's id, hardware, source, precision, sharding and attention say; the first match counts.
+# Known clusters
 # come first; after them any code of a kind on a kind of hardware
 CLUSTERS = (
     (r"^korth|^sc21|selene", "selene", "megatron-lm"),
@@ -124,37 +161,48 @@ def read_table(path: Path) -> list[Row]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read: {error}", where=str(path), fix="give a vTrain CSV or a throughput TSV") from error
+        raise DataError(
+            f"cannot read: {error}", where=str(path), fix="give a vTrain CSV or a throughput TSV"
+        ) from error
     header = text.partition("\n")[0]
     delimiter = "\t" if "\t" in header else ","
     columns = set(header.strip().split(delimiter))
     vtrain = "iteration time (ms)" in columns
     if not vtrain and not {"id", "layers", "hidden", "TP", "PP"} <= columns:
         raise DataError(
-            "has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', 'hidden', 'TP', 'PP', …): "
+            "has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', "
+            "'hidden', 'TP', 'PP', …): "
             f"{header[:80]}",
             where=str(path),
             fix="name the columns as in frontier_llm/planner/published",
         )
-    rows, heads = list[Row](), dict[str, str]()
+    rows = list[Row]()
+    heads = dict[str, str]()
     for cells in csv.DictReader(text.splitlines(), delimiter=delimiter):
-        row = defaultdict(str, {key: (value or "").strip() for key, value in (_vtrain(cells) if vtrain else cells).items() if key})
-        source = row["source"][:60]  # tables give the head count where it changes: an empty cell means the one above, of the same source
+        row = defaultdict(
+            str, {key: (value or "").strip() for key, value in (_vtrain(cells) if vtrain else cells).items() if key}
+        )
+        # tables give the head count where it changes: an empty cell means the one above, of the same source
+        source = row["source"][:60]
         row["heads"] = heads[source] = row["heads"] or heads.get(source, "")
         rows.append(row)
     return rows
 
 
 def read_measurements(path: Path) -> list[PublishedRun]:
-    """The rows of a file that carry a time, a model shape and a cluster that is known; what they do not state is searched for."""
+    """The rows of a file that carry a time, a model shape and a cluster that is known; what they do not state is
+    searched for.
+    """
     return [run for row in read_table(path) if (run := _published_run(row)) is not None]
 
 
 def read_stated(path: Path) -> tuple[list[PublishedRun], Counter[str]]:
     """(the rows of a file that can be priced as they stand, how many others by the reason why not)."""
-    runs, left_out = [], Counter[str]()
+    runs = []
+    left_out = Counter[str]()
     for row in read_table(path):
-        run, reason = _published_run(row), _unlike_anything_here(row)
+        run = _published_run(row)
+        reason = _unlike_anything_here(row)
         if run is None or reason:
             left_out[reason or "no time, no model shape or no known cluster"] += 1
         else:
@@ -168,8 +216,10 @@ def _unlike_anything_here(row: Row) -> str:
     reasons = {
         "parallelism of other dimensions": "d:" in row["TP"].lower(),
         "tensor or pipeline degree not stated": not row["TP"] or not row["PP"],
-        "experts": number_of(row["experts"]) > 1 or bool(re.search(r"\bmoe\b|mixture|experts|\b\d+x\d+b|-a\d+b\b", words)),
-        "context parallelism": number_of(row["CP"]) > 1 or bool(re.search(r"context.parallel|ring.attention|ulysses|\bcp ?[2-9]", words)),
+        "experts": number_of(row["experts"]) > 1
+        or bool(re.search(r"\bmoe\b|mixture|experts|\b\d+x\d+b|-a\d+b\b", words)),
+        "context parallelism": number_of(row["CP"]) > 1
+        or bool(re.search(r"context.parallel|ring.attention|ulysses|\bcp ?[2-9]", words)),
         "ZeRO-3 of another system": bool(re.search(r"zero(-| |)(stage |)3|stage.?3", words)),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
@@ -205,8 +255,10 @@ def _published_run(row: Row) -> PublishedRun | None:
     if not seconds:
         return None
     stated = number_of(row["devices"]) > 0 and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != ""
-    recompute, precision = row["recompute"].lower(), row["precision"]
-    # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the rest
+    recompute = row["recompute"].lower()
+    precision = row["precision"]
+    # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the
+    # rest
     half = recompute.startswith(("selective layer", "selective op"))
     software: dict[str, Any] = {"checkpoints_cut": "partition" in recompute}
     if flash := {"y": "flash", "v": "flash", "n": "unfused"}.get(row["flash_attn"][:1]):
@@ -219,7 +271,9 @@ def _published_run(row: Row) -> PublishedRun | None:
         model=model_of(row, shape),
         layout=replace(
             layout,
-            recompute="full,none" if half else next((mode for mode in ("full", "selective") if recompute.startswith(mode)), "none"),
+            recompute="full,none"
+            if half
+            else next((mode for mode in ("full", "selective") if recompute.startswith(mode)), "none"),
             gradient_wire="fp32" if "fp32 grad" in precision else "full",
         ),
         seconds=seconds,

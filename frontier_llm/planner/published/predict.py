@@ -18,7 +18,13 @@ from frontier_llm.planner.pipeline import play
 from frontier_llm.planner.published.datasets import PublishedRun
 
 POWERS = (1, 2, 4, 8)
-GRID: dict[str, Sequence[Any]] = {"micro_batch": POWERS, "chunks": range(1, 9), "tp": POWERS, "pp": POWERS, "recompute": RECOMPUTE}
+GRID: dict[str, Sequence[Any]] = {
+    "micro_batch": POWERS,
+    "chunks": range(1, 9),
+    "tp": POWERS,
+    "pp": POWERS,
+    "recompute": RECOMPUTE,
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ def predict(rows: Sequence[PublishedRun], constants: Rates | None = None) -> lis
     for row in rows:
         numbers = rates_of(row, constants or cluster_rates(row.machine, row.stack))
         layout = complete(row, numbers)
-        seconds, memory = seconds_of(row.model, layout, numbers), peak_bytes(row.model, layout, numbers)
+        seconds = seconds_of(row.model, layout, numbers)
+        memory = peak_bytes(row.model, layout, numbers)
         predictions.append(RowPrediction(row, seconds, memory, numbers.memory_bytes))
     return predictions
 
@@ -77,21 +84,25 @@ def peak_bytes(model: ModelConfig, layout: Layout, numbers: Rates) -> float:
 
 
 def even_stages(layers: int, pieces: int) -> tuple[StageSpec, ...]:
-    """Layers cut as other frameworks cut them: as even as possible by count, leftovers to the front, the head not weighed.
+    """Layers cut as other frameworks cut them: as even as possible by count, leftovers to the front, the head not
+    weighed.
 
-    Unless counting the embedding and the head as a layer each makes it even: then the first and the last piece have one layer less
-    (Megatron's account-for-embedding and -loss in the split; Llama 3's 126 layers in 16 x 8 pieces).
+    Unless counting the embedding and the head as a layer each makes it even: then the first and the last piece have one
+    layer less (Megatron's account-for-embedding and -loss in the split; Llama 3's 126 layers in 16 x 8 pieces).
     """
     base, more = divmod(layers, pieces)
     counts = [base + (index < more) for index in range(pieces)]
     if pieces > 1 and more == pieces - 2:
         counts = [base, *[base + 1] * more, base]
-    return tuple(StageSpec(sum(counts[:index]), number, index == 0, index == pieces - 1) for index, number in enumerate(counts))
+    return tuple(
+        StageSpec(sum(counts[:index]), number, index == 0, index == pieces - 1) for index, number in enumerate(counts)
+    )
 
 
 def complete(row: PublishedRun, numbers: Rates) -> Layout:
     """The row's layout, with unstated knobs set as a user who tunes would: the fastest choice that fits the device."""
-    given, model = row.layout, row.model
+    given = row.layout
+    model = row.model
     if not row.unstated:
         return given
     choices = []

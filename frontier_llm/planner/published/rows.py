@@ -27,7 +27,9 @@ def number_of(text: str | None, default: float = 0.0) -> float:
 
 
 def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
-    """A model of these sizes, as Llama has the rest with rotary positions, else as Megatron's GPT: biases, the head is the embedding."""
+    """A model of these sizes, as Llama has the rest with rotary positions, else as Megatron's GPT: biases, the head
+    is the embedding.
+    """
     llama = "lama" in row["model"]
     return ModelConfig(
         name=row["model"] or f"L{shape['layers']} H{shape['H']}",
@@ -39,7 +41,8 @@ def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
         vocab_size=shape["V"],
         vocab_multiple=1,
         sequence_length=shape["S"],
-        position="rope" if llama else "learned" if row["position"] else "alibi",  # few sources say; a table of positions is small
+        # few sources say; a table of positions is small
+        position="rope" if llama else "learned" if row["position"] else "alibi",
         norm="rmsnorm" if llama else "layernorm",
         activation="swiglu" if llama else "gelu",
         bias=not llama,
@@ -56,7 +59,9 @@ def shape_of(row: Row) -> dict[str, int] | None:
     if V == 250_000:
         V = 250_880  # BLOOM's padded vocabulary
     F = int(number_of(row["ffn"])) or 4 * H
-    layers = int(number_of(row["layers"])) or round((number_of(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F))
+    layers = int(number_of(row["layers"])) or round(
+        (number_of(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F)
+    )
     return {"S": S, "V": V, "layers": layers, "H": H, "A": int(number_of(row["heads"])) or H // 128, "F": F}
 
 
@@ -67,7 +72,9 @@ def _dies(row: Row) -> int:
 
 def layout_of_row(row: Row, shape: Mapping[str, int]) -> Layout:
     """The row's degrees, microbatches and sharding; what is not stated is what such codes are run with."""
-    tp, pp, shard = _degree(row["TP"]), _degree(row["PP"]), row["zero_or_shard"].lower()
+    tp = _degree(row["TP"])
+    pp = _degree(row["PP"])
+    shard = row["zero_or_shard"].lower()
     cp = int(number_of(row["CP"], 1.0)) or 1
     devices = int(number_of(row["devices"])) * _dies(row) or 8 * tp * pp  # else enough for eight replicas
     dp = int(number_of(row["DP"])) or max(devices // tp // cp // pp, 1)

@@ -39,7 +39,9 @@ def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accu
     """Metrics of one set."""
     errors = np.array([one.error for one in predictions])
     size = 100 * np.abs(errors)
-    right, pairs, regrets = 0, 0, []
+    right = 0
+    pairs = 0
+    regrets = []
     for group in groups(predictions):
         for one, other in combinations(group, 2):
             pairs += 1
@@ -65,7 +67,8 @@ def groups(predictions: Iterable[RowPrediction]) -> list[list[RowPrediction]]:
     """Rows between which a user could choose: the same cluster, model, sequence, devices and tokens per step."""
     groups: dict[tuple[object, ...], list[RowPrediction]] = {}
     for one in predictions:
-        row, model = one.row, one.row.model
+        row = one.row
+        model = one.row.model
         shape = model.layers, model.hidden, model.heads, model.sequence_length
         key = (row.machine, row.stack, *shape, row.layout.devices, row.layout.global_batch)
         groups.setdefault(key, []).append(one)
@@ -85,7 +88,9 @@ def score_all(predictions: Sequence[RowPrediction]) -> list[Accuracy]:
 
 
 def is_fitted(row: PublishedRun) -> bool:
-    """Whether this very row moved a shipped constant: on the fitted side of the split, of a stack that is fitted at all."""
+    """Whether this very row moved a shipped constant: on the fitted side of the split, of a stack that is fitted at
+    all.
+    """
     return row.fitted and (row.machine, row.stack) in FITTED
 
 
@@ -94,8 +99,20 @@ def as_text(scores: Sequence[Accuracy]) -> str:
     head = ("data set", "part", ">n", ">MAPE", ">median", ">p90", ">bias", ">pairs", ">order", ">regret", ">refused")
     rows = (
         (
-            *(one.dataset, one.part, one.n, f"{one.mape:.1f}", f"{one.median:.1f}", f"{one.p90:.1f}", f"{one.bias:+.1f}"),
-            *(one.pairs, *("-" if share is None else f"{share:.1f}" for share in (one.order, one.regret)), one.false_no_fit),
+            *(
+                one.dataset,
+                one.part,
+                one.n,
+                f"{one.mape:.1f}",
+                f"{one.median:.1f}",
+                f"{one.p90:.1f}",
+                f"{one.bias:+.1f}",
+            ),
+            *(
+                one.pairs,
+                *("-" if share is None else f"{share:.1f}" for share in (one.order, one.regret)),
+                one.false_no_fit,
+            ),
         )
         for one in scores
     )
@@ -103,16 +120,21 @@ def as_text(scores: Sequence[Accuracy]) -> str:
 
 
 def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bool = False) -> int:
-    """Print the scores of the shipped set, or of files in the two known formats, of which rows unlike anything here are left out."""
+    """Print the scores of the shipped set, or of files in the two known formats, of which rows unlike anything here
+    are left out.
+    """
     rows, left_out = ([], Counter[str]()) if files else (shipped(), Counter[str]())
     for path in files:
         runs, reasons = read_stated(path)
         rows += runs
         left_out += reasons
-    why = f"left out {plural(left_out.total(), 'row')}: " + ", ".join(f"{number} {reason}" for reason, number in left_out.most_common())
+    why = f"left out {plural(left_out.total(), 'row')}: " + ", ".join(
+        f"{number} {reason}" for reason, number in left_out.most_common()
+    )
     if not rows:
         raise DataError(
-            "no row holds a time, a model shape, a known cluster and a layout that exists here" + (f"; {why}" if left_out else ""),
+            "no row holds a time, a model shape, a known cluster and a layout that exists here"
+            + (f"; {why}" if left_out else ""),
             "see frontier_llm/planner/published for the columns",
             "plan --validate",
         )

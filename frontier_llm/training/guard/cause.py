@@ -1,7 +1,9 @@
-"""Who failed first? Answered from the notices that all ranks keep posting, and recorded once (frontier_llm/run/failure.py).
+"""Who failed first? Answered from the notices that all ranks keep posting, and recorded once
+(frontier_llm/run/failure.py).
 
-A peer that died or froze shows on the others only as a collective that fails or never ends. The rank that posts no longer is the dead or
-stopped one; when all still post, the one whose progress is furthest behind is the one that the others wait for.
+A peer that died or froze shows on the others only as a collective that fails or never ends. The rank that posts no
+longer is the dead or stopped one; when all still post, the one whose progress is furthest behind is the one that the
+others wait for.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
 STORE_S = 3.0  # how long it waits for the store itself: then its process, or its node, is stopped
 POLL_S = 0.25  # between two looks for the answer
 T = TypeVar("T")
-_FIRST, _ALARM, _STAND_IN = "first failure", "alarm", "stand-in for rank 0"
+_FIRST = "first failure"
+_ALARM = "alarm"
+_STAND_IN = "stand-in for rank 0"
 
 
 def period_s(world_size: int) -> float:
@@ -41,9 +45,15 @@ def period_s(world_size: int) -> float:
 class Inquiry:
     """One rank's access to the notices of all, and to the answer that they have agreed on."""
 
-    def __init__(self, board: Board | None, rank: int, world_size: int, run_dir: Path, own: Callable[[str], Failure]) -> None:
+    def __init__(
+        self, board: Board | None, rank: int, world_size: int, run_dir: Path, own: Callable[[str], Failure]
+    ) -> None:
         """`board` is None in a run of one process. `own(what)`: what this rank has met, and where it stands now."""
-        self._board, self._rank, self._world_size, self._run_dir, self._own = board, rank, world_size, run_dir, own
+        self._board = board
+        self._rank = rank
+        self._world_size = world_size
+        self._run_dir = run_dir
+        self._own = own
 
     @property
     def alone(self) -> bool:
@@ -87,14 +97,18 @@ class Inquiry:
             return self.find(what)
         message = tuple("".join(traceback.format_exception(error)).splitlines())
         suspect = speaks_of_hardware(what)
-        failure = self._claim(replace(self._own(what), evidence=Evidence.EXCEPTION, message=message, host_suspect=suspect))
+        failure = self._claim(
+            replace(self._own(what), evidence=Evidence.EXCEPTION, message=message, host_suspect=suspect)
+        )
         write_failure(self._run_dir, failure)
         return failure
 
     def find(self, symptom: str) -> Failure:
-        """Who is to blame for a collective that failed or hangs. Rank 0 looks at everybody's notices, the others ask it to.
+        """Who is to blame for a collective that failed or hangs. Rank 0 looks at everybody's notices, the others ask it
+        to.
 
-        If rank 0 gives no sign of life, or no answer, one of the others takes its place (only TCPStore outlives rank 0).
+        If rank 0 gives no sign of life, or no answer, one of the others takes its place (only TCPStore outlives rank
+        0).
 
         Recorded unless all that is known is this rank's own symptom.
         """
@@ -104,7 +118,9 @@ class Inquiry:
                 if self._world_size == 1:
                     failure = replace(failure, evidence=Evidence.NOTICES)
             else:
-                failure = self._investigate(self._board, symptom) if self._rank == 0 else self._ask(self._board, symptom)
+                failure = (
+                    self._investigate(self._board, symptom) if self._rank == 0 else self._ask(self._board, symptom)
+                )
         except RuntimeError:
             failure = read_failure(self._run_dir) or self._store_is_gone(symptom)
         if failure.evidence is not Evidence.SYMPTOM:
@@ -124,7 +140,8 @@ class Inquiry:
         The others stay until it has: with the first to leave, launchers end the rest.
         """
         if self._rank == 0:
-            first, hosts = error.suspects[0], error.hosts_to_exclude
+            first = error.suspects[0]
+            hosts = error.hosts_to_exclude
             failure = replace(
                 self._own(error.problems[0].what),
                 cause="wrong results",
@@ -138,7 +155,11 @@ class Inquiry:
             write_failure(self._run_dir, failure)
             try:
                 run_dir.distrust(self._run_dir, hosts)
-                log.warn(f"no longer used: {', '.join(hosts)}" if hosts else "no host is excluded: the suspects are more than half of all")
+                log.warn(
+                    f"no longer used: {', '.join(hosts)}"
+                    if hosts
+                    else "no host is excluded: the suspects are more than half of all"
+                )
             except OSError as failed:
                 log.warn(f"cannot write down that {', '.join(hosts)} should no longer be used: {failed.strerror}")
             self._claim(failure)
@@ -171,7 +192,9 @@ class Inquiry:
         return self._answer(board)
 
     def _answer(self, board: Board, give_up_if_silent: bool = False) -> Failure | None:
-        """The first failure, as soon as a rank has claimed it. None if it takes too long, or if rank 0 gives no sign of life."""
+        """The first failure, as soon as a rank has claimed it. None if it takes too long, or if rank 0 gives no sign
+        of life.
+        """
         pause_s = max(POLL_S, period_s(self._world_size))
         last: dict[str, Any] | None = None
         now_s = last_changed_s = time.monotonic()
@@ -183,7 +206,8 @@ class Inquiry:
             if give_up_if_silent and board.outlives_rank_0:
                 notice = _within(STORE_S, lambda: board.read(0))
                 if notice != last:
-                    last, last_changed_s = notice, now_s
+                    last = notice
+                    last_changed_s = now_s
                 elif now_s - last_changed_s > SILENT_PERIODS * pause_s:
                     return None
             time.sleep(pause_s)
@@ -196,7 +220,9 @@ class Inquiry:
         pause_s = period_s(self._world_size)
         began_s = time.monotonic()
         patience_s = max(PATIENCE_S, 2.5 * pause_s)
-        while (waited_s := time.monotonic() - began_s) < patience_s and (len(silent) > 1 or waited_s < SILENT_PERIODS * pause_s):
+        while (waited_s := time.monotonic() - began_s) < patience_s and (
+            len(silent) > 1 or waited_s < SILENT_PERIODS * pause_s
+        ):
             time.sleep(pause_s)
             claimed = board.claimed(_FIRST)
             if claimed is not None:
@@ -206,13 +232,19 @@ class Inquiry:
             notices |= heard
         known = {rank: notice for rank, notice in notices.items() if notice is not None}
         if silent:
-            rank, how = silent[0], "it died or was stopped: it gives no sign of life"
+            rank = silent[0]
+            how = "it died or was stopped: it gives no sign of life"
         else:
             rank = min(known, key=lambda number: (known[number]["progress"], number))
-            how = f"all live, and it is furthest behind ({known[rank]['collectives']} collectives, the last: {known[rank]['call']})"
+            how = (
+                f"all live, and it is furthest behind ({known[rank]['collectives']} collectives, the last: "
+                f"{known[rank]['call']})"
+            )
         notice = known.get(rank, {"host": "", "step": None, "section": ""})
         place = {name: notice[name] for name in ("host", "step", "section")}
-        return self._claim(Failure(f"{how}; seen as: {symptom}", Evidence.NOTICES, rank=rank, host_suspect=True, **place))
+        return self._claim(
+            Failure(f"{how}; seen as: {symptom}", Evidence.NOTICES, rank=rank, host_suspect=True, **place)
+        )
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:

@@ -1,8 +1,10 @@
-"""Is the arithmetic right? Every so often all replicas compute one and the same step's gradients, twice, and compare the bits.
+"""Is the arithmetic right? Every so often all replicas compute one and the same step's gradients, twice, and compare
+the bits.
 
-Two results of a rank that differ: an error that came and went, or an op that is not deterministic. Two equal ones that differ from those
-of the other data-parallel ranks: that rank computes wrongly every time. Llama 3's 54 days on 16,384 GPUs saw six silent corruptions
-(Dubey et al. 2024, table 5); a checksum of weights finds them only when replicas disagree on weights, which a summed gradient never makes them.
+Two results of a rank that differ: an error that came and went, or an op that is not deterministic. Two equal ones that
+differ from those of the other data-parallel ranks: that rank computes wrongly every time. Llama 3's 54 days on 16,384
+GPUs saw six silent corruptions (Dubey et al. 2024, table 5); a checksum of weights finds them only when replicas
+disagree on weights, which a summed gradient never makes them.
 
 With tensor or pipeline parallelism a wrong value spreads within its replica, so all ranks that show it are named.
 """
@@ -22,7 +24,8 @@ from frontier_llm.run.rank_env import node_name
 from frontier_llm.training.guard.replicas import checksum
 from frontier_llm.training.guard.suspects import WrongResults
 
-TRANSIENT, PERSISTENT = "transient", "persistent"
+TRANSIENT = "transient"
+PERSISTENT = "persistent"
 
 
 class WrongArithmetic(WrongResults):
@@ -39,7 +42,9 @@ class UntrustedRank:
     tensor: str  # the first whose gradient shows it
 
     def __str__(self) -> str:
-        how = "two runs of one step differ" if self.kind == TRANSIENT else "twice alike, but not as on the other replicas"
+        how = (
+            "two runs of one step differ" if self.kind == TRANSIENT else "twice alike, but not as on the other replicas"
+        )
         return f"{self.kind} error on rank {self.rank} on {self.host}: {how}, first in the gradient of {self.tensor}"
 
 
@@ -48,12 +53,14 @@ class Recompute:
 
     def __init__(self, compute: Callable[[], Mapping[str, torch.Tensor]], mesh: Mesh) -> None:
         """`compute()` gives this rank's unsummed gradients of one step, the same step on every data-parallel rank."""
-        self._compute, self._mesh = compute, mesh
+        self._compute = compute
+        self._mesh = mesh
         self._hosts: list[str] = []  # of all ranks
 
     def findings(self) -> list[UntrustedRank]:
         """The same on every rank; empty when all is well."""
-        first, again = self._sums(), self._sums()
+        first = self._sums()
+        again = self._sums()
         mine = torch.stack([*first.values(), *again.values()])
         table = all_gather(mine, self._mesh.dp).view(self._mesh.dp.size, 2, -1).cpu().tolist()
         kind, place = _judge(table[self._mesh.dp.rank], table)
@@ -66,9 +73,14 @@ class Recompute:
         findings = self.findings()
         lasting = [finding for finding in findings if finding.kind == PERSISTENT]
         if lasting:
-            fix = "start again without these hosts, from a checkpoint that was written before the error if its step is known"
+            fix = (
+                "start again without these hosts, from a checkpoint that was written before the error if its step "
+                "is known"
+            )
             suspects = [Suspect(finding.rank, finding.host, finding.tensor) for finding in lasting]
-            raise WrongArithmetic((Problem(f"step {step}", str(finding), fix) for finding in lasting), suspects, self._hosts)
+            raise WrongArithmetic(
+                (Problem(f"step {step}", str(finding), fix) for finding in lasting), suspects, self._hosts
+            )
         return findings
 
     def _sums(self) -> dict[str, torch.Tensor]:

@@ -1,8 +1,10 @@
-"""Copies that must stay bit-equal, compared every so often: one flipped bit in one of them otherwise trains on unnoticed.
+"""Copies that must stay bit-equal, compared every so often: one flipped bit in one of them otherwise trains on
+unnoticed.
 
-Weights are held by every data-parallel rank (and with zero=0 the optimizer state too), shares of FSDP's masters and their state by every
-copy (HSDP), norm weights and row-parallel biases by every tensor-parallel rank (with their optimizer state), a tied embedding by two
-stages. BLOOM-176B found after two weeks that the layer norms of its tensor-parallel ranks had drifted apart.
+Weights are held by every data-parallel rank (and with zero=0 the optimizer state too), shares of FSDP's masters and
+their state by every copy (HSDP), norm weights and row-parallel biases by every tensor-parallel rank (with their
+optimizer state), a tied embedding by two stages. BLOOM-176B found after two weeks that the layer norms of its
+tensor-parallel ranks had drifted apart.
 
 A tensor's checksum is the sum of its bits read as integers: any single flipped bit changes it by a power of two.
 """
@@ -47,7 +49,9 @@ class Drift:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Tensors that are the same on every `apart`-th rank of an axis; between them lie other shares of the same parameters."""
+    """Tensors that are the same on every `apart`-th rank of an axis; between them lie other shares of the same
+    parameters.
+    """
 
     axis: Axis
     apart: int
@@ -55,7 +59,8 @@ class _Copies:
 
     def drifts(self, device: torch.device) -> Iterator[Drift]:
         """Those whose copies differ, as this rank sees it. Collective over the axis."""
-        first, ranks = self.axis.rank % self.apart, self.axis.ranks[self.axis.rank % self.apart :: self.apart]
+        first = self.axis.rank % self.apart
+        ranks = self.axis.ranks[self.axis.rank % self.apart :: self.apart]
         if len(ranks) == 1:
             return
         # a share may have nothing of a parameter
@@ -76,21 +81,31 @@ class ReplicaCheck:
     def __init__(self, optimizer: Optimizer, mesh: Mesh) -> None:
         weights = [(f"weights of {spec.name}", spec, values) for spec, values in optimizer.weights()]
         tensors = [(kind, part, values) for part in optimizer.state() for kind, values in part.tensors.items()]
-        # a slice's owner has the statistics of its whole bucket: they are the same on all replicas, however the rest is sharded
-        common = weights + [(f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind == STATISTIC]
-        # the same parameters lie in the same places on all ranks of a stage, and on all replicas that hold the same share: so the rectangles correspond
+        # a slice's owner has the statistics of its whole bucket: they are the same on all replicas, however the rest is
+        # sharded
+        common = weights + [
+            (f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind == STATISTIC
+        ]
+        # the same parameters lie in the same places on all ranks of a stage, and on all replicas that hold the same
+        # share: so the rectangles correspond
         shares = [(f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind != STATISTIC]
         self._copies = [
-            _Copies(axis, apart, [(name, values) for name, spec, values in held if spec.parameter.replicas == name_of_axis])
+            _Copies(
+                axis, apart, [(name, values) for name, spec, values in held if spec.parameter.replicas == name_of_axis]
+            )
             for name_of_axis, axis in (("dp", mesh.replicas), ("edp", mesh.edp))
             for apart, held in ((1, common), (optimizer.shards, shares))
         ]
         copied = {axis for _, spec, _ in (*common, *shares) for axis in spec.coordinates if not spec.splits_over(axis)}
         for axis in sorted(copied - {mesh.replicas.name, "edp"}):
-            held = weights if axis == mesh.tied.name else common + shares  # tied: ranks of two stages, whose rectangles differ
-            copies = [(name, values) for name, spec, values in held if axis in spec.coordinates and not spec.splits_over(axis)]
+            # tied: ranks of two stages, whose rectangles differ
+            held = weights if axis == mesh.tied.name else common + shares
+            copies = [
+                (name, values) for name, spec, values in held if axis in spec.coordinates and not spec.splits_over(axis)
+            ]
             self._copies.append(_Copies(mesh.axis(axis), 1, copies))
-        self._optimizer, self._device = optimizer, optimizer.device
+        self._optimizer = optimizer
+        self._device = optimizer.device
 
     def drifts(self) -> list[Drift]:
         """Each tensor whose copies differ, as this rank's groups see it."""
@@ -101,21 +116,29 @@ class ReplicaCheck:
         """Raises ReplicaDrift on every rank when copies differ anywhere. Collective over the world."""
         drifts = self.drifts()
         if maximum([len(drifts)], world, self._device)[0]:
-            answers = all_gather_json([node_name(), [list(vars(drift).values()) for drift in drifts[:5]]], world, self._device)
+            answers = all_gather_json(
+                [node_name(), [list(vars(drift).values()) for drift in drifts[:5]]], world, self._device
+            )
             hosts = [host for host, _ in answers]
-            unique = list(dict.fromkeys(Drift(tensor, axis, tuple(ranks)) for _, rows in answers for tensor, axis, ranks in rows))
+            unique = list(
+                dict.fromkeys(Drift(tensor, axis, tuple(ranks)) for _, rows in answers for tensor, axis, ranks in rows)
+            )
             head = Problem(
                 f"step {step}",
                 "replicas have drifted apart",
-                "suspect these ranks' memory; start again without their nodes, from the newest checkpoint, which was compared before it was saved",
+                "suspect these ranks' memory; start again without their nodes, from the newest checkpoint, which was "
+                "compared before it was saved",
             )
             suspects = [Suspect(rank, hosts[rank], drift.tensor) for drift in unique for rank in drift.ranks]
             raise ReplicaDrift([*(drift.problem() for drift in unique), head], suspects, hosts)
 
 
 def checksum(values: Tensor) -> Tensor:
-    """0-dim int64: the sum of the bits, modulo 2^64, in words of eight bytes where they are aligned (four times as fast as by element)."""
-    flat, narrow = values.reshape(-1), _INTEGERS[values.element_size()]
+    """0-dim int64: the sum of the bits, modulo 2^64, in words of eight bytes where they are aligned (four times as
+    fast as by element).
+    """
+    flat = values.reshape(-1)
+    narrow = _INTEGERS[values.element_size()]
     per_word = 8 // values.element_size()
     words = flat.numel() // per_word * per_word if flat.storage_offset() % per_word == 0 else 0
     rest = flat[words:].view(narrow).sum(dtype=torch.int64)

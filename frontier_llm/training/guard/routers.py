@@ -1,4 +1,6 @@
-"""A router that has collapsed sends nearly all tokens to the same expert; the others stop learning, and the loss shows it late."""
+"""A router that has collapsed sends nearly all tokens to the same expert; the others stop learning, and the loss
+shows it late.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class CollapsedRouter:
 
     def __str__(self) -> str:
         return (
-            f"the router of layer {self.layer} has collapsed: for {PATIENCE} steps one expert has had {self.token_share:.0%} of all tokens; "
+            f"the router of layer {self.layer} has collapsed: for {PATIENCE} steps one expert has had "
+            f"{self.token_share:.0%} of all tokens; "
             "raise model.moe.balance_weight, or set model.moe.selection_bias=true, and go on from a checkpoint before"
         )
 
@@ -31,7 +34,8 @@ class RouterWatch:
 
     def __init__(self, model: ModelConfig) -> None:
         self._layers = model.routed_layers
-        self._most = 0.0 if model.moe is None else model.moe.experts / model.moe.top_k  # largest over mean where all tokens go to one
+        # largest over mean where all tokens go to one
+        self._most = 0.0 if model.moe is None else model.moe.experts / model.moe.top_k
         self._in_a_row = dict.fromkeys(self._layers, 0)
 
     def step(self, routing: Mapping[str, Any]) -> Sequence[CollapsedRouter]:

@@ -1,7 +1,8 @@
 """What a run keeps on disk: begins saves, follows them between the steps, bears one failure.
 
-A kill costs the steps since the newest checkpoint on disk. While a save is being written that is the one before, so the writing is
-bounded too: `lag_steps` after the copy training waits for it. At most save_interval + lag_steps are lost, with lag 0 one interval.
+A kill costs the steps since the newest checkpoint on disk. While a save is being written that is the one before, so the
+writing is bounded too: `lag_steps` after the copy training waits for it. At most save_interval + lag_steps are lost,
+with lag 0 one interval.
 """
 
 from __future__ import annotations
@@ -15,13 +16,24 @@ from frontier_llm.errors import CheckpointError
 
 
 class Saves:
-    """The loop's view of its checkpoints. Every method is collective over the world and returns or raises alike on all ranks."""
+    """The loop's view of its checkpoints. Every method is collective over the world and returns or raises alike on
+    all ranks.
+    """
 
     def __init__(
-        self, manager: CheckpointManager, lag_steps: int, before: Callable[[int], None], on_saved: Callable[[int, Path], None]
+        self,
+        manager: CheckpointManager,
+        lag_steps: int,
+        before: Callable[[int], None],
+        on_saved: Callable[[int, Path], None],
     ) -> None:
-        """`before(step)` runs ahead of each save and may refuse it by raising; `on_saved(step, path)` when LATEST has moved there."""
-        self._manager, self._lag_steps, self._before, self._on_saved = manager, lag_steps, before, on_saved
+        """`before(step)` runs ahead of each save and may refuse it by raising; `on_saved(step, path)` when LATEST
+        has moved there.
+        """
+        self._manager = manager
+        self._lag_steps = lag_steps
+        self._before = before
+        self._on_saved = on_saved
         self._step = -1  # of the newest checkpoint, under way or on disk
         self._failures_in_row = 0
 
@@ -36,7 +48,9 @@ class Saves:
         return progress
 
     def begin(self, progress: Progress) -> None:
-        """Copy the state and write it in the background. The first failure is only logged, the second in a row raised."""
+        """Copy the state and write it in the background. The first failure is only logged, the second in a row
+        raised.
+        """
         if self._step != progress.step:
             self._attempt(lambda: self._start(progress))
             self.follow(progress.step)
@@ -84,7 +98,8 @@ class Saves:
         try:
             work()
         except CheckpointError as error:
-            self._failures_in_row, self._step = self._failures_in_row + 1, -1
+            self._failures_in_row = self._failures_in_row + 1
+            self._step = -1
             if self._failures_in_row > 1 or isinstance(error, Superseded):
                 raise
             log.info(f"a save failed, training goes on and stops if the next one fails too\n{error}")

@@ -24,7 +24,10 @@ class Skips:
     """Counts skipped steps and decides alike on every rank, because all see the same losses."""
 
     def __init__(self, config: GuardConfig, decisions: Decisions, saves: Saves) -> None:
-        self._config, self._decisions, self._saves, self._in_row = config, decisions, saves, 0
+        self._config = config
+        self._decisions = decisions
+        self._saves = saves
+        self._in_row = 0
 
     def accepted(self) -> None:
         """The step was taken."""
@@ -36,11 +39,15 @@ class Skips:
         Raises FrontierError after guard.max_skips_in_row.
         """
         self._in_row += 1
-        self._decisions.add(step, "spike" if spike else "not finite", loss=repr(loss), gradient_norm=repr(gradient_norm))
+        self._decisions.add(
+            step, "spike" if spike else "not finite", loss=repr(loss), gradient_norm=repr(gradient_norm)
+        )
         if self._in_row >= self._config.max_skips_in_row:
             raise FrontierError(
-                f"{self._in_row} steps in a row were skipped; at the last one loss was {loss}, gradient norm {gradient_norm}",
-                "lower optimizer.lr, look at the data of these steps (decisions.jsonl), or raise guard.max_skips_in_row",
+                f"{self._in_row} steps in a row were skipped; at the last one loss was {loss}, gradient norm "
+                f"{gradient_norm}",
+                "lower optimizer.lr, look at the data of these steps (decisions.jsonl), or raise "
+                "guard.max_skips_in_row",
                 f"step {step}",
             )
         return self._rewind(step) if spike and self._config.spike_action == "rewind" else None
@@ -53,12 +60,17 @@ class Skips:
             return None
         progress = self._saves.rewind(step - self._config.rewind_steps)
         if progress is None:
-            log.info(f"no checkpoint is {self._config.rewind_steps} steps older than the spike at step {step}: the step is skipped instead")
+            log.info(
+                f"no checkpoint is {self._config.rewind_steps} steps older than the spike at step {step}: the step "
+                f"is skipped instead"
+            )
             return None
         return progress
 
     def rewound(self, spike_at: int, step: int, left_out_samples: int, samples: int) -> None:
-        """The run has gone back to `step` and leaves out the next `samples` samples, `left_out_samples` since it began."""
+        """The run has gone back to `step` and leaves out the next `samples` samples, `left_out_samples` since it
+        began.
+        """
         self._decisions.add(step, "rewind", spike_at=spike_at, left_out_samples=left_out_samples)
         log.info(f"spike at step {spike_at}: back to step {step}, leaving out {samples} samples of data")
 
@@ -72,14 +84,17 @@ class Decisions:
     def __init__(self, path: Path | None) -> None:
         """`path` is None on the ranks that only remember."""
         self._path = path
-        self.rewinds: list[dict[str, Any]] = []  # part of the checkpoint: they belong to its course, whenever they were taken
+        # part of the checkpoint: they belong to its course, whenever they were taken
+        self.rewinds: list[dict[str, Any]] = []
 
     def add(self, step: int, action: str, **details: Any) -> None:
         """Record a decision about step `step`."""
         entry = {"step": step, "action": action, **details}
         if action == "rewind":
             self.rewinds = [*(known for known in self.rewinds if known["step"] <= step), entry]
-            self._write([*(known for known in self.entries() if known["step"] < step or known["action"] == "rewind"), entry])
+            self._write(
+                [*(known for known in self.entries() if known["step"] < step or known["action"] == "rewind"), entry]
+            )
             return
         if self._path is not None:
             run_dir.append_line(self._path, entry)

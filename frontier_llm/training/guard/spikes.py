@@ -1,7 +1,8 @@
 """Which step is a loss spike: far outside of what the last ones were. What follows from it is decided in `skips`.
 
-Mean + 6 standard deviations over 128 steps is OLMo's rule (2 OLMo 2 Furious, 2025). Loss and gradient norm are the same number on every rank, so all ranks decide alike
-without asking each other; what the rule remembers is part of the checkpoint, so a resumed run decides as an undisturbed one.
+Mean + 6 standard deviations over 128 steps is OLMo's rule (2 OLMo 2 Furious, 2025). Loss and gradient norm are the same
+number on every rank, so all ranks decide alike without asking each other; what the rule remembers is part of the
+checkpoint, so a resumed run decides as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class SpikePolicy:
 
     def __init__(self, sigmas: float, window: int) -> None:
         """`sigmas` = 0 switches it off. Nothing is judged until `window` steps have been accepted."""
-        self._sigmas, self._window = sigmas, window
+        self._sigmas = sigmas
+        self._window = window
         self._losses: deque[float] = deque(maxlen=window)
         self._norms: deque[float] = deque(maxlen=window)
 
@@ -25,7 +27,9 @@ class SpikePolicy:
         """True when either is more than `sigmas` above the mean; accepted values are remembered, spikes are not."""
         if self._sigmas == 0:
             return False
-        if len(self._losses) == self._window and (self._far(loss, self._losses) or self._far(gradient_norm, self._norms)):
+        if len(self._losses) == self._window and (
+            self._far(loss, self._losses) or self._far(gradient_norm, self._norms)
+        ):
             return True
         self._losses.append(loss)
         self._norms.append(gradient_norm)

@@ -1,4 +1,6 @@
-"""Ranks that compute or remember wrongly, and what follows: every rank stops, failure.json names them, their hosts are used no more."""
+"""Ranks that compute or remember wrongly, and what follows: every rank stops, failure.json names them, their hosts
+are used no more.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,13 @@ class WrongResults(FrontierError):
 
     def __init__(self, problems: Iterable[Problem], suspects: Sequence[Suspect], all_hosts: Collection[str]) -> None:
         super().__init__(problems)
-        self.suspects, self._all_hosts = tuple(suspects), frozenset(all_hosts)
+        self.suspects = tuple(suspects)
+        self._all_hosts = frozenset(all_hosts)
 
     @property
     def hosts_to_exclude(self) -> list[str]:
-        """The suspects' hosts; none when they are more than half of the run's: then the comparison cannot tell wrong from right."""
+        """The suspects' hosts; none when they are more than half of the run's: then the comparison cannot tell wrong
+        from right.
+        """
         named = sorted({suspect.host for suspect in self.suspects})
         return named if len(named) == 1 or 2 * len(named) <= len(self._all_hosts) else []

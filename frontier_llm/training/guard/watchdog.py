@@ -1,6 +1,7 @@
 """A thread in each rank that posts its progress, sees when nothing moves any more, and then has the culprit named.
 
-Each rank posts (step, section, collectives done) to the rendezvous' store at every step and at least every quarter of a second; `cause` reads that.
+Each rank posts (step, section, collectives done) to the rendezvous' store at every step and at least every quarter of a
+second; `cause` reads that.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from frontier_llm.training.guard.cause import Inquiry, period_s
 from frontier_llm.training.guard.suspects import WrongResults
 
 FIRES_AT = 0.9  # share of the collectives' own timeout: while the others' progress can still be read
-DUMP_AT = 0.75  # share of the watchdog's timeout after which stacks are written: before any collective gives up and unwinds them
+# share of the watchdog's timeout after which stacks are written: before any collective gives up and unwinds them
+DUMP_AT = 0.75
 LATE_AT = 0.9  # and from C, where the watching thread cannot run: before the others leave, and this rank is ended too
-LINGER_S = 1.0  # of rank 0 if its process serves the store (comm.store=authenticated), until the others have read the answer
+# of rank 0 if its process serves the store (comm.store=authenticated), until the others have read the answer
+LINGER_S = 1.0
 SHORTEST_S = 0.05  # between two posts, however short the steps are
 
 
@@ -42,18 +45,25 @@ class Watchdog:
         """Nothing moving for most of train.timeout_s means stuck."""
         self._period_s = min(period_s(mesh.world.size), FIRES_AT * train.timeout_s / 10)
         board = Board(period_s=self._period_s) if has_joined() else None
-        self._mesh, self._run_dir, self._logs = mesh, Path(train.run_dir), Path(train.run_dir) / "logs"
-        self._rank, self._ledger, self._timeout_s = mesh.world.rank, mesh.ledger, FIRES_AT * train.timeout_s
+        self._mesh = mesh
+        self._run_dir = Path(train.run_dir)
+        self._logs = Path(train.run_dir) / "logs"
+        self._rank = mesh.world.rank
+        self._ledger = mesh.ledger
+        self._timeout_s = FIRES_AT * train.timeout_s
         self._inquiry = Inquiry(board, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
-        self._step, self._section = 0, "start"
+        self._step = 0
+        self._section = "start"
         self._step_began_at = self._per_step = 0  # collectives
         self._moved_s = time.monotonic()
-        self._stop, self._wake = threading.Event(), threading.Event()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._stacks_path = self._logs / f"stacks_rank_{self._rank:05}.txt"
         self._run_dir.mkdir(parents=True, exist_ok=True)
         stacks = open_below(self._run_dir, f"logs/{self._stacks_path.name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self._stacks = os.fdopen(stacks, "w", encoding="utf-8")  # faulthandler writes to it even without the interpreter lock
+        # faulthandler writes to it even without the interpreter lock
+        self._stacks = os.fdopen(stacks, "w", encoding="utf-8")
 
     def at(self, step: int, section: str) -> None:
         """Note where the main thread is; cheap."""
@@ -61,7 +71,8 @@ class Watchdog:
             done = self._collectives()
             self._step_began_at, self._per_step = done, done - self._step_began_at
             self._wake.set()
-        self._step, self._section = step, section
+        self._step = step
+        self._section = section
         self._moved_s = time.monotonic()
 
     @contextmanager
@@ -88,13 +99,16 @@ class Watchdog:
                 self._inquiry.accuse(error)
             if isinstance(error, FrontierError) and not isinstance(error, RankFailure):
                 if error.exit_code == REFUSED:
-                    write_failure(self._run_dir, replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION))
+                    write_failure(
+                        self._run_dir, replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION)
+                    )
                 raise  # all ranks know it alike
             if self._inquiry.alone:
                 self._inquiry.explain(error)
                 raise
             if time.monotonic() - self._moved_s > DUMP_AT * self._timeout_s:
-                self._write_stacks()  # the watching thread is late: on a busy or paused machine the collective may give up first
+                # the watching thread is late: on a busy or paused machine the collective may give up first
+                self._write_stacks()
             dump_flight_record(self._mesh, self._logs, str(error))
             self._leave(self._inquiry.explain(error))
         self._stop.set()
@@ -131,7 +145,9 @@ class Watchdog:
         return sum(list(self._ledger.calls.values()))
 
     def _here(self, what: str) -> Failure:
-        return Failure(what, Evidence.SYMPTOM, rank=self._rank, host=node_name(), step=self._step, section=self._section)
+        return Failure(
+            what, Evidence.SYMPTOM, rank=self._rank, host=node_name(), step=self._step, section=self._section
+        )
 
     def _notice(self) -> dict[str, Any]:
         collectives = self._collectives()
@@ -145,12 +161,15 @@ class Watchdog:
     def _watch(self) -> None:
         seen: tuple[Any, ...] = ()
         while not self._stop.wait(SHORTEST_S):
-            self._wake.wait(self._period_s)  # a new step is posted at once, so that a rank's last notice says how far it got
+            # a new step is posted at once, so that a rank's last notice says how far it got
+            self._wake.wait(self._period_s)
             self._wake.clear()
             notice = self._notice()
             place = (self._moved_s, notice["collectives"])
             if place != seen:
-                seen, changed_s, dumped = place, time.monotonic(), False
+                seen = place
+                changed_s = time.monotonic()
+                dumped = False
                 # fires in C, so also when this rank's main thread holds the interpreter lock for ever
                 faulthandler.dump_traceback_later(LATE_AT * self._timeout_s, file=self._stacks)
             self._inquiry.post(notice)
@@ -169,6 +188,9 @@ class Watchdog:
         try:
             path = dump_flight_record(self._mesh, self._logs, waited)
             failure = self._inquiry.find(waited)
-            log.warn(f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in {path}\n{failure.describe()}")
+            log.warn(
+                f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in "
+                f"{path}\n{failure.describe()}"
+            )
         finally:  # whatever goes wrong here: nobody else would end this process
             os._exit(STUCK)

@@ -1,4 +1,6 @@
-"""What people and the scheduler ask of a running job: a signal to any rank, or a file in the run directory. The step's one sum tells all."""
+"""What people and the scheduler ask of a running job: a signal to any rank, or a file in the run directory. The
+step's one sum tells all.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ class Wishes:
     """What this rank has been asked for."""
 
     def __init__(self, signals: SignalWatcher, run_dir: Path, world: Axis, device: torch.device) -> None:
-        self._signals, self._run_dir, self._world, self._device = signals, run_dir, world, device
+        self._signals = signals
+        self._run_dir = run_dir
+        self._world = world
+        self._device = device
 
     def own(self) -> Wish:
         """Of this rank, now. Rank 0 looks for the files too, and takes SAVE away, so that it is asked for once."""

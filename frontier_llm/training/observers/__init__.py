@@ -5,7 +5,8 @@
             ...
     observers.register("plateau", Plateau)               # train.observers: [plateau]
 
-`metrics.jsonl` is the run's own record and no observer: it is always written, and `status`, `report` and `scaling` read it.
+`metrics.jsonl` is the run's own record and no observer: it is always written, and `status`, `report` and `scaling` read
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ if TYPE_CHECKING:  # both import metrics, which hands its lines on to observers
 
 
 class Observer:
-    """Watches one process of a run; a method that is left out does nothing. What it raises ends the run, but for OSError in `record`."""
+    """Watches one process of a run; a method that is left out does nothing. What it raises ends the run, but for
+    OSError in `record`.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         """Made before the first step."""
@@ -59,7 +62,11 @@ def check(config: RunConfig) -> None:
 def make(config: RunConfig, rank: int) -> list[Observer]:
     """This rank's observers of the run, in the run file's order."""
     check(config)
-    wanted = ("tensorboard",) * config.train.tensorboard + ("profiler",) * (config.train.profile is not None) + config.train.observers
+    wanted = (
+        ("tensorboard",) * config.train.tensorboard
+        + ("profiler",) * (config.train.profile is not None)
+        + config.train.observers
+    )
     makers = [_MAKERS[name] for name in dict.fromkeys(wanted)]
     return [maker(config) for maker, every_rank in makers if every_rank or rank == 0]
 

@@ -1,4 +1,6 @@
-"""A torch.profiler trace of some steps, with this program's phases by name, and the device's memory history: `train.profile`."""
+"""A torch.profiler trace of some steps, with this program's phases by name, and the device's memory history:
+`train.profile`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Profiler(Observer):
-    """Writes `profile/steps_10-12_rank_00000.json.gz`, which Perfetto and chrome://tracing open, on each chosen rank."""
+    """Writes `profile/steps_10-12_rank_00000.json.gz`, which Perfetto and chrome://tracing open, on each chosen
+    rank.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         assert config.train.profile is not None
@@ -31,7 +35,11 @@ class Profiler(Observer):
 
     def before_step(self, state: TrainState) -> None:
         """Begin with the first chosen step, or with the first after a resume that is among them."""
-        if self._profile is not None or state.current_step + 1 not in self._chosen.range or state.mesh.world.rank not in self._chosen.ranks:
+        if (
+            self._profile is not None
+            or state.current_step + 1 not in self._chosen.range
+            or state.mesh.world.rank not in self._chosen.ranks
+        ):
             return
         folder_below(self._directory.parent, self._directory.name)
         if self._chosen.memory_snapshot and state.device.type == "cuda":
@@ -39,8 +47,10 @@ class Profiler(Observer):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if state.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._watched, state.pipeline.on_action = state.pipeline.on_action, self._on_action
-        threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)  # of a pair the forward has one of its own (comm/baton.py)
+        self._watched = state.pipeline.on_action
+        state.pipeline.on_action = self._on_action
+        # of a pair the forward has one of its own (comm/baton.py)
+        threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
         self._profile = torch.profiler.profile(activities=activities, profile_memory=True, experimental_config=threads)
         self._profile.start()
 
@@ -65,7 +75,9 @@ class Profiler(Observer):
         if action is None:
             self._enter("optimizer")
         elif action.kind.computes:
-            self._enter(f"{action.kind.name.lower()} of microbatch {action.microbatch}, virtual stage {action.position}")
+            self._enter(
+                f"{action.kind.name.lower()} of microbatch {action.microbatch}, virtual stage {action.position}"
+            )
 
     def _enter(self, phase: str | None) -> None:
         """The phase before ends here."""

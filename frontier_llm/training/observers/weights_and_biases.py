@@ -1,4 +1,6 @@
-"""Weights & Biases, offline unless WANDB_MODE says otherwise: compute nodes have no way out, and `wandb sync` sends the run later."""
+"""Weights & Biases, offline unless WANDB_MODE says otherwise: compute nodes have no way out, and `wandb sync` sends
+the run later.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class WeightsAndBiases(Observer):
             mode=environ("WANDB_MODE") or "offline",  # type: ignore[arg-type]  # W&B says which it knows
             resume="allow",
             config=config.model_dump(mode="json"),
-            settings=wandb.Settings(silent=True, console="off"),  # its console capture would double every line of the log
+            # its console capture would double every line of the log
+            settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("*", step_metric="train_step")  # W&B's own step may never go back, a rewound run does
 

@@ -1,4 +1,6 @@
-"""The one list of parameters: ranks' parts tile it, fused weights are covered by their pieces, a tied embedding stands where it is held."""
+"""The one list of parameters: ranks' parts tile it, fused weights are covered by their pieces, a tied embedding
+stands where it is held.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,17 @@ def test_a_tied_embedding_is_one_parameter_of_each_rank_that_uses_it(name: str) 
         return [(parameter.uses, parameter.partial_axes()) for parameter in parameters if parameter.name == tied]
 
     apart = (1, ("tied",)) if model.tied_embeddings else (1, ())
-    assert on_rank(0, 2) == [apart] and on_rank(1, 3) == ([apart] if model.tied_embeddings else []) and on_rank(1, 2) == []
-    assert on_rank(0, 3) == [(2, ()) if model.tied_embeddings else (1, ())]  # a V-shaped placement: both ends on one rank
+    assert (
+        on_rank(0, 2) == [apart] and on_rank(1, 3) == ([apart] if model.tied_embeddings else []) and on_rank(1, 2) == []
+    )
+    # a V-shaped placement: both ends on one rank
+    assert on_rank(0, 3) == [(2, ()) if model.tied_embeddings else (1, ())]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_holds_as_much_for_arrays_of_degrees_as_for_each(name: str) -> None:
     for parameter in model_parameters(load_model(name)).values():
         degrees = np.array([1, 2])
-        assert np.broadcast_to(parameter.rank_numel({"tp": degrees}), 2).tolist() == [shard(parameter, {"tp": tp}).numel for tp in (1, 2)]
+        assert np.broadcast_to(parameter.rank_numel({"tp": degrees}), 2).tolist() == [
+            shard(parameter, {"tp": tp}).numel for tp in (1, 2)
+        ]

@@ -12,7 +12,8 @@ LANE = np.arange(64)
 
 def program(text):
     """A kernel of these lines; `name:` is a label, and what a branch names."""
-    lines, labels = [], {}
+    lines = []
+    labels = {}
     for line in (line.strip() for line in text.strip().splitlines()):
         if line.endswith(":"):
             labels[line[:-1]] = len(lines)
@@ -29,8 +30,12 @@ def program(text):
 def execute(text, *tensors, grid=(1, 1, 1), threads=64, shared_bytes=0):
     """Run a kernel whose arguments are the arrays' addresses, loaded into s[8:9], s[10:11] …"""
     memory = Memory()
-    addresses = [memory.add(f"tensor {place}", tensor.view(np.uint8).reshape(-1)) for place, tensor in enumerate(tensors)]
-    loads = [f"s_load_dwordx2 s[{8 + 2 * place}:{9 + 2 * place}], s[4:5], {8 * place:#x}" for place in range(len(tensors))]
+    addresses = [
+        memory.add(f"tensor {place}", tensor.view(np.uint8).reshape(-1)) for place, tensor in enumerate(tensors)
+    ]
+    loads = [
+        f"s_load_dwordx2 s[{8 + 2 * place}:{9 + 2 * place}], s[4:5], {8 * place:#x}" for place in range(len(tensors))
+    ]
     whole = "\n".join([*loads, "s_waitcnt lgkmcnt(0)", text, "s_endpgm"])
     return run(program(whole), grid, threads, shared_bytes, np.array(addresses, np.uint64).tobytes(), memory)
 

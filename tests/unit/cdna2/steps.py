@@ -1,4 +1,6 @@
-"""Training steps whose ops are the shipped machine code, on a simulated MI250X, and how far they and others are from float64."""
+"""Training steps whose ops are the shipped machine code, on a simulated MI250X, and how far they and others are from
+float64.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,15 @@ def together(ranks: list[Rank]) -> Trained:
 def train(rank, case, dtype, steps, ops, launches=()):
     """Steps of a case on one rank, through `build_state` and `train_step`."""
     config = case.config(dtype)
-    plan, mesh = make_plan(config, case.world_size), serial_mesh()
+    plan = make_plan(config, case.world_size)
+    mesh = serial_mesh()
     if case.world_size > 1:
         log.set_rank(1, 2)  # no rank of a test speaks for the run
         mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 600.0, config.comm)
     with patch.object(build, "select_ops", lambda *_, **__: Ops(**ops)):
         state = build.build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
-    gradients, update = [], state.optimizer.step
+    gradients = []
+    update = state.optimizer.step
 
     def observed(lr, grad_scale):
         gradients.extend([] if gradients else gradients_of(state.optimizer.buckets))
@@ -70,26 +74,35 @@ def train(rank, case, dtype, steps, ops, launches=()):
     state.optimizer.step = observed
     results = [train_step(state) for _ in range(steps)]
     assert not any(result.skipped for result in results)
-    losses, norms = [result.loss for result in results], [result.gradient_norm for result in results]
+    losses = [result.loss for result in results]
+    norms = [result.gradient_norm for result in results]
     return Rank(losses, norms, gradients, weights(state.optimizer.buckets), [launch.sha256 for launch in launches])
 
 
 def on_machine_code(rank, case, steps, folder, gpu=None):
-    """With the ops that a GPU would have; the reference's for blocks of attention, which no kernel takes and no case calls."""
+    """With the ops that a GPU would have; the reference's for blocks of attention, which no kernel takes and no case
+    calls.
+    """
     gpu = gpu or SimulatedGpu()
-    ops = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(PrebuiltKernels("gfx90a", folder, gpu)))
+    ops = (
+        functions_of(reference)
+        | functions_of(torch_linear)
+        | functions_of(GpuOps(PrebuiltKernels("gfx90a", folder, gpu)))
+    )
     return train(rank, case, "bf16", steps, ops, gpu.launches)
 
 
 def differences(ours: Trained, case: Case) -> list[str]:
     """What in this run bf16 does not explain.
 
-    The roundings of two bf16 runs are as good as random to each other, so their distances to float64 are alike: their ratio was 0.97 to 1.04 for
-    the whole model and up to 1.4 for single tensors, some of which have 80 elements (3 batches of each model). With a limit of 2, errors of 2 % of
-    a tensor's gradient can hide. No single tensor is looked at after the steps: Adam makes whole steps of the gradient of a key's bias, which is
-    zero but for rounding.
+    The roundings of two bf16 runs are as good as random to each other, so their distances to float64 are alike: their
+    ratio was 0.97 to 1.04 for the whole model and up to 1.4 for single tensors, some of which have 80 elements (3
+    batches of each model). With a limit of 2, errors of 2 % of a tensor's gradient can hide. No single tensor is looked
+    at after the steps: Adam makes whole steps of the gradient of a key's bias, which is zero but for rounding.
     """
-    serial, steps, ops = case.serial(), len(ours.losses), functions_of(reference)
+    serial = case.serial()
+    steps = len(ours.losses)
+    ops = functions_of(reference)
     exact, rounded = (together([train(0, serial, dtype, steps, ops)]) for dtype in ("fp64", "bf16"))
     found = []
     # up to 2^-10 and 2^-7.6 were seen, in the reference as in ours
@@ -99,7 +112,8 @@ def differences(ours: Trained, case: Case) -> list[str]:
 
     def compare(what: str, label: str, names: Iterable[str], limit: float) -> None:
         errors = [
-            sum(np.square(getattr(run, what)[name] - getattr(exact, what)[name]).sum() for name in names) ** 0.5 for run in (ours, rounded)
+            sum(np.square(getattr(run, what)[name] - getattr(exact, what)[name]).sum() for name in names) ** 0.5
+            for run in (ours, rounded)
         ]
         if not errors[0] <= limit * errors[1]:
             found.append(f"{what} of {label}: error {errors[0]:.1e}, of the reference in bf16 {errors[1]:.1e}")

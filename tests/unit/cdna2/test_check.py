@@ -50,7 +50,9 @@ def test_the_command_wants_a_gpu(capsys):
 def test_the_command_checks_on_the_gpu(objects, capsys, monkeypatch):
     on_device = check.check
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(prebuilt, "kernels_of_this_gpu", lambda: prebuilt.PrebuiltKernels("gfx90a", objects, SimulatedGpu()))
+    monkeypatch.setattr(
+        prebuilt, "kernels_of_this_gpu", lambda: prebuilt.PrebuiltKernels("gfx90a", objects, SimulatedGpu())
+    )
     monkeypatch.setattr(check, "check", lambda ops, device, dtypes: on_device(ops, {"cuda": "cpu"}[device], dtypes))
     assert main(["ops", "check", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

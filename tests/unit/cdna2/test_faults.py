@@ -40,11 +40,13 @@ def numbers(count):
 
 
 def test_copy_and_exchange_are_right():
-    source, target = numbers(64), np.zeros(64, np.uint32)
+    source = numbers(64)
+    target = np.zeros(64, np.uint32)
     counts = execute(COPY, source, target)
     assert np.array_equal(source, target) and counts.waves == 1
     assert counts.bytes_moved == {"smem": 16, "vmem loaded": 256, "vmem stored": 256} and counts.per_wave["vmem"] == 2
-    source, target = numbers(128), np.zeros(128, np.uint32)
+    source = numbers(128)
+    target = np.zeros(128, np.uint32)
     counts = execute(EXCHANGE, source, target, threads=128, shared_bytes=512)
     assert np.array_equal(np.roll(source, 64), target)
     assert counts.instructions["barriers"] == 2 and counts.bytes_moved["lds written"] == 512
@@ -59,7 +61,10 @@ def test_copy_and_exchange_are_right():
         (EXCHANGE.replace("lgkmcnt(0)\nglobal", "vmcnt(0)\nglobal"), "v4"),
         ("s_load_dword s12, s[8:9], 0x0\ns_add_u32 s12, s12, 1", "s12"),
         # scalar loads arrive in any order: all but one is not enough for the first
-        ("s_load_dword s12, s[8:9], 0x0\ns_load_dword s13, s[8:9], 0x4\ns_waitcnt lgkmcnt(1)\ns_mov_b32 s14, s12", "s12"),
+        (
+            "s_load_dword s12, s[8:9], 0x0\ns_load_dword s13, s[8:9], 0x4\ns_waitcnt lgkmcnt(1)\ns_mov_b32 s14, s12",
+            "s12",
+        ),
     ],
 )
 def test_a_missing_wait(text, register):
@@ -76,7 +81,8 @@ def test_loads_arrive_in_order():
     v_mov_b32_e32 v4, v2
     s_waitcnt vmcnt(0)
     global_store_dword v1, v4, s[10:11]"""
-    source, target = numbers(64), np.zeros(64, np.uint32)
+    source = numbers(64)
+    target = np.zeros(64, np.uint32)
     execute(text, source, target)
     assert np.array_equal(source, target)
 
@@ -99,7 +105,8 @@ def test_waves_that_parted_load_one_register_in_different_ways():
     wait:
     s_waitcnt vmcnt(0) lgkmcnt(0)
     global_store_dword v1, v2, s[10:11]"""
-    source, target = numbers(128), np.zeros(128, np.uint32)
+    source = numbers(128)
+    target = np.zeros(128, np.uint32)
     execute(text, source, target, threads=128, shared_bytes=512)
     assert np.array_equal(target, np.where(np.arange(128) < 64, np.arange(128), source))
     with pytest.raises(Fault, match="v2 is touched"):
@@ -112,8 +119,14 @@ def test_waves_that_parted_load_one_register_in_different_ways():
         (without(EXCHANGE, "s_barrier"), "a race in LDS, no barrier between: reads what another wave wrote"),
         (without(EXCHANGE, "ds_write_b32 v1, v2"), "reads LDS that no wave wrote"),
         (without(EXCHANGE, "s_waitcnt lgkmcnt(0)"), "a barrier while LDS accesses are in flight"),
-        (EXCHANGE.replace("ds_write_b32 v1, v2", "v_and_b32_e32 v1, 0xfc, v1\nds_write_b32 v1, v2"), "writes what another wave writes"),
-        (EXCHANGE.replace("ds_read_b32 v4, v3", "ds_read_b32 v4, v3\nds_write_b32 v1, v0"), "writes what another wave read"),
+        (
+            EXCHANGE.replace("ds_write_b32 v1, v2", "v_and_b32_e32 v1, 0xfc, v1\nds_write_b32 v1, v2"),
+            "writes what another wave writes",
+        ),
+        (
+            EXCHANGE.replace("ds_read_b32 v4, v3", "ds_read_b32 v4, v3\nds_write_b32 v1, v0"),
+            "writes what another wave read",
+        ),
         (
             EXCHANGE.replace("ds_write_b32 v1, v2", "ds_write_b32 v1, v2 offset:4"),
             "outside of what the launch gives: 4 bytes at 512 of 512",
@@ -125,11 +138,17 @@ def test_waves_that_parted_load_one_register_in_different_ways():
             "v_mov_b32_e32 v1, 4\nglobal_load_dword v2, v1, s[8:9] offset:512",
             "outside of the launch's tensors: 4 bytes at offset 516 of tensor 0",
         ),
-        ("v_lshlrev_b32_e32 v1, 3, v0\nglobal_store_dword v1, v0, s[10:11]", "4 bytes at offset 512 of tensor 1, which has 512 bytes"),
+        (
+            "v_lshlrev_b32_e32 v1, 3, v0\nglobal_store_dword v1, v0, s[10:11]",
+            "4 bytes at offset 512 of tensor 1, which has 512 bytes",
+        ),
         ("v_frobnicate_b32 v0, v1", "unknown to the simulator: instruction"),
         ("global_load_dword v2, v1, s[8:9] glc", "unknown to the simulator: modifiers"),
         ("s_waitcnt 0x70", "unknown to the simulator: counters"),
-        ("s_mov_b32 s13, 0x40000\nv_mov_b32_e32 v1, 0\nbuffer_load_dword v2, v1, s[12:15], 0 offen", "a buffer with a stride"),
+        (
+            "s_mov_b32 s13, 0x40000\nv_mov_b32_e32 v1, 0\nbuffer_load_dword v2, v1, s[12:15], 0 offen",
+            "a buffer with a stride",
+        ),
         ("v_mov_b32_e32 v1, v32", "the kernel descriptor allocates less"),
     ],
 )
@@ -149,7 +168,8 @@ def test_halves_are_stored_from_either_half():
     ds_read_b32 v3, v1
     s_waitcnt lgkmcnt(0)
     global_store_dword v1, v3, s[10:11]"""
-    source, target = numbers(64) * np.uint32(0x30201), np.zeros(64, np.uint32)
+    source = numbers(64) * np.uint32(0x30201)
+    target = np.zeros(64, np.uint32)
     execute(text, source, target, shared_bytes=256)
     assert np.array_equal(target, source >> np.uint32(16) | source << np.uint32(16))
 
@@ -163,13 +183,16 @@ def test_a_buffer_ends_where_its_descriptor_says():
     buffer_load_dword v2, v1, s[12:15], 0 offen
     s_waitcnt vmcnt(0)
     global_store_dword v1, v2, s[10:11]"""
-    source, target = numbers(64), np.ones(64, np.uint32)
+    source = numbers(64)
+    target = np.ones(64, np.uint32)
     execute(text, source, target)
     assert np.array_equal(target, np.where(np.arange(64) < 32, source, 0))
 
 
 def test_a_fault_says_where():
-    with pytest.raises(Fault, match=r"by_hand, workgroup 3, wave 1, lane 5, at 0x[0-9a-f]+: global_store_dword v2, v0, s\[10:11\]"):
+    with pytest.raises(
+        Fault, match=r"by_hand, workgroup 3, wave 1, lane 5, at 0x[0-9a-f]+: global_store_dword v2, v0, s\[10:11\]"
+    ):
         execute(
             """v_cmp_eq_u32_e32 vcc, 0x45, v0
             s_cmp_eq_u32 s6, 3
@@ -204,7 +227,9 @@ def accumulate(objects):
 
 
 def launch(program, count=1504):
-    main, grad, memory = np.ones(count, np.float32), np.full(count, 0x4000, np.uint16), Memory()
+    main = np.ones(count, np.float32)
+    grad = np.full(count, 0x4000, np.uint16)
+    memory = Memory()
     addresses = [memory.add(name, x.view(np.uint8)) for name, x in (("main", main), ("grad", grad))]
     run(program, (2, 1, 1), 256, 0, struct.pack("<QQqQQ", *addresses, count, 0, 0), memory)
     return main

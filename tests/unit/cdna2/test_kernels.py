@@ -1,4 +1,6 @@
-"""The machine code that is shipped for gfx90a, executed: every bf16 code object here, all of them by `scripts/check_gfx90a.py --all`."""
+"""The machine code that is shipped for gfx90a, executed: every bf16 code object here, all of them by
+`scripts/check_gfx90a.py --all`.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,25 @@ def test_routers_choose_and_pass_gradients_back_as_the_reference_does(objects, m
     monkeypatch.setattr(check, "cases", lambda dtype: [case for case in cases(dtype) if case.op == "route"])
     results = list(simulate(objects, ["fp32"]))
     assert not [result for result in results if not result["ok"]]
-    shipped = {line["file"] for line in manifest.read_manifest("gfx90a", objects)["kernels"] if line["kernel"].startswith("route_")}
+    shipped = {
+        line["file"]
+        for line in manifest.read_manifest("gfx90a", objects)["kernels"]
+        if line["kernel"].startswith("route_")
+    }
     assert shipped == {file for result in results for file in result["files"]} and len(shipped) == 12
 
 
 @pytest.mark.parametrize("kernel", ["attention_forward", "attention_grad_kv", "attention_grad_q"])
-@pytest.mark.parametrize("variant", but_first(["d128", "d128-extras", "d64", "d64-extras", "d256", "d256-extras", "d256-softcap"], 2))
+@pytest.mark.parametrize(
+    "variant", but_first(["d128", "d128-extras", "d64", "d64-extras", "d256", "d256-extras", "d256-softcap"], 2)
+)
 def test_attention_computes_no_product_twice(objects, kernel, variant):
-    """Warps that outnumber the tiles of their block's rows compute the same: 4 warps on 64 rows with 32 x 32 instructions did, at half the speed."""
+    """Warps that outnumber the tiles of their block's rows compute the same: 4 warps on 64 rows with 32 x 32
+    instructions did, at half the speed.
+    """
     blocks = variants(kernel, "gfx90a")[variant]
-    dim, outer = blocks.constants["BLOCK_D"], blocks.constants["BLOCK_N" if kernel == "attention_grad_kv" else "BLOCK_M"]
+    dim = blocks.constants["BLOCK_D"]
+    outer = blocks.constants["BLOCK_N" if kernel == "attention_grad_kv" else "BLOCK_M"]
     q, k, v = (torch.randn(2 * outer, 1, 1, dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     extras = (torch.ones(1), torch.zeros(1, 2 * outer)) if blocks.constants["EXTRAS"] else ()
     gpu = TracingGpu()
@@ -64,7 +75,8 @@ def test_attention_in_fp16_reads_views_where_they_lie(objects):
     fused = check.normal(33, 2, 2, 3, 64, dtype=torch.float16)
     q, k, v = fused.unbind(3)
     wide = [x.double() for x in (q, k, v)]
-    got, expected = ops.attention(q, k, v, Scores(0.125)), check.reference.attention(*wide, Scores(0.125))
+    got = ops.attention(q, k, v, Scores(0.125))
+    expected = check.reference.attention(*wide, Scores(0.125))
     assert check.units(got, expected) < 1.0
     (launch,) = driver.launches
     assert launch.symbol == "attention_forward" and launch.counts.instructions["mfma"] > 0
@@ -74,16 +86,24 @@ def test_attention_in_fp16_reads_views_where_they_lie(objects):
 def test_a_wrong_length_leads_out_of_the_tensor_and_into_no_other(objects):
     kernels = PrebuiltKernels("gfx90a", objects, SimulatedGpu())
     both = torch.zeros(2, 1504)  # on the host one begins where the other ends
-    with pytest.raises(Fault, match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes"):
+    with pytest.raises(
+        Fault, match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes"
+    ):
         kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[1], count=1520)
-    kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[0], count=1504)  # the same memory twice
+    # the same memory twice
+    kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[0], count=1504)
 
 
 def test_the_two_ways_into_a_kernel_are_one(objects):
-    """Newer firmware loads the first arguments itself and enters 256 bytes later; the prologue must have loaded the same."""
+    """Newer firmware loads the first arguments itself and enters 256 bytes later; the prologue must have loaded the
+    same.
+    """
     program = disassemble((objects / "accumulate-fp16-any.hsaco").read_bytes(), "accumulate")
-    trace, count = [], 1024
-    main_grad, grad, memory = np.zeros(count, np.float32), np.ones(count, np.float16), Memory()
+    trace = []
+    count = 1024
+    main_grad = np.zeros(count, np.float32)
+    grad = np.ones(count, np.float16)
+    memory = Memory()
     addresses = [memory.add(name, x.view(np.uint8)) for name, x in (("main", main_grad), ("grad", grad))]
     counts = run(program, (1, 1, 1), 256, 0, struct.pack("<QQqQQ", *addresses, count, 0, 0), memory, trace=trace)
     assert (main_grad == 1).all() and len(trace) == sum(counts.instructions.values()) / counts.waves

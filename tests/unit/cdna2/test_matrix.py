@@ -27,7 +27,8 @@ def widened(bits, kind):
 
 def registers(bits, first):
     """A (or B transposed) as two registers: lane i + size h has row i, columns 4 h to 4 h + 3."""
-    size, found = len(bits), {}
+    size = len(bits)
+    found = {}
     for register in (0, 1):
         pairs = [bits[lane % size, 4 * (lane // size) + 2 * register :][:2].astype(np.uint32) for lane in range(64)]
         found[first + register] = np.array([low | high << 16 for low, high in pairs], np.uint32)
@@ -38,13 +39,19 @@ def registers(bits, first):
 @pytest.mark.parametrize(("kind", "suffix"), [("f16", "f16"), ("bf16", "bf16_1k")])
 @pytest.mark.parametrize("accumulated", [True, False])
 def test_layout_and_product(shape, kind, suffix, accumulated):
-    size, count = shape[0], shape[0] ** 2 // 64
+    size = shape[0]
+    count = shape[0] ** 2 // 64
     a, b = (halves(generator.standard_normal(shape), kind) for _ in range(2))
     c = generator.standard_normal((size, size)).astype(np.float32)
     # by AMD: register r of lane l has row 8 (r / 4) + 4 (l / 32) + r mod 4 of 32 x 32, row 4 (l / 16) + r of 16 x 16
-    row = (lambda r, lane: 8 * (r // 4) + 4 * (lane // 32) + r % 4) if size == 32 else (lambda r, lane: 4 * (lane // 16) + r)
+    row = (
+        (lambda r, lane: 8 * (r // 4) + 4 * (lane // 32) + r % 4)
+        if size == 32
+        else (lambda r, lane: 4 * (lane // 16) + r)
+    )
     old = {8 + r: np.array([c[row(r, lane), lane % size] for lane in range(64)], np.float32) for r in range(count)}
-    name, source = f"v_mfma_f32_{size}x{size}x{shape[1]}{suffix}", f"v[8:{7 + count}]" if accumulated else "0"
+    name = f"v_mfma_f32_{size}x{size}x{shape[1]}{suffix}"
+    source = f"v[8:{7 + count}]" if accumulated else "0"
     text = f"{name} a[0:{count - 1}], v[0:1], v[2:3], {source}"
     state = after(text, {**registers(a, 0), **registers(b, 2), **old}, mask=np.zeros(64, bool))
     expected = widened(a, kind) @ widened(b, kind).T + (c if accumulated else 0)
@@ -67,7 +74,10 @@ def test_subnormal_numbers_are_zeros():
     assert state.vector[8, 0, :1].view(np.float32)[0] == np.float32(1024 * 2.0**-14)
     old = {8: np.full(64, 2.0**-127, np.float32), **{9 + r: np.zeros(64, np.float32) for r in range(15)}}
     assert (
-        not after("v_mfma_f32_32x32x8f16 v[8:23], v[0:1], v[2:3], v[8:23]", {**dict.fromkeys(range(4), np.zeros(64, np.uint32)), **old})
+        not after(
+            "v_mfma_f32_32x32x8f16 v[8:23], v[0:1], v[2:3], v[8:23]",
+            {**dict.fromkeys(range(4), np.zeros(64, np.uint32)), **old},
+        )
         .vector[8:24]
         .any()
     )

@@ -1,6 +1,8 @@
-"""Whole training steps on a simulated MI250X: all ops but torch's products are the shipped machine code, and the run is held to float64.
+"""Whole training steps on a simulated MI250X: all ops but torch's products are the shipped machine code, and the run is
+held to float64.
 
-The same steps by the reference ops in bf16 say how far from float64 bf16's roundings lead; the machine code may err as much, not more.
+The same steps by the reference ops in bf16 say how far from float64 bf16's roundings lead; the machine code may err as
+much, not more.
 """
 
 from __future__ import annotations
@@ -15,17 +17,31 @@ from tests.harness.marks import but_first, thorough
 from tests.parity.cases import Case
 from tests.unit.cdna2.steps import differences, executed, on_machine_code, together
 
-# Widths that are multiples of 16, as the aligned code wants, and of no block; an odd vocabulary. With weights of 0.1 the gradients of bf16 are
-# wrong by 1 %; smaller ones leave attention next to nothing to do, and with larger ones bf16 itself errs more (2 to 4 % at 0.2).
+# Widths that are multiples of 16, as the aligned code wants, and of no block; an odd vocabulary. With weights of 0.1
+# the gradients of bf16 are
+# wrong by 1 %; smaller ones leave attention next to nothing to do, and with larger ones bf16 itself errs more (2 to 4 %
+# at 0.2).
 SHAPE = (
-    "model.layers=2", "model.hidden=80", "model.heads=4", "model.ffn_hidden=96", "model.vocab_size=61", "model.sequence_length=40",
-    "model.init_std=0.1", "optimizer.warmup_steps=0", "batch.global_batch=2",
-)  # fmt: skip
+    "model.layers=2",
+    "model.hidden=80",
+    "model.heads=4",
+    "model.ffn_hidden=96",
+    "model.vocab_size=61",
+    "model.sequence_length=40",
+    "model.init_std=0.1",
+    "optimizer.warmup_steps=0",
+    "batch.global_batch=2",
+)
 CASES = {
-    "llama": Case("llama", settings=(*SHAPE, "model.kv_heads=2", "model.head_dim=32")),  # RoPE, grouped heads, SwiGLU, RMSNorm
-    "mpt": Case("mpt", documents=True, settings=(*SHAPE, "model.head_dim=48", "model.bias=true", "model.norm_bias=true")),  # ALiBi, GELU, LayerNorm
-}  # fmt: skip
-# of `all_kernels()`, those of rows of more than 8192 columns, of dropout, of experts (whose router turns a rounding into another choice), of queries that
+    # RoPE, grouped heads, SwiGLU, RMSNorm
+    "llama": Case("llama", settings=(*SHAPE, "model.kv_heads=2", "model.head_dim=32")),
+    # ALiBi, GELU, LayerNorm
+    "mpt": Case(
+        "mpt", documents=True, settings=(*SHAPE, "model.head_dim=48", "model.bias=true", "model.norm_bias=true")
+    ),
+}
+# of `all_kernels()`, those of rows of more than 8192 columns, of dropout, of experts (whose router turns a rounding
+# into another choice), of queries that
 # are normed before they are turned (rope) and of the other families' ops
 NOT_NEEDED = {
     name
@@ -48,7 +64,9 @@ def test_three_steps_are_as_near_to_float64_as_the_reference_in_bf16(objects, na
 
 @pytest.mark.thorough
 def test_two_ranks_of_tensor_parallelism(objects, ranks):
-    """Shards of the vocabulary, of the heads and, between the blocks, of the sequence; against the same float64 run on one rank."""
+    """Shards of the vocabulary, of the heads and, between the blocks, of the sequence; against the same float64 run
+    on one rank.
+    """
     case = dataclasses.replace(CASES["llama"], tp=2, sequence_parallel=True)
     both = ranks.run(2, on_machine_code, case, 2, objects, timeout_s=600.0)
     assert all(line["aligned"] for line in executed(both, objects))
@@ -60,14 +78,17 @@ class PlantedGpu(SimulatedGpu):
 
     def __init__(self, kernel, without):
         super().__init__()
-        self._kernel, self._without = kernel, without
+        self._kernel = kernel
+        self._without = without
 
     def load(self, device, code, image):
         function = super().load(device, code, image)
         if code.symbol == self._kernel:
             digest, program, declared = self._functions[function]
             left = [
-                dataclasses.replace(instruction, mnemonic="s_nop", text="s_nop 0") if self._without in instruction.mnemonic else instruction
+                dataclasses.replace(instruction, mnemonic="s_nop", text="s_nop 0")
+                if self._without in instruction.mnemonic
+                else instruction
                 for instruction in program.instructions
             ]
             assert tuple(left) != program.instructions

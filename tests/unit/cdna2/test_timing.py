@@ -26,7 +26,8 @@ def wait(**counters):
 
 def timed(lines, waves, bank_cycles=0, **rates):
     instructions = tuple(
-        Instruction(4 * index, name, "", operands, dict(*modifiers), name) for index, (name, operands, *modifiers) in enumerate(lines)
+        Instruction(4 * index, name, "", operands, dict(*modifiers), name)
+        for index, (name, operands, *modifiers) in enumerate(lines)
     )
     return time_of(
         Program("test", instructions, Descriptor(64, 32, 0, ())),
@@ -44,7 +45,8 @@ def test_one_wave_computes_and_multiplies_by_turns():
 
 def test_of_two_waves_one_computes_while_the_other_multiplies():
     lines = [MATRIX, nop(16), *[VECTOR] * 15] * 50
-    one, two = timed(lines, 1), timed(lines, 2)
+    one = timed(lines, 1)
+    two = timed(lines, 2)
     assert one.matrix_share == pytest.approx(0.5, abs=0.01) and two.matrix_share > 0.95
     assert two.cycles == pytest.approx(one.cycles / 2, rel=0.05)
 
@@ -53,7 +55,8 @@ def test_units_that_are_busy_all_the_time_bound_the_rate():
     assert timed([EXPONENTIAL] * 100, 2).cycles == 1600  # a quarter of the vector rate
     assert timed([VECTOR] * 100, 4).vector_share == 1.0
     reads = [READ] * 100 + [wait(lgkm=0)]
-    assert timed(reads, 4, lds_latency=0).cycles == pytest.approx(100 * 16 * 64 / 32, rel=0.01)  # a quarter of 128 bytes per cycle
+    # a quarter of 128 bytes per cycle
+    assert timed(reads, 4, lds_latency=0).cycles == pytest.approx(100 * 16 * 64 / 32, rel=0.01)
 
 
 def test_a_load_takes_its_latency_where_it_is_waited_for():
@@ -74,7 +77,8 @@ LANE = np.arange(64)
         (128 * LANE, 4, True, 64),  # 32 rows of one bank, twice
         (8 * LANE, 8, False, 4),
         (16 * LANE, 16, True, 8),
-        (256 * (LANE % 32) + 16 * (LANE // 32), 16, True, 64),  # rows of 256 bytes as they are: eight lanes at four banks
+        # rows of 256 bytes as they are: eight lanes at four banks
+        (256 * (LANE % 32) + 16 * (LANE // 32), 16, True, 64),
         (256 * (LANE % 32) + 16 * (LANE // 32 ^ LANE % 16), 16, True, 8),  # swizzled
         (2 * LANE, 2, False, 2),  # two halves of a word
     ],
@@ -84,7 +88,9 @@ def test_an_access_takes_as_long_as_the_bank_that_is_asked_most(addresses, size,
 
 
 def test_reads_of_sixteen_bytes_are_served_in_other_groups_than_writes():
-    """Lanes 0 to 3 go with 20 to 23, and 4 to 7 with 16 to 19: at the same banks they wait for each other, in a write they do not."""
+    """Lanes 0 to 3 go with 20 to 23, and 4 to 7 with 16 to 19: at the same banks they wait for each other, in a
+    write they do not.
+    """
     addresses = 16 * np.where(LANE < 8, LANE ^ 4, LANE)
     assert bank_cycles(addresses, LANE >= 0, 16, reads=False) == 8
     assert bank_cycles(addresses, LANE >= 0, 16, reads=True) == 10
@@ -93,7 +99,9 @@ def test_reads_of_sixteen_bytes_are_served_in_other_groups_than_writes():
 def test_conflicts_keep_the_lds_busy_and_can_be_left_out():
     reads = [READ] * 100 + [wait(lgkm=0)]
     assert timed(reads, 4, bank_cycles=64, lds_latency=0).cycles == pytest.approx(100 * 64 * 4, rel=0.01)
-    assert timed(reads, 4, bank_cycles=64, lds_latency=0, bank_conflicts=False).cycles == pytest.approx(100 * 8 * 4, rel=0.01)
+    assert timed(reads, 4, bank_cycles=64, lds_latency=0, bank_conflicts=False).cycles == pytest.approx(
+        100 * 8 * 4, rel=0.01
+    )
 
 
 def test_code_that_the_instruction_cache_does_not_hold_is_loaded_again():

@@ -14,7 +14,25 @@ from tests.unit.cdna2.machine import LANE, after, lanes
 
 generator = np.random.default_rng(0)
 EDGES = np.array(
-    [0.0, -0.0, 1.0, -3.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 2.0**-126, 3.4e38, 1e-20, 7.0, 2.0**-149, 1e20, 0.1], np.float32
+    [
+        0.0,
+        -0.0,
+        1.0,
+        -3.0,
+        math.inf,
+        -math.inf,
+        math.nan,
+        1e-45,
+        -1e-40,
+        2.0**-126,
+        3.4e38,
+        1e-20,
+        7.0,
+        2.0**-149,
+        1e20,
+        0.1,
+    ],
+    np.float32,
 )
 
 
@@ -36,41 +54,55 @@ def rounded(exact):
     if not np.isfinite(near):
         return near
     some = [np.nextafter(near, np.float32(-math.inf)), near, np.nextafter(near, np.float32(math.inf))]
-    return min((x for x in some if np.isfinite(x)), key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1))
+    return min(
+        (x for x in some if np.isfinite(x)), key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1)
+    )
 
 
 def test_fma_is_rounded_once():
-    a, b = floats(4000), floats(4000)
+    a = floats(4000)
+    b = floats(4000)
     with np.errstate(all="ignore"):
-        c = np.where(np.arange(4000) % 3 == 0, floats(4000), -(a * b) * generator.choice([1, 1 + 2**-20, 0.5, 2**-24], 4000)).astype(
-            np.float32
-        )
+        c = np.where(
+            np.arange(4000) % 3 == 0, floats(4000), -(a * b) * generator.choice([1, 1 + 2**-20, 0.5, 2**-24], 4000)
+        ).astype(np.float32)
         # the sum of the product's last bit and half of the sum's last place: where two roundings go wrong
         a[:3], b[:3], c[:3] = [1 + 2**-23, 1 + 2**-12, 1e-30], [1 + 2**-23, 1 + 2**-12, 1e-15], [2**-24, 2**-48, 1e-45]
         got = fma(a, b, c)
     finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & np.isfinite(got) & (got != 0)
     assert finite.sum() > 1000
     for i in np.flatnonzero(finite):
-        assert got[i] == rounded(Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))), (a[i], b[i], c[i])
+        assert got[i] == rounded(Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))), (
+            a[i],
+            b[i],
+            c[i],
+        )
 
 
 def test_fma_where_rounding_twice_is_wrong():
-    # a product just above the middle of two neighbours of 1: in float64 the sum lies on the middle itself, and rounds to even
+    # a product just above the middle of two neighbours of 1: in float64 the sum lies on the middle itself, and rounds
+    # to even
     a, b, c = (np.array([x], np.float32) for x in (2**-24 * (1 + 2**-23), 1 + 2**-23, 1.0))
     assert (a.astype(np.float64) * b + c).astype(np.float32)[0] == np.float32(1 + 2**-23)
     tiny = np.array([2.0**-60], np.float32)
     middle = np.array([1 + 2**-23], np.float32), np.array([2.0**-24], np.float32)
     assert fma(tiny, tiny, np.float32(1) * middle[0])[0] == middle[0][0]
     # 1 + 2^-24 exactly (a tie, to even: 1) plus 2^-80, which float64 drops
-    one = fma(np.array([1 + 2.0**-12], np.float32), np.array([1 + 2.0**-12], np.float32), np.array([2.0**-11], np.float32))
+    one = fma(
+        np.array([1 + 2.0**-12], np.float32), np.array([1 + 2.0**-12], np.float32), np.array([2.0**-11], np.float32)
+    )
     assert one[0] == rounded((1 + Fraction(1, 2**12)) ** 2 + Fraction(1, 2**11))
     p, q, r = (np.array([x], np.float32) for x in (1 + 2.0**-23, 2.0**-24 * (1 - 2.0**-24), 1.0))
     assert fma(p, q, r)[0] == rounded(Fraction(float(p[0])) * Fraction(float(q[0])) + 1)
 
 
 def test_fma_keeps_signs_and_infinities():
-    nan, inf = np.float32(math.nan), np.float32(math.inf)
-    a, b, c = (np.array(x, np.float32) for x in ([0, -0.0, inf, inf, 1, nan], [1, 1, 0, 1, inf, 1], [-0.0, -0.0, 1, -inf, 2, 1]))
+    nan = np.float32(math.nan)
+    inf = np.float32(math.inf)
+    a, b, c = (
+        np.array(x, np.float32)
+        for x in ([0, -0.0, inf, inf, 1, nan], [1, 1, 0, 1, inf, 1], [-0.0, -0.0, 1, -inf, 2, 1])
+    )
     with np.errstate(all="ignore"):
         same(fma(a, b, c), np.array([0.0, -0.0, nan, nan, inf, nan], np.float32))
 
@@ -126,26 +158,47 @@ def test_carries_make_64_bits():
 def test_64_bit_comparisons_and_products():
     a, b = (generator.integers(-(2**63), 2**63, 64) for _ in range(2))
     b[:8] = a[:8]
-    words = {0: a.astype(np.uint32), 1: (a >> 32).astype(np.uint32), 2: b.astype(np.uint32), 3: (b >> 32).astype(np.uint32)}
-    expected = {"gt_i64": a > b, "le_i64": a <= b, "eq_u64": a == b, "ge_i64": a >= b, "lt_u64": a.view(np.uint64) < b.view(np.uint64)}
+    words = {
+        0: a.astype(np.uint32),
+        1: (a >> 32).astype(np.uint32),
+        2: b.astype(np.uint32),
+        3: (b >> 32).astype(np.uint32),
+    }
+    expected = {
+        "gt_i64": a > b,
+        "le_i64": a <= b,
+        "eq_u64": a == b,
+        "ge_i64": a >= b,
+        "lt_u64": a.view(np.uint64) < b.view(np.uint64),
+    }
     for name, truth in expected.items():
         state = after(f"v_cmp_{name}_e32 vcc, v[0:1], v[2:3]", words, mask=LANE != 5)
         assert int(state.mask(106)[0]) == sum(1 << lane for lane in range(64) if truth[lane] and lane != 5)
-    assert int(after("v_cmp_gt_i64_e64 s[2:3], v[0:1], -1", words).mask(2)[0]) == sum(1 << lane for lane in range(64) if a[lane] > -1)
+    assert int(after("v_cmp_gt_i64_e64 s[2:3], v[0:1], -1", words).mask(2)[0]) == sum(
+        1 << lane for lane in range(64) if a[lane] > -1
+    )
     state = after("v_mad_i64_i32 v[4:5], s[2:3], v0, v2, v[0:1]", words)
     got = lanes(state, 4) | lanes(state, 5).astype(np.uint64) << np.uint64(32)
     x, y = (words[place].view(np.int32).astype(np.int64) for place in (0, 2))
     assert np.array_equal(got.view(np.int64), x * y + a)
     state = after("v_lshlrev_b64 v[4:5], 7, v[0:1]", words)
-    assert np.array_equal(lanes(state, 4) | lanes(state, 5).astype(np.uint64) << np.uint64(32), a.view(np.uint64) << np.uint64(7))
+    assert np.array_equal(
+        lanes(state, 4) | lanes(state, 5).astype(np.uint64) << np.uint64(32), a.view(np.uint64) << np.uint64(7)
+    )
 
 
-@pytest.mark.parametrize(("name", "python"), [("lt", "<"), ("eq", "=="), ("gt", ">"), ("nlt", "not <"), ("ngt", "not >"), ("neq", "!=")])
+@pytest.mark.parametrize(
+    ("name", "python"), [("lt", "<"), ("eq", "=="), ("gt", ">"), ("nlt", "not <"), ("ngt", "not >"), ("neq", "!=")]
+)
 def test_comparisons_with_nan(name, python):
-    a, b = np.resize(EDGES, 64), np.resize(EDGES[::-1], 64)
-    negated, operator = python.startswith("not"), python.split()[-1]
+    a = np.resize(EDGES, 64)
+    b = np.resize(EDGES[::-1], 64)
+    negated = python.startswith("not")
+    operator = python.split()[-1]
     truth = [eval(f"a {operator} b", {"a": float(x), "b": float(y)}) != negated for x, y in zip(a, b, strict=True)]
-    assert int(after(f"v_cmp_{name}_f32_e32 vcc, v0, v1", {0: a, 1: b}).mask(106)[0]) == sum(bit << lane for lane, bit in enumerate(truth))
+    assert int(after(f"v_cmp_{name}_f32_e32 vcc, v0, v1", {0: a, 1: b}).mask(106)[0]) == sum(
+        bit << lane for lane, bit in enumerate(truth)
+    )
     unordered = int(after("v_cmp_u_f32_e64 s[2:3], v0, v0", {0: a}).mask(2)[0])
     assert unordered == sum(1 << lane for lane in range(64) if math.isnan(a[lane]))
 
@@ -166,7 +219,9 @@ def test_comparisons_with_nan(name, python):
 )
 @pytest.mark.parametrize("bound", ["bound_ctrl:1", ""])
 def test_lanes_read_other_lanes(control, source, bound):
-    x, old, off = generator.integers(0, 2**32, 64, dtype=np.uint32), np.arange(64, dtype=np.uint32), 21
+    x = generator.integers(0, 2**32, 64, dtype=np.uint32)
+    old = np.arange(64, dtype=np.uint32)
+    off = 21
     text = f"v_mov_b32_dpp v1, v0 {control} row_mask:0xd bank_mask:0x7 {bound}"
     got = lanes(after(text, {0: x, 1: old}, mask=off != LANE), 1)
     for lane in range(64):
@@ -195,20 +250,32 @@ def test_halves_are_rounded_to_the_nearest_even():
     values = np.array([1 + 2**-11, 1 + 3 * 2**-11, 65520, 65519.9, 2**-25, 2**-24, -1e-7, math.inf], np.float32)
     got = lanes(after("v_cvt_f16_f32_e32 v1, v0", {0: np.resize(values, 64)}), 1)[:8]
     assert list(got) == [0x3C00, 0x3C02, 0x7C00, 0x7BFF, 0, 1, 0x8002, 0x7C00]
-    x, old = np.full(64, 0.1, np.float32), np.full(64, 0xAAAABBBB, np.uint32)
+    x = np.full(64, 0.1, np.float32)
+    old = np.full(64, 0xAAAABBBB, np.uint32)
     half = int(np.float16(np.float32(0.1) * np.float32(3)).view(np.uint16))
-    assert lanes(after("v_fma_mixlo_f16 v1, v0, v2, neg(0)", {0: x, 1: old, 2: np.full(64, 3, np.float32)}), 1)[0] == 0xAAAA0000 | half
-    assert lanes(after("v_fma_mixhi_f16 v1, v0, v2, neg(0)", {0: x, 1: old, 2: np.full(64, 3, np.float32)}), 1)[0] == half << 16 | 0xBBBB
+    assert (
+        lanes(after("v_fma_mixlo_f16 v1, v0, v2, neg(0)", {0: x, 1: old, 2: np.full(64, 3, np.float32)}), 1)[0]
+        == 0xAAAA0000 | half
+    )
+    assert (
+        lanes(after("v_fma_mixhi_f16 v1, v0, v2, neg(0)", {0: x, 1: old, 2: np.full(64, 3, np.float32)}), 1)[0]
+        == half << 16 | 0xBBBB
+    )
     pair = np.array([1.5, -2.0], np.float16).view(np.uint32)
     mixed = "v_fma_mix_f32 v1, -v0, v0, v2 op_sel:[1,0,0] op_sel_hi:[1,1,0]"
-    assert lanes(after(mixed, {0: np.repeat(pair, 64), 2: np.full(64, 0.25, np.float32)}), 1, np.float32)[0] == 2 * 1.5 + 0.25
+    assert (
+        lanes(after(mixed, {0: np.repeat(pair, 64), 2: np.full(64, 0.25, np.float32)}), 1, np.float32)[0]
+        == 2 * 1.5 + 0.25
+    )
 
 
 def test_packed_halves_and_their_selection():
-    a, b = floats(64), floats(64)
+    a = floats(64)
+    b = floats(64)
     with np.errstate(all="ignore"):
         state = after(
-            "v_pk_add_f32 v[4:5], v[0:1], v[2:3] op_sel:[1,0] op_sel_hi:[0,1] neg_lo:[0,1] neg_hi:[0,1]", {0: a, 1: b, 2: b, 3: a}
+            "v_pk_add_f32 v[4:5], v[0:1], v[2:3] op_sel:[1,0] op_sel_hi:[0,1] neg_lo:[0,1] neg_hi:[0,1]",
+            {0: a, 1: b, 2: b, 3: a},
         )
         same(lanes(state, 4, np.float32), b - b)
         same(lanes(state, 5, np.float32), a - a)
@@ -252,27 +319,49 @@ def test_conversions_saturate():
     signed = lanes(after("v_cvt_i32_f32_e32 v1, v0", {0: np.resize(values, 64)}), 1, np.int32)[:8]
     assert list(signed) == [-1, 2, 2**31 - 1, 2**31 - 1, 0, -(2**31), -(2**31), 0]
     bits = np.full(64, 0x40302010, np.uint32)
-    assert [lanes(after(f"v_cvt_f32_ubyte{i}_e32 v1, v0", {0: bits}), 1, np.float32)[0] for i in range(4)] == [16, 32, 48, 64]
+    assert [lanes(after(f"v_cvt_f32_ubyte{i}_e32 v1, v0", {0: bits}), 1, np.float32)[0] for i in range(4)] == [
+        16,
+        32,
+        48,
+        64,
+    ]
     assert lanes(after("v_exp_f32_e32 v1, v0", {0: np.full(64, -130, np.float32)}), 1, np.float32)[0] == 0  # flushed
 
 
 def test_scalars_and_their_flag():
     cases = [
-        ("s_add_u32 s2, s0, s1", 0xFFFFFFFF, 2, 1, True), ("s_sub_u32 s2, s0, s1", 1, 2, 0xFFFFFFFF, True),
-        ("s_add_i32 s2, s0, s1", 0x7FFFFFFF, 1, 0x80000000, True), ("s_mul_hi_i32 s2, s0, s1", 0xFFFFFFFF, 2, 0xFFFFFFFF, None),
-        ("s_ashr_i32 s2, s0, 31", 0x80000000, 0, 0xFFFFFFFF, True), ("s_abs_i32 s2, s0", 0xFFFFFFFB, 0, 5, True),
-        ("s_bfe_u32 s2, s0, 0x10007", 0x80, 0, 1, True), ("s_brev_b32 s2, -2", 0, 0, 0x7FFFFFFF, None),
-        ("s_bfe_i32 s2, s0, 0x1001b", 0x8000000, 0, 0xFFFFFFFF, True), ("s_bfe_i32 s2, s0, 0x40004", 0x75, 0, 7, True),
-        ("s_bfe_i32 s2, s0, 0x200000", 0x80000000, 0, 0x80000000, True), ("s_bfe_i32 s2, s0, 0x0", 5, 0, 0, False),
-        ("s_lshl2_add_u32 s2, s0, s1", 0x40000001, 3, 7, True), ("s_min_i32 s2, s0, s1", 0xFFFFFFFF, 1, 0xFFFFFFFF, True),
-        ("s_movk_i32 s2, 0x8000", 0, 0, 0xFFFF8000, None), ("s_lshl4_add_u32 s2, s0, s1", 0x10000001, 3, 19, True),
+        ("s_add_u32 s2, s0, s1", 0xFFFFFFFF, 2, 1, True),
+        ("s_sub_u32 s2, s0, s1", 1, 2, 0xFFFFFFFF, True),
+        ("s_add_i32 s2, s0, s1", 0x7FFFFFFF, 1, 0x80000000, True),
+        ("s_mul_hi_i32 s2, s0, s1", 0xFFFFFFFF, 2, 0xFFFFFFFF, None),
+        ("s_ashr_i32 s2, s0, 31", 0x80000000, 0, 0xFFFFFFFF, True),
+        ("s_abs_i32 s2, s0", 0xFFFFFFFB, 0, 5, True),
+        ("s_bfe_u32 s2, s0, 0x10007", 0x80, 0, 1, True),
+        ("s_brev_b32 s2, -2", 0, 0, 0x7FFFFFFF, None),
+        ("s_bfe_i32 s2, s0, 0x1001b", 0x8000000, 0, 0xFFFFFFFF, True),
+        ("s_bfe_i32 s2, s0, 0x40004", 0x75, 0, 7, True),
+        ("s_bfe_i32 s2, s0, 0x200000", 0x80000000, 0, 0x80000000, True),
+        ("s_bfe_i32 s2, s0, 0x0", 5, 0, 0, False),
+        ("s_lshl2_add_u32 s2, s0, s1", 0x40000001, 3, 7, True),
+        ("s_min_i32 s2, s0, s1", 0xFFFFFFFF, 1, 0xFFFFFFFF, True),
+        ("s_movk_i32 s2, 0x8000", 0, 0, 0xFFFF8000, None),
+        ("s_lshl4_add_u32 s2, s0, s1", 0x10000001, 3, 19, True),
         ("s_lshr_b64 s[2:3], s[0:1], 30", 0x80000000, 1, 6, True),
-    ]  # fmt: skip
+    ]
     for text, first, second, expected, flag in cases:
         state = after(text, None, {0: first, 1: second})
         assert int(state.scalar[2, 0]) == expected and (flag is None or bool(state.scc[0]) is flag), text
-    state = after("s_and_saveexec_b64 s[2:3], s[0:1]\nv_mov_b32_e32 v1, 7", {1: np.zeros(64, np.uint32)}, {0: 0xF0, 1: 0}, mask=LANE < 6)
-    assert int(state.mask(2)[0]) == 0x3F and int(state.mask(126)[0]) == 0x30 and list(np.flatnonzero(lanes(state, 1))) == [4, 5]
+    state = after(
+        "s_and_saveexec_b64 s[2:3], s[0:1]\nv_mov_b32_e32 v1, 7",
+        {1: np.zeros(64, np.uint32)},
+        {0: 0xF0, 1: 0},
+        mask=LANE < 6,
+    )
+    assert (
+        int(state.mask(2)[0]) == 0x3F
+        and int(state.mask(126)[0]) == 0x30
+        and list(np.flatnonzero(lanes(state, 1))) == [4, 5]
+    )
     state = after("s_cmp_lt_i32 s0, 1\ns_cselect_b64 s[2:3], -1, 0", None, {0: 0xFFFFFFFF})
     assert int(state.mask(2)[0]) == 2**64 - 1
     state = after("v_readfirstlane_b32 s2, v0\nv_readlane_b32 s3, v0, 63", {0: LANE.astype(np.uint32)}, mask=LANE > 8)
@@ -282,7 +371,7 @@ def test_scalars_and_their_flag():
 @pytest.mark.parametrize(
     "text",
     ["v_frobnicate_b32 v0, v1", "v_add_f32_e64 v0, v1, v2 clamp", "v_and_b32_e64 v0, -v1, v2", "v_mov_b32_e32 v60, v0",
-     "v_add_f32_e64 v0, v1, v2 mul:2", "v_mov_b32_e32 v[0:1], v0", "v_mov_b32_dpp v0, v1 row_frob:1 row_mask:0xf bank_mask:0xf"],
+     "v_add_f32_e64 v0, v1, v2 mul:2", "v_mov_b32_e32 v[0:1], v0", "v_mov_b32_dpp v0, v1 row_frob:1 " "row_mask:0xf " "bank_mask:0xf"],  # noqa: E501
 )  # fmt: skip
 def test_what_is_unknown_is_no_guess(text):
     with pytest.raises((Unknown, StopIteration)):

@@ -1,4 +1,6 @@
-"""Ranks without processes: the real buckets, optimizer states, planning, writing and reading of every rank of a layout, one after another."""
+"""Ranks without processes: the real buckets, optimizer states, planning, writing and reading of every rank of a
+layout, one after another.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,14 @@ class Layout:
 
 def progress(step: int = 7) -> Progress:
     return Progress(
-        step=step, consumed_samples=step * 8, tokens=step * 8 * 32, optimizer_updates=step - 1, loss_scale=1024.0, scaler_clean_steps=3,
+        step=step,
+        consumed_samples=step * 8,
+        tokens=step * 8 * 32,
+        optimizer_updates=step - 1,
+        loss_scale=1024.0,
+        scaler_clean_steps=3,
         skipped_steps=1,
-    )  # fmt: skip
+    )
 
 
 def axis(grid: Grid, name: str, rank: int) -> Axis:
@@ -59,15 +66,20 @@ def axis(grid: Grid, name: str, rank: int) -> Axis:
 
 def buckets_of(model: ModelConfig, layout: Layout, rank: int, device: str = "cpu") -> list[Bucket]:
     """One rank's real buckets."""
-    grid, dtype = layout.grid, working_dtype(layout.dtype)
+    grid = layout.grid
+    dtype = working_dtype(layout.dtype)
     ops = select_ops(OpsConfig(), "cpu", dtype)
-    context = LayerContext(axis(grid, "tp", rank), layout.tp > 1, ops, WeightGradients(), dtype, ep=axis(grid, "ep", rank), etp=grid.etp)
+    context = LayerContext(
+        axis(grid, "tp", rank), layout.tp > 1, ops, WeightGradients(), dtype, ep=axis(grid, "ep", rank), etp=grid.etp
+    )
     specs = split_layers(model, layout.pp * layout.chunks)
     pp_rank = grid.coordinates(rank)["pp"]
     mine = [specs[chunk * layout.pp + pp_rank] for chunk in range(layout.chunks)]
     stages = build_stages(model, mine, context, torch.device("cpu" if device == "cpu" else device))
     edp = axis(grid, "edp", rank)
-    return build_buckets(stages, ADAMW, axis(grid, grid.replicas, rank), layout.zero, torch.device(device), layout.bucket_numel, edp=edp)
+    return build_buckets(
+        stages, ADAMW, axis(grid, grid.replicas, rank), layout.zero, torch.device(device), layout.bucket_numel, edp=edp
+    )
 
 
 def value(kind: str, name: str, index: np.ndarray) -> np.ndarray:
@@ -93,7 +105,9 @@ def optimizer_of(buckets: list[Bucket], filled: bool) -> Zero:
     optimizer.states = []
     for bucket in buckets:
         arrays = {kind: expected_state(kind, bucket) for kind in bucket.kinds}
-        optimizer.states.append({kind: torch.from_numpy(array if filled else np.zeros_like(array)) for kind, array in arrays.items()})
+        optimizer.states.append(
+            {kind: torch.from_numpy(array if filled else np.zeros_like(array)) for kind, array in arrays.items()}
+        )
     return optimizer
 
 
@@ -102,12 +116,15 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
     directory.mkdir(exist_ok=True)
     building = folder.temporary(directory, step, 1)
     building.mkdir()
-    pieces, parts, dtype = [], [], "F32"
+    pieces = []
+    parts = []
+    dtype = "F32"
     for rank in range(layout.grid.world_size):
         optimizer = optimizer_of(buckets_of(model, layout, rank), filled=True)
         snapshot = Snapshot(optimizer, rank)
         snapshot.take()
-        head, data = snapshot.layout(step).head, snapshot.data()
+        head = snapshot.layout(step).head
+        data = snapshot.data()
         digest = shard.write(building / snapshot.file, head, data)
         parts.append({"file": snapshot.file, "bytes": len(head) + len(data), "sha256": digest})
         pieces.append(snapshot.pieces)

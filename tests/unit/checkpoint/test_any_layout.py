@@ -44,7 +44,8 @@ def test_shards_hold_each_element_once_and_any_safetensors_reader_opens_them(tmp
         content = load_file(tmp_path / "step_00000007" / shard.file)
         assert len(content) == 3 * len(shard.pieces)
         for tensor, offset, shape in shard.pieces:
-            name, place = manifest.tensors[tensor].name, ",".join(map(str, offset))
+            name = manifest.tensors[tensor].name
+            place = ",".join(map(str, offset))
             region = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
             counts[name][region] += 1
             indices = np.arange(counts[name].size).reshape(counts[name].shape)[region]

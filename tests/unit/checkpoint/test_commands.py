@@ -72,7 +72,9 @@ def test_list_is_a_table_with_ages_and_sizes(run: Run, capsys: pytest.CaptureFix
 def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     directory = run.manager.directory
     assert main(["checkpoint", "verify", str(directory)]) == 0
-    assert [line.split("  ")[:2] for line in capsys.readouterr().out.splitlines()] == [[f"step_0000000{step}", "intact"] for step in (2, 4)]
+    assert [line.split("  ")[:2] for line in capsys.readouterr().out.splitlines()] == [
+        [f"step_0000000{step}", "intact"] for step in (2, 4)
+    ]
     flip(directory / "step_00000004" / "shard_00000.safetensors", -1)
     assert main(["checkpoint", "verify", str(directory)]) == 1
     said = capsys.readouterr()
@@ -80,14 +82,20 @@ def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[st
 
 
 def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> None:
-    """Those that training sees: the newest by its name, also where a crash came before LATEST moved, and without the folder around them."""
+    """Those that training sees: the newest by its name, also where a crash came before LATEST moved, and without the
+    folder around them.
+    """
     directory = run.manager.directory
     folder.point_latest(directory, "step_00000002")
     (directory / "checkpoints").mkdir()  # an empty one hides nothing
     for path in (tmp_path, directory):
         assert [one.name for one in find(path)] == ["step_00000002", "step_00000004"]
         assert open_model(path).path.name == "step_00000004"
-    assert find(directory / "step_00000002") == [directory / "step_00000002"] == [open_model(directory / "step_00000002").path]
+    assert (
+        find(directory / "step_00000002")
+        == [directory / "step_00000002"]
+        == [open_model(directory / "step_00000002").path]
+    )
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         find(directory / "checkpoints")
     with pytest.raises(CheckpointError, match="is no model"):
@@ -100,5 +108,9 @@ def test_diff_groups_and_counts(run: Run, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "weights and optimizer state are bit-equal\n"
     assert main(["checkpoint", "diff", first, second]) == 1
     out = capsys.readouterr().out
-    assert "\n  progress.step: 2 → 4\n" in out and "elements that differ" in out and out.endswith("weights or optimizer state differ\n")
+    assert (
+        "\n  progress.step: 2 → 4\n" in out
+        and "elements that differ" in out
+        and out.endswith("weights or optimizer state differ\n")
+    )
     assert max(map(len, out.splitlines())) < 180

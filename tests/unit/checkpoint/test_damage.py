@@ -53,7 +53,9 @@ def test_random_bit_flips_in_every_file(name: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["shard_00000.safetensors", "manifest.json", "manifest.sha256"])
-def test_damaged_file_is_named_and_the_checkpoint_before_is_used(name: str, run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_file_is_named_and_the_checkpoint_before_is_used(
+    name: str, run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = newest(run) / name
     flip(path, path.stat().st_size * 4)
     with pytest.raises(DamagedCheckpoint) as caught:
@@ -89,7 +91,8 @@ def test_truncation(share: float, run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["shard_00000.safetensors", "manifest.json", "manifest.sha256"])
 def test_deleted_emptied_linked_or_replaced_by_a_folder(name: str, run: Run, tmp_path: Path) -> None:
-    path, copy = newest(run) / name, tmp_path / "copy"
+    path = newest(run) / name
+    copy = tmp_path / "copy"
     shutil.copy(path, copy)
     path.unlink()
     assert run.manager.load_latest().step == 2
@@ -108,15 +111,21 @@ def test_shards_of_another_step_or_rank_are_not_taken(tmp_path: Path) -> None:
     layout = Layout(dp=2)
     for step in (7, 9):
         write(TINY, layout, tmp_path, step)
-    one, other = tmp_path / "step_00000007", tmp_path / "step_00000009"
-    first, second = "shard_00000.safetensors", "shard_00001.safetensors"
+    one = tmp_path / "step_00000007"
+    other = tmp_path / "step_00000009"
+    first = "shard_00000.safetensors"
+    second = "shard_00001.safetensors"
 
     def swap(a: Path, b: Path) -> None:
         a.rename(tmp_path / "aside")
         b.rename(a)
         (tmp_path / "aside").rename(b)
 
-    for a, b in ((one / first, other / first), (one / first, one / second), (one / "manifest.json", other / "manifest.json")):
+    for a, b in (
+        (one / first, other / first),
+        (one / first, one / second),
+        (one / "manifest.json", other / "manifest.json"),
+    ):
         swap(a, b)
         assert verify(one)
         swap(a, b)
@@ -130,7 +139,8 @@ def test_every_rank_of_another_layout_sees_damage_in_what_it_reads(tmp_path: Pat
     manifest = write(TINY, Layout(tp=2, dp=2), tmp_path)
     path = tmp_path / "step_00000007"
     flip(path / manifest.shards[2].file, 8 * (path / manifest.shards[2].file).stat().st_size - 5)
-    layout, found = Layout(pp=2), []
+    layout = Layout(pp=2)
+    found = []
     for rank in range(2):
         optimizer = optimizer_of(buckets_of(TINY, layout, rank), filled=False)
         found += load.read_shards(path, manifest, optimizer, rank, 2)

@@ -24,6 +24,7 @@ def test_blocks_have_the_digests_of_hashlib(size: int, native: bool, monkeypatch
 
 @pytest.mark.parametrize("pattern", [b"\x00", b"\xff", b"\x80"])
 def test_two_streams_do_not_mix(pattern: bytes) -> None:
-    first, second = pattern * (1 << 20), b"a" * (1 << 20)
+    first = pattern * (1 << 20)
+    second = b"a" * (1 << 20)
     found = digest.block_digests(memoryview(first + second), block_bytes=1 << 20)
     assert found == hashlib.sha256(first).digest() + hashlib.sha256(second).digest()

@@ -21,15 +21,21 @@ from frontier_llm.errors import CheckpointError
         (["optimizer.schedule=constant"], 240, 500, False),
     ],
 )
-def test_a_longer_run_whose_learning_rate_rises_again_is_told_so(settings: list[str], done: int, longer: int, rises: bool) -> None:
-    saved, current = (load_run("quickstart", [*settings, f"train.steps={steps}"]).model_dump(mode="json") for steps in (240, longer))
+def test_a_longer_run_whose_learning_rate_rises_again_is_told_so(
+    settings: list[str], done: int, longer: int, rises: bool
+) -> None:
+    saved, current = (
+        load_run("quickstart", [*settings, f"train.steps={steps}"]).model_dump(mode="json") for steps in (240, longer)
+    )
     (change,) = config_changes(saved, current, step=done)
     assert str(change).startswith(f"train.steps: 240 → {longer}") and not change.mathematics
     assert ("the learning rate fell from step" in str(change)) is rises
 
 
 def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None:
-    saved, other_layout = (load_run("quickstart", words).model_dump(mode="json") for words in ([], ["parallel.pipeline=1"]))
+    saved, other_layout = (
+        load_run("quickstart", words).model_dump(mode="json") for words in ([], ["parallel.pipeline=1"])
+    )
     changes = config_changes(saved, other_layout, step=10)
     check_allowed(
         changes, ["optimizer.lr", "model", "model.rope_scaling.factor"], "step_10"
@@ -40,9 +46,13 @@ def test_the_same_command_line_goes_on_after_the_change_that_it_allows() -> None
 
 
 def test_a_run_is_told_why_its_length_is_mathematics() -> None:
-    saved, longer = (load_run("bench", ["optimizer.schedule=cosine", f"train.steps={steps}"]).model_dump(mode="json") for steps in (10, 20))
+    saved, longer = (
+        load_run("bench", ["optimizer.schedule=cosine", f"train.steps={steps}"]).model_dump(mode="json")
+        for steps in (10, 20)
+    )
     with pytest.raises(
-        CheckpointError, match=r"train.steps: 10 → 20 \(the learning rate of every step follows .* optimizer.decay_steps is null"
+        CheckpointError,
+        match=r"train.steps: 10 → 20 \(the learning rate of every step follows .* optimizer.decay_steps is null",
     ):
         check_allowed(config_changes(saved, longer), [], "step_10")
 

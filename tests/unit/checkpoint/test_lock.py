@@ -32,7 +32,8 @@ def test_second_job_leaves_at_once_naming_the_holder(tmp_path: Path) -> None:
         os.read(read, 1)
         started = time.monotonic()
         with pytest.raises(
-            CheckpointError, match=rf"is in use by job 4711 on {os.uname().nodename} \(pid {pid}, since 20.*its process is alive"
+            CheckpointError,
+            match=rf"is in use by job 4711 on {os.uname().nodename} \(pid {pid}, since 20.*its process is alive",
         ):
             RunLock(tmp_path, this_process("4712"))
         assert time.monotonic() - started < 5.0
@@ -44,7 +45,9 @@ def test_second_job_leaves_at_once_naming_the_holder(tmp_path: Path) -> None:
 
 
 def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
-    assert in_child(lambda: (RunLock(tmp_path, this_process()), os.kill(os.getpid(), signal.SIGKILL))) == -signal.SIGKILL
+    assert (
+        in_child(lambda: (RunLock(tmp_path, this_process()), os.kill(os.getpid(), signal.SIGKILL))) == -signal.SIGKILL
+    )
     lock = RunLock(tmp_path, this_process())
     assert lock.incarnation == 2
     lock.release()
@@ -93,7 +96,9 @@ def test_a_living_holder_whose_clock_is_ahead_is_kept(tmp_path: Path, quick_watc
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(CheckpointError, match=r"is in use by job 12 on n7.*ahead, and a heartbeat has come") as caught:
+        with pytest.raises(
+            CheckpointError, match=r"is in use by job 12 on n7.*ahead, and a heartbeat has come"
+        ) as caught:
             RunLock(tmp_path, this_process("13"))
         assert f"if you know that it is dead, delete {path}" in str(caught.value)
     finally:
@@ -115,12 +120,19 @@ def test_the_last_number_of_a_start_is_an_error_and_no_endless_loop(tmp_path: Pa
     (tmp_path / "checkpoints").mkdir()
     path = holder_elsewhere(tmp_path / "checkpoints", silent_s=100)
     path.rename(last := path.with_name("99999999.json"))
-    for start in (lambda: RunLock(tmp_path / "checkpoints", this_process("13")), lambda: holder.take(tmp_path, "13", "n0")):
-        with pytest.raises(FrontierError, match="claims to be start 99999999 of the run, and no run starts so often") as caught:
+    for start in (
+        lambda: RunLock(tmp_path / "checkpoints", this_process("13")),
+        lambda: holder.take(tmp_path, "13", "n0"),
+    ):
+        with pytest.raises(
+            FrontierError, match="claims to be start 99999999 of the run, and no run starts so often"
+        ) as caught:
             start()
         assert str(last) in str(caught.value) and "if no job of this run is alive, delete the file" in str(caught.value)
     last.unlink()
-    (tmp_path / "incarnation.json").write_text('{"incarnation": 99999999, "job_id": "1", "host": "n0", "since_unix_s": 1.0}')
+    (tmp_path / "incarnation.json").write_text(
+        '{"incarnation": 99999999, "job_id": "1", "host": "n0", "since_unix_s": 1.0}'
+    )
     with pytest.raises(FrontierError, match=r"incarnation.json: counts 100000000 starts"):
         holder.take(tmp_path, "13", "n0")
 

@@ -72,7 +72,9 @@ def test_failed_delete_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture
     assert run.manager.load_latest(strict=True).step == 4
 
 
-def test_leftovers_that_cannot_be_deleted_do_not_keep_a_run_from_starting(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_leftovers_that_cannot_be_deleted_do_not_keep_a_run_from_starting(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = Run(tmp_path)
     run.save(1)
     run.manager.close()
@@ -85,7 +87,9 @@ def test_leftovers_that_cannot_be_deleted_do_not_keep_a_run_from_starting(tmp_pa
     assert f"cannot delete {leftover.name}: Permission denied" in capfd.readouterr().err
 
 
-def test_write_protected_checkpoints_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_protected_checkpoints_stay(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folder.os, "access", lambda path, mode: path.name != "step_00000001")  # root may write anywhere
     run = Run(tmp_path)
     run.save(1, 2, 3, 4)
@@ -140,17 +144,22 @@ def test_changed_mathematics_must_be_allowed(tmp_path: Path, capfd: pytest.Captu
     text = str(caught.value)
     assert "optimizer.betas: [0.9, 0.95] → [0.9, 0.999]" in text and "optimizer.lr: 0.0003 → 1e-05" in text
     assert "--allow-change optimizer.lr --allow-change optimizer.betas" in text and "parallel" not in text
-    allowed = Run(tmp_path, config=config, allow_changes=("optimizer.betas", "optimizer.lr"), environment={"torch": "2.13.0"})
+    allowed = Run(
+        tmp_path, config=config, allow_changes=("optimizer.betas", "optimizer.lr"), environment={"torch": "2.13.0"}
+    )
     assert allowed.manager.load_latest().step == 2
     said = capfd.readouterr().err
     assert "parallel.tensor: 1 → 2" in said and "torch: '2.10.0' → '2.13.0'" in said
 
 
 def test_other_tokens_under_the_same_path_must_be_allowed(tmp_path: Path) -> None:
-    one, other = "1" * 64, "2" * 64
+    one = "1" * 64
+    other = "2" * 64
 
     def resumes(data: dict[str, str], *allowed: str) -> bool:
-        run = Run(tmp_path, datasets={path: Dataset(identity, 1000) for path, identity in data.items()}, allow_changes=allowed)
+        run = Run(
+            tmp_path, datasets={path: Dataset(identity, 1000) for path, identity in data.items()}, allow_changes=allowed
+        )
         try:
             return run.manager.load_latest().step == 2
         finally:
@@ -160,7 +169,9 @@ def test_other_tokens_under_the_same_path_must_be_allowed(tmp_path: Path) -> Non
     run.save(2)
     run.manager.close()
     assert resumes({"text": one, "moved": other})  # another path is another data.train
-    with pytest.raises(CheckpointError, match=r"'1{12}' → '2{12}' \(the tokens of more are others\)\n[\s\S]*--allow-change data.train"):
+    with pytest.raises(
+        CheckpointError, match=r"'1{12}' → '2{12}' \(the tokens of more are others\)\n[\s\S]*--allow-change data.train"
+    ):
         resumes({"text": one, "more": other})
     assert resumes({"text": one, "more": other}, "data")
 
@@ -222,7 +233,9 @@ def test_other_model_is_named_by_its_tensors(tmp_path: Path) -> None:
     run.save(2)
     path = run.manager.directory / "step_00000002"
     run.buckets[0].parameters[0].spec = shard(Parameter("other.weight", (3,), ParameterKind.VECTOR))
-    with pytest.raises(CheckpointError, match=r"other.weight: the model has \(3,\), the checkpoint nothing of that name"):
+    with pytest.raises(
+        CheckpointError, match=r"other.weight: the model has \(3,\), the checkpoint nothing of that name"
+    ):
         run.manager.load(path)
 
 

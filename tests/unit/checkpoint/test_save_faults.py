@@ -45,7 +45,9 @@ def disarmed() -> Iterator[None]:
 
 def test_the_points_above_are_all_that_the_code_has() -> None:
     package = Path(frontier_llm.__file__).parent / "checkpoint"
-    named = {name for path in package.glob("*.py") for name in re.findall(r'hit\("checkpoint\.(\w+)"\)', path.read_text())}
+    named = {
+        name for path in package.glob("*.py") for name in re.findall(r'hit\("checkpoint\.(\w+)"\)', path.read_text())
+    }
     assert named == {*BEFORE_RENAME, *AFTER_RENAME, "replaced", "loading", "loaded"}
 
 
@@ -87,7 +89,9 @@ def test_killed_while_replacing_a_checkpoint_of_the_same_step(tmp_path: Path) ->
     run.check(4)
 
 
-@pytest.mark.parametrize("point", ["shard_created", "block_written", "shard_written", "manifest_written", "before_rename", "before_latest"])
+@pytest.mark.parametrize(
+    "point", ["shard_created", "block_written", "shard_written", "manifest_written", "before_rename", "before_latest"]
+)
 @pytest.mark.parametrize("cause", ["ENOSPC", "EIO", "EDQUOT", "EROFS"])
 def test_failing_device(point: str, cause: str, tmp_path: Path) -> None:
     run = Run(tmp_path)
@@ -141,16 +145,21 @@ def test_newest_checkpoint_deleted_while_it_is_loaded(tmp_path: Path) -> None:
 def test_real_full_disk(tmp_path: Path) -> None:
     mounted = tmp_path / "small"
     mounted.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(mounted)], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(mounted)], check=False, capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         run = Run(mounted)
         run.save(2, 4)
-        with pytest.raises(CheckpointError, match=r"No space left on device; needs 2\.\d MiB, 1\.\d MiB and \d+ files are free"):
+        with pytest.raises(
+            CheckpointError, match=r"No space left on device; needs 2\.\d MiB, 1\.\d MiB and \d+ files are free"
+        ):
             run.save(6)
         assert run.manager.load_latest(strict=True).step == 4
         run.check(4)
-        run.manager.close()  # else its lock's heartbeat would warn in the middle of later tests that the directory is gone
+        # else its lock's heartbeat would warn in the middle of later tests that the directory is gone
+        run.manager.close()
     finally:
         subprocess.run(["umount", "-l", str(mounted)], check=True)
 
@@ -158,7 +167,8 @@ def test_real_full_disk(tmp_path: Path) -> None:
 def test_file_size_limit(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(2)
-    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old[1]))
     try:
         with pytest.raises(CheckpointError, match="File too large; needs"):
@@ -215,7 +225,10 @@ Run(Path({str(tmp_path)!r})).save(2)
 
     if shutil.which("strace") is None:
         pytest.skip("needs strace")
-    subprocess.run(["strace", "-f", "-y", "-o", str(trace), "-e", "trace=fsync,rename,write", sys.executable, "-c", script], check=True)
+    subprocess.run(
+        ["strace", "-f", "-y", "-o", str(trace), "-e", "trace=fsync,rename,write", sys.executable, "-c", script],
+        check=True,
+    )
     events = []
     for line in trace.read_text().splitlines():
         match = re.search(r"(fsync|rename)\((.*)", line)
@@ -226,9 +239,14 @@ Run(Path({str(tmp_path)!r})).save(2)
         return next(number for number, event in enumerate(events) if re.search(pattern, event))
 
     order = [
-        r"fsync\(<.*shard_00000.safetensors>", r"fsync\(<.*manifest.json>", r"fsync\(<.*manifest.sha256>", r"fsync\(<.*\.tmp\.1>",
-        r'rename\(".*step_00000002.tmp.1", ".*step_00000002"', r"fsync\(<.*/\.LATEST\.", r'rename\(".*/\.LATEST\.[0-9a-f]+", ".*/LATEST"',
-    ]  # fmt: skip
+        r"fsync\(<.*shard_00000.safetensors>",
+        r"fsync\(<.*manifest.json>",
+        r"fsync\(<.*manifest.sha256>",
+        r"fsync\(<.*\.tmp\.1>",
+        r'rename\(".*step_00000002.tmp.1", ".*step_00000002"',
+        r"fsync\(<.*/\.LATEST\.",
+        r'rename\(".*/\.LATEST\.[0-9a-f]+", ".*/LATEST"',
+    ]
     positions = [first(pattern) for pattern in order]
     assert positions == sorted(positions)
     assert "/checkpoints>" in events[positions[4] + 1] and "fsync" in events[positions[4] + 1]
@@ -276,14 +294,18 @@ def test_a_directory_moved_away_mid_run_is_called_that(tmp_path: Path) -> None:
 def test_a_full_disk_while_importing_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     run.save(2)
-    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"run_dir": str(tmp_path / "imported")})})
+    config = CONFIG.model_copy(
+        update={"train": CONFIG.train.model_copy(update={"run_dir": str(tmp_path / "imported")})}
+    )
     source = CheckpointWeights(tmp_path / "run" / "checkpoints" / "step_00000002")
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CheckpointError, match=r"step_00000000\.tmp\.0/shard_00000\.safetensors: .*No space left on device; needs"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000000\.tmp\.0/shard_00000\.safetensors: .*No space left on device; needs"
+    ):
         write_checkpoint(source, config, 1 << 30)
     assert list((tmp_path / "imported" / "checkpoints").iterdir()) == []
 
@@ -293,7 +315,10 @@ def test_an_import_that_fails_leaves_nothing_and_names_the_cause(tmp_path: Path)
     run.save(2)
     source = CheckpointWeights(tmp_path / "run" / "checkpoints" / "step_00000002")
     (tmp_path / "file").write_text("")
-    for run_dir, what in ((tmp_path / "file", "cannot write the checkpoint: Not a directory"), (tmp_path / "imported", "are in no shard")):
+    for run_dir, what in (
+        (tmp_path / "file", "cannot write the checkpoint: Not a directory"),
+        (tmp_path / "imported", "are in no shard"),
+    ):
         config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"run_dir": str(run_dir)})})
         with pytest.raises(CheckpointError, match=what):
             write_checkpoint(source, config, 1 << 30)

@@ -15,7 +15,8 @@ class Runtime:
     """CUDA's runtime as torch shows it; HIP's has the same names there."""
 
     def __init__(self, refuses: bool) -> None:
-        self.refuses, self.registered = refuses, dict[int, int]()
+        self.refuses = refuses
+        self.registered = dict[int, int]()
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.registered[address] = size
@@ -40,6 +41,8 @@ def test_where_the_driver_refuses_torch_pins(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[dict[str, Any]] = []
     real = torch.empty
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(refuses=True))
-    monkeypatch.setattr(torch, "empty", lambda size, **options: asked.append(options) or real(size, dtype=options["dtype"]))
+    monkeypatch.setattr(
+        torch, "empty", lambda size, **options: asked.append(options) or real(size, dtype=options["dtype"])
+    )
     snapshot.pinned(8, dtype=torch.float32)
     assert [options.get("pin_memory", False) for options in asked] == [False, True]

@@ -1,4 +1,6 @@
-"""Checkpoints of earlier formats still load. `version_2` was written on two tensor-parallel ranks before optimizers declared their states."""
+"""Checkpoints of earlier formats still load. `version_2` was written on two tensor-parallel ranks before optimizers
+declared their states.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Where packages are missing or a directory cannot take anything: every command says so in a line, and how to mend it."""
+"""Where packages are missing or a directory cannot take anything: every command says so in a line, and how to mend
+it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,15 @@ COMMANDS = {
     "completion": "completion bash",
 }
 # what they read is asked for first, or they would measure for long
-READERS = ("calibrate", "data tokenizer", "evaluate", "checkpoint import-hf", "data inspect", "bench step", "bench comm")
+READERS = (
+    "calibrate",
+    "data tokenizer",
+    "evaluate",
+    "checkpoint import-hf",
+    "data inspect",
+    "bench step",
+    "bench comm",
+)
 WRITERS = {name: words for name, words in COMMANDS.items() if "{d}" in words and name not in READERS}
 # one process for all of them: it is the start of Python that takes long
 _EACH = """
@@ -61,14 +71,18 @@ print("RESULTS" + json.dumps(results))
 """
 
 
-def run_each(tmp_path: Path, place: Path, commands: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, tuple[int, str]]:
+def run_each(
+    tmp_path: Path, place: Path, commands: Mapping[str, str], environment: Mapping[str, str]
+) -> dict[str, tuple[int, str]]:
     """Exit code and output of each command."""
     text = tmp_path / "text.txt"
     text.write_text("a few words of text\n" * 200)
     run_dir = make_run(tmp_path / "run")
     words = {name: line.format(d=place, run=run_dir, text=text).split() for name, line in commands.items()}
     program = [sys.executable, "-c", _EACH, json.dumps(words)]
-    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, **environment}, cwd=tmp_path, timeout=280)
+    done = subprocess.run(
+        program, capture_output=True, text=True, env={**os.environ, **environment}, cwd=tmp_path, timeout=280
+    )
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
     results = json.loads(done.stdout.rpartition("RESULTS")[2])
     assert results.keys() == commands.keys()
@@ -81,11 +95,32 @@ def test_a_bare_wheel(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nfor name in {BLOCKED}:\n    sys.modules[name] = None\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     results = run_each(tmp_path, tmp_path, COMMANDS, {"PYTHONPATH": path})
-    for name in ("train", "train on ranks", "checkpoint list", "evaluate", "generate", "ops list", "bench step", "bench comm", "calibrate"):
-        assert results[name][0] == 2 and "torch is not installed\n    fix: pip install torch" in results[name][1], results[name]
+    for name in (
+        "train",
+        "train on ranks",
+        "checkpoint list",
+        "evaluate",
+        "generate",
+        "ops list",
+        "bench step",
+        "bench comm",
+        "calibrate",
+    ):
+        assert results[name][0] == 2 and "torch is not installed\n    fix: pip install torch" in results[name][1], (
+            results[name]
+        )
     assert results["plan --figures"][0] == 2 and "pip install plotly" in results["plan --figures"][1]
     assert not list((tmp_path / "new").glob("logs/*")), "no rank was started"
-    for name in ("plan --emit", "plan --chrome-trace", "submit", "status", "data tokenize", "data inspect", "completion", "report"):
+    for name in (
+        "plan --emit",
+        "plan --chrome-trace",
+        "submit",
+        "status",
+        "data tokenize",
+        "data inspect",
+        "completion",
+        "report",
+    ):
         assert results[name][0] == 0, results[name]
     page = (tmp_path / "report.html").read_text()
     assert "no figures: plotly is not installed (pip install plotly)" in results["report"][1]
@@ -106,5 +141,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
             name: (code, "No space left on device" in text or "has 0 B" in text, str(full) in text)
             for name, (code, text) in results.items()
         }
-        assert said == {name: {"doctor": (1, True, True), "submit": (0, False, True)}.get(name, (2, True, True)) for name in WRITERS}
+        assert said == {
+            name: {"doctor": (1, True, True), "submit": (0, False, True)}.get(name, (2, True, True)) for name in WRITERS
+        }
         assert [path.name for path in full.rglob("*") if path.is_file()] == ["filler"]

@@ -94,7 +94,10 @@ def test_the_plan_says_what_is_read_twice_and_left_out(tmp_path: Path, capsys: p
     )
     sizes = [IndexedDataset(name).token_count for name in "ab"]
     plan = json_of(capsys, "data", "plan", *words)
-    rows = [(row["phase"], row["first_step"], row["last_step"], row["path"], row["tokens"], row["tokenizer"]) for row in plan["sources"]]
+    rows = [
+        (row["phase"], row["first_step"], row["last_step"], row["path"], row["tokens"], row["tokenizer"])
+        for row in plan["sources"]
+    ]
     assert rows == [
         (1, 1, 20, "a", 480, "bytes"),
         (1, 1, 20, "b", 160, "bytes"),
@@ -103,12 +106,21 @@ def test_the_plan_says_what_is_read_twice_and_left_out(tmp_path: Path, capsys: p
     ]
     assert [row["dataset_tokens"] for row in plan["sources"][:2]] == sizes
     assert plan["sources"][2]["epochs_by_then"] == pytest.approx(672 / sizes[0])
-    assert any(note.startswith("a is read 1.") for note in plan["notes"]) and any("of b is never read" in note for note in plan["notes"])
-    assert any("a is read in 2 orders, which may show a token again: 480 at length 16, 192 at length 32" in note for note in plan["notes"])
+    assert any(note.startswith("a is read 1.") for note in plan["notes"]) and any(
+        "of b is never read" in note for note in plan["notes"]
+    )
+    assert any(
+        "a is read in 2 orders, which may show a token again: 480 at length 16, 192 at length 32" in note
+        for note in plan["notes"]
+    )
     assert main(["train", *words, "train.steps=4"]) == 0
     assert main(["train", *words, "train.steps=8", "--leave-out", "8", "--allow-change", "train.steps"]) == 0
     plan = json_of(capsys, "data", "plan", *words)
-    assert plan["after_step"] == 8 and plan["sources"][0]["first_step"] == 9 and plan["sources"][0]["tokens"] == 12 * 2 * 16 * 3 // 4
+    assert (
+        plan["after_step"] == 8
+        and plan["sources"][0]["first_step"] == 9
+        and plan["sources"][0]["tokens"] == 12 * 2 * 16 * 3 // 4
+    )
     assert any(note.startswith("a: 6 samples (96 tokens) were left out: 6 to 11") for note in plan["notes"])
     assert main(["data", "plan", *words]) == 0 and "from the checkpoint after step 8 on" in capsys.readouterr().out
     epochs = read_status(tmp_path / "run").epochs

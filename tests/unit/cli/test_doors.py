@@ -1,4 +1,6 @@
-"""Ways into the program besides `frontier-llm COMMAND`: the module, the version, help as a word, the shell's completion."""
+"""Ways into the program besides `frontier-llm COMMAND`: the module, the version, help as a word, the shell's
+completion.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ from frontier_llm.errors import LayoutError, Problem
 
 
 def test_each_name_is_replaced_in_every_part_of_every_problem() -> None:
-    problems = [Problem("parallel.tensor", "parallel.tensor is 3", "lower parallel.tensor"), Problem("model.heads", "4", "")]
+    problems = [
+        Problem("parallel.tensor", "parallel.tensor is 3", "lower parallel.tensor"),
+        Problem("model.heads", "4", ""),
+    ]
     with pytest.raises(LayoutError) as caught, as_typed({"parallel.tensor": "--tensor"}):
         raise LayoutError(problems)
     assert str(caught.value) == "  --tensor: --tensor is 3\n    fix: lower --tensor\n  model.heads: 4"
@@ -22,7 +25,10 @@ def test_each_name_is_replaced_in_every_part_of_every_problem() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["ops", "kernels", "gfx90"], "ARCHITECTURE: no GPU ops are built for 'gfx90'\n    fix: did you mean 'gfx90a'?"),
+        (
+            ["ops", "kernels", "gfx90"],
+            "ARCHITECTURE: no GPU ops are built for 'gfx90'\n    fix: did you mean 'gfx90a'?",
+        ),
         (
             ["calibrate", "quickstart", "--output", "mine.txt"],
             "--output: mine.txt is no name of a machine file\n    fix: --output mine.yaml",

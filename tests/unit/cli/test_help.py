@@ -87,9 +87,13 @@ def test_examples_are_commands_of_this_program(prog: str) -> None:
 
 def test_the_models_and_runs_of_the_examples_are_shipped() -> None:
     lines = [line for parser in PARSERS.values() for line in str(parser.epilog or "").splitlines()[1:]]
-    named = {kind: [m[1] for line in lines if (m := re.search(pattern, line))] for kind, pattern in (
-        ("models", r"frontier-llm plan ([\w-]+) |--model (?=[a-z])"), ("runs", r"frontier-llm (?:train|submit|calibrate) ([\w-]+) ")
-    )}  # fmt: skip
+    named = {
+        kind: [m[1] for line in lines if (m := re.search(pattern, line))]
+        for kind, pattern in (
+            ("models", r"frontier-llm plan ([\w-]+) |--model (?=[a-z])"),
+            ("runs", r"frontier-llm (?:train|submit|calibrate) ([\w-]+) "),
+        )
+    }
     assert all(len(names) > 2 for names in named.values()), named
     assert [name for kind, names in named.items() for name in names if name and name not in available(kind)] == []
 
@@ -103,7 +107,8 @@ def test_what_several_commands_take_has_one_name_and_one_metavar() -> None:
     for parser in PARSERS.values():
         for action in parser._actions:
             for flag in action.option_strings:
-                if flag not in ("--data", "--model", "--nodes", "--output", "--time"):  # one or a list; a file or a directory
+                # one or a list; a file or a directory
+                if flag not in ("--data", "--model", "--nodes", "--output", "--time"):
                     seen.setdefault(flag, set()).add(f"{type(action).__name__} {action.metavar} {action.nargs}")
     assert {flag: kinds for flag, kinds in seen.items() if len(kinds) > 1} == {}
 
@@ -129,7 +134,9 @@ def test_what_several_commands_take_has_one_name_and_one_metavar() -> None:
         (["checkpoint", "export-hf", "a", "b", "--dtype", "float32"], "fp32 instead of float32"),
     ],
 )
-def test_wrong_words_end_with_2_and_a_way_out(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_end_with_2_and_a_way_out(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     said = capsys.readouterr()
     assert said.out == "" and expected in said.err and "fix:" in said.err and len(said.err.splitlines()) <= 6
@@ -151,7 +158,9 @@ def test_help_is_fast_and_login_node_commands_import_no_torch() -> None:
     assert slow == []
 
 
-@pytest.mark.parametrize(("text", "count"), [("300B", 3e11), ("1.5T", 1.5e12), ("2e9", 2e9), ("20_000", 20_000.0), ("7M", 7e6)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("300B", 3e11), ("1.5T", 1.5e12), ("2e9", 2e9), ("20_000", 20_000.0), ("7M", 7e6)]
+)
 def test_counts(text: str, count: float) -> None:
     assert count_of(text) == count
 

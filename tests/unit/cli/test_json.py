@@ -1,4 +1,6 @@
-"""What `--json` prints is JSON of RFC 8259, of every command: no NaN, nothing else on stdout; and so are the lines of metrics.jsonl."""
+"""What `--json` prints is JSON of RFC 8259, of every command: no NaN, nothing else on stdout; and so are the lines
+of metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ COMMANDS = {
     "ops list": "ops list",
     "plan": "plan gpt-tiny --machine local --nodes 1 --top 1",
     "scaling report": "scaling report {here}/series",
-    "scaling strong": "scaling strong --model gpt-175b --nodes 16,32 --site frontier -A x --simulate --output {here}/strong",
+    "scaling strong": "scaling strong --model gpt-175b --nodes 16,32 --site frontier -A x --simulate --output "
+    "{here}/strong",
     "scaling weak": "scaling weak --model gpt-175b --nodes 16,32 --site frontier -A x --simulate --output {here}/weak",
     "status": "status {here}/run",
     "submit": "submit train_22b --site frontier --nodes 16 -A x --dry-run train.run_dir={here}/new",
@@ -55,7 +58,9 @@ def strict(text: str) -> Any:
 
 
 def test_every_command_with_json_is_played() -> None:
-    with_json = {prog for prog, parser in PARSERS.items() if any("--json" in action.option_strings for action in parser._actions)}
+    with_json = {
+        prog for prog, parser in PARSERS.items() if any("--json" in action.option_strings for action in parser._actions)
+    }
     # ops tune measures for minutes on a CPU; tests/unit/ops/test_attention_table.py holds what it writes
     assert {prog.removeprefix("frontier-llm ") for prog in with_json} == {*COMMANDS, "ops tune"}
 
@@ -66,7 +71,10 @@ def test_stdout_is_json(name: str, room: Path, tmp_path: Path, capfd: pytest.Cap
         finish(point, 1.0)
     (tmp_path / "text.txt").write_text("some words\n" * 20)
     with (make_run(tmp_path / "run") / "metrics.jsonl").open("a") as lines:
-        lines.write('\n{"kind": "step", "step": 41, "loss": null, "gradient_norm": null, "tokens_per_s": 1.0, "consumed_tokens": 1}\n')
+        lines.write(
+            '\n{"kind": "step", "step": 41, "loss": null, "gradient_norm": null, "tokens_per_s": 1.0, '
+            '"consumed_tokens": 1}\n'
+        )
     capfd.readouterr()
     code = main([*COMMANDS[name].format(here=tmp_path, room=room).split(), "--json"])
     out = capfd.readouterr().out
@@ -80,7 +88,10 @@ def test_stdout_is_json(name: str, room: Path, tmp_path: Path, capfd: pytest.Cap
 
 
 def test_a_loss_that_is_not_finite_is_null_in_the_file_and_nan_to_readers(tmp_path: Path) -> None:
-    run_dir.append_line(tmp_path / "metrics.jsonl", {"kind": "step", "step": 1, "loss": math.nan, "gradient_norm": math.inf, "mfu": None})
+    run_dir.append_line(
+        tmp_path / "metrics.jsonl",
+        {"kind": "step", "step": 1, "loss": math.nan, "gradient_norm": math.inf, "mfu": None},
+    )
     assert strict((tmp_path / "metrics.jsonl").read_text())["loss"] is None
     (row,) = run_dir.steps(tmp_path)
     assert math.isnan(row["loss"]) and math.isnan(row["gradient_norm"]) and row["mfu"] is None

@@ -5,7 +5,9 @@ import pytest
 from frontier_llm.cli.progress import ProgressBar
 
 
-def test_only_a_terminal_sees_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_terminal_sees_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = ProgressBar()
     line.on("step_00000100", "shards")(3, 3072)
     line.close()

@@ -32,21 +32,37 @@ TRACE = "noise\nTraceback (most recent call last):\n  File x\n{}\n"
 
 
 def step(log_dir: Path = Path("/logs"), deadline_s: float | None = None) -> JobStep:
-    site = load_site("generic").model_copy(update={"gpus_per_node": 8, "srun": {"network": "disable_rdzv_get", "flag": ""}})
-    job = BatchJob(load_run("train_small"), ("x y",), Path("/run"), site, Allocation("7", ("n0", "n2"), "n0", 8, 7), program=("-m", "p"))
+    site = load_site("generic").model_copy(
+        update={"gpus_per_node": 8, "srun": {"network": "disable_rdzv_get", "flag": ""}}
+    )
+    job = BatchJob(
+        load_run("train_small"),
+        ("x y",),
+        Path("/run"),
+        site,
+        Allocation("7", ("n0", "n2"), "n0", 8, 7),
+        program=("-m", "p"),
+    )
     return JobStep(job, job.allocation.nodes, log_dir, {}, deadline_s)
 
 
 def test_srun_starts_one_task_per_gcd() -> None:
     command = step().srun()
-    assert {"--nodes=2", "--nodelist=n[0,2]", "--ntasks=16", "--ntasks-per-node=8", "--gpus-per-node=8", "--kill-on-bad-exit=1"} <= set(
-        command
-    )
+    assert {
+        "--nodes=2",
+        "--nodelist=n[0,2]",
+        "--ntasks=16",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--kill-on-bad-exit=1",
+    } <= set(command)
     assert {"--network=disable_rdzv_get", "--flag"} <= set(command)
     assert command[-5:] == [str(root_dir() / "launch" / "rank.sh"), rank_python(), "-m", "p", "x y"]
 
 
-def test_srun_is_read_to_its_end_whatever_it_says_and_wherever_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_is_read_to_its_end_whatever_it_says_and_wherever_that_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it would wait for room in the pipe, and the job for it until the walltime."""
     srun = tmp_path / "srun"
     srun.write_text(
@@ -89,18 +105,27 @@ def test_the_cause_is_not_the_peer_that_complains_first(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_beats_the_survivors_that_speak(tmp_path: Path) -> None:
-    end = "frontier_llm.errors.RankFailure: all_reduce on axis dp: rank 1 has died or left\n    fix: its own log says why\n01:02:03 leaving"
+    end = (
+        "frontier_llm.errors.RankFailure: all_reduce on axis dp: rank 1 has died or left\n    fix: its own log "
+        "says why\n01:02:03 leaving"
+    )
     write(tmp_path, 0, TRACE.format(end), 100)
-    outcome = diagnose(137, ["srun: error: n2: task 12: Killed", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path)
+    outcome = diagnose(
+        137, ["srun: error: n2: task 12: Killed", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path
+    )
     assert named(outcome)[1:3] == (12, "n2") and outcome.exit_code == 137 and outcome.failure
     assert "Killed" in outcome.failure.what and not outcome.peers_only
 
 
 @pytest.mark.parametrize("how", ["Killed", "Segmentation fault (core dumped)", "Bus error", "Aborted"])
-@pytest.mark.parametrize("survivor", ["", TRACE.format("RuntimeError: Connection closed by peer")], ids=["silence", "a survivor"])
+@pytest.mark.parametrize(
+    "survivor", ["", TRACE.format("RuntimeError: Connection closed by peer")], ids=["silence", "a survivor"]
+)
 def test_a_rank_that_a_signal_ends_makes_its_host_suspect(tmp_path: Path, how: str, survivor: str) -> None:
     write(tmp_path, 0, survivor, 100)
-    outcome = diagnose(139, [f"srun: error: n2: task 12: {how}", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path)
+    outcome = diagnose(
+        139, [f"srun: error: n2: task 12: {how}", "srun: error: n0: task 0: Exited with exit code 1"], tmp_path
+    )
     assert named(outcome)[1:] == (12, "n2", True)
 
 
@@ -114,7 +139,9 @@ def test_a_rank_that_a_signal_ends_makes_its_host_suspect(tmp_path: Path, how: s
         ("KeyError: 'layers.3'", False),
     ],
 )
-def test_an_exception_is_the_hosts_fault_only_when_it_speaks_of_hardware(tmp_path: Path, error: str, suspect: bool) -> None:
+def test_an_exception_is_the_hosts_fault_only_when_it_speaks_of_hardware(
+    tmp_path: Path, error: str, suspect: bool
+) -> None:
     write(tmp_path, 9, TRACE.format(error), 100)
     outcome = diagnose(1, ["srun: error: n2: task 9: Exited with exit code 1"], tmp_path)
     assert named(outcome)[1:] == (9, "n2", suspect)
@@ -131,10 +158,17 @@ def test_survivors_only_means_that_a_node_may_be_dead(tmp_path: Path) -> None:
     assert diagnose(1, ["srun: error: Task launch failed"], tmp_path / "none").peers_only
 
 
-@pytest.mark.parametrize(("end", "silent"), [("", False), ("srun: error: Timed out waiting for job step to complete", True)])
+@pytest.mark.parametrize(
+    ("end", "silent"), [("", False), ("srun: error: Timed out waiting for job step to complete", True)]
+)
 def test_nobody_is_blamed_for_losing_a_peer(tmp_path: Path, end: str, silent: bool) -> None:
     write(tmp_path, 0, TRACE.format("RuntimeError: Connection reset by peer"), 100)
-    said = ["srun: error: n0: task 0: Exited with exit code 1", "srun: Terminating StepId=1.1", "srun: error: n1: tasks 2-3: Killed", end]
+    said = [
+        "srun: error: n0: task 0: Exited with exit code 1",
+        "srun: Terminating StepId=1.1",
+        "srun: error: n1: tasks 2-3: Killed",
+        end,
+    ]
     outcome = diagnose(137, said, tmp_path)
     assert (named(outcome)[::2], outcome.peers_only) == (("crash", ""), silent)
     assert "lost a peer" in outcome.failure.describe()  # type: ignore[union-attr]
@@ -152,7 +186,9 @@ def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
     outcome = diagnose(137, said, tmp_path)
     assert named(outcome)[:3] == ("refused", 0, "n0") and outcome.failure
     assert outcome.failure.message[-1] == "    fix: give the path"
-    assert outcome.failure.describe() == "rank 0 on n0 failed first: Exited with exit code 2; /nowhere.bin: no such file"
+    assert (
+        outcome.failure.describe() == "rank 0 on n0 failed first: Exited with exit code 2; /nowhere.bin: no such file"
+    )
 
 
 @pytest.mark.parametrize("code", [20, 255])
@@ -167,7 +203,11 @@ def test_a_save_at_a_signal_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_a_warning_that_comes_before_a_rank_listens_is_no_failure(tmp_path: Path) -> None:
-    said = ["srun: error: n0: task 3: User defined signal 1", "srun: Terminating StepId=1.1", "srun: error: n2: tasks 8-15: Killed"]
+    said = [
+        "srun: error: n0: task 3: User defined signal 1",
+        "srun: Terminating StepId=1.1",
+        "srun: error: n2: tasks 8-15: Killed",
+    ]
     outcome = diagnose(138, said, tmp_path)
     assert (outcome.cause, outcome.exit_code) == ("interrupted", 75)
 

@@ -10,7 +10,15 @@ import pytest
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster.doctor import Report, _read_answers, ask_nodes, examine, judge
-from frontier_llm.cluster.probe import NO_FI_INFO, Facts, Settings, gcd_memory_gib, interface_is_up, plugin_error, provider_error
+from frontier_llm.cluster.probe import (
+    NO_FI_INFO,
+    Facts,
+    Settings,
+    gcd_memory_gib,
+    interface_is_up,
+    plugin_error,
+    provider_error,
+)
 from frontier_llm.cluster.sites import load_site
 
 FRONTIER = load_site("frontier")
@@ -18,10 +26,14 @@ GIB = 2**30
 
 
 def healthy(host: str) -> Facts:
-    return Facts(host, (64.0,) * 8, 0, 56, (), "", "", {"python": "3.12", "HSA": "1"}, "", 0.1, 100 * GIB, "", 1000 * GIB)
+    return Facts(
+        host, (64.0,) * 8, 0, 56, (), "", "", {"python": "3.12", "HSA": "1"}, "", 0.1, 100 * GIB, "", 1000 * GIB
+    )
 
 
-def findings(changes: dict[str, object], skew_s: float = 0.0, needed_bytes: int = 0, host: str = "n1") -> list[tuple[str, tuple[str, ...]]]:
+def findings(
+    changes: dict[str, object], skew_s: float = 0.0, needed_bytes: int = 0, host: str = "n1"
+) -> list[tuple[str, tuple[str, ...]]]:
     nodes = ["n0", "n1", "n2"]
     facts = {node: healthy(node) for node in nodes}
     facts[host] = replace(facts[host], **changes)
@@ -79,15 +91,24 @@ def test_one_node_needs_no_network() -> None:
     fact = replace(healthy("n0"), provider_error="no data", plugin_error="missing")
     found = judge(FRONTIER, {"n0": fact}, {}, ["n0"], 0)
     assert [(finding.check, finding.fatal) for finding in found] == [("libfabric", False), ("RCCL plugin", False)]
-    found = judge(FRONTIER, {host: replace(healthy(host), provider_error=NO_FI_INFO) for host in ("n0", "n1")}, {}, ["n0", "n1"], 0)
-    assert [(finding.check, finding.fatal) for finding in found] == [("libfabric", False)]  # cannot be told: no tool to ask
+    found = judge(
+        FRONTIER,
+        {host: replace(healthy(host), provider_error=NO_FI_INFO) for host in ("n0", "n1")},
+        {},
+        ["n0", "n1"],
+        0,
+    )
+    # cannot be told: no tool to ask
+    assert [(finding.check, finding.fatal) for finding in found] == [("libfabric", False)]
 
 
 def plant(root: Path, gcds: int, memory_gib: int = 64) -> None:
     for index in range(gcds + 1):
         node = root / "sys/class/kfd/kfd/topology/nodes" / str(index)
         (node / "mem_banks/0").mkdir(parents=True)
-        (node / "properties").write_text(f"cpu_cores_count 0\nsimd_count {440 if index else 0}\nunique_id 99999999999999999999\n")
+        (node / "properties").write_text(
+            f"cpu_cores_count 0\nsimd_count {440 if index else 0}\nunique_id 99999999999999999999\n"
+        )
         (node / "mem_banks/0/properties").write_text(f"heap_type 1\nsize_in_bytes {memory_gib * GIB}\n")
 
 
@@ -132,7 +153,12 @@ def test_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--site", "generic", "--this-node", "--run-dir", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["healthy"] is True
-    assert main(["doctor", "--site", "frontier", "--this-node", "--run-dir", str(tmp_path), "--system-root", str(tmp_path)]) == 1
+    assert (
+        main(
+            ["doctor", "--site", "frontier", "--this-node", "--run-dir", str(tmp_path), "--system-root", str(tmp_path)]
+        )
+        == 1
+    )
     out = capsys.readouterr().out
     assert (
         "0 of 8 are visible\n    fix: a login node has none: ask inside an allocation" in out
@@ -141,7 +167,8 @@ def test_command_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
-# what srun would pass on from an allocation: the nodes' lines in any order, noise between them, and some nodes that never say anything
+# what srun would pass on from an allocation: the nodes' lines in any order, noise between them, and some nodes that
+# never say anything
 FAKE_SRUN = """#!{python}
 import json, random, sys, time
 answers = json.load(open({answers!r}))
@@ -153,7 +180,7 @@ for host, facts in answers:
     sys.stdout.write("probe-facts " + json.dumps(facts) + "\\n")
 sys.stdout.flush()
 time.sleep({silence_s})
-"""
+"""  # noqa: E501
 
 
 def allocation_of(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silence_s: float) -> list[str]:
@@ -162,14 +189,18 @@ def allocation_of(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     answers = [(host, asdict(replace(healthy(host), cores=8 if host == "node200" else 56))) for host in nodes[:-1]]
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     script = tmp_path / "srun"
-    script.write_text(FAKE_SRUN.format(python=sys.executable, answers=str(tmp_path / "answers.json"), silence_s=silence_s))
+    script.write_text(
+        FAKE_SRUN.format(python=sys.executable, answers=str(tmp_path / "answers.json"), silence_s=silence_s)
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return nodes
 
 
 def test_384_nodes_are_judged_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: the nodes and srun's start on them. Real: this node's own probe, the pipe, the reading and the judging."""
+    """Simulated: the nodes and srun's start on them. Real: this node's own probe, the pipe, the reading and the
+    judging.
+    """
     nodes = allocation_of(384, tmp_path, monkeypatch, silence_s=0)
     report = examine(Settings(site=FRONTIER, run_dir=str(tmp_path)), nodes)
     assert {(finding.check, finding.hosts) for finding in report.findings} == {
@@ -183,7 +214,8 @@ def test_384_nodes_are_judged_in_seconds(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_stamp_that_comes_late_is_no_clock_that_runs_late() -> None:
-    stamps = [("n0", 0.0), ("n1", 40.0), ("n1", 0.0), ("n0", 9.0), ("n2", 30.0), ("n2", 31.0)]  # n2's clock is half a minute behind
+    # n2's clock is half a minute behind
+    stamps = [("n0", 0.0), ("n1", 40.0), ("n1", 0.0), ("n0", 9.0), ("n2", 30.0), ("n2", 31.0)]
     lines = ["probe-time " + json.dumps({"host": host, "unix_s": time.time() - late_s}) for host, late_s in stamps]
     _, offsets = _read_answers(lines)
     assert {host: round(offset, -1) for host, offset in offsets.items()} == {"n0": 0.0, "n1": 0.0, "n2": -30.0}

@@ -18,7 +18,15 @@ from frontier_llm.run.failure import Evidence, Failure, read_failure
 
 
 def test_flags_of_train_may_stand_anywhere_after_the_run_file() -> None:
-    words = ["run.yaml", "train.steps=8", "--allow-change", "train.steps", "--strict", "batch.micro_batch=1", "--allow-change=model"]
+    words = [
+        "run.yaml",
+        "train.steps=8",
+        "--allow-change",
+        "train.steps",
+        "--strict",
+        "batch.micro_batch=1",
+        "--allow-change=model",
+    ]
     assert split_flags(words) == (
         ("run.yaml", "train.steps=8", "batch.micro_batch=1"),
         ("--allow-change", "train.steps", "--strict", "--allow-change=model"),
@@ -50,15 +58,22 @@ def test_one_node_at_least_is_left_to_work(monkeypatch: pytest.MonkeyPatch, text
 
 
 @pytest.mark.parametrize(("limit", "left_out"), [(None, []), (2, ["n1"]), (1, ["n1", "n2"])])
-def test_a_site_may_leave_out_hosts_that_were_named_slow(tmp_path: Path, limit: int | None, left_out: list[str]) -> None:
-    rows = [{"kind": "straggler", "host": host, "step": step, "slowdown": 2.0} for host, step in (("n1", 3), ("n2", 5), ("n1", 9))]
+def test_a_site_may_leave_out_hosts_that_were_named_slow(
+    tmp_path: Path, limit: int | None, left_out: list[str]
+) -> None:
+    rows = [
+        {"kind": "straggler", "host": host, "step": step, "slowdown": 2.0}
+        for host, step in (("n1", 3), ("n2", 5), ("n1", 9))
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     site = load_site("local").model_copy(update={"exclude_slow_after": limit})
     assert job(tmp_path, site).too_slow == left_out
 
 
 def job(directory: Path, site: Site) -> BatchJob:
-    return BatchJob(load_run("train_small"), ("train_small",), directory, site, Allocation("7", ("n0", "n1"), "n0", 1, 1))
+    return BatchJob(
+        load_run("train_small"), ("train_small",), directory, site, Allocation("7", ("n0", "n1"), "n0", 1, 1)
+    )
 
 
 STUCK_ON_N1 = Failure("it gives no sign of life", Evidence.NOTICES, rank=1, host="n1", host_suspect=True)

@@ -37,7 +37,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def job_sh(root: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    (root / "say.py").write_text("import os, sys\nprint(os.environ['FRONTIER_LLM_PYTHON'], *(os.environ[n] for n in sys.argv[1:]))")
+    (root / "say.py").write_text(
+        "import os, sys\nprint(os.environ['FRONTIER_LLM_PYTHON'], *(os.environ[n] for n in sys.argv[1:]))"
+    )
     command = [str(root / "launch" / "job.sh"), "fake", "say", "NCCL_SOCKET_IFNAME", "NCCL_CROSS_NIC"]
     return subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", **variables})
 
@@ -61,7 +63,10 @@ def test_what_the_user_exported_wins_over_the_modules(root: Path, tmp_path: Path
 
 def test_what_a_module_has_set_before_sbatch_is_not_the_users(root: Path) -> None:
     site = root / "slurm" / "sites" / "fake.sh"
-    site.write_text(site.read_text() + 'FRONTIER_LLM_FROM_MODULES="$(export -p)"\nexport NCCL_SOCKET_IFNAME=ours NCCL_CROSS_NIC=ours\n')
+    site.write_text(
+        site.read_text()
+        + 'FRONTIER_LLM_FROM_MODULES="$(export -p)"\nexport NCCL_SOCKET_IFNAME=ours NCCL_CROSS_NIC=ours\n'
+    )
     before = {"FRONTIER_LLM_PYTHON": sys.executable, "NCCL_SOCKET_IFNAME": "module", "NCCL_CROSS_NIC": "mine"}
     done = job_sh(root, **before)
     assert done.stdout == f"{sys.executable} ours mine\n", done.stderr
@@ -70,7 +75,9 @@ def test_what_a_module_has_set_before_sbatch_is_not_the_users(root: Path) -> Non
 def test_the_names_of_the_users_and_the_modules_variables_reach_the_supervisor(root: Path) -> None:
     site = root / "slurm" / "sites" / "fake.sh"
     site.write_text(site.read_text() + 'FRONTIER_LLM_FROM_MODULES="$(export -p)"\n')
-    (root / "say.py").write_text("import os\nprint(os.environ['FRONTIER_LLM_USER_VARIABLES'], os.environ['FRONTIER_LLM_MODULE_VARIABLES'])")
+    (root / "say.py").write_text(
+        "import os\nprint(os.environ['FRONTIER_LLM_USER_VARIABLES'], os.environ['FRONTIER_LLM_MODULE_VARIABLES'])"
+    )
     exported = {"NCCL_SOCKET_IFNAME": "module", "NCCL_CROSS_NIC": "mine", "GPU_MAX_HW_QUEUES": "4", "OTHER": "1"}
     env = {"PATH": "/usr/bin:/bin", "FRONTIER_LLM_PYTHON": sys.executable, **exported}
     done = subprocess.run([root / "launch" / "job.sh", "fake", "say"], capture_output=True, text=True, env=env)
@@ -103,7 +110,9 @@ def container(tmp_path: Path, **variables: str) -> list[str]:
 def container_says(tmp_path: Path, **variables: str) -> list[str]:
     (tmp_path / "image.sif").touch()
     env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "FRONTIER_LLM_CONTAINER": f"{tmp_path}/image.sif", **variables}
-    done = subprocess.run([LAUNCH / "container_python.sh", "-m", "a b"], capture_output=True, text=True, env=env, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [LAUNCH / "container_python.sh", "-m", "a b"], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
+    )
     return done.stdout.splitlines()
 
 
@@ -112,7 +121,8 @@ def test_the_containers_python_sees_the_data_and_not_the_hosts_rocm(tmp_path: Pa
     assert words[:2] == ["exec", "--bind"] and words[3:] == [f"{tmp_path}/image.sif", "python3", "-m", "a b"]
     assert {str(tmp_path), "/code", "/tmp", "/data", "/more"} <= set(words[2].split(","))
     assert "--rocm" not in words
-    executable(tmp_path / "bin" / "singularity", 'echo "${PYTHONNOUSERSITE-}"')  # else ~/.local comes before the image's packages
+    # else ~/.local comes before the image's packages
+    executable(tmp_path / "bin" / "singularity", 'echo "${PYTHONNOUSERSITE-}"')
     assert container_says(tmp_path) == ["1"]
 
 
@@ -129,7 +139,10 @@ def test_a_missing_image_is_explained(tmp_path: Path) -> None:
 
 
 def test_the_address_is_the_interfaces_own(tmp_path: Path) -> None:
-    executable(tmp_path / "ip", '[[ "$*" == *"dev hsn0" ]] && echo "7: hsn0    inet 10.128.0.9/18 brd 10.128.63.255 scope global hsn0"')
+    executable(
+        tmp_path / "ip",
+        '[[ "$*" == *"dev hsn0" ]] && echo "7: hsn0    inet 10.128.0.9/18 brd 10.128.63.255 scope global hsn0"',
+    )
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run([LAUNCH / "address.sh", "hsn0"], capture_output=True, text=True, env=env)
     assert done.stdout == "10.128.0.9\n", done.stderr
@@ -152,7 +165,11 @@ def test_a_rank_leaves_no_bytecode_and_no_core_behind(tmp_path: Path) -> None:
     env = {"PATH": "/usr/bin:/bin", "SLURM_PROCID": "1", "PYTHONPATH": str(tmp_path)}
     words = [LAUNCH / "rank.sh", "bash", "-c", f"ulimit -S -c; {sys.executable} -c 'import module'"]
     done = subprocess.run(
-        ["bash", "-c", 'ulimit -S -c hard; exec "$@"', "bash", *words], capture_output=True, text=True, env=env, check=True
+        ["bash", "-c", 'ulimit -S -c hard; exec "$@"', "bash", *words],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=True,
     )
     assert done.stdout == "0\n" and not (tmp_path / "__pycache__").exists()
 
@@ -174,7 +191,9 @@ def test_an_unknown_binding_is_refused(tmp_path: Path) -> None:
 
 
 def broadcast(tmp_path: Path, dead: str = "", gone: str = "", spares: int = 0) -> subprocess.CompletedProcess[str]:
-    """launch/broadcast_env.sh on n0 and n1; every command fails on the `dead` one, Slurm no longer has the one that is `gone`."""
+    """launch/broadcast_env.sh on n0 and n1; every command fails on the `dead` one, Slurm no longer has the one that
+    is `gone`.
+    """
     bin_dir = tmp_path / "bin"
     executable(
         bin_dir / "srun",
@@ -188,7 +207,13 @@ def broadcast(tmp_path: Path, dead: str = "", gone: str = "", spares: int = 0) -
         executable(tmp_path / "env" / "bin" / "python", "echo mine")
         subprocess.run(["tar", "-czf", "env.tar.gz", "-C", "env", "."], check=True, cwd=tmp_path)
         (tmp_path / "local" / "frontier_llm_env_7").mkdir(parents=True)  # a neighbour's guess
-    env = {"PATH": f"{bin_dir}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "DEAD": dead, "GONE": gone}
+    env = {
+        "PATH": f"{bin_dir}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[0-1]",
+        "DEAD": dead,
+        "GONE": gone,
+    }
     env |= {"FRONTIER_LLM_NODE_LOCAL": f"{tmp_path}/local", "FRONTIER_LLM_SPARE_NODES": str(spares)}
     command = [str(LAUNCH / "broadcast_env.sh"), f"{tmp_path}/env.tar.gz"]
     return subprocess.run(command, capture_output=True, text=True, env=env)
@@ -201,12 +226,18 @@ def test_the_broadcast_environment_lies_in_a_private_folder_that_nobody_can_fore
     assert [python.parents[1].stat().st_mode & 0o777 for python in pythons] == [0o700, 0o700]
 
 
-def test_spares_stand_in_for_nodes_that_do_not_get_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spares_stand_in_for_nodes_that_do_not_get_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = broadcast(tmp_path, dead="n1", spares=1)
     assert done.returncode == 0 and done.stdout.splitlines()[1] == "n1", done.stderr
     assert broadcast(tmp_path, gone="n0", spares=1).stdout.splitlines()[1] == "n0"
     done = broadcast(tmp_path, dead="n1")
-    assert done.returncode == 1 and "n1 did not get the environment (sbcast ended with 1), 0 spares" in done.stderr and not done.stdout
+    assert (
+        done.returncode == 1
+        and "n1 did not get the environment (sbcast ended with 1), 0 spares" in done.stderr
+        and not done.stdout
+    )
     monkeypatch.setenv("FRONTIER_LLM_BROKEN_NODES", "n1,n4")
     monkeypatch.setattr(slurm, "ask", lambda command: "n0|idle\nn1|allocated\nn2|draining\n")
     assert slurm.unhealthy(["n0", "n1", "n2"]) == ["n1", "n2"]
@@ -226,6 +257,11 @@ def test_libraries_of_the_host_that_an_image_lacks_come_with_it(tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=True)
     assert done.stdout.split() == ["libraries", ",".join(map(str, here)) or "none"]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**env, "APPTAINER_CONTAINLIBS": "/mine.so"}, cwd=tmp_path, check=True
+        command,
+        capture_output=True,
+        text=True,
+        env={**env, "APPTAINER_CONTAINLIBS": "/mine.so"},
+        cwd=tmp_path,
+        check=True,
     )
     assert done.stdout.split() == ["libraries", "/mine.so"]

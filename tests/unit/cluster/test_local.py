@@ -85,7 +85,8 @@ def test_the_ranks_own_record_names_the_first(tmp_path: Path, capfd: pytest.Capt
         sys.exit(9)
     """
     assert run(code, tmp_path, ranks=2, grace_s=1.0 if frozen else 30.0) == 1
-    record, last = read_failure(tmp_path), capfd.readouterr().err.splitlines()[-1]
+    record = read_failure(tmp_path)
+    last = capfd.readouterr().err.splitlines()[-1]
     assert record is not None and (record.rank, record.host, record.step) == (1, "n1", 3)
     assert last.startswith("rank 1 on n1 failed first, at step 3 (train)" if frozen else "rank 1 on")
 
@@ -122,7 +123,9 @@ def test_what_all_ranks_say_alike_is_told_once(
     assert err == ""
 
 
-def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code = """
         import os, signal, time
         from frontier_llm.run.rank_env import discover
@@ -150,7 +153,10 @@ sys.exit(run_local_ranks(2, [sys.argv[2]], dict(os.environ), Path(sys.argv[1]), 
 
 def start_launcher(tmp_path: Path, code: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(tmp_path), textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", LAUNCHER, str(tmp_path), textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "ready\n"
@@ -199,7 +205,7 @@ class Popen(subprocess.Popen):
 local.subprocess.Popen = Popen
 with held():
     sys.exit(local.run_local_ranks(2, [sys.argv[2]], dict(os.environ), Path(sys.argv[1]), program=(sys.executable, "-u", "-c")))
-"""
+"""  # noqa: E501
 
 
 def test_a_signal_while_ranks_are_started_reaches_all_and_none_dies_of_it(tmp_path: Path) -> None:

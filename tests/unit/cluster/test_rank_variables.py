@@ -20,7 +20,8 @@ from frontier_llm.machine.env import EXPORTED, THIS_FILE, Variable, environment,
 from frontier_llm.run.job_secret import VARIABLE, folder_of
 from frontier_llm.run.rank_env import with_this_package
 
-# Python imports this first: when somebody imports torch, it prints the environment at that moment, as the C library has it, and ends.
+# Python imports this first: when somebody imports torch, it prints the environment at that moment, as the C library has
+# it, and ends.
 WATCH = """
 import ctypes, json, os, sys
 class Watch:
@@ -112,7 +113,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_the_supervisor_exports_the_variables_to_the_step_with_their_origins(tmp_path: Path, clean: pytest.MonkeyPatch) -> None:
+def test_the_supervisor_exports_the_variables_to_the_step_with_their_origins(
+    tmp_path: Path, clean: pytest.MonkeyPatch
+) -> None:
     clean.setenv("NCCL_CROSS_NIC", "0")
     clean.setenv("FI_CXI_DEFAULT_TX_SIZE", "1024")
     clean.setenv("LD_LIBRARY_PATH", "/site/lib")
@@ -136,7 +139,10 @@ def test_the_supervisor_exports_the_variables_to_the_step_with_their_origins(tmp
 
 
 def test_an_exported_value_wins_and_is_named_with_what_it_replaces() -> None:
-    wanted = [Variable("NCCL_NET", "Socket", "why", "source"), Variable("PYTORCH_HIP_ALLOC_CONF", "1", "why", "source", also=("OTHER",))]
+    wanted = [
+        Variable("NCCL_NET", "Socket", "why", "source"),
+        Variable("PYTORCH_HIP_ALLOC_CONF", "1", "why", "source", also=("OTHER",)),
+    ]
     exported = {"NCCL_NET": "mine", "OTHER": "2", "NCCL_DEBUG": "WARN", "HOME": "/"}
     settings = {setting.name: setting for setting in resolve(wanted, exported, {"NCCL_NET": "you"})}
     assert settings["NCCL_NET"].describe() == f"NCCL_NET=mine (you, instead of Socket of {THIS_FILE}: why)"
@@ -146,7 +152,9 @@ def test_an_exported_value_wins_and_is_named_with_what_it_replaces() -> None:
 
 def test_doctor_expects_what_the_sites_file_will_set(clean: pytest.MonkeyPatch) -> None:
     clean.setenv("LD_LIBRARY_PATH", "/mine")
-    settings = {setting.name: setting for setting in expected_settings(environment("frontier", 2), load_site("frontier"))}
+    settings = {
+        setting.name: setting for setting in expected_settings(environment("frontier", 2), load_site("frontier"))
+    }
     assert settings["LD_LIBRARY_PATH"].origin == "slurm/sites/frontier.yaml"
     assert settings["LD_LIBRARY_PATH"].value == "$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH"
     assert settings["NCCL_NET"].describe().startswith(f"NCCL_NET=AWS Libfabric ({THIS_FILE}: fail at start")

@@ -53,15 +53,23 @@ def test_a_complete_installation_is_accepted() -> None:
     assert list(problems_of(GOOD, load_site("frontier"))) == []
 
 
-NO_KERNELS = replace(GOOD, kernels=KernelFacts(architecture="gfx90a", digest="", problems=(NOT_BUILT,), built=("sm_90",)))
+NO_KERNELS = replace(
+    GOOD, kernels=KernelFacts(architecture="gfx90a", digest="", problems=(NOT_BUILT,), built=("sm_90",))
+)
 UNBUILT = dict.fromkeys(LIBRARIES, "")
 MISTAKES = {
     "no torch": (
         with_torch(version="", hip="", error="ModuleNotFoundError: No module named 'torch'"),
         "torch: /env/bin/python3 cannot import torch: ModuleNotFoundError: No module named 'torch'",
     ),
-    "CPU torch": (with_torch(version="2.10.0+cpu", hip=""), "has torch 2.10.0+cpu for CPUs; frontier has amd GPUs (MI250X GCD)"),
-    "CUDA torch": (with_torch(version="2.10.0", hip="", cuda="12.8"), "has torch 2.10.0 for CUDA 12.8; frontier has amd GPUs"),
+    "CPU torch": (
+        with_torch(version="2.10.0+cpu", hip=""),
+        "has torch 2.10.0+cpu for CPUs; frontier has amd GPUs (MI250X GCD)",
+    ),
+    "CUDA torch": (
+        with_torch(version="2.10.0", hip="", cuda="12.8"),
+        "has torch 2.10.0 for CUDA 12.8; frontier has amd GPUs",
+    ),
     "an old torch": (with_torch(version="2.9.1+rocm6.4"), "has torch 2.9.1+rocm6.4; at least 2.10 is needed"),
     "another torch than the extension's": (
         replace(GOOD, built_for="2.9.1+rocm6.4"),
@@ -71,17 +79,25 @@ MISTAKES = {
         replace(GOOD, libraries={name: f"{name} has not been built" for name in GOOD.libraries}, built_for=""),
         "libstore_server.so, libfrontier_ops.so has not been built",
     ),
-    "kernels of another architecture": (NO_KERNELS, "the ops for gfx90a have not been built; built are those for sm_90"),
+    "kernels of another architecture": (
+        NO_KERNELS,
+        "the ops for gfx90a have not been built; built are those for sm_90",
+    ),
     "requirements": (replace(GOOD, missing_modules=("safetensors", "tokenizers")), "has no safetensors, tokenizers"),
     "a torch that breaks the package": (
         replace(GOOD, ops_error="AttributeError: module 'torch' has no attribute 'Tensor'", kernels=None, providers={}),
         "frontier_llm.ops cannot be imported with torch 2.10.0+rocm7.1 for ROCm 7.1.2",
     ),
     "missing data": (
-        replace(GOOD, inputs=InputFacts((Problem("data.train", "tokens.bin: no such file", "check the path"),), "", 10**15)),
+        replace(
+            GOOD, inputs=InputFacts((Problem("data.train", "tokens.bin: no such file", "check the path"),), "", 10**15)
+        ),
         "data.train: tokens.bin: no such file",
     ),
-    "a full run directory": (replace(GOOD, inputs=InputFacts((), "", 10**6)), "976.6 KiB are free at /lustre/orion/abc123/scratch/me/run"),
+    "a full run directory": (
+        replace(GOOD, inputs=InputFacts((), "", 10**6)),
+        "976.6 KiB are free at /lustre/orion/abc123/scratch/me/run",
+    ),
     "a run directory that cannot be written": (
         replace(GOOD, inputs=InputFacts((), "/lustre: No space left on device", 0)),
         "train.run_dir: cannot be written: /lustre: No space left on device",
@@ -98,7 +114,9 @@ def test_each_mistake_is_refused(facts: Installation, message: str) -> None:
 def test_each_problem_is_said_once_and_all_are_said() -> None:
     wrong = replace(NO_KERNELS, libraries={**GOOD.libraries, TORCH_OPS: f"{TORCH_OPS} has not been built"})
     said = refusals(with_torch(wrong, version="2.9.0", hip="", cuda="12.8"))
-    assert [said.count(text) for text in ("at least 2.10", "for CUDA 12.8", "libfrontier_ops.so has not", "built are those")] == [
+    assert [
+        said.count(text) for text in ("at least 2.10", "for CUDA 12.8", "libfrontier_ops.so has not", "built are those")
+    ] == [
         1,
         1,
         1,
@@ -109,13 +127,20 @@ def test_each_problem_is_said_once_and_all_are_said() -> None:
 def test_a_run_directory_elsewhere_is_refused_with_the_right_place() -> None:
     said = refusals(GOOD, directory=Path("/ccs/home/me/run"))
     assert "/ccs/home/me/run is not on /lustre/orion" in said and "/lustre/orion/$PROJECT/scratch/$USER" in said
-    assert refusals(GOOD, site="lumi", directory=Path("/users/me/run")).startswith("train.run_dir: /users/me/run is not on /scratch or")
+    assert refusals(GOOD, site="lumi", directory=Path("/users/me/run")).startswith(
+        "train.run_dir: /users/me/run is not on /scratch or"
+    )
 
 
 def test_back_ends_are_asked_for_only_if_the_run_names_them() -> None:
-    assert "ops.attention=flash_attn: the flash-attn package is not installed" in refusals(GOOD, "ops.attention=flash_attn")
+    assert "ops.attention=flash_attn: the flash-attn package is not installed" in refusals(
+        GOOD, "ops.attention=flash_attn"
+    )
     assert refusals(GOOD, "ops.norm=apex") == ""
-    everything = [f"ops.{group}=reference" for group in ("attention", "norm", "rope", "activation", "cross_entropy", "adamw", "linear")]
+    everything = [
+        f"ops.{group}=reference"
+        for group in ("attention", "norm", "rope", "activation", "cross_entropy", "adamw", "linear")
+    ]
     assert refusals(NO_KERNELS, *everything, "ops.experts=reference", "ops.accumulate=reference") == ""
     assert refusals(NO_KERNELS, "ops.allow_fallback=true") == ""
     assert "built are those for sm_90" in refusals(NO_KERNELS, "ops.allow_fallback=true", "ops.norm=triton")
@@ -142,15 +167,24 @@ def test_op_groups_are_all_that_name_a_back_end() -> None:
 
 
 def planted_site(tmp_path: Path, modules: str = "[]") -> Path:
-    text = f"name: planted\nmachine: local\ncluster: here\ngpus_per_node: 1\ntasks_per_node: 1\ncpus_per_task: 1\nmodules: {modules}\n"
+    text = (
+        f"name: planted\nmachine: local\ncluster: here\ngpus_per_node: 1\ntasks_per_node: 1\ncpus_per_task: "
+        f"1\nmodules: {modules}\n"
+    )
     (tmp_path / "planted.yaml").write_text(text)
     return tmp_path / "planted.yaml"
 
 
-def test_the_interpreter_of_the_job_is_asked_with_the_modules_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`module` is a function of the login shell; the last word of `module load rocm/9` sets a variable that the interpreter sees."""
+def test_the_interpreter_of_the_job_is_asked_with_the_modules_of_the_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`module` is a function of the login shell; the last word of `module load rocm/9` sets a variable that the
+    interpreter sees.
+    """
     monkeypatch.setattr(slurm, "cluster_name", lambda: "here")
-    monkeypatch.setenv("BASH_FUNC_module%%", '() { [[ "$2" != gone/* ]] && export PYTHONPATH="' + str(tmp_path) + '"; }')
+    monkeypatch.setenv(
+        "BASH_FUNC_module%%", '() { [[ "$2" != gone/* ]] && export PYTHONPATH="' + str(tmp_path) + '"; }'
+    )
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('a torch of the module')")
     config = load_run("train_small", ["machine=local", f"train.run_dir={tmp_path}/run"])

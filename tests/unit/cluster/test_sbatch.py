@@ -19,7 +19,9 @@ FRONTIER = load_site("frontier")
 
 @pytest.mark.parametrize("relative", [str(path) for path in sbatch.rendered_files()])
 def test_committed_files_are_what_the_renderer_gives(relative: str) -> None:
-    assert (root_dir() / relative).read_text() == sbatch.rendered_files()[Path(relative)], "run python -m frontier_llm.cluster.sbatch"
+    assert (root_dir() / relative).read_text() == sbatch.rendered_files()[Path(relative)], (
+        "run python -m frontier_llm.cluster.sbatch"
+    )
 
 
 def test_check_notices_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,18 +101,28 @@ def test_no_comment_ends_early() -> None:
 
 def test_site_values_expand_names_and_nothing_else(tmp_path: Path) -> None:
     site = FRONTIER.model_copy(
-        update={"modules": (), "environment": {"A": "$HOME/x:$UNSET_NAME", "B": 'a"$(touch evil)`touch evil`\\ $HOME', "C": "$(id)"}}
+        update={
+            "modules": (),
+            "environment": {"A": "$HOME/x:$UNSET_NAME", "B": 'a"$(touch evil)`touch evil`\\ $HOME', "C": "$(id)"},
+        }
     )
     script = sbatch.render_site(site) + 'printf "%s\\n" "$A" "$B" "$C"\n'
     done = subprocess.run(
-        ["bash", "-uc", script], cwd=tmp_path, capture_output=True, text=True, env={"HOME": "/h", "PATH": "/usr/bin:/bin"}
+        ["bash", "-uc", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"HOME": "/h", "PATH": "/usr/bin:/bin"},
     )
     assert done.stdout.splitlines() == ["/h/x:", 'a"$(touch evil)`touch evil`\\ /h', "$(id)"], done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_modules_do_not_set_what_depends_on_the_node_count(tmp_path: Path) -> None:
-    script = "module() { export NCCL_SOCKET_IFNAME=all FI_CXI_DEFAULT_CQ_SIZE=1 NCCL_CROSS_NIC=1; }\n" + sbatch.render_site(FRONTIER)
+    script = (
+        "module() { export NCCL_SOCKET_IFNAME=all FI_CXI_DEFAULT_CQ_SIZE=1 NCCL_CROSS_NIC=1; }\n"
+        + sbatch.render_site(FRONTIER)
+    )
     script += 'echo "${NCCL_SOCKET_IFNAME-unset} ${FI_CXI_DEFAULT_CQ_SIZE-unset} $NCCL_CROSS_NIC"\n'
     done = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
     assert done.stdout == "unset unset 1\n", done.stderr
@@ -127,9 +139,18 @@ def test_overrides_arrive_as_words(tmp_path: Path) -> None:
     words = ["train.steps=100", "data.train=[{path: a b}]", "x='$(id)'; rm -rf *"]
     script = str(root_dir() / "slurm" / "train_1t.sbatch")
     done = subprocess.run(
-        ["bash", script, *words], capture_output=True, text=True, env={"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+        ["bash", script, *words],
+        capture_output=True,
+        text=True,
+        env={"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )
-    assert done.stdout.splitlines() == ["frontier", "frontier_llm.cli.job", "configs/runs/train_1t.yaml", "ops.no_jit=true", *words]
+    assert done.stdout.splitlines() == [
+        "frontier",
+        "frontier_llm.cli.job",
+        "configs/runs/train_1t.yaml",
+        "ops.no_jit=true",
+        *words,
+    ]
 
 
 def test_bind_script_has_the_published_map() -> None:
@@ -144,7 +165,9 @@ def test_bind_script_pins_by_local_rank(tmp_path: Path, local_rank: str, code: i
         (tmp_path / name).write_text('#!/bin/bash\necho "$@"\n')
         (tmp_path / name).chmod(0o755)
     env = {"SLURM_LOCALID": local_rank, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run([str(root_dir() / "launch" / "bind_gcd.sh"), "echo", "hi"], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [str(root_dir() / "launch" / "bind_gcd.sh"), "echo", "hi"], capture_output=True, text=True, env=env
+    )
     assert done.returncode == code
     if code == 0:
         assert done.stdout == "--physcpubind=25-31 --preferred=1 -- echo hi\n"

@@ -22,13 +22,16 @@ def test_unknown_site_names_the_closest() -> None:
 
 
 def test_unknown_key_of_a_site_file_is_refused(tmp_path) -> None:
-    (tmp_path / "x.yaml").write_text("name: x\nmachine: local\ngpus_per_node: 4\ntasks_per_node: 4\ncpus_per_task: 2\nmodule: [a]\n")
+    (tmp_path / "x.yaml").write_text(
+        "name: x\nmachine: local\ngpus_per_node: 4\ntasks_per_node: 4\ncpus_per_task: 2\nmodule: [a]\n"
+    )
     with pytest.raises(ConfigError, match="did you mean 'modules'"):
         load_site(str(tmp_path / "x.yaml"))
 
 
 @pytest.mark.parametrize(
-    ("text", "minutes"), [("90", 90), ("1:30", 2), ("0:30", 1), ("01:30:00", 90), ("2-00:00:00", 2880), ("1-12", 2160), ("12:00:00", 720)]
+    ("text", "minutes"),
+    [("90", 90), ("1:30", 2), ("0:30", 1), ("01:30:00", 90), ("2-00:00:00", 2880), ("1-12", 2160), ("12:00:00", 720)],
 )
 def test_walltime_formats(text: str, minutes: int) -> None:
     assert parse_walltime(text) == minutes

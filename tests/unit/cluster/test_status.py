@@ -20,9 +20,14 @@ def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", "/nonexistent")
     directory = tmp_path / "runs" / "a"
     directory.mkdir(parents=True)
-    rows = [{"kind": "step", "step": step, "loss": 3 - step / 100, "tokens_per_s": 1000.0, "step_time_s": 2.0} for step in range(1, 41)]
+    rows = [
+        {"kind": "step", "step": step, "loss": 3 - step / 100, "tokens_per_s": 1000.0, "step_time_s": 2.0}
+        for step in range(1, 41)
+    ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "config.yaml").write_text("train: {steps: 100}\nbatch: {global_batch: 8}\nmodel: {sequence_length: 32}\n")
+    (directory / "config.yaml").write_text(
+        "train: {steps: 100}\nbatch: {global_batch: 8}\nmodel: {sequence_length: 32}\n"
+    )
     save_only(directory, 30)
     take(directory, "77", "n0")
     run_dir.record(directory, run_dir.Attempt(1, "77", ("n0",), 0, 30, 1, "crash", "rank 3 on n0 failed first", "n0"))
@@ -62,7 +67,10 @@ def test_slow_hosts_and_waits(run_directory: Path, capsys: pytest.CaptureFixture
     run_dir.add_bad_hosts(run_directory, ["n7"])
     assert main(["status", "--json", str(run_directory)]) == 0
     status = json.loads(capsys.readouterr().out)[0]
-    assert status["slow_hosts"] == [{"host": "n7", "times": 2, "last_step": 38, "slowdown": 1.4}] and status["blocked"] == axes
+    assert (
+        status["slow_hosts"] == [{"host": "n7", "times": 2, "last_step": 38, "slowdown": 1.4}]
+        and status["blocked"] == axes
+    )
     assert main(["status", str(run_directory)]) == 0
     assert "--exclude" not in (text := capsys.readouterr().out) and "  excluded   n7" in text
 
@@ -88,11 +96,15 @@ def test_a_run_without_a_final_checkpoint_is_finished_when_its_last_attempt_is(r
     assert read_status(run_directory).state == "finished"
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("00:01:30", (60, 1)), ("2-00:00:00", (172770, 0)), ("UNLIMITED", (None, None))])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("00:01:30", (60, 1)), ("2-00:00:00", (172770, 0)), ("UNLIMITED", (None, None))]
+)
 def test_a_running_job_says_what_is_left_of_it(
     run_directory: Path, monkeypatch: pytest.MonkeyPatch, limit: str, expected: tuple[int | None, int | None]
 ) -> None:
-    monkeypatch.setattr(slurm, "job_fields", lambda job_id: {"JobState": "RUNNING", "TimeLimit": limit, "RunTime": "00:00:30"})
+    monkeypatch.setattr(
+        slurm, "job_fields", lambda job_id: {"JobState": "RUNNING", "TimeLimit": limit, "RunTime": "00:00:30"}
+    )
     status = read_status(run_directory)
     assert status.state == "running" and (status.walltime_left_s, status.slices_left) == expected
 

@@ -27,7 +27,8 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, answer in answers.items():
         script = commands / name
         script.write_text(
-            f'#!/bin/bash\nprintf "%s " {name} "$@" >> {shlex.quote(str(log))}\necho >> {shlex.quote(str(log))}\necho {shlex.quote(answer)}\n'
+            f'#!/bin/bash\nprintf "%s " {name} "$@" >> {shlex.quote(str(log))}\necho >> '
+            f"{shlex.quote(str(log))}\necho {shlex.quote(answer)}\n"
         )
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
@@ -36,7 +37,16 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SMALL = ["submit", "train_small", "--site", "frontier", "-A", "ABC123"]
-PRETRAIN_1T = ["submit", "pretrain_1t", "--site", "frontier", "-A", "A", "data.train=synthetic", "data.allow_synthetic=true"]
+PRETRAIN_1T = [
+    "submit",
+    "pretrain_1t",
+    "--site",
+    "frontier",
+    "-A",
+    "A",
+    "data.train=synthetic",
+    "data.allow_synthetic=true",
+]
 
 
 @pytest.fixture
@@ -49,8 +59,20 @@ def here(tmp_path: Path) -> list[str]:
     return ["submit", "train_small", "--site", str(tmp_path / "here.yaml"), "-A", "ABC123"]
 
 
-def test_everything_wrong_is_said_before_sbatch_is_called(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["submit", "train_1t", "--site", "frontier", "--nodes", "500", "--time", "20:00:00", f"train.run_dir={tmp_path}/r"]
+def test_everything_wrong_is_said_before_sbatch_is_called(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "submit",
+        "train_1t",
+        "--site",
+        "frontier",
+        "--nodes",
+        "500",
+        "--time",
+        "20:00:00",
+        f"train.run_dir={tmp_path}/r",
+    ]
     assert main(words) == 2
     err = capsys.readouterr().err
     assert (
@@ -68,7 +90,9 @@ def test_names_that_could_be_more_are_refused(fake_slurm: Path, tmp_path: Path, 
     assert "sbatch" not in fake_slurm.read_text()
 
 
-def test_dry_run_writes_and_queues_nothing(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_writes_and_queues_nothing(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("#!/bin/bash") and "#SBATCH --time=02:00:00" in out
@@ -82,7 +106,21 @@ def test_a_submission_freezes_code_and_configuration(
     run_dir.add_bad_hosts(directory, ["n3"])
     run_dir.distrust(directory, ["n6"])
     assert (
-        main([*here, "--nodes", "1", "--spares", "1", "--exclude", "n[4-5]", "--json", f"train.run_dir={directory}", "train.steps=7"]) == 0
+        main(
+            [
+                *here,
+                "--nodes",
+                "1",
+                "--spares",
+                "1",
+                "--exclude",
+                "n[4-5]",
+                "--json",
+                f"train.run_dir={directory}",
+                "train.steps=7",
+            ]
+        )
+        == 0
     )
     made = json.loads(capsys.readouterr().out)
     assert made["job_id"] == "4711"
@@ -102,8 +140,11 @@ def test_a_submission_freezes_code_and_configuration(
 
 
 @pytest.mark.usefixtures("fake_slurm")
-def test_a_queued_job_reads_the_plugin_as_it_was(here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory, plugin = tmp_path / "run", tmp_path / "mine.py"
+def test_a_queued_job_reads_the_plugin_as_it_was(
+    here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "run"
+    plugin = tmp_path / "mine.py"
     roots = []
     for content in ("x = 1\n", "x = 2\n"):  # edited while the first job waits
         plugin.write_text(content)
@@ -113,7 +154,9 @@ def test_a_queued_job_reads_the_plugin_as_it_was(here: list[str], tmp_path: Path
         frozen = roots[-1] / "plugins" / "0" / "mine.py"
         assert yaml.safe_load((directory / "run.yaml").read_text())["plugins"] == [str(frozen.relative_to(directory))]
         assert load_run(str(directory / "run.yaml")).plugins == (str(frozen),)
-    assert [(root / "plugins" / "0" / "mine.py").read_text() for root in roots] == ["x = 1\n", "x = 2\n"] and roots[0] != roots[1]
+    assert [(root / "plugins" / "0" / "mine.py").read_text() for root in roots] == ["x = 1\n", "x = 2\n"] and roots[
+        0
+    ] != roots[1]
 
 
 def test_a_snapshot_that_is_there_is_used_again(tmp_path: Path) -> None:
@@ -128,7 +171,9 @@ def test_a_snapshot_that_is_there_is_used_again(tmp_path: Path) -> None:
 def test_a_snapshot_holds_the_bytecode_that_ranks_would_each_write(tmp_path: Path) -> None:
     snapshot(tmp_path / "code", load_site("local"))
     sources = {path.stem for path in (tmp_path / "code" / "frontier_llm" / "train").glob("*.py")}
-    compiled = {path.name.split(".")[0] for path in (tmp_path / "code" / "frontier_llm" / "train" / "__pycache__").glob("*.pyc")}
+    compiled = {
+        path.name.split(".")[0] for path in (tmp_path / "code" / "frontier_llm" / "train" / "__pycache__").glob("*.pyc")
+    }
     assert compiled == sources and "loop" in sources
 
 
@@ -151,7 +196,10 @@ def test_checkpoints_beyond_the_scratchs_quota_are_pointed_out(
     assert "up to 4 checkpoints of 12.1 TB are 48 TB" in capsys.readouterr().err
     assert main([*words, "train.steps=15259", "train.keep_every=5000"]) == 0  # three more that stay for good
     assert "up to 6 checkpoints of 12.1 TB are 73 TB" in capsys.readouterr().err
-    assert main([*words, "train.keep_checkpoints=3", "train.save_interval=0", "train.save_final=false", "train.steps=5"]) == 0
+    assert (
+        main([*words, "train.keep_checkpoints=3", "train.save_interval=0", "train.save_final=false", "train.steps=5"])
+        == 0
+    )
     assert "50 TB" not in capsys.readouterr().err
 
 
@@ -162,7 +210,18 @@ def test_many_nodes_are_told_to_bring_their_environment(
         monkeypatch.delenv(name, raising=False)
 
     def noted(site: str, nodes: int) -> bool:
-        words = ["submit", "train_small", "--site", site, "--nodes", str(nodes), "-A", "A", "--dry-run", f"train.run_dir={tmp_path}/r"]
+        words = [
+            "submit",
+            "train_small",
+            "--site",
+            site,
+            "--nodes",
+            str(nodes),
+            "-A",
+            "A",
+            "--dry-run",
+            f"train.run_dir={tmp_path}/r",
+        ]
         assert main([*words, "batch.global_batch=64"]) == 0
         return "will import torch from" in capsys.readouterr().err
 
@@ -179,7 +238,9 @@ def test_fp16_on_mi250x_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys:
         assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted
 
 
-def test_a_device_from_a_test_at_home_is_pointed_out(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_from_a_test_at_home_is_pointed_out(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
     for device, noted in (("cpu", True), ("auto", False), ("cuda", False)):
         assert main([*words, f"train.device={device}"]) == 0
@@ -201,8 +262,14 @@ def test_lead_time_follows_the_measured_save(tmp_path: Path) -> None:
     frontier = load_site("frontier")
     assert signal_lead_s(tmp_path, frontier) == 600
     assert signal_lead_s(tmp_path, frontier, expected_step_s=576.0) == 600 + 2 * 576 + 18
-    rows = [{"kind": "step", "step": 1, "loss": 1.0, "time": 100.0, "step_time_s": 30.0}, {"kind": "save", "step": 1, "time": 190.0}]
-    rows += [{"kind": "step", "step": 2, "loss": 1.0, "time": 220.0, "step_time_s": 30.0}, {"kind": "save", "step": 9, "time": 900.0}]
+    rows = [
+        {"kind": "step", "step": 1, "loss": 1.0, "time": 100.0, "step_time_s": 30.0},
+        {"kind": "save", "step": 1, "time": 190.0},
+    ]
+    rows += [
+        {"kind": "step", "step": 2, "loss": 1.0, "time": 220.0, "step_time_s": 30.0},
+        {"kind": "save", "step": 9, "time": 900.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert save_seconds(tmp_path) == [90.0]
     assert signal_lead_s(tmp_path, frontier) == 300  # 2 x (30 + 90) + 60
@@ -213,9 +280,20 @@ def test_overrides_without_equals_are_explained(capsys: pytest.CaptureFixture[st
     assert "not of the form key=value" in capsys.readouterr().err
 
 
-def test_a_token_target_becomes_steps(fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_target_becomes_steps(
+    fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = tmp_path / "run"
-    words = [*here, "--nodes", "1", "--until-tokens", "1M", "--allow-change", "train.steps", f"train.run_dir={directory}"]
+    words = [
+        *here,
+        "--nodes",
+        "1",
+        "--until-tokens",
+        "1M",
+        "--allow-change",
+        "train.steps",
+        f"train.run_dir={directory}",
+    ]
     assert main(words) == 0
     per_step = 32 * 256  # configs/runs/train_small.yaml: samples x tokens
     assert f"steps: {-(-1_000_000 // per_step)}\n" in (directory / "run.yaml").read_text()
@@ -224,14 +302,18 @@ def test_a_token_target_becomes_steps(fake_slurm: Path, here: list[str], tmp_pat
     assert "given twice" in capsys.readouterr().err
 
 
-def test_the_signal_leads_by_more_than_a_predicted_step(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_signal_leads_by_more_than_a_predicted_step(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main(words) == 0
     (lead,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#SBATCH --signal")]
     assert int(lead.rpartition("@")[2]) > 600 + 2 * 500
 
 
-def test_a_walltime_that_saving_would_eat_is_refused(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_walltime_that_saving_would_eat_is_refused(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*PRETRAIN_1T, "--nodes", "384", "--dry-run", f"train.run_dir={tmp_path}/r"]
     assert main([*words, "--time", "0:30:00"]) == 2
     fix = capsys.readouterr().err.rpartition("--time ")[2].split()[0]
@@ -248,7 +330,9 @@ def test_a_way_out_lies_within_the_bin(fake_slurm: Path, tmp_path: Path, capsys:
     assert main([*words, "--time", "0"]) == 2
 
 
-def test_a_job_gets_the_walltime_of_its_own_partition(fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_gets_the_walltime_of_its_own_partition(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*SMALL, "--nodes", "1", "--dry-run", f"train.run_dir={tmp_path}/r"]
     for partition, walltime in (("batch", "02:00:00"), ("extended", "1-00:00:00")):
         assert main([*words, "--partition", partition]) == 0
@@ -286,7 +370,10 @@ def test_another_machine_prints_the_open_points_and_queues_nothing(
     words = [*SMALL, "--nodes", "1", f"train.run_dir={tmp_path}/r", f"data.train=[{{path: {tmp_path}/tokens}}]"]
     assert main([*words, "--dry-run"]) == 0
     shown = capsys.readouterr()
-    point = "not checkable here: this is cluster here, and frontier is cluster frontier. `submit` on the site checks torch and its build"
+    point = (
+        "not checkable here: this is cluster here, and frontier is cluster frontier. `submit` on the site checks "
+        "torch and its build"
+    )
     assert point in shown.err and shown.out.startswith("#!/bin/bash")
     assert main(words) == 1
     assert "not checkable here" in capsys.readouterr().err
@@ -307,6 +394,17 @@ def test_a_run_directory_off_the_scratch_is_pointed_out(
     text = (root_dir() / "slurm" / "sites" / "frontier.yaml").read_text()
     site.write_text(text.replace("/lustre/orion/$PROJECT/scratch/$USER", f"{tmp_path}/lustre/$PROJECT/$USER"))
     for run_dir_, noted in ((tmp_path / "home" / "r", True), (scratch / "r", False)):
-        words = ["submit", "train_small", "--site", str(site), "-A", "ABC123", "--nodes", "1", "--dry-run", f"train.run_dir={run_dir_}"]
+        words = [
+            "submit",
+            "train_small",
+            "--site",
+            str(site),
+            "-A",
+            "ABC123",
+            "--nodes",
+            "1",
+            "--dry-run",
+            f"train.run_dir={run_dir_}",
+        ]
         assert main(words) == 0
         assert (f"train.run_dir={scratch}/r" in capsys.readouterr().err) is noted

@@ -1,4 +1,6 @@
-"""What the supervisor decides after each attempt, with Slurm and the ranks played by functions; on a real Slurm: tests/slurm."""
+"""What the supervisor decides after each attempt, with Slurm and the ranks played by functions; on a real Slurm:
+tests/slurm.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,13 @@ Ending = Callable[[int], tuple[str, int]]  # number of the attempt → (cause, s
 class Cluster:
     """A job on n0, n1 and n2 that uses two of them; an attempt ends as `ending` says."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, ending: Ending, walltime_s: float = 7200.0) -> None:
-        self.directory, self.ending, self.used, self.requeued = directory, ending, list[tuple[str, ...]](), 0
+    def __init__(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, ending: Ending, walltime_s: float = 7200.0
+    ) -> None:
+        self.directory = directory
+        self.ending = ending
+        self.used = list[tuple[str, ...]]()
+        self.requeued = 0
         answers = {
             "time_left_s": lambda job: walltime_s,
             "unhealthy": lambda nodes: [],
@@ -64,7 +71,9 @@ class Cluster:
             raise
 
 
-def test_a_job_that_is_warned_at_its_start_is_not_requeued_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_warned_at_its_start_is_not_requeued_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "120")  # while --signal=USR1@2010 is more than the walltime
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 0), walltime_s=1200)
     assert [cluster.run(), cluster.run()] == ["requeued", "requeued"]
@@ -79,10 +88,14 @@ def test_a_job_that_makes_progress_is_requeued(tmp_path: Path, monkeypatch: pyte
     assert [cluster.run() for _ in range(5)] == ["requeued"] * 5
 
 
-def test_a_walltime_shorter_than_the_warning_is_refused_before_any_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walltime_shorter_than_the_warning_is_refused_before_any_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "2010")
     cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 1), walltime_s=1200)
-    with pytest.raises(FrontierError, match="1200 s of walltime, but ranks are told to save 2010 s before its end") as caught:
+    with pytest.raises(
+        FrontierError, match="1200 s of walltime, but ranks are told to save 2010 s before its end"
+    ) as caught:
         cluster.run()
     assert "sbatch --time=67" in str(caught.value) and cluster.used == [] and cluster.requeued == 0
 

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect, store_server
-from frontier_llm.comm.authenticated_store import AuthenticatedStore, connect_here, receive_parts, send_parts, socket_name
+from frontier_llm.comm.authenticated_store import (
+    AuthenticatedStore,
+    connect_here,
+    receive_parts,
+    send_parts,
+    socket_name,
+)
 from frontier_llm.comm.board import Board
 from frontier_llm.comm.door import Door, same_user
 from frontier_llm.comm.rendezvous import StoreKind
@@ -61,7 +67,8 @@ def upstream() -> dist.TCPStore:
 
 
 def test_it_keeps_what_it_is_given(name: str) -> None:
-    store, other = store_at(name, 5.0), store_at(name, 5.0)
+    store = store_at(name, 5.0)
+    other = store_at(name, 5.0)
     store.set("text", "zwölf")
     store.set("bytes", b"\0\xff" * 200_000)
     assert store.get("text").decode() == "zwölf" and other.get("bytes") == b"\0\xff" * 200_000
@@ -87,21 +94,41 @@ def _timed_out(call: Callable[[], object]) -> bool:
 # What torch 2.4 to 2.13 asks of a store, as C++ does it: through a prefix. Each gives an answer to compare.
 CALLS: dict[str, Callable[[dist.Store], object]] = {
     "a communicator's id": lambda store: (store.set("0", bytes(range(256))[-128:]), store.get("0")),
-    "the ids of many roots": lambda store: (store.multi_set(["r0", "r1"], [b"\xfe", b"\xff"]), store.multi_get(["r0", "r1"])),
+    "the ids of many roots": lambda store: (
+        store.multi_set(["r0", "r1"], [b"\xfe", b"\xff"]),
+        store.multi_get(["r0", "r1"]),
+    ),
     "a barrier of the store": lambda store: (store.add("came", 1), store.add("came", 0), store.add("came", -1)),
     "a watchdog's look": lambda store: (store.check(["exception_dump"]), store.check([])),
-    "a claim": lambda store: [store.compare_set("c", *pair) for pair in (("", b"\xff"), ("", "x"), (b"\xff", "y"), ("no", "z"))],
+    "a claim": lambda store: [
+        store.compare_set("c", *pair) for pair in (("", b"\xff"), ("", "x"), (b"\xff", "y"), ("no", "z"))
+    ],
     "a claim on nothing": lambda store: (store.compare_set("n", "expected", "z"), store.check(["n"])),
     "appended bytes": lambda store: (store.append("log", b"\xff"), store.append("log", b"\0"), store.get("log")),
-    "a deleted key": lambda store: (store.set("old", "1"), store.delete_key("old"), store.delete_key("old"), store.check(["old"])),
-    "how many keys": lambda store: (before := store.num_keys(), store.set("one more", "1"), store.num_keys() - before)[1:],
+    "a deleted key": lambda store: (
+        store.set("old", "1"),
+        store.delete_key("old"),
+        store.delete_key("old"),
+        store.check(["old"]),
+    ),
+    "how many keys": lambda store: (before := store.num_keys(), store.set("one more", "1"), store.num_keys() - before)[
+        1:
+    ],
     "a clone": lambda store: (store.clone().set("by the clone", "1"), store.get("by the clone")),
-    "a wait that ends": lambda store: (store.set("there", "1"), store.wait(["there"]), store.wait(["there"], timedelta(seconds=1))),
+    "a wait that ends": lambda store: (
+        store.set("there", "1"),
+        store.wait(["there"]),
+        store.wait(["there"], timedelta(seconds=1)),
+    ),
     "a wait that does not": lambda store: _timed_out(lambda: store.wait(["never"], timedelta(milliseconds=50))),
     "a get that does not": lambda store: _timed_out(lambda: store.get("never")),
     "a get of many that does not": lambda store: _timed_out(lambda: store.multi_get(["0", "never"])),
-    "a time-out set from a group": lambda store: (store.set_timeout(timedelta(seconds=0.1)), store.timeout, _timed_out(lambda: store.get("x"))),
-}  # fmt: skip
+    "a time-out set from a group": lambda store: (
+        store.set_timeout(timedelta(seconds=0.1)),
+        store.timeout,
+        _timed_out(lambda: store.get("x")),
+    ),
+}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -114,14 +141,16 @@ def test_what_torch_s_groups_ask_is_answered_as_by_the_store_itself(
 
 
 def test_waiting_for_a_key_holds_up_nobody(name: str) -> None:
-    waiting, other = store_at(name, 60.0), store_at(name, 60.0)
+    waiting = store_at(name, 60.0)
+    other = store_at(name, 60.0)
     arrived: list[bytes] = []
     threads = [threading.Thread(target=lambda: arrived.append(waiting.get("late"))) for _ in range(2)]
     for thread in threads:
         thread.start()
     other.set("else", "1")
     assert waiting.check(["else"])  # on the store that two threads are waiting on
-    assert all(thread.is_alive() for thread in threads)  # held up, this thread would have come here only when their waits had failed
+    # held up, this thread would have come here only when their waits had failed
+    assert all(thread.is_alive() for thread in threads)
     other.set("late", "now")
     for thread in threads:
         thread.join(60.0)
@@ -167,9 +196,20 @@ def test_questions_that_no_rank_asks_end_their_connection_alone(name: str) -> No
 
 # (operation, arguments): too few of them, and values that are no numbers or none that a store keeps
 UNANSWERABLE = [
-    (b"add", b"text", b"1"), (b"add", b"count", b"one"), (b"add", b"count", b"1" * 30), (b"add", b"count"), (b"set", b"key"), (b"delete_key",),
-    (b"compare_set", b"key", b""), (b"get",), (b"wait",), (b"get", b"soon", b"never"), (b"get", b"nan", b"never"), (b"\xff\xfe", b"key"), (b"",),
-]  # fmt: skip
+    (b"add", b"text", b"1"),
+    (b"add", b"count", b"one"),
+    (b"add", b"count", b"1" * 30),
+    (b"add", b"count"),
+    (b"set", b"key"),
+    (b"delete_key",),
+    (b"compare_set", b"key", b""),
+    (b"get",),
+    (b"wait",),
+    (b"get", b"soon", b"never"),
+    (b"get", b"nan", b"never"),
+    (b"\xff\xfe", b"key"),
+    (b"",),
+]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -187,7 +227,9 @@ def test_a_question_that_cannot_be_answered_is_an_error_and_the_connection_lives
 
 def _sockets_to(port: int) -> int:
     """Established TCP connections of this machine's processes to a local port, from the client's side."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
     return sum(int(row[2].split(":")[1], 16) == port and row[3] == "01" for row in rows)
 
 
@@ -199,10 +241,13 @@ def _on_pretended_nodes(rank: int, port: int, per_node: int, kind: StoreKind) ->
     board = Board()
     board.post(rank, {"at": rank})
     mesh = build_mesh(Grid(2, 1, 2), rank, timeout_s=60.0)
-    total = float(all_reduce_(torch.tensor([10.0**rank]), mesh.world)) + float(all_reduce_(torch.tensor([0.5]), mesh.tp))
+    total = float(all_reduce_(torch.tensor([10.0**rank]), mesh.world)) + float(
+        all_reduce_(torch.tensor([0.5]), mesh.tp)
+    )
     claimed = board.claim("first", "same")
     barrier(mesh.world)
-    notices, connections = [board.read(other) for other in range(4)], _sockets_to(port)
+    notices = [board.read(other) for other in range(4)]
+    connections = _sockets_to(port)
     barrier(mesh.world)
     assert [notice and notice["at"] for notice in notices] == [0, 1, 2, 3]
     board.close()
@@ -216,7 +261,9 @@ def _on_pretended_nodes(rank: int, port: int, per_node: int, kind: StoreKind) ->
     ids=["two nodes", "one node", "torch's, two nodes", "torch's, one node"],
 )
 def test_groups_and_notices(ranks: RankPool, per_node: int, kind: StoreKind, expected: int) -> None:
-    """Authenticated: two connections of each rank of other nodes. torch: three of each rank (with heartbeats), and the server's own."""
+    """Authenticated: two connections of each rank of other nodes. torch: three of each rank (with heartbeats), and
+    the server's own.
+    """
     for total, claimed, connections in ranks.run(4, _on_pretended_nodes, free_port(), per_node, kind):
         assert (total, claimed) == (1112.0, "same")
         assert connections == expected

@@ -58,7 +58,8 @@ def fails(baton: Baton) -> None:
 def test_a_failure_in_one_half_ends_the_other_with_the_same_error(first: bool, others: int) -> None:
     """The other waits for its turn, or has ended, or (below) has not begun; its thread is free for the next two."""
     log: list[str] = []
-    other, baton = {"other": rounds("o", others, log)}, Baton()
+    other = {"other": rounds("o", others, log)}
+    baton = Baton()
     share({"a": rounds("a", 1, log), "b": rounds("b", 1, log)}, log, baton)
     threads = set(threading.enumerate())
     with pytest.raises(ValueError, match="the half that failed"):
@@ -95,7 +96,8 @@ class Waiting(Function):
 
 def test_an_error_reaches_through_autograd_and_the_next_pair_begins_anew() -> None:
     """A backward that is ended in the middle leaves nothing behind; a forward beside a backward records its graph."""
-    baton, x = Baton(), torch.ones(2, requires_grad=True)
+    baton = Baton()
+    x = torch.ones(2, requires_grad=True)
 
     def backward() -> None:
         Waiting.apply(x * 2, baton).sum().backward()

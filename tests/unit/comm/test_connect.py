@@ -26,7 +26,9 @@ def _left() -> object:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stays_alone_names_itself_its_host_and_the_address(rank: int) -> None:
     port = free_port()
-    expected = f"rank {rank} of 2 on {socket.gethostname()} could not join the rendezvous at 127.0.0.1:{port} within 1 s"
+    expected = (
+        f"rank {rank} of 2 on {socket.gethostname()} could not join the rendezvous at 127.0.0.1:{port} within 1 s"
+    )
     with pytest.raises(RankFailure, match=re.escape(expected)) as caught:
         connect(rank, 2, Meeting("127.0.0.1", port, 0, 2), "gloo", timeout_s=1.0)
     assert "check that every rank started" in str(caught.value)
@@ -51,7 +53,9 @@ def _meets_by_a_file(rank: int, port: int, folder: str) -> tuple[float, bool]:
     return total.item(), stale
 
 
-def test_ranks_of_two_nodes_that_nobody_gave_a_secret_find_one_in_the_run_directory(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_of_two_nodes_that_nobody_gave_a_secret_find_one_in_the_run_directory(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     port = free_port()
     left = tmp_path / f".rendezvous-{port}"
     left.write_bytes(b"of an earlier start")

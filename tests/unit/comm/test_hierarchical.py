@@ -1,4 +1,6 @@
-"""Two-stage collectives on pretended nodes: values, gradients, reproducibility, bytes and messages against closed forms."""
+"""Two-stage collectives on pretended nodes: values, gradients, reproducibility, bytes and messages against closed
+forms.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ LAYOUTS = [(2, 2), (3, 2), (4, 2), (2, 4), (5, 1), (7, 1)]  # (nodes, ranks per 
 def _axis(rank: int, nodes: int, per_node: int, transport: Transport = "auto") -> Axis:
     grid = Grid(1, 1, nodes * per_node)
     return build_mesh(
-        grid, rank, timeout_s=30.0, comm=CommConfig(transport=transport, algorithms="hierarchical"), ranks_per_node=per_node
+        grid,
+        rank,
+        timeout_s=30.0,
+        comm=CommConfig(transport=transport, algorithms="hierarchical"),
+        ranks_per_node=per_node,
     ).dp
 
 
@@ -59,7 +65,8 @@ def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int, transport: Tra
     axis = _axis(rank, nodes, per_node, transport)
     assert axis.group is not None and axis.hierarchical is not None
     axis.hierarchical._chunk_bytes = chunk_bytes  # type: ignore[attr-defined]
-    size, part = axis.size, 1001
+    size = axis.size
+    part = 1001
     whole = [_contribution(peer, part * size) for peer in range(size)]
     total = torch.stack(whole).sum(0)
     errors = {}
@@ -87,9 +94,12 @@ def _play(rank: int, nodes: int, per_node: int, chunk_bytes: int, transport: Tra
     return {"errors": errors, "ledger": ledger, "sum": buffer}
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "transport"), [*((*layout, "auto") for layout in LAYOUTS), (3, 2, "torch")])
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "transport"), [*((*layout, "auto") for layout in LAYOUTS), (3, 2, "torch")]
+)
 def test_values_bytes_and_messages(ranks: RankPool, nodes: int, per_node: int, transport: Transport) -> None:
-    size, tensor_bytes = nodes * per_node, 1001 * nodes * per_node * 8
+    size = nodes * per_node
+    tensor_bytes = 1001 * nodes * per_node * 8
     chunk_bytes = 8 * 400 * nodes  # three chunks of 400, 400 and 201 elements
     replies = ranks.run(size, _play, nodes, per_node, chunk_bytes, transport)
     for reply in replies:
@@ -129,8 +139,12 @@ def test_halving_covers_every_block_in_the_fewest_rounds(size: int) -> None:
 
 def _one_level(rank: int) -> list[bool]:
     """Axes inside a node, uneven ones, and those of a flat table stay as they are."""
-    inside = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=8).dp
-    uneven = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=2).dp
+    inside = build_mesh(
+        Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=8
+    ).dp
+    uneven = build_mesh(
+        Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=2
+    ).dp
     flat = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0, ranks_per_node=1).dp
     return [axis.hierarchical is None for axis in (inside, uneven, flat)]
 
@@ -140,13 +154,18 @@ def test_one_level_is_used_where_there_is_only_one(ranks: RankPool) -> None:
 
 
 def test_the_shipped_table_follows_the_costs() -> None:
-    """Wherever the estimate says that one algorithm is 1.5 times faster than the other, the table must say so too (8 ranks per node)."""
-    machine, table = rates(load_machine("frontier")), load_algorithms("frontier")
+    """Wherever the estimate says that one algorithm is 1.5 times faster than the other, the table must say so too (8
+    ranks per node).
+    """
+    machine = rates(load_machine("frontier"))
+    table = load_algorithms("frontier")
     assert "frontier" in available("algorithms")
     sizes = 2.0 ** np.arange(20, 32)
     for operation in ("reduce_scatter", "all_gather", "all_reduce"):
         for nodes in (2, 4, 16, 64, 256, 1024, 9408):
-            flat_by_size, staged_by_size = (price(machine, 8 * nodes, 8, 1, sizes, operation) for price in (flat_s, hierarchical_s))
+            flat_by_size, staged_by_size = (
+                price(machine, 8 * nodes, 8, 1, sizes, operation) for price in (flat_s, hierarchical_s)
+            )
             for size, flat, staged in zip(sizes, flat_by_size, staged_by_size, strict=True):
                 best = "hierarchical" if staged < flat else "flat"
                 if flat > 1.5 * staged or staged > 1.6 * flat:
@@ -183,7 +202,9 @@ class _Device:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.current, self.made, self.events = self.stream_named("main"), 0, 0
+        self.current = self.stream_named("main")
+        self.made = 0
+        self.events = 0
 
     def stream_named(self, name: str) -> SimpleNamespace:
         stream = SimpleNamespace(name=name, device="cuda:0")
@@ -205,7 +226,8 @@ class _Device:
 
     @contextmanager
     def stream(self, chosen: SimpleNamespace) -> Iterator[None]:
-        before, self.current = self.current, chosen
+        before = self.current
+        self.current = chosen
         yield
         self.current = before
 
@@ -216,11 +238,14 @@ def test_on_a_gpu_all_is_queued_on_one_side_stream_and_each_wait_covers_its_own_
     x = SimpleNamespace(is_cuda=True, device="cuda:0")
 
     def start(name: str) -> hierarchical._Staged:
-        stage = lambda number: lambda chunk, *_: device.log.append(f"{device.current.name}: {name}, stage {number} of chunk {chunk}")  # noqa: E731
+        stage = lambda number: (  # noqa: E731
+            lambda chunk, *_: device.log.append(f"{device.current.name}: {name}, stage {number} of chunk {chunk}")
+        )
         return hierarchical._Staged(stage(1), stage(2), 2, group._stream(x))  # type: ignore[arg-type]
 
     with patch.object(torch, "cuda", device):
-        one, two = start("a"), start("b")
+        one = start("a")
+        two = start("b")
         one.wait()
         two.wait()
     side = "side 1 (-1)"
@@ -237,8 +262,16 @@ def test_on_a_gpu_all_is_queued_on_one_side_stream_and_each_wait_covers_its_own_
 
 
 def _nodes_that_split_pairs(rank: int) -> list[float]:
-    """Three ranks per node and tp of two: the middle pair spans both nodes, the others do not, and dp's groups come after them."""
-    mesh = build_mesh(Grid(2, 1, 3), rank, timeout_s=10.0, comm=CommConfig(transport="torch", algorithms="hierarchical"), ranks_per_node=3)
+    """Three ranks per node and tp of two: the middle pair spans both nodes, the others do not, and dp's groups come
+    after them.
+    """
+    mesh = build_mesh(
+        Grid(2, 1, 3),
+        rank,
+        timeout_s=10.0,
+        comm=CommConfig(transport="torch", algorithms="hierarchical"),
+        ranks_per_node=3,
+    )
     return [float(all_reduce_(torch.tensor([10.0**rank]), axis)) for axis in (mesh.tp, mesh.dp, mesh.world)]
 
 

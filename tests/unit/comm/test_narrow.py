@@ -1,4 +1,6 @@
-"""Sums whose summands travel in 16 bits: the stated error bound, the same bits in every run and on every rank, half the bytes."""
+"""Sums whose summands travel in 16 bits: the stated error bound, the same bits in every run and on every rank, half
+the bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROUNDING = 2.0**-8  # of bf16, whose significand has 8 bits, to nearest
 def _contribution(rank: int, size: int) -> torch.Tensor:
     """Magnitudes over eight decades, as gradients have."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.randn(PART * size, generator=generator) * 10.0 ** (torch.rand(PART * size, generator=generator) * 8 - 8)
+    return torch.randn(PART * size, generator=generator) * 10.0 ** (
+        torch.rand(PART * size, generator=generator) * 8 - 8
+    )
 
 
 def _sums(rank: int, size: int, transport: str) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -67,12 +71,15 @@ def _losses(rank: int, case: Case, wire: str) -> list[tuple[float, float]]:
     return [(result.loss, result.gradient_norm) for result in (train_step(state) for _ in range(3))]
 
 
-@pytest.mark.parametrize("case", but_first([Case("mpt", dp=2, pp=2), Case("gpt", dp=4), Case("llama", dp=2, zero=0)]), ids=str)
+@pytest.mark.parametrize(
+    "case", but_first([Case("mpt", dp=2, pp=2), Case("gpt", dp=4), Case("llama", dp=2, zero=0)]), ids=str
+)
 def test_training_stays_within_the_rounding_of_gradients(ranks: RankPool, case: Case) -> None:
     full, narrow = (ranks.run(case.world_size, _losses, case, wire) for wire in ("full", "bf16"))
     assert narrow[0] != full[0] and narrow[0][0][0] == full[0][0][0]  # the first loss comes before any sum
     assert all(reply == narrow[0] for reply in narrow)
-    assert narrow[0][0][1] == pytest.approx(full[0][0][1], rel=1e-3)  # the first norm: rounding errors of 4e-3 average out
+    # the first norm: rounding errors of 4e-3 average out
+    assert narrow[0][0][1] == pytest.approx(full[0][0][1], rel=1e-3)
     # Adam's first steps have the size of the learning rate whatever the gradient's, which makes much of little
     assert [loss for loss, _ in narrow[0]] == pytest.approx([loss for loss, _ in full[0]], rel=5e-3)
     assert [norm for _, norm in narrow[0]] == pytest.approx([norm for _, norm in full[0]], rel=5e-2)

@@ -1,4 +1,6 @@
-"""Overlap changes nothing but time: each switch gives the same bits, in every kind of layout, and really leaves something under way."""
+"""Overlap changes nothing but time: each switch gives the same bits, in every kind of layout, and really leaves
+something under way.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,11 @@ class Outcome(NamedTuple):
 def _config(case: Case, comm: dict[str, Any], dtype: str) -> RunConfig:
     config = case.config(dtype)
     return config.model_copy(
-        update={"comm": config.comm.model_copy(update={"transport": case.transport, "bucket_elements": SMALL_BUCKETS, **comm})}
+        update={
+            "comm": config.comm.model_copy(
+                update={"transport": case.transport, "bucket_elements": SMALL_BUCKETS, **comm}
+            )
+        }
     )
 
 
@@ -60,7 +66,8 @@ def _state(rank: int, case: Case, comm: dict[str, Any], dtype: str = "fp32") -> 
 
 def _three_steps(rank: int, case: Case, comm: dict[str, Any], dtype: str = "fp32") -> Outcome:
     state = _state(rank, case, comm, dtype)
-    numbers, under_way = [], 0
+    numbers = []
+    under_way = 0
     for step in range(3):
         result = train_step(state)
         numbers += [result.loss, result.gradient_norm]
@@ -78,7 +85,9 @@ def _assert_same_bits(ours: list[Outcome], theirs: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("case", but_first(LAYOUTS[3:] + LAYOUTS[:3]), ids=str)
 def test_overlapping_the_weights_changes_no_bit(ranks: RankPool, case: Case) -> None:
-    waited, overlapped = (ranks.run(case.world_size, _three_steps, case, {"overlap_weights": on}) for on in (False, True))
+    waited, overlapped = (
+        ranks.run(case.world_size, _three_steps, case, {"overlap_weights": on}) for on in (False, True)
+    )
     _assert_same_bits(overlapped, waited)
     assert all(outcome.under_way == 0 for outcome in waited)
     for outcome in overlapped:  # without ZeRO there is nothing to gather
@@ -167,7 +176,8 @@ def test_posting_receives_ahead_changes_no_bit(ranks: RankPool, case: Case) -> N
 def test_tensor_chunks_stay_within_rounding(
     ranks: RankPool, dtype: str, chunks: int, recompute: str, sequence_parallel: bool, tolerance: float
 ) -> None:
-    """Sums go over the same ranks in the same order, but a library's product may round otherwise for another number of rows:
+    """Sums go over the same ranks in the same order, but a library's product may round otherwise for another number of
+    rows:
     a few units in the last place, 1e-16, 6e-8 and 4e-3, which the model amplifies."""
     case = Case("gpt", tp=2, sequence_parallel=sequence_parallel, recompute=recompute)
     whole, cut = (ranks.run(2, _three_steps, case, {"tensor_chunks": count}, dtype) for count in (1, chunks))
@@ -184,7 +194,9 @@ def test_chunks_must_divide_a_ranks_part_of_the_sequence() -> None:
 
 
 class Traced(NamedTuple):
-    """A switch, the call that it hides, and what a rank turns to while such a call is under way: another action, or the next chunk's call."""
+    """A switch, the call that it hides, and what a rank turns to while such a call is under way: another action, or
+    the next chunk's call.
+    """
 
     case: Case
     on: dict[str, Any]
@@ -194,16 +206,29 @@ class Traced(NamedTuple):
 
 
 TRACED = {
-    "gradients": Traced(Case("llama", dp=2), {"overlap_gradients": True}, {"overlap_gradients": False}, "dp reduce_scatter", "compute"),
-    "weights": Traced(Case("llama", dp=2), {"overlap_weights": True}, {"overlap_weights": False}, "dp all_gather", "compute"),
-    "messages": Traced(Case("llama", pp=2), {"overlap_messages": True}, {"overlap_messages": False}, "pp.backward recv", "compute"),
-    "chunks": Traced(Case("llama", tp=2, sequence_parallel=True), {"tensor_chunks": 3}, {"tensor_chunks": 1}, "tp all_gather", "in flight"),
+    "gradients": Traced(
+        Case("llama", dp=2), {"overlap_gradients": True}, {"overlap_gradients": False}, "dp reduce_scatter", "compute"
+    ),
+    "weights": Traced(
+        Case("llama", dp=2), {"overlap_weights": True}, {"overlap_weights": False}, "dp all_gather", "compute"
+    ),
+    "messages": Traced(
+        Case("llama", pp=2), {"overlap_messages": True}, {"overlap_messages": False}, "pp.backward recv", "compute"
+    ),
+    "chunks": Traced(
+        Case("llama", tp=2, sequence_parallel=True),
+        {"tensor_chunks": 3},
+        {"tensor_chunks": 1},
+        "tp all_gather",
+        "in flight",
+    ),
     "sums": Traced(Case("llama", tp=2), {"tensor_chunks": 3}, {"tensor_chunks": 1}, "tp all_reduce", "in flight"),
 }
 
 
 def _two_steps(rank: int, case: Case, comm: dict[str, Any]) -> Timeline:
-    state, timeline = _state(rank, case, comm), Timeline(rank)
+    state = _state(rank, case, comm)
+    timeline = Timeline(rank)
     timeline.attach(state.mesh.ledger)
     state.pipeline.on_action = lambda action: timeline.at(action.kind.name.lower() if action else "")
     train_step(state)
@@ -215,7 +240,11 @@ def _two_steps(rank: int, case: Case, comm: dict[str, Any]) -> Timeline:
 def _crossed(path: Path, call: str, beside: str) -> int:
     """How often rank 0 of a Chrome trace turned to something on the row `beside` while a `call` was under way."""
     bars = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
-    flights = [(bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["tid"] == ROWS.index("in flight") and bar["name"] == call]
+    flights = [
+        (bar["ts"], bar["ts"] + bar["dur"])
+        for bar in bars
+        if bar["tid"] == ROWS.index("in flight") and bar["name"] == call
+    ]
     turning = [bar for bar in bars if bar["tid"] == ROWS.index(beside) and (beside == "compute" or bar["name"] == call)]
     turns = [bar["ts"] for bar in turning] + [bar["ts"] + bar["dur"] for bar in turning if beside == "compute"]
     assert flights and turns

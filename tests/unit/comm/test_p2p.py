@@ -1,4 +1,6 @@
-"""Pipeline messages where the CPU's transports hide what RCCL does: streams that are opened by both hosts, and sends that end late."""
+"""Pipeline messages where the CPU's transports hide what RCCL does: streams that are opened by both hosts, and sends
+that end late.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from torch import Tensor
 from frontier_llm.comm import Axis, Sends
 from frontier_llm.schedule import Placement, Schedule, build, forward_only, posted_ahead
 
-SCHEDULES = [(name, pp, m, 2 if name == "interleaved" else 1)
-             for name in ("gpipe", "1f1b", "zb-h1", "interleaved") for pp in (2, 3, 4, 8) for m in (1, 2, 2 * pp + 1)]  # fmt: skip
+SCHEDULES = [
+    (name, pp, m, 2 if name == "interleaved" else 1)
+    for name in ("gpipe", "1f1b", "zb-h1", "interleaved")
+    for pp in (2, 3, 4, 8)
+    for m in (1, 2, 2 * pp + 1)
+]
 
 Stream = tuple[str, int, int]  # channel and the two stages
 
@@ -35,7 +41,8 @@ def _opening(placement: Placement, stage: int) -> list[Stream]:
 
 def _meet(hosts: list[list[Stream]]) -> set[int]:
     """Stages whose hosts never get to the end, when the first use of a stream waits for the other end's first use."""
-    queues, opened = [list(reversed(calls)) for calls in hosts], set[Stream]()
+    queues = [list(reversed(calls)) for calls in hosts]
+    opened = set[Stream]()
     while True:
         for queue in queues:
             while queue and queue[-1] in opened:
@@ -96,7 +103,8 @@ class _Channel:
 
 def test_a_send_that_is_done_lets_go_of_its_tensor_long_before_the_limit() -> None:
     """A limit of 130 messages, as 64 stages have, would otherwise hold 130 activations."""
-    group, sends = _Channel(), Sends(limit=130)
+    group = _Channel()
+    sends = Sends(limit=130)
     axis = Axis("pp.forward", 0, 2, (0, 1), group)  # type: ignore[arg-type]
     held = []
     for _ in range(3):
@@ -108,12 +116,15 @@ def test_a_send_that_is_done_lets_go_of_its_tensor_long_before_the_limit() -> No
     group.works[0].taken = group.works[2].taken = True
     sends.start(torch.zeros(8), axis, 1)
     assert held[0]() is None
-    assert held[1]() is not None and held[2]() is not None, "a later one may be done before an earlier one; they are let go in order"
+    assert held[1]() is not None and held[2]() is not None, (
+        "a later one may be done before an earlier one; they are let go in order"
+    )
     assert not group.works[1].waited
 
 
 def test_at_the_limit_the_oldest_is_waited_for() -> None:
-    group, sends = _Channel(), Sends(limit=2)
+    group = _Channel()
+    sends = Sends(limit=2)
     axis = Axis("pp.forward", 0, 2, (0, 1), group)  # type: ignore[arg-type]
     for _ in range(3):
         sends.start(torch.zeros(8), axis, 1)

@@ -1,4 +1,6 @@
-"""What torch is asked for where ranks have GPUs. Stand-ins with the signatures of the installed torch record it: no RCCL runs here."""
+"""What torch is asked for where ranks have GPUs. Stand-ins with the signatures of the installed torch record it: no
+RCCL runs here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from frontier_llm.experiments.measure.links import _ping_pong
 from frontier_llm.schedule import round_robin
 from frontier_llm.topology import Grid
 
-RANK, GPU = 5, 3
+RANK = 5
+GPU = 3
 CALLS = [
     "init_process_group",
     "new_group",
@@ -42,10 +45,13 @@ CALLS = [
 
 @pytest.fixture
 def asked() -> Iterator[SimpleNamespace]:
-    """torch.distributed as rank RANK of a world on RCCL sees it; a call that the real one would not take is a TypeError."""
+    """torch.distributed as rank RANK of a world on RCCL sees it; a call that the real one would not take is a
+    TypeError.
+    """
     stands_in = {name: create_autospec(getattr(dist, name)) for name in CALLS}
     stands_in |= {name: create_autospec(getattr(group, name)) for name in ("_all_gather", "_reduce_scatter")}
-    stands_in["get_backend"].return_value, stands_in["get_rank"].return_value = "nccl", RANK
+    stands_in["get_backend"].return_value = "nccl"
+    stands_in["get_rank"].return_value = RANK
     stands_in["new_group"].side_effect = lambda ranks=None, **_: f"group of {ranks}"
     stands_in["batch_isend_irecv"].return_value = [MagicMock()]
     with ExitStack() as stack:
@@ -60,12 +66,20 @@ def asked() -> Iterator[SimpleNamespace]:
 def test_no_communicator_is_made_before_it_is_used(asked: SimpleNamespace) -> None:
     """`device_id` would make torch open the world's at once, and every smaller one by splitting it."""
     store = dist.HashStore()
-    with patch.object(dist, "is_backend_available", lambda name: True), patch.object(groups, "join_store", lambda *_: store):
+    with (
+        patch.object(dist, "is_backend_available", lambda name: True),
+        patch.object(groups, "join_store", lambda *_: store),
+    ):
         connect(RANK, 16, Meeting("n0", 1234, 0, 8), "nccl", 30.0)
     call = inspect.signature(dist.init_process_group).bind(
         *asked.init_process_group.call_args.args, **asked.init_process_group.call_args.kwargs
     )
-    assert (call.arguments["backend"], call.arguments["store"], call.arguments["rank"], call.arguments["world_size"]) == (
+    assert (
+        call.arguments["backend"],
+        call.arguments["store"],
+        call.arguments["rank"],
+        call.arguments["world_size"],
+    ) == (
         "nccl",
         store,
         RANK,
@@ -75,17 +89,27 @@ def test_no_communicator_is_made_before_it_is_used(asked: SimpleNamespace) -> No
 
 
 def test_a_rank_makes_the_groups_that_it_is_in_and_no_other(asked: SimpleNamespace) -> None:
-    mesh = build_mesh(Grid(2, 4, 2), RANK, round_robin(4, 2), tied_embeddings=True, comm=CommConfig(timeouts_s={"dp": 7.0}))
+    mesh = build_mesh(
+        Grid(2, 4, 2), RANK, round_robin(4, 2), tied_embeddings=True, comm=CommConfig(timeouts_s={"dp": 7.0})
+    )
     made = {tuple(call.args[0]): call.kwargs for call in asked.new_group.call_args_list}
     assert all(RANK in ranks and options["use_local_synchronization"] for ranks, options in made.items())
-    assert set(made) == {mesh.tp.ranks, mesh.pp.ranks, mesh.dp.ranks, mesh.world.ranks, (RANK,)}  # it holds no end of the tied embedding
-    assert made[mesh.dp.ranks]["timeout"].total_seconds() == 7.0 and made[mesh.tp.ranks]["timeout"].total_seconds() == 600.0
+    # it holds no end of the tied embedding
+    assert set(made) == {mesh.tp.ranks, mesh.pp.ranks, mesh.dp.ranks, mesh.world.ranks, (RANK,)}
+    assert (
+        made[mesh.dp.ranks]["timeout"].total_seconds() == 7.0
+        and made[mesh.tp.ranks]["timeout"].total_seconds() == 600.0
+    )
     assert asked.new_group.call_count == 5 + len(mesh.channels) and len(mesh.channels) == 4
-    assert all(isinstance(axis.group, TorchGroup) for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.world, *mesh.channels.values()))
+    assert all(
+        isinstance(axis.group, TorchGroup) for axis in (mesh.tp, mesh.pp, mesh.dp, mesh.world, *mesh.channels.values())
+    )
     # each is used once at the start, on its device; pp itself carries nothing in training
     assert [call.args[0] for call in asked.warm_up.call_args_list] == ["tp", "dp", "world"]
     assert [call.args[1] for call in asked.first_use.call_args_list] == [axis.name for axis in mesh.channels.values()]
-    assert all(call.args[3] == torch.device("cuda") for call in asked.warm_up.call_args_list + asked.first_use.call_args_list)
+    assert all(
+        call.args[3] == torch.device("cuda") for call in asked.warm_up.call_args_list + asked.first_use.call_args_list
+    )
 
 
 def test_mpi_makes_its_groups_by_all_ranks_at_once(asked: SimpleNamespace) -> None:
@@ -101,35 +125,51 @@ def test_memory_is_not_shared_between_gpus(asked: SimpleNamespace) -> None:
 
 def test_collectives_are_asked_for_as_this_torch_takes_them(asked: SimpleNamespace) -> None:
     ranks = (1, RANK, 9)
-    axis_group, x = TorchGroup("the group", ranks, "dp"), torch.zeros(6)
+    axis_group = TorchGroup("the group", ranks, "dp")
+    x = torch.zeros(6)
     axis_group.start_all_reduce_(x, "max").wait()
     axis_group.start_all_gather_into(x, x[:2]).wait()
     axis_group.start_reduce_scatter_into(x[:2], x).wait()
     axis_group.start_all_to_all_into(torch.empty(6), x).wait()
     axis_group.start_broadcast_(x, 2).wait()
     axis_group.start_barrier().wait()
-    collectives = (asked.all_reduce, asked.all_gather, asked.reduce_scatter, asked.all_to_all_single, asked.broadcast, asked.barrier)
+    collectives = (
+        asked.all_reduce,
+        asked.all_gather,
+        asked.reduce_scatter,
+        asked.all_to_all_single,
+        asked.broadcast,
+        asked.barrier,
+    )
     for stand_in in collectives:
         assert stand_in.call_args.kwargs["group"] == "the group" and stand_in.call_args.kwargs["async_op"] is True
         assert stand_in.return_value.wait.call_count == 1
     assert asked.broadcast.call_args.kwargs["src"] == 9, "a global rank"
-    assert asked.barrier.call_args.kwargs["device_ids"] == [GPU], "else torch takes the GPU of the rank's number on its node"
+    assert asked.barrier.call_args.kwargs["device_ids"] == [GPU], (
+        "else torch takes the GPU of the rank's number on its node"
+    )
 
 
 def test_messages_go_to_global_ranks_and_an_exchange_is_one_batch(asked: SimpleNamespace) -> None:
-    axis_group, x, y = TorchGroup("the group", (1, RANK, 9), "dp.rail"), torch.zeros(2), torch.ones(2)
+    axis_group = TorchGroup("the group", (1, RANK, 9), "dp.rail")
+    x = torch.zeros(2)
+    y = torch.ones(2)
     axis_group.send(x, 2).wait()
     axis_group.receive(y, 0).wait()
     assert asked.isend.call_args.args == (x, 9) and asked.irecv.call_args.args == (y, 1)
     axis_group.exchange(x, 2, y, 0).wait()
     (operations,) = asked.batch_isend_irecv.call_args.args
-    assert len(operations) == 2 and asked.isend.call_count == asked.irecv.call_count == 1, "nothing goes beside the batch"
+    assert len(operations) == 2 and asked.isend.call_count == asked.irecv.call_count == 1, (
+        "nothing goes beside the batch"
+    )
     assert [call.args[2:] for call in asked.P2POp.call_args_list] == [(9, "the group"), (1, "the group")]
     asked.batch_isend_irecv.return_value[0].wait.assert_called_once()
 
 
 class _PairStream:
-    """Notes the order of a rank's messages with one peer: RCCL has one stream for both directions, and runs them in this order."""
+    """Notes the order of a rank's messages with one peer: RCCL has one stream for both directions, and runs them in
+    this order.
+    """
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -151,7 +191,8 @@ def test_there_and_back_ends_on_one_stream_per_pair() -> None:
 
 
 def test_the_recorder_of_rccl_is_dumped_and_not_gloos(asked: SimpleNamespace, tmp_path: Path) -> None:
-    mesh, c10d = build_mesh(Grid(2, 1, 4), RANK), torch._C._distributed_c10d
+    mesh = build_mesh(Grid(2, 1, 4), RANK)
+    c10d = torch._C._distributed_c10d
     with (
         patch.object(dist, "is_initialized", lambda: True),
         patch.object(c10d, "_dump_nccl_trace_json", lambda: b'{"entries": ["of the GPU"]}', create=True),

@@ -36,7 +36,9 @@ from frontier_llm.topology import Grid
 from tests.harness.marks import but_first
 from tests.harness.pool import RankError, RankPool
 
-pytestmark = pytest.mark.skipif(bool(host_memory.why_unavailable()), reason=host_memory.why_unavailable() or "available")
+pytestmark = pytest.mark.skipif(
+    bool(host_memory.why_unavailable()), reason=host_memory.why_unavailable() or "available"
+)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 SIZES = (1, 1000, 8193, 300_007)  # up to several steps of a slot, never a multiple of one
@@ -77,14 +79,22 @@ def _check_values(rank: int, size: int) -> int:
             everyone = [_contribution(peer, elements, dtype) for peer in range(size)]
             mine = everyone[rank]
             assert torch.equal(all_reduce_(mine.clone(), axis), _summed(everyone)), (dtype, elements, "sum")
-            assert torch.equal(all_reduce_(mine.clone(), axis, "max"), torch.stack(everyone).amax(0)), (dtype, elements, "max")
+            assert torch.equal(all_reduce_(mine.clone(), axis, "max"), torch.stack(everyone).amax(0)), (
+                dtype,
+                elements,
+                "max",
+            )
             assert torch.equal(all_gather(mine, axis), torch.cat(everyone)), (dtype, elements, "gather")
             whole = [_contribution(peer, elements * size, dtype) for peer in range(size)]
             expected = _summed(whole).chunk(size)[rank]
             assert torch.equal(reduce_scatter(whole[rank], axis), expected), (dtype, elements, "reduce-scatter")
             arriving = torch.empty_like(whole[rank])
             start_all_to_all_into(arriving, whole[rank], axis).wait()
-            assert torch.equal(arriving, torch.cat([other.chunk(size)[rank] for other in whole])), (dtype, elements, "all-to-all")
+            assert torch.equal(arriving, torch.cat([other.chunk(size)[rank] for other in whole])), (
+                dtype,
+                elements,
+                "all-to-all",
+            )
             source = elements % size
             assert torch.equal(broadcast_(mine.clone(), axis, source), everyone[source]), (dtype, elements, "broadcast")
             checked += 1
@@ -105,7 +115,11 @@ def _check_special_values(rank: int) -> None:
         for op, expected in (("sum", special.to(dtype) + 1), ("max", torch.maximum(special, torch.ones(4)).to(dtype))):
             for operand in (x, y):
                 result = all_reduce_(operand.clone(), axis, op)
-                assert torch.equal(result.isnan(), expected.isnan()) and torch.equal(result[1:], expected[1:]), (dtype, op, result)
+                assert torch.equal(result.isnan(), expected.isnan()) and torch.equal(result[1:], expected[1:]), (
+                    dtype,
+                    op,
+                    result,
+                )
 
 
 def test_nan_and_infinity_pass_through(ranks: RankPool) -> None:
@@ -133,13 +147,17 @@ def _check_overlap(rank: int, size: int) -> None:
     axis = _axis(rank, size)
     for round_number in range(4):
         elements = [10, 300_000, 1, 70_000, 4000, 200_000]
-        parts = [[_contribution(peer + 7 * round_number, n * size, torch.float32) for peer in range(size)] for n in elements]
+        parts = [
+            [_contribution(peer + 7 * round_number, n * size, torch.float32) for peer in range(size)] for n in elements
+        ]
         if (round_number + rank) % size == 0:
             time.sleep(0.005)
         reduced = [part[rank].clone() for part in parts]
         started = []
         for index in range(len(elements)):
-            started.append((start_all_reduce_(reduced[index], axis), *reversed(start_reduce_scatter(parts[index][rank], axis))))
+            started.append(
+                (start_all_reduce_(reduced[index], axis), *reversed(start_reduce_scatter(parts[index][rank], axis)))
+            )
         for index in (3, 0, 5, 1, 2, 4):
             first, second, scattered = started[index]
             second.wait()
@@ -181,25 +199,42 @@ def _check_overlapping_groups(rank: int) -> list[float]:
     }
     for round_number in range(50):
         values = [torch.full((5000,), float(10**rank + round_number)) for _ in range(3)]
-        pending = [start_all_reduce_(value, axis) for value, axis in zip(values, (mesh.tp, mesh.dp, mesh.world), strict=True)]
+        pending = [
+            start_all_reduce_(value, axis) for value, axis in zip(values, (mesh.tp, mesh.dp, mesh.world), strict=True)
+        ]
         for work in reversed(pending):
             work.wait()
-    return [float(value[0]) - 49 * axis.size for value, axis in zip(values, (mesh.tp, mesh.dp, mesh.world), strict=True)]
+    return [
+        float(value[0]) - 49 * axis.size for value, axis in zip(values, (mesh.tp, mesh.dp, mesh.world), strict=True)
+    ]
 
 
 def test_groups_that_overlap_do_not_mix(ranks: RankPool) -> None:
-    assert ranks.run(4, _check_overlapping_groups) == [[11, 101, 1111], [11, 1010, 1111], [1100, 101, 1111], [1100, 1010, 1111]]
+    assert ranks.run(4, _check_overlapping_groups) == [
+        [11, 101, 1111],
+        [11, 1010, 1111],
+        [1100, 101, 1111],
+        [1100, 1010, 1111],
+    ]
 
 
 def _check_messages(rank: int, size: int) -> None:
     """Many messages around the ring, received late; sizes that wrap the arena; two channels at once."""
-    mesh = build_mesh(Grid(1, size, 1), rank, placement=round_robin(size, 2), timeout_s=30.0, comm=CommConfig(transport="shm"))
-    after, before = (rank + 1) % size, (rank - 1) % size
-    forward, wrap = mesh.channels["forward"], mesh.channels["forward-wrap"]
+    mesh = build_mesh(
+        Grid(1, size, 1), rank, placement=round_robin(size, 2), timeout_s=30.0, comm=CommConfig(transport="shm")
+    )
+    after = (rank + 1) % size
+    before = (rank - 1) % size
+    forward = mesh.channels["forward"]
+    wrap = mesh.channels["forward-wrap"]
     assert forward.group is not None and wrap.group is not None
     shapes = [(1,), (40_000, 3), (7,), (2048, 512), (0,)] * 6
     for _ in range(2):
-        receives = [(post_receive(shape, torch.float32, torch.device("cpu"), c, before), c) for shape in shapes for c in (forward, wrap)]
+        receives = [
+            (post_receive(shape, torch.float32, torch.device("cpu"), c, before), c)
+            for shape in shapes
+            for c in (forward, wrap)
+        ]
         for index, shape in enumerate(shapes):
             forward.group.send(torch.full(shape, rank + index / 100), after).wait()
             wrap.group.send(torch.full(shape, -rank - index / 100), after).wait()
@@ -218,7 +253,9 @@ def test_messages_arrive_in_order_on_each_channel(ranks: RankPool, size: int) ->
 
 def _lag_by_more_than_an_arena(rank: int) -> None:
     """The sender must wait when the arena is full, and the arena must be used round and round."""
-    shm.ARENA_BYTES, shm.PIECE_BYTES = 1 << 20, 1 << 17  # this process serves other tests too: restored below
+    # this process serves other tests too: restored below
+    shm.ARENA_BYTES = 1 << 20
+    shm.PIECE_BYTES = 1 << 17
     try:
         axis = _axis(rank, 2)
         assert axis.group is not None
@@ -233,7 +270,8 @@ def _lag_by_more_than_an_arena(rank: int) -> None:
                 assert torch.equal(x, torch.full((elements,), float(number)))
         barrier(axis)
     finally:
-        shm.ARENA_BYTES, shm.PIECE_BYTES = 1 << 30, 1 << 27
+        shm.ARENA_BYTES = 1 << 30
+        shm.PIECE_BYTES = 1 << 27
 
 
 def test_a_full_arena_makes_the_sender_wait(ranks: RankPool) -> None:
@@ -253,9 +291,12 @@ def _time_out(rank: int, told: str) -> str:
 
 def test_a_silent_peer_is_named_after_the_time_out(ranks: RankPool, tmp_path: Path) -> None:
     message = ranks.run(2, _time_out, str(tmp_path / "told"))[0]
-    assert "axis tp" in message and "rank 1 of axis tp (global rank 1)" in message and "within 3 s" in message and "[2, 1]" in message, (
-        message
-    )
+    assert (
+        "axis tp" in message
+        and "rank 1 of axis tp (global rank 1)" in message
+        and "within 3 s" in message
+        and "[2, 1]" in message
+    ), message
 
 
 def _die(rank: int) -> str:
@@ -268,7 +309,8 @@ def _die(rank: int) -> str:
         while True:
             all_reduce_(torch.ones(1000), axis)
     except RankFailure as error:
-        raise AssertionError(f"{error.problems[0].what} after {time.monotonic() - start_s:.2f} s") from error  # the pool shows one line
+        # the pool shows one line
+        raise AssertionError(f"{error.problems[0].what} after {time.monotonic() - start_s:.2f} s") from error
 
 
 def test_a_killed_peer_is_named_at_once_and_leaves_no_file(ranks: RankPool) -> None:
@@ -278,7 +320,9 @@ def test_a_killed_peer_is_named_at_once_and_leaves_no_file(ranks: RankPool) -> N
     message = str(caught.value)
     assert "rank 2 of axis tp (global rank 2) has died" in message
     assert min(float(seconds) for seconds in re.findall(r"after (\d+\.\d+) s", message)) < 5.0
-    assert {name for name in set(os.listdir(host_memory.MEMORY_DIR)) - before if name.startswith("frontier-llm")} == set()
+    assert {
+        name for name in set(os.listdir(host_memory.MEMORY_DIR)) - before if name.startswith("frontier-llm")
+    } == set()
 
 
 def _come_late(rank: int) -> float:

@@ -1,4 +1,6 @@
-"""TCPStore in a process of its own: it outlives rank 0, ends with the last rank, and each question to it has a time limit."""
+"""TCPStore in a process of its own: it outlives rank 0, ends with the last rank, and each question to it has a time
+limit.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ class Rank0:
         command = [sys.executable, "-c", RANK_0, str(self.port), what]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.say, self.hear = self.process.stdin, self.process.stdout
+        self.say = self.process.stdin
+        self.hear = self.process.stdout
         self.server = int(self.hear.readline())
 
     def joined_by_rank_1(self) -> dist.Store:
@@ -163,7 +166,9 @@ def test_the_store_of_another_job_is_not_joined(rank_0: Callable[..., Rank0]) ->
 def test_a_port_on_which_something_else_listens_ends_in_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         meeting = Meeting("127.0.0.1", silent.getsockname()[1], 0, 2, lambda: SECRET)
-        with pytest.raises(dist.DistStoreError, match=r"no store of this job within 1 s: .*does not answer as torch's store"):
+        with pytest.raises(
+            dist.DistStoreError, match=r"no store of this job within 1 s: .*does not answer as torch's store"
+        ):
             join_store(1, 2, meeting, 1.0)
         with pytest.raises(OSError, match="Address already in use"):
             join_store(0, 2, meeting, 1.0)
@@ -192,10 +197,16 @@ def test_the_limit_of_open_files_is_raised_or_refused_with_the_figure() -> None:
 
 
 def test_rank_0_is_told_that_the_store_s_process_may_not_open_enough_files() -> None:
-    rank = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (2000, 2000)); from frontier_llm.comm import Meeting, rendezvous; "
+    rank = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (2000, 2000)); from frontier_llm.comm import "
+        "Meeting, rendezvous; "
+    )
     rank += f"rendezvous.join_store(0, 1000, Meeting('127.0.0.1', {free_port()}, 0, 1000), {START_S})"
     done = subprocess.run([sys.executable, "-c", rank], capture_output=True, text=True, check=False)
-    assert "BackendError: comm.store: a process may open 2000 files here, and the store needs 5024: up to 4000 connections" in done.stderr
+    assert (
+        "BackendError: comm.store: a process may open 2000 files here, and the store needs 5024: up to 4000 connections"
+        in done.stderr
+    )
 
 
 def test_heartbeats_go_on_while_the_main_thread_holds_the_interpreter_lock(rank_0: Callable[..., Rank0]) -> None:
@@ -246,10 +257,16 @@ def test_a_store_that_is_gone_ends_the_heartbeats(rank_0: Callable[..., Rank0]) 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("store", "waits"), [("torch", False), thorough("authenticated", True)])
 def test_a_poller_in_cpp_beside_a_main_thread_that_holds_the_lock(store: str, waits: bool) -> None:
-    """As RCCL's monitor and watchdog threads ask. The authenticated store is written in Python, so it waits for the lock."""
+    """As RCCL's monitor and watchdog threads ask. The authenticated store is written in Python, so it waits for the
+    lock.
+    """
     script = Path(__file__).parents[3] / "scripts" / "bench_store.py"
     done = subprocess.run(
-        [sys.executable, str(script), "lock", "--store", store, "--hold-s", "4"], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, str(script), "lock", "--store", store, "--hold-s", "4"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     (row,) = json.loads(done.stdout)["pollers"]
     assert (row["worst_check_s"] > 3.0) == waits and (row["worst_check_s"] < 2.0) != waits

@@ -1,4 +1,6 @@
-"""Stragglers are named in time and never wrongly: on simulated step times with noise, and on real ranks with one that sleeps."""
+"""Stragglers are named in time and never wrongly: on simulated step times with noise, and on real ranks with one
+that sleeps.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,13 @@ def test_no_false_alarm_in_500_simulated_intervals(ranks: int, stages: int, seed
 
 @pytest.mark.parametrize(("ranks", "stages"), [(64, 4), (8, 8), (2, 1), (16, 1)])
 @pytest.mark.parametrize("delay_s", [0.2, 1.0])
-def test_a_simulated_straggler_is_named_in_its_second_interval_and_once(ranks: int, stages: int, delay_s: float) -> None:
+def test_a_simulated_straggler_is_named_in_its_second_interval_and_once(
+    ranks: int, stages: int, delay_s: float
+) -> None:
     generator = np.random.default_rng(7)
     detector = StragglerDetector([rank * stages // ranks for rank in range(ranks)])
-    slow, begin = ranks // 2, 5
+    slow = ranks // 2
+    begin = 5
     named: list[tuple[int, Straggler]] = []
     for interval in range(20):
         busy = _samples(generator, ranks)
@@ -54,7 +59,9 @@ def test_a_simulated_straggler_is_named_in_its_second_interval_and_once(ranks: i
 def test_a_rank_that_recovers_can_be_named_again() -> None:
     detector = StragglerDetector([0] * 4)
     phases = [0.0, 0.5, 0.0, 0.5, 0.5, 0.5, 0.0, 0.5, 0.5]
-    named = [interval for interval, extra in enumerate(phases) for _ in detector.compare([1.0, 1.0 + extra, 1.001, 0.999])]
+    named = [
+        interval for interval, extra in enumerate(phases) for _ in detector.compare([1.0, 1.0 + extra, 1.001, 0.999])
+    ]
     assert named == [4, 8]
 
 
@@ -67,13 +74,16 @@ def test_a_machine_that_slows_down_is_no_straggler(ranks: int, stages: int) -> N
 
 
 def _train_with_a_sleeper(rank: int, steps: int, begin: int) -> tuple[list[tuple[int, int, str]], list[int]]:
-    """Real ranks whose compute is a sleep of 20 ms; from `begin` on rank 2 sleeps 200 ms more, and everyone waits for it.
+    """Real ranks whose compute is a sleep of 20 ms; from `begin` on rank 2 sleeps 200 ms more, and everyone waits for
+    it.
 
     (step, rank and host of the named, steps in which the watch has communicated).
     """
     grid = Grid(1, 1, 4)
     mesh = build_mesh(grid, rank, timeout_s=30.0)
-    watch, named, talked = StragglerWatch(mesh, grid, torch.device("cpu"), f"n{rank}", 10), [], []
+    watch = StragglerWatch(mesh, grid, torch.device("cpu"), f"n{rank}", 10)
+    named = []
+    talked = []
     for step in range(steps):
         before = mesh.ledger.calls["world", "all_gather"]
         with watch.step() as found:

@@ -1,4 +1,6 @@
-"""Overlap changes nothing but time: equal bits with and without; and the timeline says what was hidden and what exposed."""
+"""Overlap changes nothing but time: equal bits with and without; and the timeline says what was hidden and what
+exposed.
+"""
 
 from __future__ import annotations
 
@@ -37,26 +39,38 @@ def _record(rank: int) -> Timeline:
 
 
 def test_exposed_and_hidden(ranks: RankPool, tmp_path: Path) -> None:
-    """Only bounds that hold however busy the machine is: a sleep is not shorter than asked for, and a wait is counted as one."""
+    """Only bounds that hold however busy the machine is: a sleep is not shorter than asked for, and a wait is
+    counted as one.
+    """
     timelines = ranks.run(2, _record)
     for timeline in timelines:
         spent = timeline.exposed_and_hidden_s()
         assert spent["world all_reduce"][1] >= 0.06
         for name, (exposed_s, _) in spent.items():
-            blocked = [interval for interval in timeline.intervals if interval.row == "blocked" and interval.name == name]
+            blocked = [
+                interval for interval in timeline.intervals if interval.row == "blocked" and interval.name == name
+            ]
             assert len(blocked) == 2, "in its start and in its end"
             assert exposed_s == pytest.approx(sum(interval.end - interval.begin for interval in blocked))
     assert [interval.name for interval in timelines[0].intervals if interval.row == "compute"] == ["exposed", "hidden"]
     write_chrome_trace(tmp_path / "trace.json", timelines)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1} and all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    assert {event["pid"] for event in events} == {0, 1} and all(
+        event["dur"] >= 0 for event in events if event["ph"] == "X"
+    )
     draw(tmp_path / "trace.png", timelines)
     assert (tmp_path / "trace.png").stat().st_size > 1000
 
 
 def test_calls_that_overlap_count_once() -> None:
     timeline = Timeline(0)
-    spans = (("in flight", 0.0, 2.0), ("in flight", 1.0, 3.0), ("in flight", 1.2, 1.4), ("in flight", 5.0, 6.0), ("blocked", 2.5, 3.0))
+    spans = (
+        ("in flight", 0.0, 2.0),
+        ("in flight", 1.0, 3.0),
+        ("in flight", 1.2, 1.4),
+        ("in flight", 5.0, 6.0),
+        ("blocked", 2.5, 3.0),
+    )
     timeline.intervals = [Interval(row, "dp all_gather", begin, end) for row, begin, end in spans]
     assert timeline.exposed_and_hidden_s() == {"dp all_gather": (0.5, 3.5)}
 
@@ -67,7 +81,9 @@ class _Source:
     reset_at_documents = masks_targets = False
 
     def __init__(self, rank: int, vocabulary: int, length: int) -> None:
-        self._rank, self._vocabulary, self._length = rank, vocabulary, length
+        self._rank = rank
+        self._vocabulary = vocabulary
+        self._length = length
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
         generator = np.random.default_rng([step, index, self._rank])
@@ -75,11 +91,19 @@ class _Source:
 
 
 def _losses(rank: int, overlap: bool) -> list[tuple[float, float]]:
-    content = ["parallel.data=2", "batch.global_batch=4", "batch.micro_batch=1", "model.layers=2", "model.sequence_length=32"]
+    content = [
+        "parallel.data=2",
+        "batch.global_batch=4",
+        "batch.micro_batch=1",
+        "model.layers=2",
+        "model.sequence_length=32",
+    ]
     config = load_run("bench", [*content, "train.device=cpu", f"comm.overlap_gradients={str(overlap).lower()}"])
     plan = make_plan(config, 2)
     mesh = build_mesh(plan.grid, rank, timeout_s=60.0)
-    state = build_state(config, plan, mesh, torch.device("cpu"), _Source(rank, config.model.vocab_size, config.model.sequence_length))  # type: ignore[arg-type]
+    state = build_state(
+        config, plan, mesh, torch.device("cpu"), _Source(rank, config.model.vocab_size, config.model.sequence_length)
+    )  # type: ignore[arg-type]
     return [(result.loss, result.gradient_norm) for result in (train_step(state) for _ in range(3))]
 
 

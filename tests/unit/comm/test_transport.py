@@ -1,4 +1,6 @@
-"""The transport check on log lines in the formats that RCCL and aws-ofi-nccl print (written here after published logs, not recorded on Frontier)."""
+"""The transport check on log lines in the formats that RCCL and aws-ofi-nccl print (written here after published
+logs, not recorded on Frontier).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def test_a_good_log_passes() -> None:
 
 
 def test_older_plugins_spell_it_differently() -> None:
-    text = "NCCL INFO NET/OFI Using aws-ofi-rccl 1.3.0aws\nNCCL INFO NET/OFI Selected Provider is cxi;ofi_rxm\nNCCL INFO Using network AWS Libfabric\n"
+    text = (
+        "NCCL INFO NET/OFI Using aws-ofi-rccl 1.3.0aws\nNCCL INFO NET/OFI Selected Provider is cxi;ofi_rxm\nNCCL "
+        "INFO Using network AWS Libfabric\n"
+    )
     assert read_transport(text) == TransportInUse("AWS Libfabric", "cxi", "1.3.0aws", 0, 0)
 
 

@@ -17,7 +17,12 @@ VALUES = [None, "zwölf", {"rows": [[1, 2.5], []], "long": "x" * 1000}]
 def _exchange(rank: int) -> tuple[Any, ...]:
     world = build_mesh(Grid(1, 1, 3), rank, timeout_s=30.0).world
     sent = [broadcast_bytes(value if rank == 0 else b"not mine", world, CPU) for value in (b"", b"\0\xff" * 500)]
-    return all_gather_json(VALUES[rank], world, CPU), sent, broadcast_json([rank, "ü"], world, CPU), maximum([rank, -rank], world, CPU)
+    return (
+        all_gather_json(VALUES[rank], world, CPU),
+        sent,
+        broadcast_json([rank, "ü"], world, CPU),
+        maximum([rank, -rank], world, CPU),
+    )
 
 
 def test_every_rank_gets_the_same(ranks: RankPool) -> None:

@@ -35,7 +35,9 @@ def refusal(rank: int, plant: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("axis", "members"), [("dp", "global ranks 2, 3 (2)"), ("pp.backward", "global ranks 1, 3 (2)")])
+@pytest.mark.parametrize(
+    ("axis", "members"), [("dp", "global ranks 2, 3 (2)"), ("pp.backward", "global ranks 1, 3 (2)")]
+)
 def test_a_group_that_hangs_at_its_first_use_is_named(ranks: RankPool, axis: str, members: str) -> None:
     texts = ranks.run(4, refusal, f"comm.warm_up.{axis}@3=sleep:2")
     expected = f"the first communication of axis {axis} among {members} did not end within 1 s"

@@ -31,13 +31,19 @@ def _message_never_sent(rank: int) -> str:
 
 def test_a_message_names_its_peer(ranks: RankPool) -> None:
     message = ranks.run(3, _message_never_sent)[1]
-    assert "recv on axis pp.forward, rank 1 (global rank 1) with rank 0 of axis pp.forward (global rank 0), failed" in message
+    assert (
+        "recv on axis pp.forward, rank 1 (global rank 1) with rank 0 of axis pp.forward (global rank 0), failed"
+        in message
+    )
 
 
 def _own_timeouts(rank: int, transport: str) -> tuple[str, float, str]:
     """Ranks 1 and 2 never come to the collective on dp, whose time-out is short; tp's would be long."""
     mesh = build_mesh(
-        Grid(1, 1, 3), rank, timeout_s=30.0, comm=CommConfig(transport=transport, timeouts_s={"dp": 0.5, "tp": 20.0, "pp": None})
+        Grid(1, 1, 3),
+        rank,
+        timeout_s=30.0,
+        comm=CommConfig(transport=transport, timeouts_s={"dp": 0.5, "tp": 20.0, "pp": None}),
     )  # type: ignore[arg-type]
     barrier(mesh.world)
     if rank:
@@ -50,7 +56,9 @@ def _own_timeouts(rank: int, transport: str) -> tuple[str, float, str]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])
-def test_each_axis_has_its_own_time_out_and_shared_memory_names_all_who_are_missing(ranks: RankPool, transport: str) -> None:
+def test_each_axis_has_its_own_time_out_and_shared_memory_names_all_who_are_missing(
+    ranks: RankPool, transport: str
+) -> None:
     message, elapsed_s, last = ranks.run(3, _own_timeouts, transport)[0]
     assert 0.4 < elapsed_s < 10.0
     assert "all_reduce" in message and "on axis dp, rank 0 (global rank 0) among global ranks 0, 1, 2 (3)" in message
@@ -77,7 +85,13 @@ def test_the_flight_record_shows_the_unfinished_call_last(ranks: RankPool, tmp_p
         record = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert record["reason"] == "a test" and len(record["calls"]) == 512
         last = record["calls"][-1]
-        assert (last["axis"], last["operation"], last["number"], last["bytes"], last["finished"]) == ("tp", "all_reduce", 601, 20, False)
+        assert (last["axis"], last["operation"], last["number"], last["bytes"], last["finished"]) == (
+            "tp",
+            "all_reduce",
+            601,
+            20,
+            False,
+        )
         assert all(call["finished"] for call in record["calls"][:-1])
 
 
@@ -104,7 +118,8 @@ def test_the_latency_of_an_axis_is_that_of_all_its_operations() -> None:
     for operation, us in (("all_reduce", 3), ("all_reduce", 3), ("all_gather", 3), ("all_gather", 1000)):
         ledger.latency["dp", operation].add(us * 1e-6)
     ledger.latency["tp", "all_reduce"].add(100e-6)
-    dp, tp = {"calls": 4, "p50_us": 4, "p99_us": 1024}, {"calls": 1, "p50_us": 128, "p99_us": 128}
+    dp = {"calls": 4, "p50_us": 4, "p99_us": 1024}
+    tp = {"calls": 1, "p50_us": 128, "p99_us": 128}
     assert ledger.latency_by_axis() == {"dp": dp, "tp": tp}
 
 
@@ -116,7 +131,10 @@ def test_nested_calls_have_latencies_of_their_own_but_block_once() -> None:
             with ledger.blocked(ledger.add("dp.rail", "send", 4)):
                 time.sleep(0.01)
     assert sum(ledger.blocked_s.values()) == pytest.approx(outer.blocked_s)
-    assert sum(ledger.latency["dp.rail", "send"].bins) == 2 and ledger.latency["dp", "all_reduce"].quantile_us(0.5) >= 16_384
+    assert (
+        sum(ledger.latency["dp.rail", "send"].bins) == 2
+        and ledger.latency["dp", "all_reduce"].quantile_us(0.5) >= 16_384
+    )
 
 
 def test_a_failed_call_stays_unfinished() -> None:

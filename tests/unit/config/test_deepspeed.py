@@ -82,7 +82,8 @@ def test_every_contradiction_is_named_with_the_run_files_key(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "what"), [("{", "is not JSON"), ("[]", "an object of settings"), ({"zero_optimization": 1}, "an object of settings")]
+    ("content", "what"),
+    [("{", "is not JSON"), ("[]", "an object of settings"), ({"zero_optimization": 1}, "an object of settings")],
 )
 def test_a_file_that_is_no_deepspeed_configuration_is_refused(tmp_path: Path, content: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
@@ -91,7 +92,9 @@ def test_a_file_that_is_no_deepspeed_configuration_is_refused(tmp_path: Path, co
 
 def test_a_missing_file_is_named() -> None:
     config = RunConfig(
-        model=load_model("llama-tiny"), batch=BatchConfig(global_batch=8), optimizer=OptimizerConfig(deepspeed_config="nowhere.json")
+        model=load_model("llama-tiny"),
+        batch=BatchConfig(global_batch=8),
+        optimizer=OptimizerConfig(deepspeed_config="nowhere.json"),
     )
     with pytest.raises(ConfigError, match=r"nowhere\.json: cannot be read: No such file"):
         deepspeed_settings(config, 8)

@@ -36,7 +36,8 @@ def test_defaults_and_named_model(run_file: str) -> None:
 
 def test_overrides_win_and_are_typed(run_file: str) -> None:
     config = load_run(
-        run_file, ["train.steps=7", "optimizer.lr=1e-3", "data.validation=null", "parallel.stage_layers=[3,1]", "model.layers=2"]
+        run_file,
+        ["train.steps=7", "optimizer.lr=1e-3", "data.validation=null", "parallel.stage_layers=[3,1]", "model.layers=2"],
     )
     assert (config.train.steps, config.optimizer.lr, config.data.validation) == (7, 1e-3, None)
     assert config.parallel.stage_layers == (3, 1)
@@ -49,7 +50,10 @@ def test_a_model_can_be_replaced_by_override(run_file: str) -> None:
 
 def test_bases_compose_and_the_nearer_file_wins(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    write(tmp_path / "sub" / "ground.yaml", "model: gpt-tiny\nbatch: {global_batch: 8, micro_batch: 2}\ntrain: {steps: 3, seed: 1}\n")
+    write(
+        tmp_path / "sub" / "ground.yaml",
+        "model: gpt-tiny\nbatch: {global_batch: 8, micro_batch: 2}\ntrain: {steps: 3, seed: 1}\n",
+    )
     write(tmp_path / "middle.yaml", "base: sub/ground.yaml\ntrain: {steps: 4}\n")
     top = write(tmp_path / "top.yaml", "base: middle.yaml\nbatch: {global_batch: 16}\nmodel: {layers: 6}\n")
     config = load_run(top)
@@ -98,7 +102,8 @@ def test_a_wrong_key_is_looked_for_where_it_was_written(tmp_path: Path, monkeypa
 
 def test_all_violations_at_once(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "bad.yaml", "model: {base: gpt-tiny, layers: 0}\nbatch: {}\ntrain: {steps: soon, sped: 1}\nprecision: {dtype: fp8}\n"
+        tmp_path / "bad.yaml",
+        "model: {base: gpt-tiny, layers: 0}\nbatch: {}\ntrain: {steps: soon, sped: 1}\nprecision: {dtype: fp8}\n",
     )
     with pytest.raises(ConfigError) as caught:
         load_run(path)
@@ -108,7 +113,9 @@ def test_all_violations_at_once(tmp_path: Path) -> None:
 
 
 def test_a_path_alone_is_a_dataset(run_file: str) -> None:
-    expected = load_run(run_file, ["data.train=[{path: a/b}]", "data.validation=[{path: c}, {path: d, weight: 2}]"]).data
+    expected = load_run(
+        run_file, ["data.train=[{path: a/b}]", "data.validation=[{path: c}, {path: d, weight: 2}]"]
+    ).data
     assert load_run(run_file, ["data.train=a/b", "data.validation=[c, {path: d, weight: 2}]"]).data == expected
     assert load_run(run_file, ["data.train=synthetic"]).data.train == "synthetic"
 
@@ -138,7 +145,8 @@ def test_an_unknown_name_gets_the_closest_file() -> None:
         find_file("llama-tinny", "models")
     with pytest.raises(ConfigError, match="gpt-175b is a model: name a run that trains it"):
         load_run("gpt-175b")
-    for name in ("a" * 5000, "a" * 300 + ".yaml", "llama\0tiny.yaml", "../models/llama-tiny"):  # the file system refuses the first three
+    # the file system refuses the first three
+    for name in ("a" * 5000, "a" * 300 + ".yaml", "llama\0tiny.yaml", "../models/llama-tiny"):
         with pytest.raises(ConfigError, match="no model file"):
             find_file(name, "models")
 
@@ -182,7 +190,12 @@ def test_every_shipped_model_is_valid(name: str) -> None:
     model = load_model(name)
     assert model.name == name
     assert model_problems(model) == []
-    assert model.padded_vocab_size % model.vocab_multiple == 0 <= model.padded_vocab_size - model.vocab_size < model.vocab_multiple
+    assert (
+        model.padded_vocab_size % model.vocab_multiple
+        == 0
+        <= model.padded_vocab_size - model.vocab_size
+        < model.vocab_multiple
+    )
 
 
 def test_the_shapes_of_ornl_have_their_names_sizes() -> None:

@@ -1,4 +1,6 @@
-"""Plugins by an installed package's entry point, and where the paths of plugin files lead; docs/extending.md plays files and modules."""
+"""Plugins by an installed package's entry point, and where the paths of plugin files lead; docs/extending.md plays
+files and modules.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "their_package-1.0.dist-info"
     record.mkdir()
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
-    (record / "entry_points.txt").write_text("[frontier_llm.plugins]\ntheirs = their_package\ngone = their_package:nothing\n")
+    (record / "entry_points.txt").write_text(
+        "[frontier_llm.plugins]\ntheirs = their_package\ngone = their_package:nothing\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "their_package", raising=False)
 
@@ -49,7 +53,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("also_elsewhere", [False, True])
-def test_a_path_is_relative_to_the_run_file_that_names_it(places: Path, capsys: pytest.CaptureFixture[str], also_elsewhere: bool) -> None:
+def test_a_path_is_relative_to_the_run_file_that_names_it(
+    places: Path, capsys: pytest.CaptureFixture[str], also_elsewhere: bool
+) -> None:
     (places / "base" / "one.py").write_text("")
     if also_elsewhere:
         (places / "elsewhere" / "one.py").write_text("raise RuntimeError('the wrong one')")
@@ -57,10 +63,15 @@ def test_a_path_is_relative_to_the_run_file_that_names_it(places: Path, capsys: 
     assert "working directory" not in capsys.readouterr().err
 
 
-def test_an_older_run_falls_back_to_the_working_directory_with_a_notice(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_older_run_falls_back_to_the_working_directory_with_a_notice(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (places / "elsewhere" / "one.py").write_text("")
     assert load_run("../runs/run.yaml").plugins == (str(places / "elsewhere" / "one.py"),)
-    assert "one.py is not beside that file and is taken from the working directory; write ../elsewhere/one.py" in capsys.readouterr().err
+    assert (
+        "one.py is not beside that file and is taken from the working directory; write ../elsewhere/one.py"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_command_lines_paths_are_relative_to_the_working_directory(places: Path) -> None:

@@ -1,4 +1,6 @@
-"""The run files that are shipped: each is legal on its machine, fits its memory, and trains for the tokens that it says."""
+"""The run files that are shipped: each is legal on its machine, fits its memory, and trains for the tokens that it
+says.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from frontier_llm.topology import make_plan
 
 BILLION = 1e9
 # run → (nodes, tokens in billions)
-BUDGETS = {"mpt-1b": (16, 26.0), "mpt-3b": (16, 53.0), "pretrain_22b": (16, 300), "pretrain_175b": (128, 300), "pretrain_1t": (384, 300)}
+BUDGETS = {
+    "mpt-1b": (16, 26.0),
+    "mpt-3b": (16, 53.0),
+    "pretrain_22b": (16, 300),
+    "pretrain_175b": (128, 300),
+    "pretrain_1t": (384, 300),
+}
 
 
 @pytest.mark.parametrize("name", available("runs"))
@@ -50,7 +58,9 @@ def test_mpt_budgets_are_chinchillas(name: str) -> None:
     assert tokens / total_parameters(config.model) == pytest.approx(20, rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("pretrain_22b", 420570), ("pretrain_175b", 166530), ("pretrain_1t", 1025430)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [("pretrain_22b", 420570), ("pretrain_175b", 166530), ("pretrain_1t", 1025430)]
+)
 def test_the_chinchilla_steps_in_the_comments(name: str, steps: int) -> None:
     config = load_run(name)
     assert f"train.steps={steps}" in find_file(name, "runs").read_text(encoding="utf-8")

@@ -28,7 +28,12 @@ def worst_error(blend: Blend, weights: list[Fraction], samples: int) -> Fraction
 @settings(max_examples=80)
 def test_off_by_less_than_one_sample(weights: list[int]) -> None:
     total = sum(weights)
-    assert worst_error(Blend(whole_weights(weights)), [Fraction(weight, total) for weight in weights], min(2 * total + 3, 400)) < 1
+    assert (
+        worst_error(
+            Blend(whole_weights(weights)), [Fraction(weight, total) for weight in weights], min(2 * total + 3, 400)
+        )
+        < 1
+    )
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=5))
@@ -51,7 +56,9 @@ def test_long_weights_are_rounded_by_largest_remainder() -> None:
     whole = whole_weights([1 / 3, 2 / 3, 2**0.5])
     assert sum(whole) == MAXIMUM_PERIOD
     total = 1 + 2**0.5
-    assert np.allclose(np.array(whole) / MAXIMUM_PERIOD, np.array([1 / 3, 2 / 3, 2**0.5]) / total, atol=2 / MAXIMUM_PERIOD, rtol=0)
+    assert np.allclose(
+        np.array(whole) / MAXIMUM_PERIOD, np.array([1 / 3, 2 / 3, 2**0.5]) / total, atol=2 / MAXIMUM_PERIOD, rtol=0
+    )
 
 
 def test_far_samples_are_found_without_walking() -> None:

@@ -24,14 +24,17 @@ def run(*words: object) -> int:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps({"text": f"[bold] text {n} [/x]\n" * 5}) + "\n" for n in range(50)))
+    (tmp_path / "in" / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"[bold] text {n} [/x]\n" * 5}) + "\n" for n in range(50))
+    )
     (tmp_path / "in" / "b.md").write_text("# heading\nand words\n" * 100)
     return tmp_path
 
 
 @pytest.mark.parametrize("kind", ["model", "json"])
 def test_tokenizer_tokenize_inspect(corpus: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    tokenizer, prefix = corpus / f"tok.{kind}", corpus / "out" / "tokens"
+    tokenizer = corpus / f"tok.{kind}"
+    prefix = corpus / "out" / "tokens"
     assert run("tokenizer", corpus / "in", "--output", tokenizer, "--vocab-size", 290) == 0
     assert "290 ids" in capsys.readouterr().out
     assert run("tokenize", corpus / "in", "--output", prefix, "--tokenizer", tokenizer, "--workers", 1, "--json") == 0
@@ -79,7 +82,16 @@ def test_inspect_counts_what_is_there(corpus: Path, capsys: pytest.CaptureFixtur
 def test_inspect_finds_the_tokenizer_beside_moved_data(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (corpus / "old").mkdir()
     run("tokenizer", corpus / "in", "--output", corpus / "old" / "tok.model", "--vocab-size", 290)
-    run("tokenize", corpus / "in", "--output", corpus / "old" / "t", "--tokenizer", corpus / "old" / "tok.model", "--workers", 1)
+    run(
+        "tokenize",
+        corpus / "in",
+        "--output",
+        corpus / "old" / "t",
+        "--tokenizer",
+        corpus / "old" / "tok.model",
+        "--workers",
+        1,
+    )
     (corpus / "old").rename(corpus / "new")
     capsys.readouterr()
     run("inspect", corpus / "new" / "t", "--json")
@@ -121,7 +133,10 @@ def test_tokenizer_names_damage(corpus: Path, capsys: pytest.CaptureFixture[str]
 
 def test_inspect_of_imported_tokens_has_no_text_to_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (np.arange(300) % 256).astype("<u2").tofile(tmp_path / "tokens.npy")
-    assert run("import", tmp_path / "tokens.npy", "--dtype", "uint16", "--tokenizer", "bytes", "--output", tmp_path / "x") == 0
+    assert (
+        run("import", tmp_path / "tokens.npy", "--dtype", "uint16", "--tokenizer", "bytes", "--output", tmp_path / "x")
+        == 0
+    )
     capsys.readouterr()
     assert run("inspect", tmp_path / "x", "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -130,7 +145,9 @@ def test_inspect_of_imported_tokens_has_no_text_to_measure(tmp_path: Path, capsy
 
 
 def test_a_prefix_may_be_what_a_shell_completes_but_no_folder(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("tokenize", corpus / "in", "--output", f"{corpus}/tokens.bin", "--tokenizer", "bytes", "--workers", 1) == 0
+    assert (
+        run("tokenize", corpus / "in", "--output", f"{corpus}/tokens.bin", "--tokenizer", "bytes", "--workers", 1) == 0
+    )
     for ending in ("", ".", ".bin", ".idx"):
         assert run("inspect", f"{corpus}/tokens{ending}", "--samples", 0) == 0
     with pytest.raises(SystemExit):
@@ -150,20 +167,26 @@ def test_more_ids_than_asked_for_are_announced(corpus: Path, capsys: pytest.Capt
 
 def test_records_of_datasets_are_no_text(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # the second time the first result lies among the inputs
-        assert run("tokenize", corpus / "in", "--output", corpus / "in" / "tokens", "--tokenizer", "bytes", "--workers", 1) == 0
+        assert (
+            run("tokenize", corpus / "in", "--output", corpus / "in" / "tokens", "--tokenizer", "bytes", "--workers", 1)
+            == 0
+        )
     assert (corpus / "in" / "tokens.meta.json").exists()
 
 
 def test_the_tokens_that_lose_their_beginning_are_counted() -> None:
     """Against cuts at every offset of documents laid end to end."""
-    lengths, S = np.array([3, 17, 40, 8, 1]), 8
+    lengths = np.array([3, 17, 40, 8, 1])
+    S = 8
     ends = lengths.cumsum()
     beginnings = np.repeat(ends - lengths, lengths)  # of each token's document
     places = np.arange(lengths.sum())
     lost = [int((beginnings < (places + offset) // S * S - offset).sum()) for offset in range(S)]
     found = truncation(lengths, S)
     assert found["longer_documents"] == 2 and found["unavoidable_tokens"] == 9 + 32
-    assert found["expected_tokens"] == round(np.mean(lost)) and found["expected_share"] == pytest.approx(np.mean(lost) / lengths.sum())
+    assert found["expected_tokens"] == round(np.mean(lost)) and found["expected_share"] == pytest.approx(
+        np.mean(lost) / lengths.sum()
+    )
 
 
 def test_check_names_the_first_id_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""A tokenizer by its name on the Hub, fetched by the real client from a local server that plays it; later from what was fetched."""
+"""A tokenizer by its name on the Hub, fetched by the real client from a local server that plays it; later from what
+was fetched.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ class _Hub(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[_Hub]]:
     made = train_huggingface(["some text, and some more text"] * 5, tmp_path / "tokenizer.json", 300)
     config = {"eos_token": made.eod_name}
-    files = {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes(), "tokenizer_config.json": json.dumps(config).encode()}
+    files = {
+        "tokenizer.json": (tmp_path / "tokenizer.json").read_bytes(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
     handler = type("Hub", (_Hub,), {"files": files | {"model.safetensors": b"weights"}})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
         threading.Thread(target=served.serve_forever, daemon=True).start()
@@ -63,12 +68,17 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[_Hu
         address = f"http://127.0.0.1:{served.server_port}"
         for name in ("huggingface_hub.constants.ENDPOINT", "huggingface_hub.hf_api.ENDPOINT"):
             monkeypatch.setattr(name, address, raising=False)
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         yield handler
         served.shutdown()
 
 
-def test_it_is_fetched_once_and_then_needs_no_network(server: type[_Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_fetched_once_and_then_needs_no_network(
+    server: type[_Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text("some text")
     meta = tokenize([tmp_path / "a.txt"], tmp_path / "out", "hf://me/tok", workers=1)
     local = load_tokenizer(tmp_path / "tokenizer.json")
@@ -88,6 +98,7 @@ def test_what_is_no_tokenizer_is_not_fetched(server: type[_Hub]) -> None:
     server.claimed_bytes = 1 << 40
     with pytest.raises(DataError, match="which no tokenizer has"):
         tokenizer_directory("hf://me/tok")
-    server.claimed_bytes, server.files = None, {"model.safetensors": b"weights"}
+    server.claimed_bytes = None
+    server.files = {"model.safetensors": b"weights"}
     with pytest.raises(DataError, match="has none of"):
         tokenizer_directory("hf://me/tok")

@@ -27,7 +27,9 @@ def documents(prefix: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 100])
-def test_documents_end_at_eod_across_blocks_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_documents_end_at_eod_across_blocks_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
     monkeypatch.setattr(importing, "BLOCK_TOKENS", block)
     np.array([1, 2, EOD, EOD, 3, 4], "<u2").tofile(tmp_path / "part-0.npy")  # OLMo: no header
     np.array([5, EOD, 6], "<u2").tofile(tmp_path / "part-1.npy")
@@ -50,7 +52,9 @@ def test_mds_tokens(tmp_path: Path) -> None:
     import_tokens([SHARDS / "tok-zstd"], tmp_path / "out", "bytes")
     assert IndexedDataset(tmp_path / "out").token_count == 40 * 50
     import_tokens([SHARDS / "bytes"], tmp_path / "legacy", "bytes")
-    assert IndexedDataset(tmp_path / "legacy").tokens.tolist() == [i for start in range(5) for i in range(start, start + 50)]
+    assert IndexedDataset(tmp_path / "legacy").tokens.tolist() == [
+        i for start in range(5) for i in range(start, start + 50)
+    ]
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -78,7 +82,17 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.array([1, EOD], "<u2").tofile(tmp_path / "a.npy")
-    words = ["data", "import", str(tmp_path / "a.npy"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes", "--dtype", "uint16"]
+    words = [
+        "data",
+        "import",
+        str(tmp_path / "a.npy"),
+        "--output",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        "bytes",
+        "--dtype",
+        "uint16",
+    ]
     assert main(words) == 0
     assert "1 documents, 2 tokens" in capsys.readouterr().out
 
@@ -89,7 +103,8 @@ def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
     meta = import_tokens([tmp_path / "a.npy"], tmp_path / "out", "bytes")
     written = idx_path(tmp_path / "out").stat().st_mtime_ns
     assert (
-        import_tokens([tmp_path / "a.npy"], tmp_path / "out", "bytes") == meta and idx_path(tmp_path / "out").stat().st_mtime_ns == written
+        import_tokens([tmp_path / "a.npy"], tmp_path / "out", "bytes") == meta
+        and idx_path(tmp_path / "out").stat().st_mtime_ns == written
     )
     command = ["data", "import", str(tmp_path / "b.npy"), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]
     with pytest.raises(DataError, match=r"made from other inputs.*(?s:.*)--overwrite"):
@@ -115,7 +130,8 @@ def test_a_full_disk_names_the_file_and_keeps_nothing(tmp_path: Path, documents_
     np.save(tmp_path / "a.npy", tokens)
     with full_disk(tmp_path / "small", room_kib=64, fill=False) as small:
         with pytest.raises(
-            DataError, match=r"/small/out\.(bin|lengths|documents)\S*: cannot write: No space left on device(?s:.*)check space"
+            DataError,
+            match=r"/small/out\.(bin|lengths|documents)\S*: cannot write: No space left on device(?s:.*)check space",
         ):
             import_tokens([tmp_path / "a.npy"], small / "out", "bytes")
         assert list(small.iterdir()) == []

@@ -42,7 +42,9 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[li
     assert dataset.sequence_count == len(sequences)
     assert dataset.document_count == len(documents)
     assert [part.tolist() for part in np.split(dataset.tokens, np.cumsum(dataset.sequence_lengths))[:-1]] == sequences
-    assert [dataset.document(d).tolist() for d in range(len(documents))] == [list(chain(*document)) for document in documents]
+    assert [dataset.document(d).tolist() for d in range(len(documents))] == [
+        list(chain(*document)) for document in documents
+    ]
     assert dataset.one_sequence_per_document == all(len(document) == 1 for document in documents)
 
 
@@ -69,7 +71,8 @@ def test_optimal_dtype() -> None:
 
 
 def test_append_equals_writing_at_once(tmp_path: Path) -> None:
-    first, second = [[[1, 2], [3]], []], [[[4]], [[5, 6, 7]]]
+    first = [[[1, 2], [3]], []]
+    second = [[[4]], [[5, 6, 7]]]
     write(tmp_path / "a", first)
     write(tmp_path / "b", second)
     write(tmp_path / "both", first + second)
@@ -149,7 +152,9 @@ def test_truncated_idx(small: Path, length: int) -> None:
 def test_bin_of_another_size(small: Path, change: int) -> None:
     data = small.with_suffix(".bin").read_bytes()
     small.with_suffix(".bin").write_bytes(data[:change] if change < 0 else data + bytes(change))
-    with pytest.raises(DataError, match=rf"d\.bin: at byte \d+: expected 12 bytes, as d\.idx says, found {12 + change}"):
+    with pytest.raises(
+        DataError, match=rf"d\.bin: at byte \d+: expected 12 bytes, as d\.idx says, found {12 + change}"
+    ):
         IndexedDataset(small)
 
 
@@ -251,7 +256,8 @@ def test_blocks_of_a_digest_reach_from_end_to_end(size: int) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     with IndexedWriter(tmp_path / "text", "uint16") as writer:
         writer.add_document([1, 2, 3])
-    dataset, opened = IndexedDataset(tmp_path / "text"), Path.open
+    dataset = IndexedDataset(tmp_path / "text")
+    opened = Path.open
 
     def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
         if path.suffix == ending:

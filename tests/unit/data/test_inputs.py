@@ -31,20 +31,28 @@ def test_any_cut_gives_every_line_once(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], piece_bytes: int, ascii_only: bool
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts), encoding="utf-8", newline="")
+    path.write_text(
+        "\n".join(json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts), encoding="utf-8", newline=""
+    )
     assert read_all(path, piece_bytes) == [Text(text) for text in texts]
 
 
 @given(st.integers(1, 60))
 @settings(max_examples=30)
-def test_damaged_lines_keep_their_number_under_any_cut(tmp_path_factory: pytest.TempPathFactory, piece_bytes: int) -> None:
+def test_damaged_lines_keep_their_number_under_any_cut(
+    tmp_path_factory: pytest.TempPathFactory, piece_bytes: int
+) -> None:
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
-    path.write_text('{"text": "one"}\n\n{"text": 2}\n{"txt": "three"}\n{"text": "fo\n[5]\n{"text": "six"}\n{"text": "\\ud800"}\n')
+    path.write_text(
+        '{"text": "one"}\n\n{"text": 2}\n{"txt": "three"}\n{"text": "fo\n[5]\n{"text": "six"}\n{"text": "\\ud800"}\n'
+    )
     found = read_all(path, piece_bytes)
     assert [item.text for item in found if isinstance(item, Text)] == ["one", "six"]
     damage = [item for item in found if isinstance(item, Damage)]
     assert [item.where for item in damage] == [f"{path}:{line}" for line in (3, 4, 5, 6, 8)]
-    for item, why in zip(damage, ["not a string", "did you mean 'txt'", "is no JSON", "is a JSON list", "surrogate"], strict=True):
+    for item, why in zip(
+        damage, ["not a string", "did you mean 'txt'", "is no JSON", "is a JSON list", "surrogate"], strict=True
+    ):
         assert why in item.why
 
 
@@ -88,7 +96,8 @@ def test_text_file_is_one_document_or_one_per_line(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text = tmp_path / "a.txt"
+    lines = tmp_path / "a.jsonl"
     text.write_text("first\nsecond\n\ufeffthird", encoding="utf-8-sig")
     lines.write_text('{"text": "first"}\n', encoding="utf-8-sig")
     whole = [Text("first\nsecond\n\ufeffthird")]  # inside a text it is a character like any other
@@ -132,7 +141,9 @@ def test_long_text_comes_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [item.ends_document for item in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
-def test_bytes_that_are_no_text_are_named_and_the_document_still_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_no_text_are_named_and_the_document_still_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\ntwo\nth\xffree\n")
     assert read_all(path, documents="file") == [Damage(f"{path}:3", "is not UTF-8: invalid start byte")]
@@ -149,11 +160,17 @@ def test_bytes_that_are_no_text_are_named_and_the_document_still_ends(tmp_path: 
 
 def test_parquet_rows_and_row_groups(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": [f"row {number}" for number in range(100)] + [None, ""], "n": range(102)}), path, row_group_size=10)
+    pq.write_table(
+        pa.table({"text": [f"row {number}" for number in range(100)] + [None, ""], "n": range(102)}),
+        path,
+        row_group_size=10,
+    )
     for piece_bytes in (1, 300, 1 << 30):
         found = read_all(path, piece_bytes)
         assert [item.text for item in found if isinstance(item, Text)] == [f"row {number}" for number in range(100)]
-        assert [item for item in found if isinstance(item, Damage)] == [Damage(f"{path} row 100", "'text' is NoneType, not a string")]
+        assert [item for item in found if isinstance(item, Damage)] == [
+            Damage(f"{path} row 100", "'text' is NoneType, not a string")
+        ]
     assert len(cut(path, "file", 1)) == 11
     missing = read_all(path, key="texts")
     assert isinstance(missing[0], Damage)
@@ -198,7 +215,9 @@ def test_missing_optional_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         cut(tmp_path / "a.parquet", "file", 100)
 
 
-@pytest.mark.parametrize("text", ['[{"text": "a"}, \n{"text": "b"}]\n', '{\n "text": "a"\n}\n', '[\n{"text": "a"}\n]\n'])
+@pytest.mark.parametrize(
+    "text", ['[{"text": "a"}, \n{"text": "b"}]\n', '{\n "text": "a"\n}\n', '[\n{"text": "a"}\n]\n']
+)
 def test_one_large_json_value_gets_a_hint(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     (piece,) = cut(tmp_path / "a.json", "file", 1 << 20)

@@ -1,4 +1,6 @@
-"""The global batch is the same set of samples for every layout; masks, reading ahead, and every mismatch refused by name."""
+"""The global batch is the same set of samples for every layout; masks, reading ahead, and every mismatch refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,8 @@ def test_documents_positions_and_mask(tmp_path: Path) -> None:
     assert batch.documents_BS is not None
     assert batch.loss_mask_BS is not None
     for row in range(8):
-        tokens, documents = batch.tokens_BS1[row], batch.documents_BS[row]
+        tokens = batch.tokens_BS1[row]
+        documents = batch.documents_BS[row]
         assert documents[0] == 0
         for place in range(10):
             if place and tokens[place] != tokens[place - 1]:
@@ -147,9 +150,12 @@ def run_config(corpus: Path, vocab_size: int = 300, **data: object) -> RunConfig
 
 def test_open_batches_from_a_config(corpus: Path) -> None:
     source = DataSource(path=str(corpus / "tokens"))
-    config = run_config(corpus, train=(source, DataSource(path=source.path, weight=3.0)), validation=(source,), tokenizer="bytes")
+    config = run_config(
+        corpus, train=(source, DataSource(path=source.path, weight=3.0)), validation=(source,), tokenizer="bytes"
+    )
     assert data_problems(config) == []
-    train, validation = open_batches(config, 0, 2), open_batches(config, 0, 2, "validation")
+    train = open_batches(config, 0, 2)
+    validation = open_batches(config, 0, 2, "validation")
     assert train is not None
     assert validation is not None
     assert train.microbatches == 1
@@ -202,7 +208,9 @@ def test_another_tokenizer_is_refused(corpus: Path) -> None:
     text = "\n".join(map(str, data_problems(run_config(corpus, tokenizer=str(corpus / "other.model")))))
     assert "did not make" in text
     assert "set data.tokenizer to bytes" in text
-    small = "\n".join(map(str, data_problems(run_config(corpus, vocab_size=280, tokenizer=str(corpus / "other.model")))))
+    small = "\n".join(
+        map(str, data_problems(run_config(corpus, vocab_size=280, tokenizer=str(corpus / "other.model"))))
+    )
     assert "model.vocab_size: 280 is less than the 290 ids" in small
 
 
@@ -219,11 +227,17 @@ def test_indices_can_be_built_ahead(corpus: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(samples_module, "CACHE_FROM_DOCUMENTS", 1)
     source = DataSource(path=str(corpus / "tokens"))
     config = run_config(
-        corpus, train=(source, DataSource(path=source.path, weight=2.0)), validation=(source,), cache_dir=str(tmp_path / "cache")
+        corpus,
+        train=(source, DataSource(path=source.path, weight=2.0)),
+        validation=(source,),
+        cache_dir=str(tmp_path / "cache"),
     )
     prepare_indices(config)
     monkeypatch.setattr(EpochIndex, "_build", lambda *_: pytest.fail("was not built ahead"))
-    for split, steps in (("train", config.train.steps), ("validation", config.train.eval_samples // config.batch.global_batch)):
+    for split, steps in (
+        ("train", config.train.steps),
+        ("validation", config.train.eval_samples // config.batch.global_batch),
+    ):
         batches = open_batches(config, 0, 1, split, read_ahead=0)
         assert batches is not None
         for step in range(steps):
@@ -235,7 +249,9 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(cor
     phases = "[{steps: 3}, {steps: 2, batch: {global_batch: 8}}, {steps: 2, model: {sequence_length: 64}}]"
     run = build(RunConfig, {**run_config(corpus).model_dump(), "train": {"phases": yaml.safe_load(phases)}})
     plain = open_batches(run, 0, 1)
-    datasets, position, batches = datasets_of([run]), START, []
+    datasets = datasets_of([run])
+    position = START
+    batches = []
     for phase in phases_of(run):
         position = position.enter(wanted(phase.config, datasets))
         batches.append(open_run_batches(phase.config, position, phase.first, 0, 1))
@@ -246,7 +262,9 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(cor
         plain.samples.fill(k, every[k])
 
     def of_step(place: int, step: int) -> np.ndarray:
-        return np.concatenate([batches[place].microbatch(step, index).tokens_BS1 for index in range(batches[place].microbatches)])
+        return np.concatenate(
+            [batches[place].microbatch(step, index).tokens_BS1 for index in range(batches[place].microbatches)]
+        )
 
     assert (
         np.array_equal(of_step(0, 2), every[8:12])
@@ -256,7 +274,10 @@ def test_a_phase_reads_on_in_its_stream_and_another_length_is_another_stream(cor
     assert batches[2].sample_ids(5, 0)[0] == 28  # of the run: dropout's masks do not repeat
     assert [stream.taken for stream in position.streams] == [28, 8]
     other = SyntheticSamples(8, 3, 50, key=7)
-    assert other._cycle.tolist() == SyntheticSamples(8, 3, 50)._cycle.tolist() and other.key != SyntheticSamples(8, 3, 50).key
+    assert (
+        other._cycle.tolist() == SyntheticSamples(8, 3, 50)._cycle.tolist()
+        and other.key != SyntheticSamples(8, 3, 50).key
+    )
     assert position.streams[0].order != position.streams[1].order
 
 
@@ -266,13 +287,16 @@ def test_the_origin_of_each_token_of_a_sample_is_known(tmp_path: Path, packing: 
     with IndexedWriter(tmp_path / "d", "<u2") as writer:
         for document in range(40):
             for part in range(document % 3):
-                writer.add_sequence([100 * document + number for number in range(part * 7, part * 7 + 7 * (document % 4))])
+                writer.add_sequence(
+                    [100 * document + number for number in range(part * 7, part * 7 + 7 * (document % 4))]
+                )
             writer.add_sequence([100 * document + 99])
             writer.end_document()
     dataset = IndexedDataset(tmp_path / "d")
     make = PackedSamples if packing == "best-fit" else DocumentSamples
     samples = BlendedSamples([make(dataset, 16, order_key(packing, 1, 0))], lambda k: (0, k))
-    tokens, learnt = np.empty(17, np.int64), np.ones(17, np.bool_)
+    tokens = np.empty(17, np.int64)
+    learnt = np.ones(17, np.bool_)
     for k in range(2 * dataset.token_count // 16):
         samples.fill(k, tokens, learnt)
         for place in range(17):
@@ -288,7 +312,9 @@ def test_a_token_beyond_the_vocabulary_names_dataset_document_and_place(tmp_path
             writer.add_document([1, 2, 3, 4, 300 if document == 7 else 5, 6])
     samples = DocumentSamples(IndexedDataset(tmp_path / "d"), 6, order_key("concatenate", 1, 0))
     batches = Batches(samples, 10, 10, vocab_size=256, read_ahead=0)
-    with pytest.raises(DataError, match=rf"{tmp_path}/d: document 7, token 4: sample \d+ holds token 300, the vocabulary has 256"):
+    with pytest.raises(
+        DataError, match=rf"{tmp_path}/d: document 7, token 4: sample \d+ holds token 300, the vocabulary has 256"
+    ):
         batches.microbatch(0, 0)
 
 
@@ -304,13 +330,15 @@ def test_another_tokenizer_in_any_source_is_refused_although_the_run_names_none(
     phases = [{"steps": 1}, {"steps": 1, "data": {"train": [b]}}] if split == "phase" else []
     model = {"base": "llama-tiny", "vocab_size": 100, "sequence_length": 16}
     (tmp_path / "run.yaml").write_text(
-        yaml.safe_dump({"model": model, "batch": {"global_batch": 1}, "data": data, "train": {"phases": phases, "steps": 2}})
+        yaml.safe_dump(
+            {"model": model, "batch": {"global_batch": 1}, "data": data, "train": {"phases": phases, "steps": 2}}
+        )
     )
     (problem,) = data_problems(load_run(str(tmp_path / "run.yaml")))
     assert problem.where == ("data.validation" if split == "validation" else "data.train")
     assert (
-        f"{tmp_path}/b was made by the tokenizer b.model (sha256 bbbbbbbbbbbb), {tmp_path}/a by a.model (sha256 aaaaaaaaaaaa)"
-        in problem.what
+        f"{tmp_path}/b was made by the tokenizer b.model (sha256 bbbbbbbbbbbb), {tmp_path}/a by a.model (sha256 "
+        f"aaaaaaaaaaaa)" in problem.what
     )
 
 

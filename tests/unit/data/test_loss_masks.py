@@ -17,7 +17,8 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.data.tokenize import TokenizeOptions, tokenize
 from frontier_llm.errors import DataError
 
-PAIRS = [("WHAT IS 2 + 2?", "four."), ("SAY SOMETHING!", "no."), ("", "an-answer-to-nothing")] * 20  # no character is in both
+# no character is in both
+PAIRS = [("WHAT IS 2 + 2?", "four."), ("SAY SOMETHING!", "no."), ("", "an-answer-to-nothing")] * 20
 
 
 @pytest.fixture
@@ -33,7 +34,9 @@ def prefix(tmp_path: Path) -> str:
 def test_a_prompt_is_a_sequence_that_is_not_learnt(prefix: str) -> None:
     dataset = IndexedDataset(prefix)
     assert dataset.document_count == len(PAIRS)
-    expected = np.concatenate([np.repeat([False, True], [len(prompt), len(response) + 1]) for prompt, response in PAIRS])
+    expected = np.concatenate(
+        [np.repeat([False, True], [len(prompt), len(response) + 1]) for prompt, response in PAIRS]
+    )
     assert np.array_equal(dataset.learnt(0, dataset.token_count), expected)
     for start in range(0, 80):  # from and to anywhere
         for count in (1, 3, 17, 50):
@@ -44,7 +47,9 @@ def test_a_prompt_is_a_sequence_that_is_not_learnt(prefix: str) -> None:
 
 def run_on(prefix: str, **data: object) -> RunConfig:
     model = load_model("llama-tiny", {"vocab_size": 300}).model_dump()
-    return build(RunConfig, {"model": model, "batch": {"global_batch": 4, "micro_batch": 2}, "data": {"train": prefix, **data}})
+    return build(
+        RunConfig, {"model": model, "batch": {"global_batch": 4, "micro_batch": 2}, "data": {"train": prefix, **data}}
+    )
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -55,7 +60,8 @@ def test_targets_count_where_they_are_learnt(prefix: str, documents: bool) -> No
     seen = set()
     for step in range(3):
         batch = batches.microbatch(step, 0)
-        inputs, targets = batch.tokens_BS1[:, :-1], batch.tokens_BS1[:, 1:]
+        inputs = batch.tokens_BS1[:, :-1]
+        targets = batch.tokens_BS1[:, 1:]
         expected = np.isin(targets, [*answers]) & ~((inputs == 256) & documents)
         assert np.array_equal(batch.loss_mask_BS, expected) and (batch.documents_BS is not None) == documents
         seen |= {*expected.flatten().tolist()}
@@ -70,9 +76,15 @@ def test_a_blend_masks_only_what_has_prompts_and_all_else_costs_nothing(prefix: 
     assert plain.modes is None, "byte for byte as before"
     only = open_batches(run_on(str(tmp_path / "plain")), 0, 1)
     assert only is not None and not only.masks_targets and only.microbatch(0, 0).loss_mask_BS is None
-    both = open_batches(run_on(prefix).model_copy(update={"data": run_on(prefix, train=[str(tmp_path / "plain"), prefix]).data}), 0, 1)
+    both = open_batches(
+        run_on(prefix).model_copy(update={"data": run_on(prefix, train=[str(tmp_path / "plain"), prefix]).data}), 0, 1
+    )
     assert both is not None
-    rows = [(batch.tokens_BS1[row], batch.loss_mask_BS[row]) for batch in (both.microbatch(0, 0), both.microbatch(0, 1)) for row in (0, 1)]  # type: ignore[index]
+    rows = [
+        (batch.tokens_BS1[row], batch.loss_mask_BS[row])
+        for batch in (both.microbatch(0, 0), both.microbatch(0, 1))
+        for row in (0, 1)
+    ]  # type: ignore[index]
     assert [bool((tokens == 7).all()) == bool(mask.all()) for tokens, mask in rows] == [True] * 4
 
 

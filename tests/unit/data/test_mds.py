@@ -24,10 +24,14 @@ SHARDS = Path(__file__).parent / "mds_shards"
 def test_text_column(kind: str) -> None:
     files = find_inputs([SHARDS / kind])
     assert len(files) == 3
-    assert [text for path in files for text in read_texts(path, "text")] == [f"sample {number} é" for number in range(40)]
+    assert [text for path in files for text in read_texts(path, "text")] == [
+        f"sample {number} é" for number in range(40)
+    ]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("tok-None", "i4"), ("tok-zstd", "i4"), ("bytes", "i8"), ("fixed", "i4"), ("dyn", "u2")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("tok-None", "i4"), ("tok-zstd", "i4"), ("bytes", "i8"), ("fixed", "i4"), ("dyn", "u2")]
+)
 def test_token_columns(kind: str, dtype: str) -> None:
     arrays = [array for path in sorted((SHARDS / kind).glob("shard*")) for array in read_tokens(path, "tokens")]
     assert len(arrays) in (5, 40)
@@ -62,7 +66,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"expected {len(good)} bytes, found {len(good) - 1}"):
         open_column(path, "text")
     path.write_bytes(shard([b""], ["text", "source"], ["str"], [None]))
-    with pytest.raises(DataError, match="its header lists 2 column_names, 1 column_encodings, 1 column_sizes, not the same number of each"):
+    with pytest.raises(
+        DataError,
+        match="its header lists 2 column_names, 1 column_encodings, 1 column_sizes, not the same number of each",
+    ):
         open_column(path, "text")
     path.write_bytes(b"\x01")
     with pytest.raises(DataError, match="is no MDS shard"):
@@ -91,7 +98,9 @@ def test_token_value_that_is_no_array(tmp_path: Path) -> None:
 
 @given(st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(["text-None", "tok-None", "dyn"]))
 @settings(max_examples=150)
-def test_any_damaged_byte_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFactory, place: int, value: int, kind: str) -> None:
+def test_any_damaged_byte_is_refused_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, place: int, value: int, kind: str
+) -> None:
     content = bytearray((SHARDS / kind / "shard.00000.mds").read_bytes())
     content[place % len(content)] = value
     path = tmp_path_factory.mktemp("fuzz") / "shard.00000.mds"

@@ -28,7 +28,8 @@ def corpus(dtype: str) -> list[list[np.ndarray]]:
     generator = np.random.default_rng(5)
     top = min(np.iinfo(dtype).max, 50000)
     return [
-        [generator.integers(0, top, generator.integers(1, 90)).astype(dtype) for _ in range(generator.integers(1, 4))] for _ in range(60)
+        [generator.integers(0, top, generator.integers(1, 90)).astype(dtype) for _ in range(generator.integers(1, 4))]
+        for _ in range(60)
     ]
 
 
@@ -62,7 +63,10 @@ def test_their_reader_reads_ours(tmp_path: Path, megatron: Any) -> None:
     for index, sequence in enumerate(sequences):
         assert theirs[index].tolist() == sequence.tolist()
     assert theirs.document_indices.tolist() == ours.document_indices.tolist()
-    assert theirs.get(7, offset=1, length=2).tolist() == ours.tokens[ours.sequence_pointers[7] // ours.dtype.itemsize :][1:3].tolist()
+    assert (
+        theirs.get(7, offset=1, length=2).tolist()
+        == ours.tokens[ours.sequence_pointers[7] // ours.dtype.itemsize :][1:3].tolist()
+    )
 
 
 def test_our_reader_reads_theirs_with_modes(tmp_path: Path, megatron: Any) -> None:

@@ -1,4 +1,6 @@
-"""Positions in the data alone: whatever changes, each sample of a stream is dealt once, in order, and what is left out is recorded."""
+"""Positions in the data alone: whatever changes, each sample of a stream is dealt once, in order, and what is left
+out is recorded.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Model:
 
     def __init__(self) -> None:
         self.position = START
-        self.read: dict[str, list[int]] = defaultdict(list)  # by order key: indices in the order in which they were trained on
+        # by order key: indices in the order in which they were trained on
+        self.read: dict[str, list[int]] = defaultdict(list)
         self.skipped: dict[str, set[int]] = defaultdict(set)
         self.tokens = self.steps = self.samples = 0
 
@@ -63,21 +66,29 @@ class Model:
         assert list(position.faults(self.steps, self.samples, self.tokens)) == []
         assert Position.model_validate_json(position.model_dump_json()) == position
         for stream in position.streams:
-            read, skipped = self.read[stream.order], self.skipped[stream.order]
+            read = self.read[stream.order]
+            skipped = self.skipped[stream.order]
             assert read == sorted(set(read)) and not skipped & set(read)
             assert set(read) | skipped == set(range(stream.taken))
             ranges = [range(first, first + count) for first, count in stream.left_out]
             assert {index for one in ranges for index in one} == skipped
             assert stream.tokens_read == len(read) * stream.sequence_length
         for dataset in DATASETS:
-            lengths = [len(self.read[stream.order]) * stream.sequence_length for stream in position.streams if stream.dataset == dataset]
+            lengths = [
+                len(self.read[stream.order]) * stream.sequence_length
+                for stream in position.streams
+                if stream.dataset == dataset
+            ]
             assert position.tokens_of(dataset) == sum(lengths)
 
 
 def any_blend(rng: random.Random) -> Wanted:
     numbers = [rng.randrange(len(DATASETS)) for _ in range(rng.randint(1, 4))]  # one may come twice
     weights = [rng.choice([1, 1, 2, 3, 0.5, 0.25, 0.1, 7]) for _ in numbers]
-    members = [source(number, weight, rng.choice(["", f"moved/{number}"])) for number, weight in zip(numbers, weights, strict=True)]
+    members = [
+        source(number, weight, rng.choice(["", f"moved/{number}"]))
+        for number, weight in zip(numbers, weights, strict=True)
+    ]
     if rng.random() < 0.1:
         members = [Source(SYNTHETIC, SYNTHETIC, 0, 1.0)]
     return blend(*members, length=rng.choice([8, 16]), packing=rng.choice(["concatenate", "best-fit"]))
@@ -85,7 +96,8 @@ def any_blend(rng: random.Random) -> Wanted:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_any_changes_read_each_sample_of_a_stream_once(seed: int) -> None:
-    rng, model = random.Random(seed), Model()
+    rng = random.Random(seed)
+    model = Model()
     saved: list[tuple[Position, Model]] = []
     model.position = model.position.enter(any_blend(rng))
     for _ in range(rng.randint(2, 12)):
@@ -119,12 +131,18 @@ def test_the_first_blend_has_the_orders_of_its_places() -> None:
     for packing in ("concatenate", "best-fit"):
         position = START.enter(blend(source(2), source(0), source(2), packing=packing, seed=9))
         assert [stream.key for stream in position.current] == [order_key(packing, 9, place) for place in range(3)]  # type: ignore[arg-type]
-    assert START.enter(blend(Source(SYNTHETIC, SYNTHETIC, 0, 1.0), seed=9)).streams[0].key == order_key("synthetic", 9, 0)
+    assert START.enter(blend(Source(SYNTHETIC, SYNTHETIC, 0, 1.0), seed=9)).streams[0].key == order_key(
+        "synthetic", 9, 0
+    )
 
 
 def test_equal_proportions_and_moved_files_are_one_blend() -> None:
     begun = START.enter(blend(source(0), source(1))).advance(3)
-    for same in (blend(source(0, 0.5), source(1, 0.5)), blend(source(1, 2), source(0, 2)), blend(source(0), source(1), seed=2)):
+    for same in (
+        blend(source(0, 0.5), source(1, 0.5)),
+        blend(source(1, 2), source(0, 2)),
+        blend(source(0), source(1), seed=2),
+    ):
         assert begun.enter(same) == begun
     moved = begun.enter(blend(source(0, path="elsewhere"), source(1)))
     assert moved.streams[0].path == "elsewhere" and moved.dealt == 3 and moved.sample(0) == begun.sample(0)
@@ -148,7 +166,8 @@ def test_two_mentions_of_one_dataset_have_two_counts() -> None:
 
 
 def test_a_change_by_hand_is_a_phase() -> None:
-    first, then = blend(source(0, 0.9), source(1, 0.1)), blend(source(1), source(2), length=16)
+    first = blend(source(0, 0.9), source(1, 0.1))
+    then = blend(source(1), source(2), length=16)
     phase = START.enter(first).advance(4, 6).enter(then)
     saved = Position.model_validate_json(START.enter(first).advance(4, 6).model_dump_json())
     assert saved.enter(then) == phase == saved.enter(then).enter(then)
@@ -201,7 +220,7 @@ def test_the_sums_agree_with_the_progress(samples: int, tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("dataset", "0" * 63), ("order", "xyz"), ("taken", -1), ("taken", True), ("taken", 1.0), ("taken", 2**54), ("packing", "other"),
+    [("dataset", "0" * 63), ("order", "xyz"), ("taken", -1), ("taken", True), ("taken", 1.0), ("taken", 2**54), ("packing", "other"),  # noqa: E501
      ("sequence_length", 0), ("left_out", [[0, 0]]), ("unknown", 1), ("path", "x" * 5000), ("retired", 1)],
 )  # fmt: skip
 def test_every_field_is_typed_and_bounded(key: str, value: object) -> None:

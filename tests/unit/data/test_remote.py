@@ -1,4 +1,6 @@
-"""Text and tokens from object stores, servers and datasets by name: the same dataset as from a disk, the same bounds, and no secrets kept."""
+"""Text and tokens from object stores, servers and datasets by name: the same dataset as from a disk, the same
+bounds, and no secrets kept.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ def test_a_changed_object_is_noticed(bucket: str, tmp_path: Path) -> None:
         tokenize([f"{bucket}/a.jsonl"], tmp_path / "out", "bytes", SMALL, workers=1)
 
 
-def test_a_lost_connection_is_no_damage_and_costs_only_unfinished_parts(server: tuple[str, type[_Server]], tmp_path: Path) -> None:
+def test_a_lost_connection_is_no_damage_and_costs_only_unfinished_parts(
+    server: tuple[str, type[_Server]], tmp_path: Path
+) -> None:
     address, handler = server
     handler.files["/a.jsonl"] = LINES
     skipping = TokenizeOptions(shard_bytes=2000, skip_damaged=True)
@@ -132,17 +136,40 @@ def test_what_lets_somebody_in_is_used_and_kept_nowhere(
 ) -> None:
     address, handler = server
     handler.files["/a.jsonl"] = LINES + b"no json\n"
-    url, output = f"http://me:HUSH@{address}/a.jsonl?sig=HUSH", str(tmp_path / "out")
+    url = f"http://me:HUSH@{address}/a.jsonl?sig=HUSH"
+    output = str(tmp_path / "out")
     assert main(["data", "tokenize", url, "--tokenizer", "bytes", "--output", output, "--workers", "1"]) == 2
-    assert main(["data", "tokenize", url, "--tokenizer", "bytes", "--output", output, "--workers", "1", "--skip-damaged"]) == 0
-    assert main(["data", "tokenize", f"http://me:HUSH@{address}/b.txt?sig=HUSH", "--tokenizer", "bytes", "--output", output]) == 2
+    assert (
+        main(["data", "tokenize", url, "--tokenizer", "bytes", "--output", output, "--workers", "1", "--skip-damaged"])
+        == 0
+    )
+    assert (
+        main(
+            ["data", "tokenize", f"http://me:HUSH@{address}/b.txt?sig=HUSH", "--tokenizer", "bytes", "--output", output]
+        )
+        == 2
+    )
     told = capsys.readouterr()
     assert "HUSH" not in told.err + told.out and f"{address}/a.jsonl:201" in told.err.replace("\n", "")
     meta = read_meta(output)
     assert meta is not None and meta.damaged_examples[0].startswith(f"http://{address}/a.jsonl:201: is no JSON")
     assert not any(b"HUSH" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     # signed anew it is the same plan
-    assert main(["data", "tokenize", url.replace("sig=HUSH", "sig=2"), "--tokenizer", "bytes", "--output", output, "--skip-damaged"]) == 0
+    assert (
+        main(
+            [
+                "data",
+                "tokenize",
+                url.replace("sig=HUSH", "sig=2"),
+                "--tokenizer",
+                "bytes",
+                "--output",
+                output,
+                "--skip-damaged",
+            ]
+        )
+        == 0
+    )
 
 
 def test_a_clients_reason_is_one_line_without_secrets_and_never_nothing() -> None:
@@ -151,8 +178,13 @@ def test_a_clients_reason_is_one_line_without_secrets_and_never_nothing() -> Non
 
 
 def test_secrets_are_cut_out_of_addresses_alone() -> None:
-    assert without_secrets("403, url='https://a:b@c.org/d?X-Sig=1&e=2', why? so") == "403, url='https://c.org/d', why? so"
-    assert without_secrets("hf://datasets/me/it@main/a.json, hf://gpt2@main") == "hf://datasets/me/it@main/a.json, hf://gpt2@main"
+    assert (
+        without_secrets("403, url='https://a:b@c.org/d?X-Sig=1&e=2', why? so") == "403, url='https://c.org/d', why? so"
+    )
+    assert (
+        without_secrets("hf://datasets/me/it@main/a.json, hf://gpt2@main")
+        == "hf://datasets/me/it@main/a.json, hf://gpt2@main"
+    )
 
 
 def test_bounds_hold_for_what_lies_elsewhere() -> None:
@@ -167,7 +199,8 @@ def test_bounds_hold_for_what_lies_elsewhere() -> None:
 
 
 def test_tokens_elsewhere(tmp_path: Path) -> None:
-    files, raw = fsspec.filesystem("memory"), tmp_path / "raw.bin"
+    files = fsspec.filesystem("memory")
+    raw = tmp_path / "raw.bin"
     raw.write_bytes(bytes([7, 0, 0, 1] * 1000))
     for path in [*(SHARDS / "tok-zstd").iterdir(), raw]:
         files.pipe(f"/tokens/{path.name}", path.read_bytes())
@@ -180,7 +213,11 @@ def test_tokens_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for package, url in [("s3fs", "s3://bucket/a.jsonl"), ("gcsfs", "gs://bucket/a.jsonl"), ("datasets", "dataset://me/it")]:
+    for package, url in [
+        ("s3fs", "s3://bucket/a.jsonl"),
+        ("gcsfs", "gs://bucket/a.jsonl"),
+        ("datasets", "dataset://me/it"),
+    ]:
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(FrontierError, match=f"pip install {package}"):
             find_inputs([url])
@@ -199,6 +236,10 @@ def test_a_dataset_by_name(tmp_path: Path) -> None:
     tokenize([f"dataset://{folder}"], tmp_path / "there", "bytes", SMALL, workers=1)
     assert content(tmp_path / "here") == content(tmp_path / "there")
     assert [file.name for file in find_inputs([f"dataset://{folder}?split=test"])] == ["test.jsonl"]
-    for query, why in [("split=tests", "did you mean 'test'"), ("subset=en", "another subset"), ("name=en", "no part of a dataset")]:
+    for query, why in [
+        ("split=tests", "did you mean 'test'"),
+        ("subset=en", "another subset"),
+        ("name=en", "no part of a dataset"),
+    ]:
         with pytest.raises(DataError, match=why):
             find_inputs([f"dataset://{folder}?{query}"])

@@ -1,7 +1,8 @@
 """Runs that change nothing read what they read before positions were recorded.
 
-`sample_order.json` was written by the program of before: the first 8 digits of the sha256 of each sample's tokens (int64), and the losses
-of 8 steps. Every case is bit-equal on the machine that wrote it; other processors round losses differently.
+`sample_order.json` was written by the program of before: the first 8 digits of the sha256 of each sample's tokens
+(int64), and the losses of 8 steps. Every case is bit-equal on the machine that wrote it; other processors round losses
+differently.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ from frontier_llm.training import loop
 
 BEFORE = json.loads((Path(__file__).parent / "sample_order.json").read_text())
 RUN = (
-    "model=llama-tiny", "model.sequence_length=32", "batch.global_batch=4", "batch.micro_batch=2", "precision.dtype=fp32",
-    "optimizer.schedule=constant", "train.steps=8",
-)  # fmt: skip
+    "model=llama-tiny",
+    "model.sequence_length=32",
+    "batch.global_batch=4",
+    "batch.micro_batch=2",
+    "precision.dtype=fp32",
+    "optimizer.schedule=constant",
+    "train.steps=8",
+)
 BLEND = "data.train=[{path: a, weight: 0.5}, {path: b, weight: 0.3}, {path: c, weight: 0.2}]"
 CASES = {
     "synthetic": (),
@@ -49,7 +55,9 @@ def write_datasets(directory: Path) -> None:
 
 def samples_of(config: RunConfig) -> list[str]:
     """Digests of all samples of a run."""
-    datasets, position, digests = datasets_of([config]), START, []
+    datasets = datasets_of([config])
+    position = START
+    digests = []
     for phase in phases_of(config):
         position = position.enter(wanted(phase.config, datasets))
         samples = open_run(phase.config, position)

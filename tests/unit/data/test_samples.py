@@ -1,4 +1,6 @@
-"""Sample order: a pure function of (seed, k) that visits every token of an epoch once; checked against a plain Python model."""
+"""Sample order: a pure function of (seed, k) that visits every token of an epoch once; checked against a plain
+Python model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from frontier_llm.data.native import permute
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, EpochIndex, SampleStream, SyntheticSamples
 from frontier_llm.errors import DataError
 
-corpora = st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=3), min_size=1, max_size=150).filter(lambda c: sum(map(sum, c)) > 0)
+corpora = st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=3), min_size=1, max_size=150).filter(
+    lambda c: sum(map(sum, c)) > 0
+)
 
 
 def write(prefix: Path, lengths: list[list[int]]) -> IndexedDataset:
@@ -55,19 +59,23 @@ def test_samples_are_the_cuts_of_the_stream(
 ) -> None:
     dataset = write(tmp_path_factory.mktemp("cuts") / "d", lengths)
     stream = DocumentSamples(dataset, sequence_length, seed)
-    total, epochs = dataset.token_count, 3
+    total = dataset.token_count
+    epochs = 3
     tokens = list(chain(*(order(dataset, stream, epoch) for epoch in range(epochs + 2 + sequence_length // total))))
     count = stream.first_of_epoch(epochs)
     cuts = [tokens[j * sequence_length : j * sequence_length + sequence_length + 1] for j in range(count)]
     for epoch in range(epochs):
-        first, last = stream.first_of_epoch(epoch), stream.first_of_epoch(epoch + 1)
+        first = stream.first_of_epoch(epoch)
+        last = stream.first_of_epoch(epoch + 1)
         assert {stream.epoch_of(k) for k in range(first, last)} <= {epoch}
         assert sorted(sample(stream, k) for k in range(first, last)) == sorted(cuts[first:last])
 
 
 @given(corpora, st.integers(1, 12))
 @settings(max_examples=30)
-def test_an_epoch_covers_every_token_once(tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], sequence_length: int) -> None:
+def test_an_epoch_covers_every_token_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], sequence_length: int
+) -> None:
     dataset = write(tmp_path_factory.mktemp("epoch") / "d", lengths)
     stream = DocumentSamples(dataset, sequence_length, key=3)
     # after T samples of S tokens exactly S epochs have passed
@@ -79,7 +87,9 @@ def test_pieces_name_the_documents(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [[5], [0], [7, 2], [1]] * 40)
     stream = DocumentSamples(dataset, 8, 0)
     documents, offsets, lengths, starts = stream.index.pieces(0, 3, 200)
-    tokens = np.concatenate([dataset.document(d)[o : o + n] for d, o, n in zip(documents, offsets, lengths, strict=True)])
+    tokens = np.concatenate(
+        [dataset.document(d)[o : o + n] for d, o, n in zip(documents, offsets, lengths, strict=True)]
+    )
     assert tokens.tolist() == order(dataset, stream, 0)[3:203]
     assert [dataset.document_start(d) + o for d, o in zip(documents, offsets, strict=True)] == starts.tolist()
     assert lengths.min() > 0
@@ -88,7 +98,8 @@ def test_pieces_name_the_documents(tmp_path: Path) -> None:
 
 def test_any_call_order_and_any_process_gives_the_same(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [[9], [4], [30], [2]] * 20)
-    one, two = DocumentSamples(dataset, 16, 7), DocumentSamples(IndexedDataset(tmp_path / "d"), 16, 7)
+    one = DocumentSamples(dataset, 16, 7)
+    two = DocumentSamples(IndexedDataset(tmp_path / "d"), 16, 7)
     forward = [sample(one, k) for k in range(300)]
     backward = [sample(two, k) for k in reversed(range(300))]
     assert forward == backward[::-1]
@@ -141,7 +152,8 @@ def test_permutation_is_even(size: int) -> None:
         counts[np.arange(watched), images * counts.shape[1] // size] += 1
     bins = np.bincount(np.arange(size) * counts.shape[1] // size) / size
     expected = trials * bins
-    chi_square, freedom = ((counts - expected) ** 2 / expected).sum(), watched * (counts.shape[1] - 1)
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    freedom = watched * (counts.shape[1] - 1)
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
@@ -166,7 +178,8 @@ def test_large_index_is_cached_and_gives_the_same(tmp_path: Path, monkeypatch: p
 
 
 def test_index_of_another_dataset_is_noticed(tmp_path: Path) -> None:
-    dataset, other = write(tmp_path / "d", [[3]] * 200), write(tmp_path / "e", [[3]] * 100 + [[4]] * 100)
+    dataset = write(tmp_path / "d", [[3]] * 200)
+    other = write(tmp_path / "e", [[3]] * 100 + [[4]] * 100)
     stream = DocumentSamples(dataset, 7, 1)
     stream.index.prefix = EpochIndex(other, stream.key).prefix
     with pytest.raises(DataError, match="belongs to another dataset"):
@@ -205,7 +218,10 @@ def test_empty_and_float_datasets_are_refused(tmp_path: Path) -> None:
 
 
 def test_blend_takes_each_sources_own_order(tmp_path: Path) -> None:
-    streams = [DocumentSamples(write(tmp_path / name, [[5]] * size), 5, place) for place, (name, size) in enumerate([("a", 30), ("b", 11)])]
+    streams = [
+        DocumentSamples(write(tmp_path / name, [[5]] * size), 5, place)
+        for place, (name, size) in enumerate([("a", 30), ("b", 11)])
+    ]
     blended = BlendedSamples(streams, Blend([3, 1]).locate)
     drawn = [blended.locate(k) for k in range(80)]
     assert [sample(blended, k) for k in range(80)] == [sample(streams[source], index) for source, index in drawn]

@@ -26,7 +26,10 @@ def prefix(tmp_path: Path) -> str:
 def run_config(steps: int = 5, global_batch: int = 4, sequence_length: int = 64, **data: Any) -> RunConfig:
     model = load_model("llama-tiny", {"vocab_size": 300, "sequence_length": sequence_length})
     return RunConfig(
-        model=model, batch=BatchConfig(global_batch=global_batch), data=DataConfig(**data), train=TrainConfig(steps=steps, eval_samples=9)
+        model=model,
+        batch=BatchConfig(global_batch=global_batch),
+        data=DataConfig(**data),
+        train=TrainConfig(steps=steps, eval_samples=9),
     )
 
 
@@ -86,7 +89,8 @@ def test_check_says_the_same(prefix: str, tmp_path: Path, capsys: pytest.Capture
 def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix: str, tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("another text\n" * 300)
     tokenize([tmp_path / "b.txt"], tmp_path / "others", "bytes")
-    limited, free = DataSource(path=prefix, max_epochs=1.5), DataSource(path=str(tmp_path / "others"), weight=3.0)
+    limited = DataSource(path=prefix, max_epochs=1.5)
+    free = DataSource(path=str(tmp_path / "others"), weight=3.0)
     run = run_config(steps=20, train=(limited, free))  # 5,120 tokens, a quarter of them from a dataset of 1,201
     assert data_problems(run) == []
     phases = {"phases": [{"steps": 20}, {"steps": 4, "data": {"train": [{"path": prefix}]}}], "eval_samples": 9}
@@ -95,13 +99,19 @@ def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix:
     assert "at most 78.2% of its weight or of the steps" in problem.fix
 
 
-def test_validation_data_that_is_also_trained_on_is_said(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validation_data_that_is_also_trained_on_is_said(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for ending in ("bin", "idx"):
         shutil.copy(f"{prefix}.{ending}", tmp_path / f"copy.{ending}")
     (tmp_path / "b.txt").write_text("some text of the corpse\n" * 50)  # of the same length
     tokenize([tmp_path / "b.txt"], tmp_path / "others", "bytes")
     train = (DataSource(path=prefix),)
-    log_datasets(run_config(train=train, validation={"same": prefix, "copy": str(tmp_path / "copy"), "new": str(tmp_path / "others")}))
+    log_datasets(
+        run_config(
+            train=train, validation={"same": prefix, "copy": str(tmp_path / "copy"), "new": str(tmp_path / "others")}
+        )
+    )
     text = capsys.readouterr().err
     assert f"data.validation.same: {prefix} is also trained on: its loss says nothing about new text" in text
     assert f"data.validation.copy: {tmp_path}/copy is also trained on as {prefix}: " in text

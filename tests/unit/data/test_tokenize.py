@@ -1,4 +1,6 @@
-"""Tokenization: the same bytes for any number of workers, a kill costs only unfinished parts, damage has an explicit policy."""
+"""Tokenization: the same bytes for any number of workers, a kill costs only unfinished parts, damage has an explicit
+policy.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SMALL = TokenizeOptions(shard_bytes=2000)
 def corpus(tmp_path: Path) -> Path:
     directory = tmp_path / "corpus"
     directory.mkdir()
-    (directory / "lines.jsonl").write_text("".join(json.dumps({"text": f"document {n} " * (n % 7 + 1)}) + "\n" for n in range(200)))
+    (directory / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {n} " * (n % 7 + 1)}) + "\n" for n in range(200))
+    )
     for number in range(10):
         (directory / f"file{number}.txt").write_text(f"a text file, number {number}\n" * number)
     return directory
@@ -45,7 +49,8 @@ def content(prefix: Path) -> list[bytes]:
 
 def test_documents_end_in_eod_and_come_in_input_order(corpus: Path, tmp_path: Path) -> None:
     meta = tokenize([corpus], tmp_path / "out", "bytes", SMALL, workers=1)
-    dataset, codec = IndexedDataset(tmp_path / "out"), load_tokenizer("bytes")
+    dataset = IndexedDataset(tmp_path / "out")
+    codec = load_tokenizer("bytes")
     assert [codec.decode(dataset.document(d)[:-1]) for d in range(dataset.document_count)] == expected(corpus)
     assert all(dataset.document(d)[-1] == codec.eod for d in range(dataset.document_count))
     assert meta.documents == 209
@@ -64,7 +69,9 @@ def test_any_number_of_workers_and_any_shards_give_the_same_bytes(corpus: Path, 
     assert content(tmp_path / "one") == content(tmp_path / "two") == content(tmp_path / "whole")
 
 
-def test_nothing_is_done_twice_but_a_change_is_noticed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_twice_but_a_change_is_noticed(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = tokenize([corpus], tmp_path / "out", "bytes", SMALL, workers=1)
     make_part = tokenize_module.make_part
     monkeypatch.setattr(tokenize_module, "make_part", lambda job: pytest.fail("was made again"))
@@ -79,7 +86,8 @@ def test_nothing_is_done_twice_but_a_change_is_noticed(corpus: Path, tmp_path: P
 
 def test_resume_makes_only_what_is_missing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenize([corpus], tmp_path / "whole", "bytes", SMALL, workers=1)
-    make_part, made = tokenize_module.make_part, []
+    make_part = tokenize_module.make_part
+    made = []
 
     def stop_after_three(job: tokenize_module.ShardWork) -> tokenize_module.ShardReport:
         if len(made) == 3:
@@ -144,7 +152,9 @@ def test_damage_stops_or_is_skipped_and_counted(corpus: Path, tmp_path: Path, wo
     assert not (tmp_path / "out.idx").exists()
     meta = tokenize([corpus], tmp_path / "out", "bytes", dataclasses.replace(SMALL, skip_damaged=True), workers)
     assert meta.damaged == 2
-    assert [example.split(": ")[0] for example in meta.damaged_examples] == [f"{corpus}/lines.jsonl:{line}" for line in (151, 161)]
+    assert [example.split(": ")[0] for example in meta.damaged_examples] == [
+        f"{corpus}/lines.jsonl:{line}" for line in (151, 161)
+    ]
     assert meta.documents == 207
 
 

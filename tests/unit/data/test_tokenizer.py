@@ -34,7 +34,9 @@ def write_pair(tokenizer_json: Path, directory: Path) -> None:
     """The files that GPT2BPETokenizer reads, of a byte-level tokenizer.json."""
     model = json.loads(tokenizer_json.read_text(encoding="utf-8"))["model"]
     (directory / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
-    (directory / "gpt2-merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n", encoding="utf-8")
+    (directory / "gpt2-merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n", encoding="utf-8"
+    )
 
 
 @pytest.fixture(scope="module", params=["model", "json", "pair", "bytes"])
@@ -107,17 +109,22 @@ def test_gpt2s_pair_is_the_tokenizer_json_of_the_same_model(tmp_path: Path) -> N
     (tmp_path / "pair").mkdir()
     write_pair(tmp_path / "tokenizer.json", tmp_path / "pair")
     pair = load_tokenizer(tmp_path / "pair" / "gpt2-vocab.json")
-    assert [pair.encode(text) for text in (*SOURCES[:5], *HARD)] == [whole.encode(text) for text in (*SOURCES[:5], *HARD)]
+    assert [pair.encode(text) for text in (*SOURCES[:5], *HARD)] == [
+        whole.encode(text) for text in (*SOURCES[:5], *HARD)
+    ]
     assert (pair.eod, pair.vocab_size) == (whole.eod, whole.vocab_size)
     with pytest.raises(DataError, match=r"half a tokenizer\n    fix: give the vocab\.json"):
         load_tokenizer(tmp_path / "pair" / "gpt2-merges.txt")
     digest = pair.digest
     merges = tmp_path / "pair" / "gpt2-merges.txt"
-    merges.write_text(merges.read_text(encoding="utf-8").rpartition("\n")[0].rpartition("\n")[0], encoding="utf-8")  # one merge less
+    # one merge less
+    merges.write_text(merges.read_text(encoding="utf-8").rpartition("\n")[0].rpartition("\n")[0], encoding="utf-8")
     assert load_tokenizer(tmp_path / "pair").digest != digest
 
 
-@pytest.mark.parametrize(("name", "content"), [("x.model", b"no model"), ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("x.model", b"no model"), ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff")]
+)
 def test_foreign_files(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=r"is no .*tokenizer|is no sentencepiece"):
@@ -142,7 +149,9 @@ def test_vocabulary_larger_than_the_text_allows(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no more than 282 pieces, fewer than 5000") as raised:
         train_sentencepiece(["too little"], tmp_path / "x.model", 5000)
     assert raised.value.problems[0].fix == "set --vocab-size to at most 282, or give more text"
-    with pytest.raises(DataError, match="100 pieces are too few: every byte and the characters of the text take 276") as raised:
+    with pytest.raises(
+        DataError, match="100 pieces are too few: every byte and the characters of the text take 276"
+    ) as raised:
         train_sentencepiece(["too little text of many words"], tmp_path / "x.model", 100)
     assert raised.value.problems[0].fix == "set --vocab-size to at least 276"
     assert list(tmp_path.iterdir()) == []
@@ -153,7 +162,9 @@ def test_model_without_byte_fallback_still_loads(tmp_path: Path) -> None:
 
     options = {"vocab_size": 60, "model_type": "bpe", "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 5), model_prefix=str(tmp_path / "plain"), **options
+        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 5),
+        model_prefix=str(tmp_path / "plain"),
+        **options,
     )
     codec = SentencePieceTokenizer(tmp_path / "plain.model")
     assert codec.decode(codec.encode("the fox")) == "the fox"

@@ -34,7 +34,13 @@ class RandomWeights:
 
 
 def tiny(
-    name: str, dtype: str = "fp64", mesh: Mesh | None = None, tensor: int = 1, pipeline: int = 1, expert: int = 1, **shape: object
+    name: str,
+    dtype: str = "fp64",
+    mesh: Mesh | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    **shape: object,
 ) -> InferenceModel:
     model = load_model(name, shape)
     mesh = mesh or serial_mesh()
@@ -49,13 +55,17 @@ def prompts(lengths: Sequence[int], vocab: int = 250) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Completion:
-    """One row's new tokens and why it ended: "stop" (a stop token) or "length" (asked-for number, or the context is full)."""
+    """One row's new tokens and why it ended: "stop" (a stop token) or "length" (asked-for number, or the context is
+    full).
+    """
 
     tokens: tuple[int, ...]
     finish_reason: str
 
 
-def generate(model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True) -> list[Completion]:
+def generate(
+    model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True
+) -> list[Completion]:
     """Complete every prompt, in one batch. Collective over tp and pp; every rank returns the same."""
     rows: list[list[int]] = [[] for _ in prompts]
     for tokens in stream(model, prompts, sampling, use_cache):
@@ -63,4 +73,7 @@ def generate(model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: 
             if token is not None:
                 row.append(token)
     stops = set(sampling.stop_tokens)
-    return [Completion(tuple(row[:-1]), "stop") if row and row[-1] in stops else Completion(tuple(row), "length") for row in rows]
+    return [
+        Completion(tuple(row[:-1]), "stop") if row and row[-1] in stops else Completion(tuple(row), "length")
+        for row in rows
+    ]

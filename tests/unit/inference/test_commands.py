@@ -29,20 +29,28 @@ MODEL = load_model("llama-tiny", {"vocab_size": 257, "sequence_length": 64})
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """hf/ (a model and its tokenizer), data.bin/.idx, run.yaml."""
     directory = tmp_path_factory.mktemp("commands")
-    export_huggingface(RandomWeights(MODEL), directory / "hf", torch.float32, Companions(tokenizer_files(BYTES, 64), BYTES.eod))
+    export_huggingface(
+        RandomWeights(MODEL), directory / "hf", torch.float32, Companions(tokenizer_files(BYTES, 64), BYTES.eod)
+    )
     text = "the quick brown fox jumps over the lazy dog; " * 20
     with IndexedWriter(directory / "data", np.dtype("<u2")) as writer:
         writer.add_document([*BYTES.encode(text), BYTES.eod])
     write_meta(directory / "data", DatasetMeta("bytes", BYTES.digest, 257, 256, 1, len(text) + 1, len(text)))
-    with IndexedWriter(directory / "others", np.dtype("<u2")) as writer:  # tokens of a tokenizer that is not there any more
+    # tokens of a tokenizer that is not there any more
+    with IndexedWriter(directory / "others", np.dtype("<u2")) as writer:
         writer.add_document([*BYTES.encode(text), BYTES.eod])
     write_meta(directory / "others", DatasetMeta("gone.model", "0" * 64, 257, 256, 1, len(text) + 1, len(text)))
     run = {
         "model": {"base": "llama-tiny", "vocab_size": 257, "sequence_length": 64},
-        "batch": {"global_batch": 4}, "precision": {"dtype": "fp32"},
-        "data": {"train": [{"path": str(directory / "data")}], "validation": [{"path": str(directory / "data")}], "tokenizer": "bytes"},
+        "batch": {"global_batch": 4},
+        "precision": {"dtype": "fp32"},
+        "data": {
+            "train": [{"path": str(directory / "data")}],
+            "validation": [{"path": str(directory / "data")}],
+            "tokenizer": "bytes",
+        },
         "train": {"run_dir": str(directory / "run"), "device": "cpu"},
-    }  # fmt: skip
+    }
     (directory / "run.yaml").write_text(json.dumps(run))  # JSON is YAML
     assert main(["checkpoint", "import-hf", str(directory / "hf"), str(directory / "run.yaml")]) == 0
     return directory
@@ -53,7 +61,9 @@ def answer(capfd: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capfd.readouterr().out)
 
 
-def test_the_model_section_of_a_hugging_face_directory_is_printed(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_model_section_of_a_hugging_face_directory_is_printed(
+    room: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["checkpoint", "import-hf", str(room / "hf")]) == 0
     said = capfd.readouterr().out
     assert "rope_theta: 10000.0" in said and f"{{tokenizer: {room / 'hf'}}}" in said
@@ -69,17 +79,25 @@ def test_a_tokenizer_of_two_files_is_the_models_too(room: Path, tmp_path: Path) 
     assert open_model(tmp_path).tokenizer_spec == str(tmp_path)
 
 
-def test_text_streams_to_stdout_and_is_the_same_from_run_and_export(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_streams_to_stdout_and_is_the_same_from_run_and_export(
+    room: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     texts = []
     for model in ("hf", "run"):
-        assert main(["generate", str(room / model), "--prompt=the quick", "--max-new-tokens=20", "--temperature=0"]) == 0
+        assert (
+            main(["generate", str(room / model), "--prompt=the quick", "--max-new-tokens=20", "--temperature=0"]) == 0
+        )
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("the quick") and len(texts[0]) > 15
 
 
 def test_options_reach_the_sampler(room: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def text(*options: str) -> str:
-        return str(answer(capfd, "generate", str(room / "run"), "--prompt=ab", "--max-new-tokens=12", "--json", *options)[0]["text"])
+        return str(
+            answer(capfd, "generate", str(room / "run"), "--prompt=ab", "--max-new-tokens=12", "--json", *options)[0][
+                "text"
+            ]
+        )
 
     greedy = text("--temperature=0")
     assert text("--top-k=1") == greedy == text("--top-p=0.0001") == text("--temperature=0", "--no-cache")
@@ -94,9 +112,13 @@ def test_local_ranks_give_the_same_text_and_the_same_loss(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     prompts = ["--prompt=the quick", "--prompt=-x", "--temperature=0", "--max-new-tokens=8", "--json"]
-    assert answer(capfd, "generate", str(room / "run"), *prompts, "--tensor=2") == answer(capfd, "generate", str(room / "run"), *prompts)
+    assert answer(capfd, "generate", str(room / "run"), *prompts, "--tensor=2") == answer(
+        capfd, "generate", str(room / "run"), *prompts
+    )
     serial = answer(capfd, "evaluate", str(room / "run"), "--json")["held_out"][0]
-    parallel = answer(capfd, "evaluate", str(room / "run"), "--json", "--pipeline=2", "--data-parallel=2")["held_out"][0]
+    parallel = answer(capfd, "evaluate", str(room / "run"), "--json", "--pipeline=2", "--data-parallel=2")["held_out"][
+        0
+    ]
     assert serial["tokens"] == parallel["tokens"] == 896
     assert serial["loss"] == pytest.approx(parallel["loss"], abs=1e-5)
     assert serial["bits_per_byte"] == pytest.approx(serial["loss"] / np.log(2) * 901 / 900)
@@ -119,7 +141,9 @@ def test_tasks_are_scored_and_written(room: Path, capfd: pytest.CaptureFixture[s
     assert content["tasks"][0]["items"] == 4 and content["tasks"][0]["shots"] == 2 and content["held_out"] == []
 
 
-@pytest.mark.parametrize("words", [["evaluate"], ["generate", "--prompt=a", "--max-new-tokens=2"]], ids=["evaluate", "generate"])
+@pytest.mark.parametrize(
+    "words", [["evaluate"], ["generate", "--prompt=a", "--max-new-tokens=2"]], ids=["evaluate", "generate"]
+)
 @pytest.mark.parametrize("ranks", but_first([[], ["--tensor=2"]]), ids=str)
 def test_a_flipped_byte_is_named_and_ends_the_command(
     room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], ranks: list[str]
@@ -168,13 +192,18 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
         (["evaluate", "{room}/run", "--task=piqa"], "NAME=FILE"),
         (["evaluate", "{room}/run", "--output={room}/none/o.json"], "o.json cannot be written"),
         (["evaluate", "{room}/run", "--data={room}/none"], "no such file"),
-        (["evaluate", "{room}/run", "--data={room}/others"], "others: was made by another tokenizer, gone.model, than the model's, bytes"),
+        (
+            ["evaluate", "{room}/run", "--data={room}/others"],
+            "others: was made by another tokenizer, gone.model, than the model's, bytes",
+        ),
         (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml", "model.heads=8"], "set model.heads=4"),
         (["checkpoint", "import-hf", "{room}/hf", "{room}/run.yaml"], "step_00000000 already"),
         (["checkpoint", "export-hf", "{room}/run", "{room}/hf"], "is not empty"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_way_out(room: Path, words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_refused_with_a_way_out(
+    room: Path, words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main([word.replace("{room}", str(room)) for word in words]) == 2
     message = capfd.readouterr().err
     assert said in message and "Traceback" not in message
@@ -192,7 +221,9 @@ def test_tokens_that_read_the_same_belong_to_the_model(room: Path, capfd: pytest
     assert "held-out data" in capfd.readouterr().out
 
 
-def test_a_gpu_where_there_is_none(room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_where_there_is_none(
+    room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["generate", str(room / "run"), "--device=cuda"]) == 2
     said = capfd.readouterr().err
@@ -204,7 +235,9 @@ def test_a_generation_beyond_the_context_says_so(room: Path, capfd: pytest.Captu
     assert "the model's context of 64 tokens has room for 55 of 60 new ones" in capfd.readouterr().err
 
 
-def test_json_is_strict_where_a_number_does_not_exist(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_json_is_strict_where_a_number_does_not_exist(
+    room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps({"query": "q", "choices": ["x", "yy"], "gold": 0}))
     assert main(["evaluate", str(room / "hf"), f"--task=one={tmp_path / 't.jsonl'}", "--json"]) == 0
     content = json.loads(capfd.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))

@@ -38,7 +38,9 @@ def test_the_cache_knows_each_layers_window_and_caps_scores() -> None:
     model = tiny("llama-tiny", sliding_window=5, full_attention_every=2, score_softcap=0.5, score_width=4)
     with_cache = generate(model, prompts(LENGTHS), GREEDY)
     assert with_cache == generate(model, prompts(LENGTHS), GREEDY, use_cache=False)
-    assert with_cache != generate(tiny("llama-tiny", sliding_window=5, score_softcap=0.5, score_width=4), prompts(LENGTHS), GREEDY)
+    assert with_cache != generate(
+        tiny("llama-tiny", sliding_window=5, score_softcap=0.5, score_width=4), prompts(LENGTHS), GREEDY
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +56,9 @@ def test_greedy_equals_transformers_on_the_exported_model(name: str, tmp_path: P
     export_huggingface(RandomWeights(load_model(name)), tmp_path / "out", torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     source = HuggingFaceModel(tmp_path / "out")
-    ours = build_inference_model(source, inference_plan(source.model, 1, 1, 1), serial_mesh(), torch.device("cpu"), "fp32", OpsConfig())
+    ours = build_inference_model(
+        source, inference_plan(source.model, 1, 1, 1), serial_mesh(), torch.device("cpu"), "fp32", OpsConfig()
+    )
     for prompt, row in zip(prompts(LENGTHS), generate(ours, prompts(LENGTHS), GREEDY), strict=True):
         tokens_1S = torch.tensor([prompt])
         mask = torch.ones_like(tokens_1S)
@@ -65,7 +69,10 @@ def test_greedy_equals_transformers_on_the_exported_model(name: str, tmp_path: P
 def test_a_row_draws_the_same_in_any_batch() -> None:
     model = tiny("llama-tiny")
     together = list(zip(*stream(model, prompts(LENGTHS), SAMPLED), strict=True))
-    alone = [tuple(tokens for (tokens,) in stream(model, [prompt], SAMPLED, first_row=row)) for row, prompt in enumerate(prompts(LENGTHS))]
+    alone = [
+        tuple(tokens for (tokens,) in stream(model, [prompt], SAMPLED, first_row=row))
+        for row, prompt in enumerate(prompts(LENGTHS))
+    ]
     assert alone == together
 
 
@@ -97,7 +104,12 @@ def test_tokens_come_one_by_one() -> None:
 
 @pytest.mark.parametrize(
     ("bad", "word"),
-    [([[]], "holds no token"), ([[1] * 32], "leave no room in a context of 32"), ([[1], [250]], "holds token 250"), ([], "no prompt")],
+    [
+        ([[]], "holds no token"),
+        ([[1] * 32], "leave no room in a context of 32"),
+        ([[1], [250]], "holds token 250"),
+        ([], "no prompt"),
+    ],
 )
 def test_impossible_prompts_are_named(bad: list[list[int]], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
@@ -106,7 +118,12 @@ def test_impossible_prompts_are_named(bad: list[list[int]], word: str) -> None:
 
 def _generate_on_layout(rank: int, name: str, tensor: int, pipeline: int, expert: int = 1) -> list[tuple[int, ...]]:
     config = load_model(name)
-    mesh = build_mesh(Grid(tensor, pipeline, 1, ep=expert), rank, tied_embeddings=config.tied_embeddings, experts=config.moe is not None)
+    mesh = build_mesh(
+        Grid(tensor, pipeline, 1, ep=expert),
+        rank,
+        tied_embeddings=config.tied_embeddings,
+        experts=config.moe is not None,
+    )
     model = tiny(name, "fp64", mesh, tensor, pipeline, expert)
     greedy = generate(model, prompts(LENGTHS), GREEDY)
     assert greedy == generate(model, prompts(LENGTHS), GREEDY, use_cache=False)
@@ -114,7 +131,8 @@ def _generate_on_layout(rank: int, name: str, tensor: int, pipeline: int, expert
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "pipeline"), but_first([("llama-tiny", 2, 2), ("gpt-tiny", 2, 1), ("mpt-tiny", 1, 2), ("mpt-tiny", 4, 1)])
+    ("name", "tensor", "pipeline"),
+    but_first([("llama-tiny", 2, 2), ("gpt-tiny", 2, 1), ("mpt-tiny", 1, 2), ("mpt-tiny", 4, 1)]),
 )
 def test_every_layout_generates_the_same(ranks: RankPool, name: str, tensor: int, pipeline: int) -> None:
     serial = tiny(name)
@@ -123,11 +141,15 @@ def test_every_layout_generates_the_same(ranks: RankPool, name: str, tensor: int
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "expert"), [(2, 2, 2), (2, 1, 1)])
-def test_tensor_ranks_that_share_out_experts_generate_the_same(ranks: RankPool, tensor: int, pipeline: int, expert: int) -> None:
+def test_tensor_ranks_that_share_out_experts_generate_the_same(
+    ranks: RankPool, tensor: int, pipeline: int, expert: int
+) -> None:
     """Prompts that no number of ranks cuts evenly, and single tokens."""
     serial = tiny("moe-tiny")
     expected = [row.tokens for sampling in (GREEDY, SAMPLED) for row in generate(serial, prompts(LENGTHS), sampling)]
-    assert ranks.run(tensor * pipeline, _generate_on_layout, "moe-tiny", tensor, pipeline, expert) == [expected] * (tensor * pipeline)
+    assert ranks.run(tensor * pipeline, _generate_on_layout, "moe-tiny", tensor, pipeline, expert) == [expected] * (
+        tensor * pipeline
+    )
 
 
 def test_experts_that_replicas_would_share_are_refused() -> None:

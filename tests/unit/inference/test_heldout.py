@@ -16,7 +16,9 @@ from frontier_llm.inference.heldout import draw_by_position, held_out
 from tests.unit.inference.models import prompts, tiny
 
 
-def dataset(directory: Path, lengths: tuple[int, ...], text_bytes: int | None = None, vocab: int = 250) -> tuple[str, list[int]]:
+def dataset(
+    directory: Path, lengths: tuple[int, ...], text_bytes: int | None = None, vocab: int = 250
+) -> tuple[str, list[int]]:
     prefix = str(directory / "data")
     documents = prompts(lengths, vocab)
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:

@@ -33,10 +33,13 @@ def test_a_reader_that_looks_back_finds_every_needle_and_one_with_a_short_memory
             answers = []
             for context, continuation in requests:
                 assert len(context) + len(continuation) == 32 and len(continuation) == HALF
-                question, text = list(context[-HALF:]), list(context[:-HALF])
+                question = list(context[-HALF:])
+                text = list(context[:-HALF])
                 places = [at for at in range(len(text) - 2 * HALF + 1) if text[at : at + HALF] == question]
                 assert places, "the question stands in the text"
-                known = len(text) - places[0] <= reach and text[places[0] + HALF : places[0] + 2 * HALF] == list(continuation)
+                known = len(text) - places[0] <= reach and text[places[0] + HALF : places[0] + 2 * HALF] == list(
+                    continuation
+                )
                 answers.append(Likelihood(0.0 if known else -HALF * math.log(250), known, HALF, ()))
             return answers
 
@@ -53,7 +56,9 @@ def test_a_reader_that_looks_back_finds_every_needle_and_one_with_a_short_memory
 def test_a_model_is_asked(tmp_path: Path) -> None:
     """Untrained, it recalls nothing and is about as surprised as chance."""
     found = needles(tiny("llama-tiny"), dataset(tmp_path, (200,))[0], samples=2, batch_size=4)
-    assert len(found) == 5 and all(one.found == 0 and one.needles == 2 and one.loss > 0.8 * math.log(250) for one in found)
+    assert len(found) == 5 and all(
+        one.found == 0 and one.needles == 2 and one.loss > 0.8 * math.log(250) for one in found
+    )
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A run's plugins belong to its identity: what reads a checkpoint imports them from files that the user named, or refuses.
+"""A run's plugins belong to its identity: what reads a checkpoint imports them from files that the user named, or
+refuses.
 
 Every command runs in an interpreter of its own, because what a plugin changes stays.
 """
@@ -37,7 +38,13 @@ CHECKPOINT = Path("checkpoints") / "step_00000002"
 def frontier_llm(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "frontier_llm.cli.main", *words]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -58,7 +65,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "precision": {"dtype": "fp32"},
         "optimizer": {"schedule": "constant"},
         "data": {"train": str(directory / "data"), "validation": str(directory / "data"), "tokenizer": "bytes"},
-        "train": {"run_dir": str(directory / "run"), "steps": 2, "eval_samples": 28, "device": "cpu", "tensorboard": False},
+        "train": {
+            "run_dir": str(directory / "run"),
+            "steps": 2,
+            "eval_samples": 28,
+            "device": "cpu",
+            "tensorboard": False,
+        },
     }
     (directory / "run.yaml").write_text(json.dumps(run))  # JSON is YAML
     done = frontier_llm("train", str(directory / "run.yaml"), cwd=directory.parent)
@@ -96,7 +109,9 @@ def test_evaluation_of_the_own_run_directory_is_that_of_the_run(trained: Path, t
     assert abs(loss_of(frontier_llm(*words, "--plugin", "mine.py", cwd=tmp_path)) - during) > 0.05
 
 
-@pytest.mark.parametrize("words", but_first([["evaluate"], ["generate", "--prompt=a"], ["checkpoint", "export-hf"]]), ids=" ".join)
+@pytest.mark.parametrize(
+    "words", but_first([["evaluate"], ["generate", "--prompt=a"], ["checkpoint", "export-hf"]]), ids=" ".join
+)
 def test_a_checkpoint_alone_never_causes_an_import(trained: Path, tmp_path: Path, words: list[str]) -> None:
     """Not even where it brings a run file of its own."""
     checkpoint = tmp_path / "step_00000002"
@@ -106,7 +121,10 @@ def test_a_checkpoint_alone_never_causes_an_import(trained: Path, tmp_path: Path
     places = [str(checkpoint), *([str(tmp_path / "out")] if "export-hf" in words else [])]
     refused = frontier_llm(*words, *places, cwd=tmp_path)
     assert refused.returncode == 2 and not (tmp_path / "imported").exists()
-    assert "needs the plugin mine.py (sha256 " in refused.stderr and f"add --plugin {trained / 'mine.py'}" in refused.stderr
+    assert (
+        "needs the plugin mine.py (sha256 " in refused.stderr
+        and f"add --plugin {trained / 'mine.py'}" in refused.stderr
+    )
     given = frontier_llm(*words, *places, "--plugin", str(trained / "mine.py"), cwd=tmp_path)
     assert given.returncode == 0, given.stderr
 
@@ -131,9 +149,13 @@ def test_a_run_directory_of_another_user_is_like_a_checkpoint_alone(trained: Pat
 
 
 @pytest.mark.parametrize(
-    ("plugins", "now"), but_first([("[mine.py]", "mine.py"), ("[]", "none"), ("[other.py]", "other.py")]), ids=["edited", "none", "other"]
+    ("plugins", "now"),
+    but_first([("[mine.py]", "mine.py"), ("[]", "none"), ("[other.py]", "other.py")]),
+    ids=["edited", "none", "other"],
 )
-def test_a_resume_with_other_or_changed_plugins_is_refused(trained: Path, tmp_path: Path, plugins: str, now: str) -> None:
+def test_a_resume_with_other_or_changed_plugins_is_refused(
+    trained: Path, tmp_path: Path, plugins: str, now: str
+) -> None:
     run_dir = copy_of(trained, tmp_path)
     (tmp_path / "mine.py").write_text(PLUGIN.replace("-3.0", "-2.0"))
     (tmp_path / "other.py").write_text("")
@@ -152,7 +174,9 @@ def test_a_plugin_that_only_lies_elsewhere_is_the_same(trained: Path, tmp_path: 
 
 
 def test_a_checkpoint_from_before_digests_is_known_by_its_plugins_names(trained: Path, tmp_path: Path) -> None:
-    """No plugins in the manifest, as up to version 3, whose configuration named them relative to the working directory."""
+    """No plugins in the manifest, as up to version 3, whose configuration named them relative to the working
+    directory.
+    """
     run_dir = copy_of(trained, tmp_path)
     manifest = json.loads((run_dir / CHECKPOINT / "manifest.json").read_text())
     del manifest["plugins"]
@@ -166,6 +190,9 @@ def test_a_checkpoint_from_before_digests_is_known_by_its_plugins_names(trained:
     refused = frontier_llm("evaluate", str(run_dir), "--json", cwd=tmp_path.parent)
     assert refused.returncode == 2 and "needs the plugin mine.py (sha256 not recorded)" in refused.stderr
     found = frontier_llm("evaluate", str(run_dir), "--json", cwd=tmp_path)
-    assert "plugins: mine.py is not beside that file and is taken from the working directory; write ../mine.py" in found.stderr
+    assert (
+        "plugins: mine.py is not beside that file and is taken from the working directory; write ../mine.py"
+        in found.stderr
+    )
     usual = loss_of(frontier_llm("evaluate", str(trained / "run"), "--json", cwd=tmp_path))
     assert loss_of(found) == usual

@@ -29,9 +29,12 @@ def unseen(rows: int) -> torch.Tensor:
     min_p=st.sampled_from([0.0, 0.05, 0.4]),
     penalty=st.sampled_from([1.0, 0.7, 1.8]),
 )
-def test_kept_probabilities_equal_transformers(seed: int, top_k: int, top_p: float, min_p: float, penalty: float) -> None:
+def test_kept_probabilities_equal_transformers(
+    seed: int, top_k: int, top_p: float, min_p: float, penalty: float
+) -> None:
     warpers = pytest.importorskip("transformers.generation.logits_process")
-    x_BV, context_BS = logits(seed), torch.randint(0, V, (3, 5), generator=torch.Generator().manual_seed(seed))
+    x_BV = logits(seed)
+    context_BS = torch.randint(0, V, (3, 5), generator=torch.Generator().manual_seed(seed))
     seen_BV = unseen(3).scatter_(1, context_BS, True)
     expected_BV = warpers.RepetitionPenaltyLogitsProcessor(penalty)(context_BS, x_BV.clone())
     expected_BV = warpers.TemperatureLogitsWarper(0.6)(context_BS, expected_BV)
@@ -55,7 +58,9 @@ def test_kept_probabilities_equal_transformers(seed: int, top_k: int, top_p: flo
     top_p=st.sampled_from([0.3, 0.9, 1.0]),
     min_p=st.sampled_from([0.0, 0.2]),
 )
-def test_ordering_a_few_candidates_draws_what_ordering_all_does(seed: int, levels: int, top_k: int, top_p: float, min_p: float) -> None:
+def test_ordering_a_few_candidates_draws_what_ordering_all_does(
+    seed: int, levels: int, top_k: int, top_p: float, min_p: float
+) -> None:
     x_BV = (logits(seed, rows=16) * levels).round() / levels
     sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     with pytest.MonkeyPatch.context() as patch:

@@ -59,7 +59,12 @@ def test_the_models_own_choice_is_greedy() -> None:
 
 @pytest.mark.parametrize(
     ("request_", "word"),
-    [(([], [1]), "empty context"), (([1], []), "empty continuation"), (([1], [2] * 33), "33 tokens"), (([250], [1]), "holds token 250")],
+    [
+        (([], [1]), "empty context"),
+        (([1], []), "empty continuation"),
+        (([1], [2] * 33), "33 tokens"),
+        (([250], [1]), "holds token 250"),
+    ],
 )
 def test_impossible_requests_are_named(request_: tuple[list[int], list[int]], word: str) -> None:
     with pytest.raises(ConfigError, match=f"request 1: .*{word}"):
@@ -69,20 +74,28 @@ def test_impossible_requests_are_named(request_: tuple[list[int], list[int]], wo
 def greedy_requests(model: InferenceModel) -> list[tuple[list[int], list[int]]]:
     """Contexts with the model's own choice."""
     contexts = prompts((3, 5, 7, 9, 11, 13))
-    return [(context, list(row.tokens)) for context, row in zip(contexts, generate(model, contexts, Sampling(2, 0.0)), strict=True)]
+    return [
+        (context, list(row.tokens))
+        for context, row in zip(contexts, generate(model, contexts, Sampling(2, 0.0)), strict=True)
+    ]
 
 
-def _score_on_layout(rank: int, name: str, layout: tuple[int, int, int], asked: list[tuple[list[int], list[int]]]) -> list[Likelihood]:
+def _score_on_layout(
+    rank: int, name: str, layout: tuple[int, int, int], asked: list[tuple[list[int], list[int]]]
+) -> list[Likelihood]:
     tensor, pipeline, data = layout
     mesh = build_mesh(Grid(tensor, pipeline, data), rank, tied_embeddings=load_model(name).tied_embeddings)
     return score(tiny(name, "fp64", mesh, tensor, pipeline), asked, 2)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("llama-tiny", (2, 2, 2)), thorough("gpt-tiny", (4, 1, 1)), thorough("mpt-tiny", (1, 2, 2))])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("llama-tiny", (2, 2, 2)), thorough("gpt-tiny", (4, 1, 1)), thorough("mpt-tiny", (1, 2, 2))]
+)
 def test_every_layout_scores_the_same(ranks: RankPool, name: str, layout: tuple[int, int, int]) -> None:
     model = tiny(name)
     chosen = greedy_requests(model)
-    assert any(token >= 125 for _, tokens in chosen for token in tokens)  # in another rank's part of the vocabulary, too
+    # in another rank's part of the vocabulary, too
+    assert any(token >= 125 for _, tokens in chosen for token in tokens)
     serial = score(model, requests() + chosen, 2)
     assert [found.greedy for found in serial] == [False] * len(requests()) + [True] * len(chosen)
     for scores in ranks.run(math.prod(layout), _score_on_layout, name, layout, requests() + chosen):

@@ -28,29 +28,49 @@ from tests.unit.inference.models import RandomWeights
 
 LINES: dict[str, list[dict[str, Any]]] = {
     "arc_easy": [
-        {"question": f"What is {n} + {n}?", "choices": {"text": [str(n), str(2 * n), "no", "maybe so"], "label": list("ABCD")}, "answerKey": "ABCD"[n % 4]}
+        {
+            "question": f"What is {n} + {n}?",
+            "choices": {"text": [str(n), str(2 * n), "no", "maybe so"], "label": list("ABCD")},
+            "answerKey": "ABCD"[n % 4],
+        }
         for n in range(12)
     ],
-    "boolq": [{"passage": f"The sky has {n} colours.", "question": f"is {n} a colour", "label": n % 2} for n in range(12)],
+    "boolq": [
+        {"passage": f"The sky has {n} colours.", "question": f"is {n} a colour", "label": n % 2} for n in range(12)
+    ],
     "hellaswag": [
         {
-            "activity_label": "Cooking", "ctx_a": f"A man [title] cuts {n} onions.", "ctx_b": "he then", "label": str(n % 4),
+            "activity_label": "Cooking",
+            "ctx_a": f"A man [title] cuts {n} onions.",
+            "ctx_b": "he then",
+            "label": str(n % 4),
             "endings": ["eats [step] them.", f"sings  {n} songs.", "sleeps.", "goes away from the kitchen."],
         }
         for n in range(12)
     ],
     "piqa": [{"goal": f"Open {n} doors", "sol1": "pull the handle", "sol2": "sing", "label": n % 2} for n in range(12)],
     "winogrande": [
-        {"sentence": f"Ann gave Bob {n} apples because _ was kind.", "option1": "Ann", "option2": "Bob", "answer": str(n % 2 + 1)} for n in range(12)
-    ],
-    "wsc273": [
         {
-            "text": f"The cup fell on the table {n} times because it was hot. They left.", "pronoun": "it", "pronoun_loc": 41 + len(str(n)),
-            "options": ["The cup", "the table"], "label": n % 2, "quote": "", "quote_loc": 0,
+            "sentence": f"Ann gave Bob {n} apples because _ was kind.",
+            "option1": "Ann",
+            "option2": "Bob",
+            "answer": str(n % 2 + 1),
         }
         for n in range(12)
     ],
-}  # fmt: skip
+    "wsc273": [
+        {
+            "text": f"The cup fell on the table {n} times because it was hot. They left.",
+            "pronoun": "it",
+            "pronoun_loc": 41 + len(str(n)),
+            "options": ["The cup", "the table"],
+            "label": n % 2,
+            "quote": "",
+            "quote_loc": 0,
+        }
+        for n in range(12)
+    ],
+}
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
@@ -64,19 +84,27 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "hf"
     model = load_model("llama-tiny", {"vocab_size": 257, "sequence_length": 256})
     tokenizer = load_tokenizer("bytes")
-    export_huggingface(RandomWeights(model), directory, torch.float32, Companions(tokenizer_files(tokenizer, 256), tokenizer.eod))
+    export_huggingface(
+        RandomWeights(model), directory, torch.float32, Companions(tokenizer_files(tokenizer, 256), tokenizer.eod)
+    )
     return directory
 
 
 def model_of(directory: Path) -> InferenceModel:
     source = HuggingFaceModel(directory)
-    return build_inference_model(source, inference_plan(source.model, 1, 1, 1), serial_mesh(), torch.device("cpu"), "fp32", OpsConfig())
+    return build_inference_model(
+        source, inference_plan(source.model, 1, 1, 1), serial_mesh(), torch.device("cpu"), "fp32", OpsConfig()
+    )
 
 
 SHIPPED = {
-    "arc_easy": "arc/arc_easy", "boolq": "super_glue/boolq/default", "hellaswag": "hellaswag/hellaswag", "piqa": "piqa/piqa",
-    "winogrande": "winogrande/default", "wsc273": "wsc273/default",
-}  # fmt: skip
+    "arc_easy": "arc/arc_easy",
+    "boolq": "super_glue/boolq/default",
+    "hellaswag": "hellaswag/hellaswag",
+    "piqa": "piqa/piqa",
+    "winogrande": "winogrande/default",
+    "wsc273": "wsc273/default",
+}
 
 
 def write_local_tasks(lm_eval: Any, directory: Path) -> None:
@@ -120,10 +148,12 @@ def test_prompts_and_scores_equal_lm_eval_on_the_exported_model(
         )
         for label, lm in models.items()
     }
-    model, tokenizer = model_of(exported), load_tokenizer(exported)
+    model = model_of(exported)
+    tokenizer = load_tokenizer(exported)
     for name in LINES:
         task = read_task(name, tmp_path / f"{name}.jsonl")
-        ours, asked = evaluate_task(model, tokenizer, task, shots), requests(task, shots)
+        ours = evaluate_task(model, tokenizer, task, shots)
+        asked = requests(task, shots)
         values = {}
         for label, result in results.items():
             found = result["results"][f"local_{name}"]
@@ -134,7 +164,8 @@ def test_prompts_and_scores_equal_lm_eval_on_the_exported_model(
             texts = [tuple(pair[:2]) for sample in samples for pair in sample["arguments"]]
             assert texts == [(request.context, request.continuation) for request in asked], (name, label)
             values[label] = [float(response[0]) for sample in samples for response in sample["filtered_resps"]]
-        assert values["class"] == pytest.approx(values["theirs"], abs=2e-4)  # sums of up to 40 log-probabilities in fp32
+        # sums of up to 40 log-probabilities in fp32
+        assert values["class"] == pytest.approx(values["theirs"], abs=2e-4)
         assert len(set(values["theirs"])) > len(LINES[name])
 
 
@@ -144,7 +175,11 @@ def test_lm_evals_own_command_line_finds_the_model(exported: Path, tmp_path: Pat
     write_local_tasks(lm_eval, tmp_path)
     scripts = (Path(__file__).resolve().parents[3] / "setup.py").read_text()
     assert "frontier-lm-eval = frontier_llm.inference.lm_eval_model:main" in scripts
-    start = [sys.executable, "-c", "import sys; from frontier_llm.inference.lm_eval_model import main; sys.exit(main())"]
+    start = [
+        sys.executable,
+        "-c",
+        "import sys; from frontier_llm.inference.lm_eval_model import main; sys.exit(main())",
+    ]
     words = ["--model", "frontier-llm", "--model_args", f"path={exported}", "--device", "cpu", "--tasks", "local_piqa"]
     environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
@@ -180,10 +215,13 @@ def test_whole_texts_and_generated_ones_equal_those_of_lm_evals_own_model(export
     from frontier_llm.inference.lm_eval_model import FrontierLM
 
     assert get_model("frontier-llm") is FrontierLM
-    ours, theirs = FrontierLM(str(exported), device="cpu"), HFLM(pretrained=str(exported), dtype="float32", device="cpu", batch_size=1)
+    ours = FrontierLM(str(exported), device="cpu")
+    theirs = HFLM(pretrained=str(exported), dtype="float32", device="cpu", batch_size=1)
     texts = ["a text of some length. " * 30, "short"]  # 690 tokens roll over a context of 256
     rolling = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
-    assert ours.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling, disable_tqdm=True), rel=1e-5)
+    assert ours.loglikelihood_rolling(rolling) == pytest.approx(
+        theirs.loglikelihood_rolling(rolling, disable_tqdm=True), rel=1e-5
+    )
     options = {"until": ["zq"], "max_gen_toks": 20, "do_sample": False}
     asked = [Instance("generate_until", {}, (text, dict(options)), 0) for text in texts]
     assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
@@ -203,9 +241,13 @@ def test_generated_texts_do_not_depend_on_their_batch(exported: Path, monkeypatc
 
     monkeypatch.setattr("frontier_llm.inference.text.stream", counted)
     lm = lm_eval_model.FrontierLM(str(exported), dtype="fp64", device="cpu", batch_size=4)
-    free, ended = {"max_gen_toks": 12}, {"until": "L", "max_gen_toks": 6, "do_sample": False}
+    free = {"max_gen_toks": 12}
+    ended = {"until": "L", "max_gen_toks": 6, "do_sample": False}
     contexts = ["one", "a text that is cut to its end. " * 10, "", "two", "three", "four", "five", "six"]
-    asked = [Instance("generate_until", {}, (text, dict(ended if n % 3 == 0 else free)), n) for n, text in enumerate(contexts)]
+    asked = [
+        Instance("generate_until", {}, (text, dict(ended if n % 3 == 0 else free)), n)
+        for n, text in enumerate(contexts)
+    ]
     together = lm.generate_until(asked)
     assert batches == [3, 4, 1]  # numbers 0, 3 and 6 end at a string; the other five fill a batch and begin another
     assert together == [lm.generate_until([one])[0] for one in asked]
@@ -213,8 +255,12 @@ def test_generated_texts_do_not_depend_on_their_batch(exported: Path, monkeypatc
 
 
 def test_answers_are_judged_by_sum_by_length_and_by_token(exported: Path, tmp_path: Path) -> None:
-    model, tokenizer = model_of(exported), load_tokenizer(exported)
-    lines = [{"query": f"Say {n}", "choices": ["a", "a much longer answer than that", "mid size"], "gold": 0} for n in range(9)]
+    model = model_of(exported)
+    tokenizer = load_tokenizer(exported)
+    lines = [
+        {"query": f"Say {n}", "choices": ["a", "a much longer answer than that", "mid size"], "gold": 0}
+        for n in range(9)
+    ]
     task = read_task("mine", write_lines(tmp_path / "mine.jsonl", lines))
     found = evaluate_task(model, tokenizer, task)
     best = [0, 0, 0]
@@ -241,7 +287,11 @@ def test_foundry_prompts(tmp_path: Path) -> None:
     piqa = read_task("piqa", write_lines(tmp_path / "piqa.jsonl", lines))
     assert solved(piqa, piqa.prompts[1]) == "q1\nAnswer: y"
     asked = requests(piqa, shots=1)
-    assert asked[0].continuation == "\nAnswer: x" and asked[0].context.endswith("\nq0") and asked[0].context[:2] in ("q1", "q2")
+    assert (
+        asked[0].continuation == "\nAnswer: x"
+        and asked[0].context.endswith("\nq0")
+        and asked[0].context[:2] in ("q1", "q2")
+    )
     other = read_task("copa", tmp_path / "piqa.jsonl")
     assert solved(other, other.prompts[0]) == "q0 x"
     schema = [{"context_options": ["The cup", "The table"], "continuation": "was hot", "gold": 0}]
@@ -273,8 +323,8 @@ def test_pairs_are_cut_where_the_context_ends(exported: Path) -> None:
         ("piqa", ['{"goal": "g", "sol1": "a", "label": 0}'], [":1", "'sol2'", "expected goal, sol1, sol2, label"]),
         ("mine", ['{"query": "q", "choices": ["a"]}'], [":1", "'gold'", "expected query, choices, gold"]),
         ("mine", ['{"query": "q", "choices": ["a"], "gold": 3}'], ["option 3 of 1"]),
-        ("winogrande", ['{"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}'], [":1", "another form"]),
-        ("hellaswag", ['{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["d"], "label": ""}'], [":1", "another form"]),
+        ("winogrande", ['{"sentence": "no gap", "option1": "a", "option2": ' '"b", ' '"answer": ' '"1"}'], [":1", "another form"]),  # noqa: E501
+        ("hellaswag", ['{"activity_label": "a", "ctx_a": "b", "ctx_b": "c", ' '"endings": ' '["d"], ' '"label": ' '""}'], [":1", "another form"]),  # noqa: E501
         ("piqa", ["{"], [":1", "is no JSON"]),
         ("piqa", ["[]"], [":1", "is a JSON list"]),
         ("piqa", [], ["holds no line"]),

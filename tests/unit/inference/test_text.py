@@ -22,7 +22,9 @@ MODEL = SimpleNamespace(config=load_model("llama-tiny"))
 def play(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None:
     """Let the model say these tokens."""
 
-    def stream(model: Any, prompts: Any, sampling: Sampling, use_cache: bool, first_row: int) -> Iterator[list[int | None]]:
+    def stream(
+        model: Any, prompts: Any, sampling: Sampling, use_cache: bool, first_row: int
+    ) -> Iterator[list[int | None]]:
         batch = rows[first_row : first_row + len(prompts)]
         ended = [False] * len(batch)
         for place in range(max(map(len, batch))):
@@ -33,7 +35,9 @@ def play(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None
     monkeypatch.setattr(room, "stream", stream)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, said: str, stops: Sequence[str] = (), eod: bool = False) -> tuple[Any, list[str]]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, said: str, stops: Sequence[str] = (), eod: bool = False
+) -> tuple[Any, list[str]]:
     play(monkeypatch, [[*said.encode(), *([BYTES.eod] if eod else [])]])
     pieces: list[str] = []
     completion = complete(MODEL, BYTES, ["p"], Sampling(), stops, lambda row, piece: pieces.append(piece))[0]  # type: ignore[arg-type]
@@ -73,4 +77,6 @@ def test_rows_end_on_their_own(batch_size: int, monkeypatch: pytest.MonkeyPatch)
 def test_a_prompt_that_does_not_fit_is_refused_before_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, [[*b"abc"], [*b"abc"]])
     with pytest.raises(ConfigError, match="prompt 1: 32 tokens leave no room"):
-        complete(MODEL, BYTES, ["p", "q" * 32], Sampling(), on_text=lambda row, piece: pytest.fail("began"), batch_size=1)  # type: ignore[arg-type]
+        complete(
+            MODEL, BYTES, ["p", "q" * 32], Sampling(), on_text=lambda row, piece: pytest.fail("began"), batch_size=1
+        )  # type: ignore[arg-type]

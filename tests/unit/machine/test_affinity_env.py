@@ -15,8 +15,13 @@ from frontier_llm.machine.env import environment
 
 
 def test_cores_of_each_gcd_equal_the_lumi_guide_s() -> None:
-    """CPU_BIND_MASKS of LUMI-AI-Guide, 05-multi-gpu-and-node: local rank = GCD, without the first core of each region."""
-    masks = "00fe000000000000 fe00000000000000 0000000000fe0000 00000000fe000000 00000000000000fe 000000000000fe00 000000fe00000000 0000fe0000000000"
+    """CPU_BIND_MASKS of LUMI-AI-Guide, 05-multi-gpu-and-node: local rank = GCD, without the first core of each
+    region.
+    """
+    masks = (
+        "00fe000000000000 fe00000000000000 0000000000fe0000 00000000fe000000 00000000000000fe 000000000000fe00 "
+        "000000fe00000000 0000fe0000000000"
+    )
     assert [f"{sum(1 << core for core in place.usable_cores):016x}" for place in NODE] == masks.split()
 
 
@@ -50,7 +55,9 @@ def test_rings_and_cuts() -> None:
 
 @pytest.mark.parametrize("site", ["frontier", "lumi"])
 def test_each_variable_has_one_home(site: str) -> None:
-    """RCCL's and libfabric's variables live in machine/env.py; a site file only has what the loader needs before Python starts."""
+    """RCCL's and libfabric's variables live in machine/env.py; a site file only has what the loader needs before
+    Python starts.
+    """
     path = configs_dir().parent / "slurm" / "sites" / f"{site}.yaml"
     content = yaml.safe_load(path.read_text())
     theirs = {**content.get("environment", {}), **content.get("multi_node_environment", {})}
@@ -60,7 +67,8 @@ def test_each_variable_has_one_home(site: str) -> None:
 
 
 def test_environment_depends_on_the_size_and_says_why() -> None:
-    one, many = environment("frontier", 1), environment("frontier", 512)
+    one = environment("frontier", 1)
+    many = environment("frontier", 512)
     assert {"NCCL_NET": "Socket"}.items() <= {variable.name: variable.value for variable in one}.items()
     assert not any(variable.name.startswith("FI_") for variable in one)
     values = {variable.name: variable.value for variable in many}
@@ -77,9 +85,17 @@ def test_environment_depends_on_the_size_and_says_why() -> None:
 
 
 def test_each_machine_has_what_its_own_guide_says() -> None:
-    """LUMI's multi-node starts hung with NCCL_NET_GDR_LEVEL=PHB, and its jobs do not ask for alt_read's network setting."""
-    frontier, lumi = ({variable.name: variable.value for variable in environment(name, 16)} for name in ("frontier", "lumi"))
-    assert (frontier["NCCL_NET_GDR_LEVEL"], frontier["FI_CXI_RDZV_PROTO"], frontier["FI_MR_CACHE_MONITOR"]) == ("PHB", "alt_read", "kdreg2")
+    """LUMI's multi-node starts hung with NCCL_NET_GDR_LEVEL=PHB, and its jobs do not ask for alt_read's network
+    setting.
+    """
+    frontier, lumi = (
+        {variable.name: variable.value for variable in environment(name, 16)} for name in ("frontier", "lumi")
+    )
+    assert (frontier["NCCL_NET_GDR_LEVEL"], frontier["FI_CXI_RDZV_PROTO"], frontier["FI_MR_CACHE_MONITOR"]) == (
+        "PHB",
+        "alt_read",
+        "kdreg2",
+    )
     assert frontier.keys() - lumi.keys() == {"NCCL_NET_GDR_LEVEL", "FI_CXI_RDZV_PROTO"}
     assert lumi["FI_MR_CACHE_MONITOR"] == "userfaultfd"
     for name in ("frontier", "lumi"):
@@ -93,6 +109,8 @@ def test_torch_reads_the_names_that_are_its_own() -> None:
     headers = Path(torch.__file__).parent / "include"
     places = (headers / "torch/csrc/distributed/c10d", headers / "c10/cuda")
     text = "".join(path.read_text() for place in places for path in sorted(place.glob("*.h*")))
-    ours = {variable.name for variable in environment("frontier", 9408) if variable.name.startswith(("TORCH_", "PYTORCH_"))}
+    ours = {
+        variable.name for variable in environment("frontier", 9408) if variable.name.startswith(("TORCH_", "PYTORCH_"))
+    }
     assert len(ours) == 4
     assert {name for name in ours if f'"{name}"' not in text} == set()

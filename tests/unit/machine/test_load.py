@@ -1,4 +1,6 @@
-"""Machine files: all shipped ones load, every number has a source, and a malformed one is refused with line, key and rule."""
+"""Machine files: all shipped ones load, every number has a source, and a malformed one is refused with line, key and
+rule.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def test_a_gcd_is_the_device() -> None:
 
 
 def test_lumi_starts_from_frontier_and_changes_its_own() -> None:
-    lumi, frontier = load_machine("lumi"), load_machine("frontier")
+    lumi = load_machine("lumi")
+    frontier = load_machine("frontier")
     assert lumi.node.count.value == 2978
     assert lumi.device == frontier.device
     assert [entry.name for entry in lumi.operations.queue] == ["standard-g"]
@@ -56,7 +59,7 @@ def test_lumi_starts_from_frontier_and_changes_its_own() -> None:
     ("old", "new", "key", "rule"),
     [
         ("  compute_units:", "  compute_unitz:", "device.compute_unitz", "unknown key"),
-        ("tag: published, source: \"OLCF user guide: hsn0-hsn3\"", "tag: guessed, source: \"OLCF user guide: hsn0-hsn3\"", "node.nics.tag", "'measured', 'published' or 'estimated'"),
+        ("tag: published, source: \"OLCF user guide: hsn0-hsn3\"", "tag: guessed, source: \"OLCF user " "guide: " "hsn0-hsn3\"", "node.nics.tag", "'measured', 'published' or 'estimated'"),  # noqa: E501
         ("nics: {value: 4", "nics: {value: four", "node.nics.value", "must be a number; got 'four'"),
         ("default_stack: frontier-llm", "default_stack: frontier-lm", "", "is not one of the stacks"),
         ("    1: [43, 56,", "    1: [43,", "allreduce", "entries, one per message size"),
@@ -72,7 +75,9 @@ def test_malformed_files_name_line_key_and_rule(tmp_path: Path, old: str, new: s
     assert rule in message
     if key.count(".") > 0:
         line = next(
-            number for number, text in enumerate(path.read_text().splitlines(), 1) if new.strip().split(",")[0].split(": {")[0] in text
+            number
+            for number, text in enumerate(path.read_text().splitlines(), 1)
+            if new.strip().split(",")[0].split(": {")[0] in text
         )
         assert f"{path}:{line}:" in message
 
@@ -147,7 +152,11 @@ def test_every_shipped_machine_states_its_device(name: str) -> None:
 def test_a_file_without_a_vendor_has_that_of_its_architecture_or_of_its_environment(
     tmp_path: Path, lines: str, expected: tuple[str, str | None]
 ) -> None:
-    text = FRONTIER.read_text().replace("  vendor: amd\n", "").replace("  architecture: gfx90a\n", lines if lines[:1] == " " else "")
+    text = (
+        FRONTIER.read_text()
+        .replace("  vendor: amd\n", "")
+        .replace("  architecture: gfx90a\n", lines if lines[:1] == " " else "")
+    )
     path = tmp_path / "mine.yaml"
     path.write_text(("" if lines[:1] == " " else lines) + text)
     device = load_machine(str(path)).device

@@ -22,7 +22,10 @@ def test_the_shared_expert_is_between_the_rows_departure_and_their_arrival() -> 
     """And its backward between their gradients' departure and arrival, so that both have something to hide under."""
     model = load_model("moe-tiny", {"layers": 1, "moe": {"shared_hidden": 32}})
     batch = {"global_batch": 1, "micro_batch": 1}
-    config = build(RunConfig, {"model": model.model_dump(), "batch": batch, "train": {"device": "cpu"}, "precision": {"dtype": "fp32"}})
+    config = build(
+        RunConfig,
+        {"model": model.model_dump(), "batch": batch, "train": {"device": "cpu"}, "precision": {"dtype": "fp32"}},
+    )
     state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), Source(config))
     order: list[str] = []
 

@@ -1,4 +1,6 @@
-"""Initial weights: the generator's published answers, the distribution, and the same values on every device and in every layout."""
+"""Initial weights: the generator's published answers, the distribution, and the same values on every device and in
+every layout.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ def test_words_are_those_of_philox(counter: int, key: int, words: list[int] | No
 
 
 def philox_by_hand(counter: int, key: int) -> list[int]:
-    c, k = [counter & 0xFFFFFFFF, counter >> 32, 0, 0], [key & 0xFFFFFFFF, key >> 32]
+    c = [counter & 0xFFFFFFFF, counter >> 32, 0, 0]
+    k = [key & 0xFFFFFFFF, key >> 32]
     for _ in range(10):
-        first, second = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        first = c[0] * 0xD2511F53
+        second = c[2] * 0xCD9E8D57
         c = [(second >> 32) ^ c[1] ^ k[0], second & 0xFFFFFFFF, (first >> 32) ^ c[3] ^ k[1], first & 0xFFFFFFFF]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
     return c
@@ -46,7 +50,8 @@ def test_numbers_are_normal() -> None:
     first, second = (torch.randint(0, 2**32, (1000,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     first[:2] = torch.tensor([0, 2**32 - 1])  # the largest and the smallest radius
     cosine, sine = initialize.box_muller(first, second)
-    radius, angle = (-2 * ((first.double() + 0.5) * 2.0**-32).log()).sqrt(), 2 * torch.pi * second.double() * 2.0**-32
+    radius = (-2 * ((first.double() + 0.5) * 2.0**-32).log()).sqrt()
+    angle = 2 * torch.pi * second.double() * 2.0**-32
     torch.testing.assert_close(cosine, radius * angle.cos(), rtol=0, atol=1e-9)
     torch.testing.assert_close(sine, radius * angle.sin(), rtol=0, atol=1e-9)
 
@@ -64,12 +69,15 @@ def test_a_run_has_no_place_of_its_own() -> None:
     starts = torch.tensor([0, 5, 1002, 77, 2001])
     for count in (1, 2, 7, 999):
         rows = initialize.normals(7, starts, count)
-        assert all(torch.equal(row, whole[start : start + count]) for start, row in zip(starts.tolist(), rows, strict=True))
+        assert all(
+            torch.equal(row, whole[start : start + count]) for start, row in zip(starts.tolist(), rows, strict=True)
+        )
 
 
 def state(draws: bool) -> TrainState:
     config = load_run(
-        "bench", ["model=llama-tiny", "train.device=cpu", "batch.global_batch=2", "batch.micro_batch=1", "data.train=synthetic"]
+        "bench",
+        ["model=llama-tiny", "train.device=cpu", "batch.global_batch=2", "batch.micro_batch=1", "data.train=synthetic"],
     )
     batches = open_batches(config, 0, 1)
     return build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), batches, draws)

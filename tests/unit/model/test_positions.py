@@ -20,9 +20,13 @@ THEIRS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", THEIRS)
 def test_a_stretched_rotation_is_the_one_of_transformers(kind: str) -> None:
-    utilities, transformers = (pytest.importorskip(name) for name in ("transformers.modeling_rope_utils", "transformers"))
+    utilities, transformers = (
+        pytest.importorskip(name) for name in ("transformers.modeling_rope_utils", "transformers")
+    )
     parameters = {"rope_type": kind, "rope_theta": 500000.0, "factor": 4.0, **THEIRS[kind]}
-    config = transformers.LlamaConfig(hidden_size=4096, num_attention_heads=32, max_position_embeddings=8192, rope_parameters=parameters)
+    config = transformers.LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, max_position_embeddings=8192, rope_parameters=parameters
+    )
     frequencies_R, amplitude = utilities.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     scaling = {"kind": kind, "factor": 4.0, "original_sequence_length": 2048}
     cos_SR, sin_SR = rope_table(
@@ -34,7 +38,9 @@ def test_a_stretched_rotation_is_the_one_of_transformers(kind: str) -> None:
 
 def test_ntk_slows_the_slowest_rotation_by_the_factor_and_the_fastest_not_at_all() -> None:
     plain, stretched = (
-        rope_table(load_model("llama-3-8b", {"sequence_length": 2, **changes}), torch.device("cpu"), torch.float64)[1][1].asin()
+        rope_table(load_model("llama-3-8b", {"sequence_length": 2, **changes}), torch.device("cpu"), torch.float64)[1][
+            1
+        ].asin()
         for changes in ({}, {"rope_scaling": {"kind": "ntk", "factor": 4.0}})
     )
     assert stretched[0] == plain[0] and float(stretched[-1] / plain[-1]) == pytest.approx(0.25, rel=1e-9)

@@ -1,4 +1,6 @@
-"""The modules hold exactly the parameters that the blueprint declares: names, shapes, order and place, on every layout."""
+"""The modules hold exactly the parameters that the blueprint declares: names, shapes, order and place, on every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ OPS = select_ops(OpsConfig(), "cpu", torch.float32)
 @pytest.mark.parametrize("held", [(0, 1, 2, 3), (0,), (1, 2), (3,), (0, 2), (1, 3), (0, 3)])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "llama-tiny qkv_bias", "mpt-tiny", "gpt-22b", "llama-3-8b"])
-def test_modules_hold_what_the_blueprint_declares(name: str, tp: int, sequence_parallel: bool, held: tuple[int, ...]) -> None:
+def test_modules_hold_what_the_blueprint_declares(
+    name: str, tp: int, sequence_parallel: bool, held: tuple[int, ...]
+) -> None:
     model = load_model(name.split()[0], dict.fromkeys(name.split()[1:], True))
     specs = [split_layers(model, 4)[index] for index in held]
     declared = list(rank_parameters(model, specs, sequence_parallel))

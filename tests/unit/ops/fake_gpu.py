@@ -27,14 +27,18 @@ skipped = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler for the fake driver"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real driver: test_gpu.py"),
 ]
-DEVICE, STREAM = 3, 0xABC0
+DEVICE = 3
+STREAM = 0xABC0
 checked_address = prebuilt.address_or_number
 IMAGE = b"\x7fELF of nothing"
 
 
 class Record(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("launches", "loads", "device", "context_switches", "shared_attribute", "count")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("launches", "loads", "device", "context_switches", "shared_attribute", "count")
+        ),
         *((name, ctypes.c_uint * 3) for name in ("grid", "block")),
         ("shared", ctypes.c_uint),
         *((name, ctypes.c_ulonglong) for name in ("stream", "function")),
@@ -44,8 +48,11 @@ class Record(ctypes.Structure):
 
 
 def write_code_objects(folder, architecture):
-    """A manifest as the build writes it, with every kernel's real arguments and an image that only the fake driver takes."""
-    machine, lines = ARCHITECTURES[architecture], []
+    """A manifest as the build writes it, with every kernel's real arguments and an image that only the fake driver
+    takes.
+    """
+    machine = ARCHITECTURES[architecture]
+    lines = []
     (folder / "code").write_bytes(IMAGE)
     for kernel in all_kernels().values():
         for dtype in kernel.dtypes:
@@ -61,7 +68,10 @@ def write_code_objects(folder, architecture):
                             "symbol": f"{kernel.name}{'' if aligned else '_unaligned'}",
                             "file": f"{kernel.name}-{dtype}-{name}-{aligned}",
                             "sha256": hashlib.sha256(IMAGE).hexdigest(),
-                            "arguments": [[argument.name, signature[argument.name], argument.by16] for argument in kernel.arguments],
+                            "arguments": [
+                                [argument.name, signature[argument.name], argument.by16]
+                                for argument in kernel.arguments
+                            ],
                             "constants": variant.constants,
                             "threads": variant.warps * machine.wave,
                             "shared_bytes": 60000 if kernel.module == "attention" else 0,
@@ -77,21 +87,30 @@ def write_code_objects(folder, architecture):
 def driver_of(backend: str) -> ctypes.CDLL:
     """One in a process: dlopen finds what is loaded already by its soname."""
     with tempfile.TemporaryDirectory() as folder:
-        library, define = Path(folder, "libamdhip64.so" if backend == "hip" else "libcuda.so.1"), ["-DAMD"] if backend == "hip" else []
+        library = Path(folder, "libamdhip64.so" if backend == "hip" else "libcuda.so.1")
+        define = ["-DAMD"] if backend == "hip" else []
         source = str(Path(__file__).with_name("fake_driver.c"))
-        subprocess.run(["cc", "-shared", "-fPIC", *define, f"-Wl,-soname,{library.name}", "-o", str(library), source], check=True)
+        subprocess.run(
+            ["cc", "-shared", "-fPIC", *define, f"-Wl,-soname,{library.name}", "-o", str(library), source], check=True
+        )
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL)
 
 
 @contextmanager
 def fake_gpu(architecture: str, folder: Path) -> Iterator[tuple[prebuilt.PrebuiltKernels, ctypes.CDLL, Record]]:
-    """(kernels, driver, its record) of device 3, for whose tensors those of the CPU stand, or those without memory (meta)."""
+    """(kernels, driver, its record) of device 3, for whose tensors those of the CPU stand, or those without memory
+    (meta).
+    """
     driver = driver_of(ARCHITECTURES[architecture].backend)
     write_code_objects(folder, architecture)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE)
         patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
-        patch.setattr(prebuilt, "address_or_number", lambda name, pointed, value, device: checked_address(name, pointed, value, -1))
+        patch.setattr(
+            prebuilt,
+            "address_or_number",
+            lambda name, pointed, value, device: checked_address(name, pointed, value, -1),
+        )
         gpu_driver._open.cache_clear()
         yield prebuilt.PrebuiltKernels(architecture, folder), driver, Record.in_dll(driver, "record")
     gpu_driver._open.cache_clear()

@@ -1,6 +1,8 @@
-"""Runs the Triton sources on the CPU by Triton's interpreter, behind the same `Kernels` face as the prebuilt code objects.
+"""Runs the Triton sources on the CPU by Triton's interpreter, behind the same `Kernels` face as the prebuilt code
+objects.
 
-Every address that a program reads or writes must lie in a tensor of its launch: what would be a fault on a GPU, or silent damage, fails here.
+Every address that a program reads or writes must lie in a tensor of its launch: what would be a fault on a GPU, or
+silent damage, fails here.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
 
 def _operand(x):
     """MI200's matrix instructions take subnormal numbers for zero; what one GPU does must harm on none."""
-    return interpreter.TensorHandle(np.where(abs(x.data) < np.finfo(x.data.dtype).tiny, 0, x.data).astype(x.data.dtype), x.dtype)
+    return interpreter.TensorHandle(
+        np.where(abs(x.data) < np.finfo(x.data.dtype).tiny, 0, x.data).astype(x.data.dtype), x.dtype
+    )
 
 
 _exact_dot = interpreter.interpreter_builder.create_dot
@@ -39,14 +43,16 @@ interpreter.interpreter_builder.create_dot = lambda a, b, *rest: _exact_dot(_ope
 VIRTUAL_BYTES = 2**30  # larger tensors are memory that was reserved and never touched
 
 
-FAR = 1 << 44  # bytes between the addresses under which a kernel knows two tensors: no wrong offset leads from one into another
+# bytes between the addresses under which a kernel knows two tensors: no wrong offset leads from one into another
+FAR = 1 << 44
 
 
 class _Pointer:
     """What a kernel gets for its index-th tensor."""
 
     def __init__(self, index, dtype):
-        self.index, self.dtype = index, dtype
+        self.index = index
+        self.dtype = dtype
 
     def data_ptr(self):
         return (self.index + 1) * FAR
@@ -56,7 +62,9 @@ class _Memory:
     """The interpreter's loads and stores; those of virtual tensors read zeros and write nothing."""
 
     def __init__(self, kernel, named):
-        self.kernel, self.names, self.real = kernel, list(named), interpreter._interpreter
+        self.kernel = kernel
+        self.names = list(named)
+        self.real = interpreter._interpreter
         self.starts = np.array([x.data_ptr() for x in named.values()], dtype=np.int64)
         self.sizes = np.array([_span_bytes(x) for x in named.values()], dtype=np.int64)
 
@@ -74,24 +82,33 @@ class _Memory:
     def find(self, pointers, mask, size):
         """Real addresses, and which have memory behind them; every one under the mask must be of a tensor."""
         index, offset = np.divmod(pointers.astype(np.int64) + FAR // 2, FAR)
-        index, offset = np.clip(index - 1, 0, len(self.names) - 1), offset - FAR // 2
+        index = np.clip(index - 1, 0, len(self.names) - 1)
+        offset = offset - FAR // 2
         stray = mask & ((offset < 0) | (offset + size > self.sizes[index]))
         if stray.any():
-            name, first = self.names[index[stray][0]], offset[stray][0]
+            name = self.names[index[stray][0]]
+            first = offset[stray][0]
             raise IndexError(f"{self.kernel}: byte {first} of {name}, which has {self.sizes[index[stray][0]]}")
         return (self.starts[index] + offset).astype(np.uint64), self.sizes[index] < VIRTUAL_BYTES
 
 
 def _span_bytes(x):
     """From the first to the last element of a view."""
-    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize if x.numel() else 0
+    return (
+        (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize
+        if x.numel()
+        else 0
+    )
 
 
 class InterpretedKernels:
-    """Checks its arguments as `PrebuiltKernels` does. With `corners_only` just the first and last programs along each axis of the grid run."""
+    """Checks its arguments as `PrebuiltKernels` does. With `corners_only` just the first and last programs along
+    each axis of the grid run.
+    """
 
     def __init__(self, architecture, corners_only=False):
-        self.architecture, self.corners_only = architecture, corners_only
+        self.architecture = architecture
+        self.corners_only = corners_only
 
     def block(self, kernel, variant, name):
         return variants(kernel, self.architecture)[variant].constants[name]
@@ -100,7 +117,9 @@ class InterpretedKernels:
         table = all_kernels()[kernel]
         signature = table.signature({torch.float16: "fp16", torch.float32: "fp32"}[dtype])
         assert arguments.keys() == signature.keys()
-        values = {name: address_or_number(name, POINTED.get(kind), arguments[name], -1) for name, kind in signature.items()}
+        values = {
+            name: address_or_number(name, POINTED.get(kind), arguments[name], -1) for name, kind in signature.items()
+        }
         if False not in table.builds:
             assert not [argument.name for argument in table.arguments if argument.by16 and values[argument.name] % 16]
         function = getattr(importlib.import_module(f"frontier_llm.ops.triton.{table.module}"), kernel)
@@ -111,8 +130,10 @@ class InterpretedKernels:
         }
         pointers = {name: _Pointer(index, x.dtype) for index, (name, x) in enumerate(tensors.items())}
         named = arguments | pointers | variants(kernel, self.architecture)[variant].constants
-        real, builder = interpreter._interpreter, interpreter.interpreter_builder
-        set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
+        real = interpreter._interpreter
+        builder = interpreter.interpreter_builder
+        set_dim = builder.set_grid_dim
+        set_idx = builder.set_grid_idx
         interpreter._interpreter = _Memory(kernel, tensors)
         try:
             if not self.corners_only:
@@ -123,4 +144,6 @@ class InterpretedKernels:
                 builder.set_grid_idx = lambda *_, corner=corner: set_idx(*corner)
                 function[(1, 1, 1)](**named)
         finally:
-            interpreter._interpreter, builder.set_grid_dim, builder.set_grid_idx = real, set_dim, set_idx
+            interpreter._interpreter = real
+            builder.set_grid_dim = set_dim
+            builder.set_grid_idx = set_idx

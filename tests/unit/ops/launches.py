@@ -1,4 +1,6 @@
-"""What a training step launches on a GPU, counted on tensors without memory: every kernel of ours, and every operation that torch has one for."""
+"""What a training step launches on a GPU, counted on tensors without memory: every kernel of ours, and every
+operation that torch has one for.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ from frontier_llm.topology import make_plan
 from frontier_llm.training import build
 from frontier_llm.training.feed import Feed
 
-_NO_KERNELS = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_")
+_NO_KERNELS = (
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "set_",
+    "resize_",
+)
 
 
 class Launch(NamedTuple):
@@ -40,7 +51,10 @@ class Source:
     microbatches = 1
 
     def __init__(self, rows: int, sequence: int, documents: bool) -> None:
-        self._rows, self._sequence, self.reset_at_documents, self.masks_targets = rows, sequence, documents, documents
+        self._rows = rows
+        self._sequence = sequence
+        self.reset_at_documents = documents
+        self.masks_targets = documents
 
     def microbatch(self, _step: int, _index: int) -> SampleBatch:
         tokens = np.zeros((self._rows, self._sequence + 1), np.int64)
@@ -52,7 +66,9 @@ class Source:
 
 
 def skip_without_fp32_products_on_meta() -> None:
-    """torch 2.10 ignores out_dtype on the meta device, which these tests use in place of a GPU. Its GPU kernels honour it."""
+    """torch 2.10 ignores out_dtype on the meta device, which these tests use in place of a GPU. Its GPU kernels
+    honour it.
+    """
     total = torch.empty(16, 16, device="meta")
     half = total.to(torch.bfloat16)
     try:
@@ -66,11 +82,14 @@ def without_numbers(kernels: Any) -> Iterator[None]:
     """`kernels` behind the training's ops; what would need numbers is left out."""
     skip_without_fp32_products_on_meta()
     with pytest.MonkeyPatch.context() as patch:
-        functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))  # as `select_ops` fills up
+        # as `select_ops` fills up
+        functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))
         patch.setattr(build, "select_ops", lambda *_, **__: Ops(**functions))
         patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
         patch.setattr(inputs, "initialize", lambda *_, **__: None)
-        patch.setattr(Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device))
+        patch.setattr(
+            Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device)
+        )
         yield
 
 
@@ -91,10 +110,12 @@ class _Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase, self.counts = "", Counter[Launch]()
+        self.phase = ""
+        self.counts = Counter[Launch]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
         where = next((x.device for x in (*args, *(kwargs or {}).values(), out) if isinstance(x, torch.Tensor)), None)
         moves = not func.is_view and name not in _NO_KERNELS and not name.startswith(("sym_", "_local_scalar"))
         if moves and where is not None and where.type == "meta":
@@ -105,7 +126,9 @@ class _Counting(TorchDispatchMode):
 def launches(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: bool = False) -> Counter[Launch]:
     """Of forward and backward of one microbatch, without the step's begin and end; inside `without_numbers`."""
     with pytest.MonkeyPatch.context() as patch:
-        state, counting, launch = step_of(model, micro_batch, documents), _Counting(), kernels.launch
+        state = step_of(model, micro_batch, documents)
+        counting = _Counting()
+        launch = kernels.launch
 
         def count(kernel: str, *rest: Any, **arguments: Any) -> None:
             counting.counts[Launch(counting.phase, kernel)] += 1
@@ -124,5 +147,7 @@ def launches(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: 
 
 def of_a_layer(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: bool = False) -> Counter[Launch]:
     """What one layer more launches more."""
-    few, more = (launches(kernels, model.model_copy(update={"layers": layers}), micro_batch, documents) for layers in (2, 3))
+    few, more = (
+        launches(kernels, model.model_copy(update={"layers": layers}), micro_batch, documents) for layers in (2, 3)
+    )
     return more - few

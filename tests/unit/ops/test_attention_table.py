@@ -17,10 +17,17 @@ from frontier_llm.ops.attention_table import load_attention, rule_for
 
 def test_hopper_takes_cudnn_until_it_is_measured_and_nothing_else_does() -> None:
     rules = load_attention("shipped")
-    for shape, first in ((AttentionShape(128, False), "cudnn"), (AttentionShape(80, False), "cudnn"), (AttentionShape(128, True), None)):
+    for shape, first in (
+        (AttentionShape(128, False), "cudnn"),
+        (AttentionShape(80, False), "cudnn"),
+        (AttentionShape(128, True), None),
+    ):
         rule = rule_for(rules, "sm_90", shape)
         assert (rule and rule.order[0]) == first
-    assert rule_for(rules, "sm_90", AttentionShape(256, False)) is None and rule_for(rules, "gfx90a", AttentionShape(128, False)) is None
+    assert (
+        rule_for(rules, "sm_90", AttentionShape(256, False)) is None
+        and rule_for(rules, "gfx90a", AttentionShape(128, False)) is None
+    )
 
 
 def test_the_order_of_the_table_comes_first(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +44,14 @@ def test_the_order_of_the_table_comes_first(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_mistakes_in_a_table_are_named_at_once(tmp_path: Path) -> None:
-    rule = {"architecture": "sm_90", "head_dim": True, "extras": "no", "order": ["cudn"], "tag": "guessed", "source": "here"}
+    rule = {
+        "architecture": "sm_90",
+        "head_dim": True,
+        "extras": "no",
+        "order": ["cudn"],
+        "tag": "guessed",
+        "source": "here",
+    }
     (tmp_path / "table.yaml").write_text(yaml.safe_dump({"rules": [rule, {"order": []}]}))
     with pytest.raises(ConfigError) as error:
         load_attention(str(tmp_path / "table.yaml"))
@@ -57,7 +71,10 @@ def test_mistakes_in_a_table_are_named_at_once(tmp_path: Path) -> None:
 
 def test_what_was_timed_is_what_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "attention.yaml"
-    assert main(["ops", "tune", "--model", "llama-tiny", "--micro-batch", "1", "--device", "cpu", "--output", str(table)]) == 0
+    assert (
+        main(["ops", "tune", "--model", "llama-tiny", "--micro-batch", "1", "--device", "cpu", "--output", str(table)])
+        == 0
+    )
     said = capfd.readouterr().out
     assert "attention_alibi: " in said and "not triton: triton does not run on cpu" in said
     rules = load_attention(str(table))

@@ -44,13 +44,17 @@ def test_every_variant_is_there_and_fits_the_machine(gfx90a):
 
 @needs_triton
 def test_code_objects_do_not_say_where_they_were_built(gfx90a):
-    """So that the same sources and tools give the same files everywhere, and the manifest's digests say whether they did."""
+    """So that the same sources and tools give the same files everywhere, and the manifest's digests say whether they
+    did.
+    """
     assert not [path.name for path in gfx90a.glob("*.hsaco") if b"frontier_llm/ops" in path.read_bytes()]
 
 
 def fits(line, architecture):
-    machine, key = ARCHITECTURES[architecture], (line["kernel"], line["dtype"], line["variant"], line["aligned"])
-    # NVIDIA's 255 registers are less than CDNA's 512: ptxas may put a few words on the stack, more of them in the unaligned fallback
+    machine = ARCHITECTURES[architecture]
+    key = (line["kernel"], line["dtype"], line["variant"], line["aligned"])
+    # NVIDIA's 255 registers are less than CDNA's 512: ptxas may put a few words on the stack, more of them in the
+    # unaligned fallback
     assert line["spills"] <= (0 if machine.backend == "hip" else 20 if line["aligned"] else 200), key
     assert line["shared_bytes"] <= machine.block_shared_bytes, key
     assert 0 < line["registers"] <= (512 if machine.backend == "hip" else 255), key
@@ -61,13 +65,16 @@ def fits(line, architecture):
     assert (line["matrix_instructions"] > 0) == (of_attention or line["kernel"].startswith("grouped_")), key
     if of_attention and machine.backend == "cuda":
         work = line["matrix_flops"] * line["warps"] / flops_of_the_two_loops(line)
-        assert work == 1 or (line["variant"][:3] != "d64" and work <= 1.67), key  # registers leave no other choice (docs/ops.md)
+        # registers leave no other choice (docs/ops.md)
+        assert work == 1 or (line["variant"][:3] != "d64" and work <= 1.67), key
 
 
 def flops_of_the_two_loops(line):
-    """Attention's code has one loop over whole blocks and one over those on the diagonal; a block's products must each be in it once.
+    """Attention's code has one loop over whole blocks and one over those on the diagonal; a block's products must each
+    be in it once.
 
-    Where the warps of a block outnumber its rows' tiles they share them, and compute the same. (AMD's are counted when they are executed: cdna2/.)
+    Where the warps of a block outnumber its rows' tiles they share them, and compute the same. (AMD's are counted when
+    they are executed: cdna2/.)
     """
     products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[line["kernel"]]
     return 2 * products * 2 * math.prod(line["constants"][f"BLOCK_{side}"] for side in "MND")
@@ -82,7 +89,7 @@ architecture, folder = sys.argv[1:]
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)
 for name in ("attention_forward bf16 d128", "attention_grad_kv bf16 d64", "attention_grad_q fp16 d64", "norm_forward bf16 layernorm-8192", "adamw bf16 any"):
     print(json.dumps(asdict(compile_one(Build(architecture, *name.split(), True), Path(folder)))))
-"""
+"""  # noqa: E501
 
 
 @needs_triton
@@ -91,13 +98,17 @@ for name in ("attention_forward bf16 d128", "attention_grad_kv bf16 d64", "atten
 def test_the_other_architectures_too(architecture, tmp_path):
     """All of what is shipped; a sample of five where nothing is built (the whole takes two minutes)."""
     try:
-        folder, lines = manifest.GPU_DIR / architecture, manifest.read_manifest(architecture)["kernels"]
+        folder = manifest.GPU_DIR / architecture
+        lines = manifest.read_manifest(architecture)["kernels"]
         assert {line["kernel"] for line in lines} == set(all_kernels())
     except BackendError:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         command = [sys.executable, "-c", SAMPLE, architecture, str(tmp_path)]
-        printed = subprocess.run(command, check=True, env=environment, timeout=280, capture_output=True, text=True).stdout
-        folder, lines = tmp_path, [json.loads(line) for line in printed.splitlines()]
+        printed = subprocess.run(
+            command, check=True, env=environment, timeout=280, capture_output=True, text=True
+        ).stdout
+        folder = tmp_path
+        lines = [json.loads(line) for line in printed.splitlines()]
         assert len(lines) == 5
     for line in lines:
         fits(line, architecture)
@@ -114,12 +125,18 @@ def wants_what_the_launcher_gives(line, folder, architecture):
 def elf(machine, flags, sections):
     """A file of these sections, as far as `code_object` looks at it."""
     sections = {**sections, ".shstrtab": b"\0".join([name.encode() for name in (*sections, ".shstrtab")]) + b"\0"}
-    image, headers = bytearray(64), []
+    image = bytearray(64)
+    headers = []
     for name, content in sections.items():
-        headers.append(struct.pack("<IIQQQQ24x", sections[".shstrtab"].index(name.encode()), 1, 0, 0, len(image), len(content)))
+        headers.append(
+            struct.pack("<IIQQQQ24x", sections[".shstrtab"].index(name.encode()), 1, 0, 0, len(image), len(content))
+        )
         image += content
     image[:9], image[18:20] = b"\x7fELF\2\1\1\0\x08", struct.pack("<H", machine)
-    image[40:52], image[58:64] = struct.pack("<QI", len(image), flags), struct.pack("<3H", 64, len(headers), len(headers) - 1)
+    image[40:52], image[58:64] = (
+        struct.pack("<QI", len(image), flags),
+        struct.pack("<3H", 64, len(headers), len(headers) - 1),
+    )
     return bytes(image + b"".join(headers))
 
 
@@ -128,7 +145,9 @@ def packed(value):
     if isinstance(value, str):
         return bytes([0xA0 | len(value)] if len(value) < 32 else [0xD9, len(value)]) + value.encode()
     if isinstance(value, bool | int):
-        return bytes([0xC2 + value] if isinstance(value, bool) else [value] if value < 128 else [0xCD, *value.to_bytes(2, "big")])
+        return bytes(
+            [0xC2 + value] if isinstance(value, bool) else [value] if value < 128 else [0xCD, *value.to_bytes(2, "big")]
+        )
     if isinstance(value, list):
         return bytes([0x90 | len(value)]) + b"".join(map(packed, value))
     return bytes([0x80 | len(value)]) + b"".join(packed(item) for pair in value.items() for item in pair)
@@ -140,10 +159,24 @@ PARAMETERS = [(0, 8, True), (8, 4, False), (16, 8, True), (24, 8, True)]
 
 def amd_image(parameters=PARAMETERS, threads=256, **changes):
     kinds = {True: "global_buffer", False: "by_value"}
-    arguments = [{".offset": offset, ".size": size, ".value_kind": kinds[pointer]} for offset, size, pointer in parameters]
+    arguments = [
+        {".offset": offset, ".size": size, ".value_kind": kinds[pointer]} for offset, size, pointer in parameters
+    ]
     arguments.append({".offset": 32, ".size": 4, ".value_kind": "hidden_block_count_x"})
-    kernel = {".args": arguments, ".symbol": "f.kd", ".max_flat_workgroup_size": threads, ".wavefront_size": 64, ".vgpr_count": 20}
-    kernel |= {".vgpr_spill_count": 0, ".sgpr_spill_count": 1, ".uses_dynamic_stack": False, ".group_segment_fixed_size": 0, **changes}
+    kernel = {
+        ".args": arguments,
+        ".symbol": "f.kd",
+        ".max_flat_workgroup_size": threads,
+        ".wavefront_size": 64,
+        ".vgpr_count": 20,
+    }
+    kernel |= {
+        ".vgpr_spill_count": 0,
+        ".sgpr_spill_count": 1,
+        ".uses_dynamic_stack": False,
+        ".group_segment_fixed_size": 0,
+        **changes,
+    }
     metadata = packed({"amdhsa.kernels": [kernel], "amdhsa.target": "amdgcn-amd-amdhsa--gfx90a"})
     return elf(224, 0x3F, {".note": struct.pack("<3I", 7, len(metadata), 32) + b"AMDGPU\0\0" + metadata})
 
@@ -163,7 +196,9 @@ def nvidia_image(parameters=PARAMETERS, threads=128):
     return elf(190, 90 << 8, {".nv.info": usage, ".nv.info.f": info})
 
 
-@pytest.mark.parametrize(("architecture", "image", "threads"), [("gfx90a", amd_image, 256), ("sm_90", nvidia_image, 128)])
+@pytest.mark.parametrize(
+    ("architecture", "image", "threads"), [("gfx90a", amd_image, 256), ("sm_90", nvidia_image, 128)]
+)
 def test_what_the_launcher_does_not_give_is_refused(architecture, image, threads):
     def check(declared, kinds=("*bf16", "i32"), architecture=architecture, symbol="f", threads=threads, shared_bytes=0):
         code_object.check_launch(declared, architecture, symbol, kinds, threads, shared_bytes)
@@ -194,17 +229,40 @@ def test_what_the_launcher_does_not_give_is_refused(architecture, image, threads
 def test_what_triton_asks_beside_the_arguments_is_refused():
     from frontier_llm.ops.aot.build import check_extras
 
-    plain = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0, "launch_pdl": False, "tensordesc_meta": []}
+    plain = {
+        "num_ctas": 1,
+        "global_scratch_size": 0,
+        "profile_scratch_size": 0,
+        "launch_pdl": False,
+        "tensordesc_meta": [],
+    }
     check_extras(SimpleNamespace(**plain))
-    for change in ({"global_scratch_size": 8}, {"num_ctas": 2}, {"launch_cooperative_grid": True}, {"tensordesc_meta": ["x"]}):
+    for change in (
+        {"global_scratch_size": 8},
+        {"num_ctas": 2},
+        {"launch_cooperative_grid": True},
+        {"tensordesc_meta": ["x"]},
+    ):
         with pytest.raises(BackendError, match="which the launcher does not give"):
             check_extras(SimpleNamespace(**{**plain, **change}))
 
 
 def test_arguments_stand_in_the_sources_signature():
     swiglu = all_kernels()["swiglu_forward"]
-    assert swiglu.signature("bf16") == {"x": "*bf16", "weights": "*fp32", "out": "*bf16", "columns": "i32", "has_weights": "i32"}
-    assert [argument.by16 for argument in swiglu.arguments] == [True, False, True, True, False] and swiglu.module == "pointwise"
+    assert swiglu.signature("bf16") == {
+        "x": "*bf16",
+        "weights": "*fp32",
+        "out": "*bf16",
+        "columns": "i32",
+        "has_weights": "i32",
+    }
+    assert [argument.by16 for argument in swiglu.arguments] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ] and swiglu.module == "pointwise"
     assert not any("BLOCK" in argument.name for kernel in all_kernels().values() for argument in kernel.arguments)
 
 
@@ -218,13 +276,14 @@ for kernel in all_kernels().values():
     names = getattr(importlib.import_module(f"frontier_llm.ops.triton.{kernel.module}"), kernel.name).arg_names
     for variant in variants(kernel.name, "gfx90a").values():
         assert [argument.name for argument in kernel.arguments] == [name for name in names if name not in variant.constants], kernel
-"""
+"""  # noqa: E501
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=280)
 
 
 def test_occupancy():
-    amd, nvidia = ARCHITECTURES["gfx90a"], ARCHITECTURES["sm_90"]
+    amd = ARCHITECTURES["gfx90a"]
+    nvidia = ARCHITECTURES["sm_90"]
     assert amd.waves_per_simd(4, 64, 0) == 8  # the hardware's limit
     assert amd.waves_per_simd(4, 129, 0) == 3  # registers: 512 / 136
     assert amd.waves_per_simd(4, 64, 32768) == 2  # LDS: two blocks of four waves on four SIMDs
@@ -241,7 +300,9 @@ def test_every_kernel_has_variants_everywhere():
                 assert all(any(name.startswith(f"d{dim}") for name in names) for dim in HEAD_DIMS)
             for variant in names.values():  # the loops over the diagonal go by whole blocks
                 if kernel.module == "attention" and "BLOCK_N" in variant.constants:
-                    outer, inner = ("BLOCK_N", "BLOCK_M") if kernel.name == "attention_grad_kv" else ("BLOCK_M", "BLOCK_N")
+                    outer, inner = (
+                        ("BLOCK_N", "BLOCK_M") if kernel.name == "attention_grad_kv" else ("BLOCK_M", "BLOCK_N")
+                    )
                     assert variant.constants[outer] % variant.constants[inner] == 0
 
 
@@ -268,8 +329,14 @@ def test_bad_manifests_are_refused_with_the_command_that_mends_them(tmp_path):
     for changes, message in (
         ({"version": 0}, "written for gfx90a in version 0; expected are gfx90a and version"),
         ({"architecture": "gfx942"}, "written for gfx942 in version"),
-        ({"sources": {**manifest.source_digests(), "norm.py": "0"}}, r"other kernel sources than these: norm.py; stale are .*norm"),
-        ({"sources": {**manifest.source_digests(), "gone.py": "0"}}, "than these: gone.py; stale are none of the kernels"),
+        (
+            {"sources": {**manifest.source_digests(), "norm.py": "0"}},
+            r"other kernel sources than these: norm.py; stale are .*norm",
+        ),
+        (
+            {"sources": {**manifest.source_digests(), "gone.py": "0"}},
+            "than these: gone.py; stale are none of the kernels",
+        ),
         ({"sources": {}}, r"attention.py, .*kernel_table.py.* stale are .*adamw"),
     ):
         manifest_of(tmp_path, **changes)
@@ -291,7 +358,8 @@ def test_wrong_tools_and_damaged_files_are_refused(tmp_path):
         manifest_of(tmp_path, tools={"triton": triton})
         with pytest.raises(
             BackendError,
-            match=r"compiled by Triton(.|\n)*'triton>=3.5,<4' && pip install --no-deps msgpack pyelftools && python setup.py build_ops --arch gfx90a",
+            match=r"compiled by Triton(.|\n)*'triton>=3.5,<4' && pip install --no-deps msgpack pyelftools && python "
+            r"setup.py build_ops --arch gfx90a",
         ):
             manifest.read_manifest("gfx90a", tmp_path)
     (tmp_path / "manifest.json").write_text("{")

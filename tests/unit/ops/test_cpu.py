@@ -1,7 +1,9 @@
-"""The C++ ops against the reference in float64: every instruction set of this CPU, both types, odd shapes, forward and backward.
+"""The C++ ops against the reference in float64: every instruction set of this CPU, both types, odd shapes, forward and
+backward.
 
-Tolerances: fp32 results carry about ten roundings of sums over up to 300 terms (2e-5 relative to the largest value); bf16 inputs
-are exact in both, so only the rounding of the result (2^-8), and in attention of the probabilities (2^-8 more), is left.
+Tolerances: fp32 results carry about ten roundings of sums over up to 300 terms (2e-5 relative to the largest value);
+bf16 inputs are exact in both, so only the rounding of the result (2^-8), and in attention of the probabilities (2^-8
+more), is left.
 """
 
 from __future__ import annotations
@@ -62,17 +64,23 @@ def test_attention_in_a_window(isa, dtype, window):
 def test_attention_of_bounded_scores(isa, dtype, softcap):
     q, k, v = (normal(150, 2, heads, 16, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     documents = (torch.arange(300) // 70).view(2, 150)
-    for scores in (Scores(0.25, softcap=softcap), Scores(2.0, 2.0 ** -torch.arange(1, 5), documents, window=30, softcap=softcap)):
+    for scores in (
+        Scores(0.25, softcap=softcap),
+        Scores(2.0, 2.0 ** -torch.arange(1, 5), documents, window=30, softcap=softcap),
+    ):
         compare("attention", (q, k, v), scores, factor=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(
-    ("queries", "keys", "offset"), [(70, 70, 0), (70, 140, 70), (33, 200, 300), (130, 65, 65), (64, 100, -20), (5, 3, 0)]
+    ("queries", "keys", "offset"),
+    [(70, 70, 0), (70, 140, 70), (33, 200, 300), (130, 65, 65), (64, 100, -20), (5, 3, 0)],
 )
 def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
-    """Queries `offset` behind the first key, with all, some or none of the keys in sight; the backward with a log-sum-exp over more keys than these."""
+    """Queries `offset` behind the first key, with all, some or none of the keys in sight; the backward with a
+    log-sum-exp over more keys than these.
+    """
     q, grad, o = (normal(queries, 2, 4, 16, dtype=dtype, seed=seed) for seed in (0, 3, 4))
     k, v = (normal(keys, 2, 2, 16, dtype=dtype, seed=seed) for seed in (1, 2))
     scores = Scores(0.25, offset=offset)
@@ -85,7 +93,15 @@ def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("sequence", "batch", "heads", "kv_heads", "dim"),
-    [(1, 1, 1, 1, 8), (63, 2, 4, 2, 32), (65, 1, 6, 1, 40), (130, 2, 2, 2, 64), (97, 1, 2, 1, 128), (40, 1, 1, 1, 256), (33, 1, 2, 2, 7)],
+    [
+        (1, 1, 1, 1, 8),
+        (63, 2, 4, 2, 32),
+        (65, 1, 6, 1, 40),
+        (130, 2, 2, 2, 64),
+        (97, 1, 2, 1, 128),
+        (40, 1, 1, 1, 256),
+        (33, 1, 2, 2, 7),
+    ],
 )
 def test_attention(isa, dtype, sequence, batch, heads, kv_heads, dim):
     q = normal(sequence, batch, heads, dim, dtype=dtype)
@@ -101,7 +117,9 @@ def test_attention_with_alibi_and_documents(isa, dtype, extras):
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if extras != "documents" else None
     # document 9 starts after a block that it does not see at all; ids are not ordered
     documents = (
-        torch.stack([torch.tensor([5] * 40 + [1] * 60 + [9] * 50), torch.tensor([7] * 140 + [2] * 10)]) if extras != "alibi" else None
+        torch.stack([torch.tensor([5] * 40 + [1] * 60 + [9] * 50), torch.tensor([7] * 140 + [2] * 10)])
+        if extras != "alibi"
+        else None
     )
     compare("attention", (q, k, v), Scores(0.2, slopes, documents), factor=2.0)
 
@@ -111,7 +129,10 @@ def test_attention_reads_views_of_one_fused_tensor(isa):
     q, k, v = fused.unbind(3)
     close(cpu.attention(q, k, v, Scores(0.25)), reference.attention(q.double(), k.double(), v.double(), Scores(0.25)))
     last_dim_strided = fused.transpose(-1, -2).contiguous().transpose(-1, -2)
-    close(cpu.attention(*last_dim_strided.unbind(3), Scores(0.25)), reference.attention(q.double(), k.double(), v.double(), Scores(0.25)))
+    close(
+        cpu.attention(*last_dim_strided.unbind(3), Scores(0.25)),
+        reference.attention(q.double(), k.double(), v.double(), Scores(0.25)),
+    )
 
 
 def test_attention_survives_huge_scores():
@@ -124,7 +145,8 @@ def test_attention_survives_huge_scores():
 @pytest.mark.parametrize("shape", [(1, 9), (3, 5, 77), (4, 384), (2, 3, 129)])
 def test_norms(isa, dtype, shape):
     x = normal(*shape, dtype=dtype)
-    weight, bias = normal(shape[-1], dtype=dtype), normal(shape[-1], dtype=dtype, seed=3)
+    weight = normal(shape[-1], dtype=dtype)
+    bias = normal(shape[-1], dtype=dtype, seed=3)
     compare("rms_norm", (x, weight), 1e-5)
     compare("layer_norm", (x, weight, bias), 1e-3)
     compare("layer_norm", (x, weight, None), 1e-3)
@@ -156,7 +178,10 @@ def test_rope(isa, dtype, per_sample, dim, half):
     compare("rope", (x,), angle.cos(), angle.sin())
     compare("rotated_heads", (normal(9, 2, 3, 4, dim, dtype=dtype),), angle.cos(), angle.sin())
     fused = normal(9, 2, 3, 2, dim, dtype=dtype)
-    close(cpu.rope(fused[:, :, :, 1], angle.cos(), angle.sin()), reference.rope(fused[:, :, :, 1].double(), angle.cos(), angle.sin()))
+    close(
+        cpu.rope(fused[:, :, :, 1], angle.cos(), angle.sin()),
+        reference.rope(fused[:, :, :, 1].double(), angle.cos(), angle.sin()),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,17 +199,22 @@ def test_rows_are_weighted_where_they_are_activated(isa, dtype, width):
     weights = normal(3, 5)
     compare("swiglu", (4 * normal(3, 5, 2, width, dtype=dtype),), weights=weights)
     for approximate in (False, True):
-        compare("gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=weights)
+        compare(
+            "gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=weights
+        )
     with pytest.raises(RuntimeError, match="one for each of 15 rows"):
         cpu.swiglu(normal(15, 2, width, dtype=dtype), weights[0])
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (13, 1), (100, 6), (256, 16), (1021, 8)])
 @pytest.mark.parametrize(
-    ("sigmoid", "normalise", "biased"), [(False, True, False), (False, False, True), (True, True, True), (True, False, False)]
+    ("sigmoid", "normalise", "biased"),
+    [(False, True, False), (False, False, True), (True, True, True), (True, False, False)],
 )
 def test_a_router_chooses_weighs_and_passes_gradients_back(isa, experts, top_k, sigmoid, normalise, biased):
-    *numbers, (chosen, expected) = [routed(experts, Routing(top_k, sigmoid, normalise, 2.5), biased, cpu)[place] for place in (0, 1, 3, 2)]
+    *numbers, (chosen, expected) = [
+        routed(experts, Routing(top_k, sigmoid, normalise, 2.5), biased, cpu)[place] for place in (0, 1, 3, 2)
+    ]
     assert torch.equal(chosen.double(), expected)
     for pair in numbers:
         close(*pair)
@@ -204,7 +234,9 @@ def test_rows_are_gathered_and_summed(isa, dtype, width):
         close(got, expected)
     x = normal(7, width, dtype=dtype)
     assert torch.equal(cpu.gather_rows(x, torch.arange(6, -1, -1)[:, None]), x.flip(0))  # a copy, bit for bit
-    assert not cpu.gather_rows(x[:0], torch.full((2, 3), -1)).any() and cpu.gather_rows(x, torch.empty(0, 4).long()).shape == (0, width)
+    assert not cpu.gather_rows(x[:0], torch.full((2, 3), -1)).any() and cpu.gather_rows(
+        x, torch.empty(0, 4).long()
+    ).shape == (0, width)
     with pytest.raises(RuntimeError, match="place 7 of 7 rows"):
         cpu.gather_rows(x, torch.tensor([[7]]))
 
@@ -233,10 +265,12 @@ def test_cross_entropy(isa, dtype, columns):
     logits = 3 * normal(6, columns, dtype=dtype)
     targets = torch.tensor([100, 100 + columns - 1, 99, 100 + columns, -1, 100])
     wide = logits.double()
-    stats, expected = cpu.cross_entropy_stats(logits, targets, 100), reference.cross_entropy_stats(wide, targets, 100)
+    stats = cpu.cross_entropy_stats(logits, targets, 100)
+    expected = reference.cross_entropy_stats(wide, targets, 100)
     assert stats.dtype == torch.float32
     close(stats, expected)
-    logsumexp, grad_loss = expected[0] + expected[1].log(), torch.tensor([1.0, 0.5, 0.25, 1, 0, 2])
+    logsumexp = expected[0] + expected[1].log()
+    grad_loss = torch.tensor([1.0, 0.5, 0.25, 1, 0, 2])
     buffer = logits.clone()
     got = cpu.cross_entropy_backward_(buffer, targets, 100, logsumexp.float(), grad_loss)
     assert got.data_ptr() == buffer.data_ptr()
@@ -259,7 +293,9 @@ def test_adamw(isa, weights_dtype):
     ours[3].abs_()
     wide = [x.double() for x in ours]
     weights = torch.empty(1003, dtype=weights_dtype)
-    update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=torch.tensor(0.25))
+    update = AdamWUpdate(
+        lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=torch.tensor(0.25)
+    )
     cpu.adamw_(*ours, weights, update)
     reference.adamw_(*wide, wide[0], update)
     for a, b in zip((ours[0], ours[2], ours[3]), (wide[0], wide[2], wide[3]), strict=True):
@@ -272,7 +308,9 @@ def test_adamw(isa, weights_dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "o", "k"), [(1, 1, 1), (7, 33, 5), (300, 70, 129), (1030, 9, 65), (64, 130, 2050)])
 def test_linear_and_its_gradients(isa, dtype, n, o, k):
-    x, weight, grad = normal(n, k, dtype=dtype), normal(o, k, dtype=dtype, seed=1), normal(n, o, dtype=dtype, seed=2)
+    x = normal(n, k, dtype=dtype)
+    weight = normal(o, k, dtype=dtype, seed=1)
+    grad = normal(n, o, dtype=dtype, seed=2)
     main = normal(o, k, dtype=torch.float32)
     expected = main.double() + grad.double().t() @ x.double()
     cpu.accumulate_weight_gradient_(main, grad, x)
@@ -286,19 +324,23 @@ def test_linear_and_its_gradients(isa, dtype, n, o, k):
 
 def test_weight_gradient_of_a_slice_of_a_wider_buffer(isa):
     main = torch.zeros(6, 50)[:, 5:45]
-    x, grad = normal(2, 9, 40, dtype=torch.bfloat16), normal(2, 9, 6, dtype=torch.bfloat16)
+    x = normal(2, 9, 40, dtype=torch.bfloat16)
+    grad = normal(2, 9, 6, dtype=torch.bfloat16)
     cpu.accumulate_weight_gradient_(main, grad, x)
     close(main, torch.einsum("bno,bnk->ok", grad.double(), x.double()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_sums(isa, dtype):
-    main, grad = normal(1003, dtype=torch.float32), normal(1003, dtype=dtype, seed=1)
+    main = normal(1003, dtype=torch.float32)
+    grad = normal(1003, dtype=dtype, seed=1)
     expected = main + grad.float()
     cpu.accumulate_(main, grad)
     assert torch.equal(main, expected)
     assert cpu.sum_of_squares(grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-13)
-    table, ids, rows = torch.zeros(5, 37), torch.tensor([[3, 7], [9, 3]]), normal(2, 2, 37, dtype=dtype)
+    table = torch.zeros(5, 37)
+    ids = torch.tensor([[3, 7], [9, 3]])
+    rows = normal(2, 2, 37, dtype=dtype)
     expected = torch.zeros(5, 37)
     cpu.embedding_backward_(table, ids, rows, 3)
     reference.embedding_backward_(expected, ids, rows, 3)
@@ -306,12 +348,14 @@ def test_gradient_sums(isa, dtype):
 
 
 MANY_ROWS = 1 << 20
-FP32_BLOCKED_SUM = 1e-4  # 2 x 1,024 roundings of at most 2^-24 each; one fp32 sum of 2^20 equal rows is 0.95 % too small
+# 2 x 1,024 roundings of at most 2^-24 each; one fp32 sum of 2^20 equal rows is 0.95 % too small
+FP32_BLOCKED_SUM = 1e-4
 
 
 def test_a_norm_sums_the_gradients_of_a_million_rows(isa):
     x = torch.tensor([1.0, -1.0]).repeat(MANY_ROWS, 8).requires_grad_()
-    weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
+    weight = torch.ones(16, requires_grad=True)
+    bias = torch.zeros(16, requires_grad=True)
     cpu.layer_norm(x, weight, bias, 1e-12).backward(torch.full((MANY_ROWS, 16), 0.1))
     expected = MANY_ROWS * torch.tensor(0.1).double()
     close_to = {"rel": FP32_BLOCKED_SUM}
@@ -329,7 +373,8 @@ def test_an_embedding_sums_the_gradients_of_a_million_tokens(isa):
 
 def test_adamw_keeps_a_decay_that_is_smaller_than_half_an_ulp(isa):
     """After 500 updates with random gradients the mean weight has lost what float64 says; fp32 rounds 1 - 2e-8 to 1."""
-    count, steps = 1 << 16, 500
+    count = 1 << 16
+    steps = 500
     ours = [torch.ones(count), torch.zeros(count), torch.zeros(count)]
     wide = [x.double() for x in ours]
     for step in range(1, steps + 1):
@@ -369,7 +414,8 @@ def test_wrong_shapes_and_types_are_refused():
 
 
 def norm_gradients(x, weight, bias):
-    weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    weight = weight.clone().requires_grad_()
+    bias = bias.clone().requires_grad_()
     cpu.layer_norm(x, weight, bias, 1e-5).backward(x)
     return torch.stack((weight.grad, bias.grad))
 
@@ -381,7 +427,9 @@ def embedding_gradient(x):
 
 
 def test_two_threads_give_the_same_as_one():
-    x, weight, bias = normal(999, 384, dtype=torch.float32), normal(384, dtype=torch.float32), normal(384, dtype=torch.float32, seed=1)
+    x = normal(999, 384, dtype=torch.float32)
+    weight = normal(384, dtype=torch.float32)
+    bias = normal(384, dtype=torch.float32, seed=1)
     q = normal(100, 2, 4, 32, dtype=torch.float32)
     before = torch.get_num_threads()
     results = []
@@ -412,7 +460,8 @@ def test_products_over_groups(isa, dtype, inputs, outputs):
 
 
 def test_ends_that_fall_are_past_the_rows_or_too_few_are_refused():
-    x, weight = torch.ones(6, 4), torch.ones(2, 3, 4)
+    x = torch.ones(6, 4)
+    weight = torch.ones(2, 3, 4)
     for ends in ([7, 6], [2, 7], [6], [4, 2]):
         with pytest.raises(RuntimeError, match=r"ends of groups|one int32 per group"):
             cpu.grouped_linear(x, weight, torch.tensor(ends, dtype=torch.int32))

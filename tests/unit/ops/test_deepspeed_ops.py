@@ -39,7 +39,9 @@ def record(package: Path, torch: str) -> None:
 def pinned(tmp_path: Path, *words: str) -> RunConfig:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": true}}}')
-    return load_run("quickstart", ["optimizer.engine=deepspeed", f"optimizer.deepspeed_config={path}", "ops.no_jit=true", *words])
+    return load_run(
+        "quickstart", ["optimizer.engine=deepspeed", f"optimizer.deepspeed_config={path}", "ops.no_jit=true", *words]
+    )
 
 
 def test_an_op_counts_only_with_its_library_and_this_torch(deepspeed: Path) -> None:
@@ -71,11 +73,17 @@ def test_a_missing_op_is_refused_before_ranks_start(deepspeed: Path, tmp_path: P
     assert "compile its op pin_memory" in problem.what and "scripts/build_deepspeed_ops.sh" in problem.fix
 
 
-def test_train_refuses_a_missing_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_refuses_a_missing_op(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     monkeypatch.setenv(PIN_BACKEND, "native")
     pinned(tmp_path)
-    words = ["optimizer.engine=deepspeed", f"optimizer.deepspeed_config={tmp_path}/ds.json", f"train.run_dir={tmp_path}/run"]
+    words = [
+        "optimizer.engine=deepspeed",
+        f"optimizer.deepspeed_config={tmp_path}/ds.json",
+        f"train.run_dir={tmp_path}/run",
+    ]
     words += ["data.train=synthetic", "data.validation=null", "data.tokenizer=null", "train.tensorboard=false"]
     monkeypatch.setattr("frontier_llm.ops.deepspeed_ops.op_states", lambda: dict.fromkeys(LOADED_BY, "not prebuilt"))
     assert main(["train", "quickstart", "--no-jit", "--check", *words]) == 2

@@ -1,6 +1,8 @@
-"""A training step of the models that this is for, on tensors of full size without memory (meta): every launch reaches the driver.
+"""A training step of the models that this is for, on tensors of full size without memory (meta): every launch reaches
+the driver.
 
-torch refuses operations between meta and CPU tensors as it does between GPU and CPU ones, so a tensor made on the wrong device is found too.
+torch refuses operations between meta and CPU tensors as it does between GPU and CPU ones, so a tensor made on the wrong
+device is found too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def kernels(request, tmp_path_factory):
     [
         ("gpt-22b", 2, 2048, False, {"gelu_forward", "layernorm-8192", "d128"}),
         ("gpt-175b", 4, 2048, True, {"gelu_forward", "norm_forward_long", "d128-extras"}),  # rows longer than a block
-        ("llama-2-70b", 1, 8192, True, {"swiglu_forward", "split-r", "join-r", "rmsnorm-8192", "d128-extras"}),  # groups of heads
+        # groups of heads
+        ("llama-2-70b", 1, 8192, True, {"swiglu_forward", "split-r", "join-r", "rmsnorm-8192", "d128-extras"}),
         ("mpt-30b", 1, 8192, False, {"gelu_forward", "layernorm-8192", "d128-extras"}),  # ALiBi
         ("llama-15m", 3, 256, False, {"swiglu_forward", "split-r", "join-r", "rmsnorm-2048", "d64"}),
     ],
@@ -46,7 +49,11 @@ def test_a_step_is_all_aligned_launches_on_one_device(kernels, model, micro_batc
     assert loss.is_meta and norm.is_meta
     launched = [path.name.rpartition("-") for _, path in kernels._functions]
     assert [name for name, _, aligned in launched if aligned != "True"] == []
-    always = {name for name in all_kernels() if name.startswith(("attention", "cross_entropy", "adamw", "squares", "accumulate"))}
+    always = {
+        name
+        for name in all_kernels()
+        if name.startswith(("attention", "cross_entropy", "adamw", "squares", "accumulate"))
+    }
     for kind in always | kinds:
         assert any(kind in name for name, *_ in launched), kind
 
@@ -55,12 +62,21 @@ def test_products_of_experts_of_xmoe_medium_are_aligned_launches_that_ask_for_no
     ops = GpuOps(kernels)
     kernels._functions.clear()
     with torch.device("meta"):
-        x, grad, weight = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((24576, 5120), (24576, 1536), (16, 1536, 5120)))
-        ends, main_grad = torch.empty(16, dtype=torch.int32), torch.empty(16, 1536, 5120)
-        assert ops.grouped_linear(x, weight, ends).shape == grad.shape and ops.grouped_input_gradient(grad, weight, ends).shape == x.shape
+        x, grad, weight = (
+            torch.empty(*shape, dtype=torch.bfloat16) for shape in ((24576, 5120), (24576, 1536), (16, 1536, 5120))
+        )
+        ends = torch.empty(16, dtype=torch.int32)
+        main_grad = torch.empty(16, 1536, 5120)
+        assert (
+            ops.grouped_linear(x, weight, ends).shape == grad.shape
+            and ops.grouped_input_gradient(grad, weight, ends).shape == x.shape
+        )
         ops.accumulate_grouped_gradient_(main_grad, grad, x, ends)
-        places, weights = torch.empty(4096, 6, dtype=torch.int64), torch.empty(24576, requires_grad=True)
-        assert ops.gather_rows(x, places).shape == (4096, 5120) and ops.gather_rows(x, places.view(-1, 1)).shape == x.shape
+        places = torch.empty(4096, 6, dtype=torch.int64)
+        weights = torch.empty(24576, requires_grad=True)
+        assert (
+            ops.gather_rows(x, places).shape == (4096, 5120) and ops.gather_rows(x, places.view(-1, 1)).shape == x.shape
+        )
         weighted = ops.swiglu(torch.empty(24576, 2, 1536, dtype=torch.bfloat16), weights)
         weighted.backward(torch.empty_like(weighted))
         assert weights.grad is not None and weights.grad.shape == weights.shape
@@ -78,6 +94,8 @@ def test_a_layer_launches_no_more_than_the_page_says(kernels, model, forward, ba
     assert sum(count for launch, count in counts.items() if launch.phase == "backward") == backward, counts
 
 
-@pytest.mark.parametrize(("rows", "column_blocks", "expected"), [(256, 1, 2), (100, 1, 1), (8192, 1, 32), (256, 48, 32), (4096, 1, 18)])
+@pytest.mark.parametrize(
+    ("rows", "column_blocks", "expected"), [(256, 1, 2), (100, 1, 1), (8192, 1, 32), (256, 48, 32), (4096, 1, 18)]
+)
 def test_few_rows_are_shared_out_over_the_device(rows, column_blocks, expected):
     assert rows_per_strip(rows, column_blocks) == expected

@@ -1,4 +1,6 @@
-"""Attention over stretches of a sequence by torch's flash kernels: a CPU's, which run here, and the call of a GPU's, which do not."""
+"""Attention over stretches of a sequence by torch's flash kernels: a CPU's, which run here, and the call of a GPU's,
+which do not.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,21 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops import Scores, reference, sdpa
 from frontier_llm.ops.check import normal
 
-# queries, keys, offset: a rank's first chunk; a later one, with all before it; a ring's block from before the queries; one token
+# queries, keys, offset: a rank's first chunk; a later one, with all before it; a ring's block from before the queries;
+# one token
 SHAPES = [(70, 70, 0), (70, 210, 140), (33, 40, 60), (1, 1, 0)]
 
 
 @pytest.mark.parametrize(("queries", "keys", "offset"), SHAPES)
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-9), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_blocks_equal_the_reference(queries, keys, offset, dtype, close):
-    """In both directions, the backward with output and log-sum-exp over more keys than these; views of fused tensors; grouped queries."""
+    """In both directions, the backward with output and log-sum-exp over more keys than these; views of fused
+    tensors; grouped queries.
+    """
     q, o, grad = normal(3, queries, 2, 4, 16, dtype=dtype).unbind(0)
     kv = normal(keys, 2, 2, 2, 16, dtype=dtype, seed=1).unbind(1)
-    scores, wide_kv = Scores(0.25, offset=offset), tuple(x.double() for x in kv)
+    scores = Scores(0.25, offset=offset)
+    wide_kv = tuple(x.double() for x in kv)
     out, logsumexp = sdpa.attention_block(q, kv, scores)
     expected, exact = reference.attention_block(q.double(), wide_kv, scores)
     assert out.dtype == dtype and logsumexp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -45,7 +51,8 @@ def test_the_gpu_kernels_are_called_as_this_torch_declares_them():
 
 @pytest.mark.parametrize(("queries", "keys", "offset"), [(70, 140, 20), (64, 100, -20), (70, 70, 10)])
 def test_other_stretches_are_refused(queries, keys, offset):
-    q, k = normal(queries, 1, 2, 16), normal(keys, 1, 2, 16)
+    q = normal(queries, 1, 2, 16)
+    k = normal(keys, 1, 2, 16)
     with pytest.raises(BackendError, match=f"{queries} queries from position {offset} over {keys} keys"):
         sdpa.attention_block(q, (k, k), Scores(0.25, offset=offset))
 

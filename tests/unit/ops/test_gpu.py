@@ -1,4 +1,5 @@
-"""On a machine with a GPU and prebuilt kernels: every op through the launcher against float64, with the no-JIT guard on.
+"""On a machine with a GPU and prebuilt kernels: every op through the launcher against float64, with the no-JIT guard
+on.
 
 Skipped elsewhere; the same sources run in Triton's interpreter in test_triton.py.
 """
@@ -41,12 +42,17 @@ def close(got, expected):
 def compare(gpu, name, inputs, *args, **kwargs):
     ours = [None if x is None else x.clone().requires_grad_() for x in inputs]
     wide = [None if x is None else x.double().requires_grad_() for x in inputs]
-    got, expected = gpu[name](*ours, *args, **kwargs), getattr(reference, name)(*wide, *args, **kwargs)
+    got = gpu[name](*ours, *args, **kwargs)
+    expected = getattr(reference, name)(*wide, *args, **kwargs)
     got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
     grads = [torch.randn_like(x) for x in got]
     torch.autograd.backward(got, grads)
     torch.autograd.backward(expected, [grad.double() for grad in grads])
-    for a, b in zip((*got, *(x.grad for x in ours if x is not None)), (*expected, *(x.grad for x in wide if x is not None)), strict=True):
+    for a, b in zip(
+        (*got, *(x.grad for x in ours if x is not None)),
+        (*expected, *(x.grad for x in wide if x is not None)),
+        strict=True,
+    ):
         close(a, b)
 
 
@@ -62,9 +68,12 @@ def test_attention(gpu, dtype, dim, extras):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [1500, 2048, 8192, 8500, 9024])  # unaligned and aligned; in one block, in two sizes of it; longer
+# unaligned and aligned; in one block, in two sizes of it; longer
+@pytest.mark.parametrize("columns", [1500, 2048, 8192, 8500, 9024])
 def test_norms_and_pointwise_ops(gpu, dtype, columns):
-    x, weight, bias = normal(70, 3, columns, dtype=dtype), normal(columns, dtype=dtype), normal(columns, dtype=dtype, seed=3)
+    x = normal(70, 3, columns, dtype=dtype)
+    weight = normal(columns, dtype=dtype)
+    bias = normal(columns, dtype=dtype, seed=3)
     compare(gpu, "rms_norm", (x, weight), 1e-5)
     compare(gpu, "layer_norm", (x, weight, bias), 1e-5)
     whole = ((x.float() * 4).round() / 4).to(dtype)  # sums are exact
@@ -81,10 +90,12 @@ def test_norms_and_pointwise_ops(gpu, dtype, columns):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [5000, 5008])
 def test_cross_entropy(gpu, dtype, columns):
-    logits, targets = normal(6, columns, dtype=dtype), torch.tensor([100, 99 + columns, 99, 100 + columns, -1, 100]).cuda()
+    logits = normal(6, columns, dtype=dtype)
+    targets = torch.tensor([100, 99 + columns, 99, 100 + columns, -1, 100]).cuda()
     expected = reference.cross_entropy_stats(logits.double(), targets, 100)
     close(gpu["cross_entropy_stats"](logits, targets, 100), expected)
-    logsumexp, grad_loss = expected[0] + expected[1].log(), torch.ones(6).cuda()
+    logsumexp = expected[0] + expected[1].log()
+    grad_loss = torch.ones(6).cuda()
     wide = reference.cross_entropy_backward_(logits.double(), targets, 100, logsumexp, grad_loss)
     close(gpu["cross_entropy_backward_"](logits, targets, 100, logsumexp.float(), grad_loss), wide)
 
@@ -94,18 +105,21 @@ def test_cross_entropy(gpu, dtype, columns):
 def test_flat_buffers(gpu, dtype, count, columns):
     ours = [normal(count, dtype=torch.float32, seed=seed) for seed in range(4)]
     ours[3].abs_()
-    wide, weights = [x.double() for x in ours], torch.empty(count, dtype=dtype, device="cuda")
+    wide = [x.double() for x in ours]
+    weights = torch.empty(count, dtype=dtype, device="cuda")
     update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.25)
     gpu["adamw_"](*ours, weights, update)
     reference.adamw_(*wide, wide[0], update)
     for index in (0, 2, 3):
         close(ours[index], wide[index])
     assert torch.equal(weights, ours[0].to(dtype))
-    main, grad = ours[0].clone(), normal(count, dtype=dtype)
+    main = ours[0].clone()
+    grad = normal(count, dtype=dtype)
     gpu["accumulate_"](main, grad)
     assert torch.equal(main, ours[0] + grad.float())
     assert gpu["sum_of_squares"](grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
-    ids, rows = torch.randint(0, 50, (4, 500)).cuda(), normal(4, 500, columns, dtype=dtype)
+    ids = torch.randint(0, 50, (4, 500)).cuda()
+    rows = normal(4, 500, columns, dtype=dtype)
     tables = [torch.zeros(40, columns, device="cuda") for _ in range(2)]
     for table in tables:
         gpu["embedding_backward_"](table, ids, rows, 5)
@@ -117,13 +131,16 @@ def test_flat_buffers(gpu, dtype, count, columns):
 
 def test_tensors_of_two_types_are_refused(gpu):
     with pytest.raises(BackendError, match=r"residual is torch\.float32"):
-        x, weight = normal(4, 64, dtype=torch.bfloat16), normal(64, dtype=torch.bfloat16)
+        x = normal(4, 64, dtype=torch.bfloat16)
+        weight = normal(64, dtype=torch.bfloat16)
         gpu["add_norm"](x, x.float(), weight, None, 1e-5, "rmsnorm")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weight_gradient(gpu, dtype):
-    main, grad, x = torch.ones(70, 90, device="cuda"), normal(300, 70, dtype=dtype), normal(300, 90, dtype=dtype)
+    main = torch.ones(70, 90, device="cuda")
+    grad = normal(300, 70, dtype=dtype)
+    x = normal(300, 90, dtype=dtype)
     PROVIDERS["torch"].load()["accumulate_weight_gradient_"](main, grad, x)
     # torch for ROCm before September 2025 rounds the product once
     rounds = dtype != torch.float32 and torch_linear._way(dtype, main.device) is torch_linear._rounded_product

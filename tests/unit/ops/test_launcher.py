@@ -1,4 +1,6 @@
-"""The whole way of a launch but for the GPU: ops, argument packing, csrc/gpu_launcher.cpp and a driver that writes down what it is asked for."""
+"""The whole way of a launch but for the GPU: ops, argument packing, csrc/gpu_launcher.cpp and a driver that writes
+down what it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,16 @@ def as_float(slot):
 
 def test_every_argument_arrives(gpu):
     kernels, driver, record = gpu
-    ops, wave = GpuOps(kernels), ARCHITECTURES[kernels.architecture].wave
-    x, weight, bias = torch.zeros(5, 48), torch.zeros(48), torch.zeros(48)
+    ops = GpuOps(kernels)
+    wave = ARCHITECTURES[kernels.architecture].wave
+    x = torch.zeros(5, 48)
+    weight = torch.zeros(48)
+    bias = torch.zeros(48)
     watch(driver, 14)
     out = ops.layer_norm(x, weight, bias, 1e-3)
-    assert record.symbol == b"norm_forward" and list(record.grid) == [5, 1, 1] and list(record.block) == [4 * wave, 1, 1]
+    assert (
+        record.symbol == b"norm_forward" and list(record.grid) == [5, 1, 1] and list(record.block) == [4 * wave, 1, 1]
+    )
     assert (record.stream, record.shared, record.device) == (STREAM, 0, DEVICE)
     assert list(record.slots[:3]) == [x.data_ptr(), 0, weight.data_ptr()]  # no residual: null
     assert record.slots[4] == out.data_ptr() and record.slots[5] == x.data_ptr()
@@ -58,7 +65,8 @@ def test_every_argument_arrives(gpu):
 def test_long_integers_and_device_scalars(gpu):
     kernels, driver, record = gpu
     master, grad, first, second = (torch.zeros(4096) for _ in range(4))
-    weights, clip = torch.zeros(4096, dtype=torch.bfloat16), torch.tensor(0.5)
+    weights = torch.zeros(4096, dtype=torch.bfloat16)
+    clip = torch.tensor(0.5)
     watch(driver, 14)
     update = AdamWUpdate(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1, grad_scale=clip)
     GpuOps(kernels).adamw_(master, grad, first, second, weights, update)
@@ -73,12 +81,18 @@ def test_long_integers_and_device_scalars(gpu):
 
 @pytest.mark.parametrize(
     ("count", "offset", "symbol"),
-    [(4096, 0, b"accumulate"), (4096, 4, b"accumulate"), (4095, 0, b"accumulate_unaligned"), (4096, 1, b"accumulate_unaligned")],
+    [
+        (4096, 0, b"accumulate"),
+        (4096, 4, b"accumulate"),
+        (4095, 0, b"accumulate_unaligned"),
+        (4096, 1, b"accumulate_unaligned"),
+    ],
 )
 def test_alignment_is_looked_at_when_it_is_launched(gpu, count, offset, symbol):
     kernels, driver, record = gpu
     watch(driver, 3)
-    main, grad = torch.zeros(8192)[offset : offset + count], torch.zeros(count)
+    main = torch.zeros(8192)[offset : offset + count]
+    grad = torch.zeros(count)
     kernels._functions.clear()
     loads = record.loads
     GpuOps(kernels).accumulate_(main, grad)
@@ -106,7 +120,8 @@ def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
     out = GpuOps(kernels).attention(q, k, v, Scores(0.125))
     block = kernels.block("attention_forward", "d64", "BLOCK_M")
     assert list(record.grid) == [-(-100 // block), 8, 1] and record.shared == 60000
-    assert [slot & 0xFFFFFFFF for slot in record.slots[10:20]] == [100, 100, 100, 0, 4, 1, 64, *q.stride()[:3]]  # from the window on
+    # from the window on
+    assert [slot & 0xFFFFFFFF for slot in record.slots[10:20]] == [100, 100, 100, 0, 4, 1, 64, *q.stride()[:3]]
     assert kernels.architecture == "gfx90a" or record.shared_attribute == 60000
     watch(driver, 0)
     launches = record.launches
@@ -116,9 +131,12 @@ def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
 
 def test_wrong_tensors_numbers_and_grids_are_refused_before_the_driver(gpu):
     kernels, _, record = gpu
-    launches, main = record.launches, torch.zeros(64)
+    launches = record.launches
+    main = torch.zeros(64)
     q = torch.zeros(16, 1, 1, 64)
-    with pytest.raises(BackendError, match=r"attention_forward \(fp32, d64\)(.|\n)*no code object for this(.|\n)*ops\.\* to sdpa"):
+    with pytest.raises(
+        BackendError, match=r"attention_forward \(fp32, d64\)(.|\n)*no code object for this(.|\n)*ops\.\* to sdpa"
+    ):
         GpuOps(kernels).attention(q, q, q, Scores(0.125))
     with pytest.raises(BackendError, match=r"main_grad is torch\.float64 on cpu, the kernel reads torch\.float32"):
         kernels.launch("accumulate", torch.float32, "any", (1, 1, 1), main_grad=main.double(), grad=main, count=64)
@@ -162,7 +180,9 @@ def test_what_the_driver_says_is_said(gpu):
     text = str(error.value)
     assert (
         "may be newer than this driver" in text
-        and f"rebuild here, with the Triton that this torch came with: python setup.py build_ops --arch {kernels.architecture}" in text
+        and f"rebuild here, with the Triton that this torch came with: python setup.py build_ops --arch "
+        f"{kernels.architecture}"
+        in text
     )
     assert ("TRITON_PTXAS_PATH" in text) == (kernels.architecture == "sm_90")
 
@@ -182,7 +202,8 @@ def test_another_thread_gets_its_device_first(gpu):
     kernels, _, record = gpu
     main = torch.zeros(64)
     GpuOps(kernels).accumulate_(main, main)
-    record.device, switches = -1, record.context_switches
+    record.device = -1
+    switches = record.context_switches
     thread = threading.Thread(target=lambda: GpuOps(kernels).accumulate_(main, main))
     thread.start()
     thread.join()

@@ -1,4 +1,6 @@
-"""A library of C++ ops that was built from other sources is refused: it would compute wrong numbers without an error."""
+"""A library of C++ ops that was built from other sources is refused: it would compute wrong numbers without an
+error.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert reason == "libfrontier_ops.so was built from other sources than csrc/cpu holds now"
 
 
-def test_the_digest_follows_every_source_and_an_installed_wheel_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_follows_every_source_and_an_installed_wheel_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(libraries, "__file__", str(tmp_path / "frontier_llm" / "libraries.py"))
     assert torch_ops_sources() is None
     folder = tmp_path / "csrc" / "cpu"

@@ -27,8 +27,13 @@ def guarded():
 def test_cpp_extension(guarded):
     from torch.utils import cpp_extension
 
-    for attempt in (lambda: cpp_extension.load("x", ["x.cpp"]), lambda: cpp_extension.load_inline("x", "int f() { return 1; }")):
-        with pytest.raises(BackendError, match=r"test_no_jit\.py:\d+\) wants to compile at run time \(torch.utils.cpp_extension.load"):
+    for attempt in (
+        lambda: cpp_extension.load("x", ["x.cpp"]),
+        lambda: cpp_extension.load_inline("x", "int f() { return 1; }"),
+    ):
+        with pytest.raises(
+            BackendError, match=r"test_no_jit\.py:\d+\) wants to compile at run time \(torch.utils.cpp_extension.load"
+        ):
             attempt()
 
 
@@ -46,7 +51,9 @@ def test_modules_that_are_imported_later_are_guarded_too(monkeypatch, tmp_path, 
     package.mkdir(parents=True)
     for folder in (package, *list(package.parents)[:2]):
         (folder / "__init__.py").touch()
-    (package / "builder.py").write_text("class OpBuilder:\n    def jit_load(self, verbose=True):\n        return 'compiled'\n")
+    (package / "builder.py").write_text(
+        "class OpBuilder:\n    def jit_load(self, verbose=True):\n        return 'compiled'\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         monkeypatch.delitem(sys.modules, name)
@@ -65,7 +72,8 @@ def test_triton(guarded):
         triton.compile("kernel.ttir")
     from triton.runtime.jit import JITFunction
 
-    with pytest.raises(BackendError, match=r"triton\.runtime\.jit\.JITFunction\._do_compile"):  # what a first launch calls
+    # what a first launch calls
+    with pytest.raises(BackendError, match=r"triton\.runtime\.jit\.JITFunction\._do_compile"):
         JITFunction._do_compile(None)
 
 
@@ -90,7 +98,9 @@ def test_the_flag_sets_the_guard_and_it_can_be_lifted():
 
 @pytest.mark.thorough
 def test_the_quickstart_trains_without_compiler_and_writable_home(tmp_path):
-    """Its run file, 2 x 2 ranks, with the guard on, an empty PATH and a home that nobody can write to (/proc, even for root)."""
+    """Its run file, 2 x 2 ranks, with the guard on, an empty PATH and a home that nobody can write to (/proc, even
+    for root).
+    """
     environment = {"PATH": "", "HOME": "/proc", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     small = [
         "data.train=synthetic",

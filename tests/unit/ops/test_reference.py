@@ -37,7 +37,9 @@ def attention_by_loops(q, k, v, scale, slopes=None, documents=None):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("extras", ["none", "alibi", "documents", "both"])
 def test_attention_equals_the_formula(implementation, kv_heads, extras):
-    q, k, v = normal(5, 2, 4, 3), normal(5, 2, kv_heads, 3), normal(5, 2, kv_heads, 3)
+    q = normal(5, 2, 4, 3)
+    k = normal(5, 2, kv_heads, 3)
+    v = normal(5, 2, kv_heads, 3)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if extras in ("alibi", "both") else None
     documents = torch.tensor([[0, 0, 1, 1, 1], [3, 3, 3, 3, 4]]) if extras in ("documents", "both") else None
     got = implementation(q, k, v, Scores(0.6, slopes, documents))
@@ -47,8 +49,12 @@ def test_attention_equals_the_formula(implementation, kv_heads, extras):
 
 @pytest.mark.parametrize("extras", ["none", "alibi", "documents", "both"])
 def test_stretches_of_keys_merge_to_the_whole(extras):
-    """Queries 3..7 of a sequence of 8 against keys 0..1, 2..4 and 5..7: outputs merge by their log-sum-exp, gradients add up."""
-    q, k, v = normal(8, 2, 4, 3), normal(8, 2, 2, 3), normal(8, 2, 2, 3)
+    """Queries 3..7 of a sequence of 8 against keys 0..1, 2..4 and 5..7: outputs merge by their log-sum-exp,
+    gradients add up.
+    """
+    q = normal(8, 2, 4, 3)
+    k = normal(8, 2, 2, 3)
+    v = normal(8, 2, 2, 3)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if extras in ("alibi", "both") else None
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2], [3] * 8]) if extras in ("documents", "both") else None
     whole = reference.attention(q, k, v, Scores(0.6, slopes, documents))[3:]
@@ -78,12 +84,16 @@ def test_attention_takes_views_of_one_fused_tensor():
     fused = normal(4, 2, 3, 5, 8, grad=False)
     q, k, v = fused.unbind(2)
     torch.testing.assert_close(
-        reference.attention(q, k, v, Scores(1.0)), attention_by_loops(q.contiguous(), k.contiguous(), v.contiguous(), 1.0)
+        reference.attention(q, k, v, Scores(1.0)),
+        attention_by_loops(q.contiguous(), k.contiguous(), v.contiguous(), 1.0),
     )
 
 
 def test_norms_equal_the_formula_and_their_gradients_are_right():
-    x, residual, weight, bias = normal(3, 2, 7), normal(3, 2, 7), normal(7), normal(7)
+    x = normal(3, 2, 7)
+    residual = normal(3, 2, 7)
+    weight = normal(7)
+    bias = normal(7)
     rms = x / torch.sqrt((x * x).sum(-1, keepdim=True) / 7 + 1e-3) * weight
     torch.testing.assert_close(reference.rms_norm(x, weight, 1e-3), rms)
     centred = x - x.mean(-1, keepdim=True)
@@ -92,15 +102,23 @@ def test_norms_equal_the_formula_and_their_gradients_are_right():
     for kind, norm_bias in (("rmsnorm", None), ("layernorm", bias), ("layernorm", None)):
         normed, total = reference.add_norm(x, residual, weight, norm_bias, 1e-3, kind)
         torch.testing.assert_close(total, x + residual)
-        expected = reference.rms_norm(total, weight, 1e-3) if kind == "rmsnorm" else reference.layer_norm(total, weight, norm_bias, 1e-3)
+        expected = (
+            reference.rms_norm(total, weight, 1e-3)
+            if kind == "rmsnorm"
+            else reference.layer_norm(total, weight, norm_bias, 1e-3)
+        )
         torch.testing.assert_close(normed, expected)
-        assert gradcheck(lambda a, b, w, k=kind, n=norm_bias: reference.add_norm(a, b, w, n, 1e-3, k), (x, residual, weight))
+        assert gradcheck(
+            lambda a, b, w, k=kind, n=norm_bias: reference.add_norm(a, b, w, n, 1e-3, k), (x, residual, weight)
+        )
 
 
 def test_norm_statistics_are_fp32_in_bf16():
     x = (1000 + torch.randn(4, 4096)).bfloat16()
     got = reference.layer_norm(x, torch.ones(4096).bfloat16(), None, 1e-5)
-    torch.testing.assert_close(got.double(), reference.layer_norm(x.double(), torch.ones(4096).double(), None, 1e-5), atol=0.02, rtol=0.01)
+    torch.testing.assert_close(
+        got.double(), reference.layer_norm(x.double(), torch.ones(4096).double(), None, 1e-5), atol=0.02, rtol=0.01
+    )
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
@@ -115,8 +133,10 @@ def test_rope_rotates_pairs_and_keeps_the_rest(per_sample):
 
 
 def test_activations_equal_the_formula():
-    x, bias = normal(3, 2, 5), normal(5)
-    gate, up = x[:, 0], x[:, 1]
+    x = normal(3, 2, 5)
+    bias = normal(5)
+    gate = x[:, 0]
+    up = x[:, 1]
     torch.testing.assert_close(reference.swiglu(x), gate / (1 + torch.exp(-gate)) * up)
     shifted = x + bias
     torch.testing.assert_close(reference.gelu(x, bias, False), shifted * 0.5 * (1 + torch.erf(shifted / math.sqrt(2))))
@@ -127,7 +147,8 @@ def test_activations_equal_the_formula():
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_cross_entropy_pieces_make_the_loss_and_its_gradient(shards):
-    logits, targets = normal(6, 12), torch.tensor([0, 3, 11, 4, 8, -1])
+    logits = normal(6, 12)
+    targets = torch.tensor([0, 3, 11, 4, 8, -1])
     weight = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 0.0], dtype=torch.float64)
     expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
     (expected * weight).sum().backward()
@@ -137,7 +158,9 @@ def test_cross_entropy_pieces_make_the_loss_and_its_gradient(shards):
     logsumexp = top + torch.log(sum(s[1] * torch.exp(s[0] - top) for s in stats))
     loss = logsumexp - sum(s[2] for s in stats)
     torch.testing.assert_close(loss[:5], expected[:5])
-    grads = [reference.cross_entropy_backward_(p, targets, r * 12 // shards, logsumexp, weight) for r, p in enumerate(parts)]
+    grads = [
+        reference.cross_entropy_backward_(p, targets, r * 12 // shards, logsumexp, weight) for r, p in enumerate(parts)
+    ]
     assert grads[0] is parts[0]
     torch.testing.assert_close(torch.cat(grads, 1), logits.grad)
 
@@ -147,20 +170,26 @@ def test_adamw_equals_torch(grad_scale):
     weights = normal(33)
     theirs = weights.detach().clone().requires_grad_()
     optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    master, low = weights.detach().clone(), torch.empty(33, dtype=torch.bfloat16)
-    exp_avg, exp_avg_sq = torch.zeros(33, dtype=torch.float64), torch.zeros(33, dtype=torch.float64)
+    master = weights.detach().clone()
+    low = torch.empty(33, dtype=torch.bfloat16)
+    exp_avg = torch.zeros(33, dtype=torch.float64)
+    exp_avg_sq = torch.zeros(33, dtype=torch.float64)
     for step in range(1, 4):
         grad = normal(33, grad=False)
         theirs.grad = grad * 0.25
         optimizer.step()
-        update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, grad_scale=grad_scale)
+        update = AdamWUpdate(
+            lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, grad_scale=grad_scale
+        )
         reference.adamw_(master, grad, exp_avg, exp_avg_sq, low, update)
     torch.testing.assert_close(master, theirs.detach(), rtol=1e-12, atol=1e-14)
     assert torch.equal(low, master.bfloat16())
 
 
 def test_gradient_sums():
-    main, grad_output, x = torch.ones(3, 4), torch.randn(2, 5, 3).bfloat16(), torch.randn(2, 5, 4).bfloat16()
+    main = torch.ones(3, 4)
+    grad_output = torch.randn(2, 5, 3).bfloat16()
+    x = torch.randn(2, 5, 4).bfloat16()
     reference.accumulate_weight_gradient_(main, grad_output, x)
     torch.testing.assert_close(main, 1 + torch.einsum("bno,bnk->ok", grad_output.float(), x.float()))
     reference.accumulate_(main, torch.full((3, 4), 2.0).bfloat16())

@@ -101,7 +101,9 @@ def test_a_back_end_whose_parameters_differ_from_the_face_is_refused():
 
     assert set(providers.functions_of(types.SimpleNamespace(rms_norm=right))) == {"rms_norm"}
     for wrong in (another_order, too_few, another_type, another_default):
-        with pytest.raises(TypeError, match=r"rms_norm\(.*the face's is \(x: 'Tensor', weight: 'Tensor', eps: 'float'\)"):
+        with pytest.raises(
+            TypeError, match=r"rms_norm\(.*the face's is \(x: 'Tensor', weight: 'Tensor', eps: 'float'\)"
+        ):
             providers.functions_of(types.SimpleNamespace(rms_norm=wrong))
 
 
@@ -113,9 +115,12 @@ def test_every_back_end_has_the_parameters_of_the_face(name):
     elif name == "cpu":
         implementation = pytest.importorskip("frontier_llm.ops.cpu").CpuOps()
     else:
-        module = {"flash_attn": "flash_attn_provider", "cudnn": "cudnn_provider", "apex": "apex_provider", "torch": "torch_linear"}.get(
-            name, name
-        )
+        module = {
+            "flash_attn": "flash_attn_provider",
+            "cudnn": "cudnn_provider",
+            "apex": "apex_provider",
+            "torch": "torch_linear",
+        }.get(name, name)
         implementation = importlib.import_module(f"frontier_llm.ops.{module}")
     functions = providers.functions_of(implementation)
     provider = providers.PROVIDERS[name]
@@ -125,18 +130,29 @@ def test_every_back_end_has_the_parameters_of_the_face(name):
 
 def test_stretches_on_a_gpu_have_kernels_and_are_never_silently_squares_of_scores(monkeypatch):
     for name in ("flash_attn", "triton"):
-        monkeypatch.setitem(providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: ""))
+        monkeypatch.setitem(
+            providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: "")
+        )
 
     def chosen(wanted="auto", dtype=torch.bfloat16, allow_fallback=False, **masks):
-        return select.choose("attention", wanted, "cuda", dtype, AttentionNeeds(parts=True, **masks), allow_fallback=allow_fallback)
+        return select.choose(
+            "attention", wanted, "cuda", dtype, AttentionNeeds(parts=True, **masks), allow_fallback=allow_fallback
+        )
 
-    for masks in ({}, {"documents": True}, {"alibi": True}, {"documents": True, "alibi": True, "window": True, "softcap": True}):
+    for masks in (
+        {},
+        {"documents": True},
+        {"alibi": True},
+        {"documents": True, "alibi": True, "window": True, "softcap": True},
+    ):
         assert chosen(**masks).provider.name == "triton"
     for mask, name in {"documents": "document masks", "alibi": "ALiBi", "window": "a sliding window"}.items():
         assert f"torch's flash kernels know no {name}" in chosen("sdpa", **{mask: True}).what
     outcome = chosen(window=True)
     assert (
-        outcome.where == "ops.attention=auto" and "triton has no attention in a sliding window" in outcome.what and "=heads" in outcome.fix
+        outcome.where == "ops.attention=auto"
+        and "triton has no attention in a sliding window" in outcome.what
+        and "=heads" in outcome.fix
     )
     assert chosen(allow_fallback=True, window=True).provider.name == "reference"
     assert "no float32 on a GPU" in chosen(dtype=torch.float32).what
@@ -146,7 +162,9 @@ def test_stretches_on_a_gpu_have_kernels_and_are_never_silently_squares_of_score
 
 def test_softly_capped_scores_have_kernels_and_are_never_silently_squares_of_scores_on_a_gpu(monkeypatch):
     for name in ("flash_attn", "triton"):
-        monkeypatch.setitem(providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: ""))
+        monkeypatch.setitem(
+            providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: "")
+        )
     needs = AttentionNeeds(softcap=True, window=True)
     chosen = {
         (device, dtype): select.choose("attention", "auto", device, dtype, needs)
@@ -157,21 +175,30 @@ def test_softly_capped_scores_have_kernels_and_are_never_silently_squares_of_sco
     assert chosen["cuda", torch.bfloat16].provider.name == "triton"
     assert "triton has no float32 attention" in chosen["cuda", torch.float32].what
     assert (
-        "no attention in a sliding window" in select.choose("attention", "triton", "cuda", torch.bfloat16, AttentionNeeds(window=True)).what
+        "no attention in a sliding window"
+        in select.choose("attention", "triton", "cuda", torch.bfloat16, AttentionNeeds(window=True)).what
     )
     with pytest.raises(BackendError, match="sdpa has no soft cap of attention's scores"):
         select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, needs)
 
 
 def test_attention_over_parts_of_a_sequence_is_refused_where_it_is_not_there():
-    with pytest.raises(BackendError, match=r"sdpa has no attention over part of a sequence .* no document masks or ALiBi"):
-        select_ops(OpsConfig(attention="sdpa"), "cpu", torch.float32, AttentionNeeds(documents=True, parts=True, alibi=True))
+    with pytest.raises(
+        BackendError, match=r"sdpa has no attention over part of a sequence .* no document masks or ALiBi"
+    ):
+        select_ops(
+            OpsConfig(attention="sdpa"), "cpu", torch.float32, AttentionNeeds(documents=True, parts=True, alibi=True)
+        )
     with pytest.raises(BackendError, match="cudnn does not run on cpu"):
         select_ops(OpsConfig(attention="cudnn"), "cpu", torch.bfloat16, AttentionNeeds(parts=True))
     assert (
-        "gives each row's log-sum-exp" in select.choose("attention", "flash_attn", "cuda", torch.bfloat16, AttentionNeeds(parts=True)).what
+        "gives each row's log-sum-exp"
+        in select.choose("attention", "flash_attn", "cuda", torch.bfloat16, AttentionNeeds(parts=True)).what
     )
-    assert select_ops(OpsConfig(), "cpu", torch.float64, AttentionNeeds(parts=True)).attention_block is reference.attention_block
+    assert (
+        select_ops(OpsConfig(), "cpu", torch.float64, AttentionNeeds(parts=True)).attention_block
+        is reference.attention_block
+    )
 
 
 def test_fp16_on_the_cpu_is_plain_torch_and_listed_so():
@@ -203,7 +230,9 @@ def missing_kernels(monkeypatch, why):
     monkeypatch.setattr(providers, "kernels_of_this_gpu", none)
 
 
-@pytest.mark.parametrize("why", ["no manifest.json", "built from other kernel sources than these", "the driver refuses the code object"])
+@pytest.mark.parametrize(
+    "why", ["no manifest.json", "built from other kernel sources than these", "the driver refuses the code object"]
+)
 def test_auto_does_not_go_on_without_the_kernels_of_a_gpu(monkeypatch, why):
     missing_kernels(monkeypatch, why)
     with pytest.raises(BackendError) as error:
@@ -212,7 +241,8 @@ def test_auto_does_not_go_on_without_the_kernels_of_a_gpu(monkeypatch, why):
     assert why in text and "build_ops --arch sm_90" in text and "ops.allow_fallback=true" in text
     for group in ("rope", "activation", "cross_entropy", "adamw", "accumulate"):
         assert f"ops.{group}=auto" in text and f"ops.{group}=reference" in text
-    assert not any(f"ops.{group}=auto" in text for group in ("attention", "norm", "linear"))  # chosen, chosen, not of ours
+    # chosen, chosen, not of ours
+    assert not any(f"ops.{group}=auto" in text for group in ("attention", "norm", "linear"))
 
 
 def test_allow_fallback_goes_on_and_says_why(monkeypatch, capsys):
@@ -223,7 +253,9 @@ def test_allow_fallback_goes_on_and_says_why(monkeypatch, capsys):
 
 def test_flash_attn_is_not_first_where_documents_are_masked(monkeypatch):
     for name in ("flash_attn", "triton"):
-        monkeypatch.setitem(providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: ""))
+        monkeypatch.setitem(
+            providers.PROVIDERS, name, dataclasses.replace(providers.PROVIDERS[name], missing=lambda: "")
+        )
     for documents, expected in ((False, "flash_attn"), (True, "triton")):
         outcome = select.choose("attention", "auto", "cuda", torch.bfloat16, AttentionNeeds(documents))
         assert outcome.provider.name == expected
@@ -290,7 +322,9 @@ def test_flash_attn_gets_documents_as_runs(monkeypatch):
 def test_weight_gradient_through_torch():
     from frontier_llm.ops.torch_linear import accumulate_weight_gradient_
 
-    main, grad, x = torch.ones(3, 4), torch.randn(5, 3), torch.randn(5, 4)
+    main = torch.ones(3, 4)
+    grad = torch.randn(5, 3)
+    x = torch.randn(5, 4)
     accumulate_weight_gradient_(main, grad, x)
     torch.testing.assert_close(main, 1 + grad.t() @ x)
 

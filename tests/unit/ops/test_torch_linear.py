@@ -1,4 +1,6 @@
-"""Which way weight gradients are added on a GPU: the first that this torch has and that adds up right. torch's parts are pretended."""
+"""Which way weight gradients are added on a GPU: the first that this torch has and that adds up right. torch's parts
+are pretended.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,8 @@ def test_the_product_that_adds_itself_comes_first(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (8,)])
 def test_rows_of_an_odd_width_begin_at_multiples_of_sixteen(shape: tuple[int, ...]) -> None:
     """A vocabulary of 50257 logits must not make every product and pass over them read number by number."""
-    x, weight = torch.randn(shape), torch.randn(21, 8)
+    x = torch.randn(shape)
+    weight = torch.randn(21, 8)
     with torch.no_grad():
         out = torch_linear.linear(x, weight, None)
         torch.testing.assert_close(out, x @ weight.t())

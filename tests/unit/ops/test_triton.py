@@ -1,7 +1,8 @@
-"""The Triton sources in the interpreter against the reference in float64: every kernel, odd shapes, forward and backward.
+"""The Triton sources in the interpreter against the reference in float64: every kernel, odd shapes, forward and
+backward.
 
-The interpreter computes in the kernels' own types, so the tolerances are those of test_cpu.py. bf16 is checked by the code objects'
-compilation only: numpy, which the interpreter runs on, has no bf16 products; fp16 stands for both.
+The interpreter computes in the kernels' own types, so the tolerances are those of test_cpu.py. bf16 is checked by the
+code objects' compilation only: numpy, which the interpreter runs on, has no bf16 products; fp16 stands for both.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def test_attention_with_alibi_and_documents(extras):
     k, v = (normal(150, 2, 1, 16, dtype=torch.float16, seed=seed) for seed in (1, 2))
     slopes = torch.tensor([0.5, 0.0625]) if extras != "documents" else None
     documents = (
-        torch.stack([torch.tensor([5] * 40 + [1] * 60 + [9] * 50), torch.tensor([7] * 140 + [2] * 10)]) if extras != "alibi" else None
+        torch.stack([torch.tensor([5] * 40 + [1] * 60 + [9] * 50), torch.tensor([7] * 140 + [2] * 10)])
+        if extras != "alibi"
+        else None
     )
     compare("attention", (q, k, v), Scores(0.25, slopes, documents), factor=2.0)
 
@@ -64,7 +67,12 @@ def test_attention_of_bounded_scores_in_a_window(softcap, window):
     q = normal(150, 2, 2, 16, dtype=torch.float16)
     k, v = (normal(150, 2, 1, 16, dtype=torch.float16, seed=seed) for seed in (1, 2))
     documents = (torch.arange(300) // 70).view(2, 150)
-    compare("attention", (q, k, v), Scores(1.0, torch.tensor([0.5, 0.0625]), documents, window=window, softcap=softcap), factor=2.0)
+    compare(
+        "attention",
+        (q, k, v),
+        Scores(1.0, torch.tensor([0.5, 0.0625]), documents, window=window, softcap=softcap),
+        factor=2.0,
+    )
     compare("attention", (q, k, v), Scores(1.0, window=window, softcap=softcap), factor=2.0)
 
 
@@ -74,7 +82,9 @@ def test_attention_of_bounded_scores_in_a_window(softcap, window):
 )
 @pytest.mark.parametrize("kind", but_first(["documents, ALiBi, soft cap, window", "plain", "documents, ALiBi"]))
 def test_attention_over_stretches_of_a_sequence(queries, keys, offset, kind):
-    """The backward with a log-sum-exp over more keys than these. A row that sees none of them: output 0, log-sum-exp -infinite, no gradient."""
+    """The backward with a log-sum-exp over more keys than these. A row that sees none of them: output 0, log-sum-exp
+    -infinite, no gradient.
+    """
     q, grad, o = (normal(queries, 2, 4, 16, dtype=torch.float16, seed=seed) for seed in (0, 3, 4))
     k, v = normal(keys, 2, 2, 2, 16, dtype=torch.float16, seed=1).unbind(1)
     scores = Scores(0.25, offset=offset)
@@ -102,12 +112,15 @@ def test_products_over_groups(inputs, outputs):
 
 def test_more_groups_than_are_looked_at_together():
     ends = torch.arange(0, 600, 2, dtype=torch.int32)
-    x, weight = normal(598, 16, dtype=torch.float16), normal(300, 16, 16, dtype=torch.float16)
+    x = normal(598, 16, dtype=torch.float16)
+    weight = normal(300, 16, 16, dtype=torch.float16)
     close(gpu.grouped_linear(x, weight, ends), reference.grouped_linear(x.double(), weight.double(), ends))
 
 
 def test_small_probabilities_outlive_products_that_flush_subnormals():
-    """Most of a row of 1000 are subnormal in fp16, and the gradient of v sums them over the rows: 8.5e-4 wrong without the lift, 2.9e-4 with it."""
+    """Most of a row of 1000 are subnormal in fp16, and the gradient of v sums them over the rows: 8.5e-4 wrong
+    without the lift, 2.9e-4 with it.
+    """
     q, k = (normal(1000, 1, 1, 16, dtype=torch.float16, seed=seed) for seed in (0, 1))
     v, grad = (normal(1000, 1, 1, 16, dtype=torch.float16, seed=seed).requires_grad_() for seed in (2, 3))
     gpu.attention(q, k, v, Scores(0.25)).backward(grad)
@@ -120,7 +133,11 @@ def test_small_probabilities_outlive_products_that_flush_subnormals():
 def test_attention_reads_views_and_copies_what_it_cannot_read():
     fused = normal(33, 2, 2, 3, 16, dtype=torch.float16)
     for q, k, v in (fused.unbind(3), fused.transpose(-1, -2).contiguous().transpose(-1, -2).unbind(3)):
-        close(gpu.attention(q, k, v, Scores(0.25)), reference.attention(q.double(), k.double(), v.double(), Scores(0.25)), 2.0)
+        close(
+            gpu.attention(q, k, v, Scores(0.25)),
+            reference.attention(q.double(), k.double(), v.double(), Scores(0.25)),
+            2.0,
+        )
     with pytest.raises(BackendError, match="multiple of 16"):
         gpu.attention(*normal(4, 1, 1, 3, 24).unbind(3), Scores(1.0))
 
@@ -128,7 +145,9 @@ def test_attention_reads_views_and_copies_what_it_cannot_read():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 15, 77), (2, 2100), (2, 8200)])
 def test_norms(dtype, shape):
-    x, weight, bias = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype), normal(shape[-1], dtype=dtype, seed=3)
+    x = normal(*shape, dtype=dtype)
+    weight = normal(shape[-1], dtype=dtype)
+    bias = normal(shape[-1], dtype=dtype, seed=3)
     compare("rms_norm", (x, weight), 1e-5, factor=2.0)
     compare("layer_norm", (x, weight, bias), 1e-3, factor=2.0)
     compare("layer_norm", (x, weight, None), 1e-3, factor=2.0)
@@ -167,15 +186,20 @@ def test_rows_are_weighted_where_they_are_activated(dtype, width):
     """With one block of columns and with two, whose parts of a weight's gradient are summed."""
     compare("swiglu", (2 * normal(3, 2, width, dtype=dtype),), weights=normal(3))
     for approximate in (False, True):
-        compare("gelu", (2 * normal(70, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=normal(70))
+        compare(
+            "gelu", (2 * normal(70, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=normal(70)
+        )
 
 
 @pytest.mark.parametrize(("experts", "top_k"), but_first([(16, 4), (100, 6), (13, 1), (256, 16)], 2))
 @pytest.mark.parametrize(
-    ("sigmoid", "normalise", "biased"), [(False, True, False), (False, False, True), (True, True, True), (True, False, False)]
+    ("sigmoid", "normalise", "biased"),
+    [(False, True, False), (False, False, True), (True, True, True), (True, False, False)],
 )
 def test_a_router_chooses_weighs_and_passes_gradients_back(experts, top_k, sigmoid, normalise, biased):
-    *numbers, (chosen, expected) = [routed(experts, Routing(top_k, sigmoid, normalise, 2.5), biased, gpu)[place] for place in (0, 1, 3, 2)]
+    *numbers, (chosen, expected) = [
+        routed(experts, Routing(top_k, sigmoid, normalise, 2.5), biased, gpu)[place] for place in (0, 1, 3, 2)
+    ]
     assert torch.equal(chosen.double(), expected)
     for pair in numbers:
         close(*pair)
@@ -207,10 +231,12 @@ def test_dropout_draws_the_reference_s_masks(columns):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [77, 5000])
 def test_cross_entropy(dtype, columns):
-    logits, targets = 3 * normal(6, columns, dtype=dtype), torch.tensor([100, 100 + columns - 1, 99, 100 + columns, -1, 100])
+    logits = 3 * normal(6, columns, dtype=dtype)
+    targets = torch.tensor([100, 100 + columns - 1, 99, 100 + columns, -1, 100])
     expected = reference.cross_entropy_stats(logits.double(), targets, 100)
     close(gpu.cross_entropy_stats(logits, targets, 100), expected)
-    logsumexp, grad_loss = expected[0] + expected[1].log(), torch.tensor([1.0, 0.5, 0.25, 1, 0, 2])
+    logsumexp = expected[0] + expected[1].log()
+    grad_loss = torch.tensor([1.0, 0.5, 0.25, 1, 0, 2])
     buffer = logits.clone()
     got = gpu.cross_entropy_backward_(buffer, targets, 100, logsumexp.float(), grad_loss)
     assert got.data_ptr() == buffer.data_ptr()
@@ -233,7 +259,8 @@ def test_cross_entropy_hides_no_bad_logit(bad, column):
 def test_adamw(dtype, grad_scale):
     ours = [normal(1503, seed=seed) for seed in range(4)]
     ours[3].abs_()
-    wide, weights = [x.double() for x in ours], torch.empty(1503, dtype=dtype)
+    wide = [x.double() for x in ours]
+    weights = torch.empty(1503, dtype=dtype)
     update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=grad_scale)
     gpu.adamw_(*ours, weights, update)
     reference.adamw_(*wide, wide[0], update)
@@ -246,12 +273,15 @@ def test_adamw(dtype, grad_scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_sums(dtype):
-    main, grad = normal(1503), normal(1503, dtype=dtype, seed=1)
+    main = normal(1503)
+    grad = normal(1503, dtype=dtype, seed=1)
     expected = main + grad.float()
     gpu.accumulate_(main, grad)
     assert torch.equal(main, expected)
     assert gpu.sum_of_squares(grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
-    table, ids, rows = torch.zeros(5, 1037), torch.tensor([[3, 7], [9, 3], [2, 7]]), normal(3, 2, 1037, dtype=dtype)
+    table = torch.zeros(5, 1037)
+    ids = torch.tensor([[3, 7], [9, 3], [2, 7]])
+    rows = normal(3, 2, 1037, dtype=dtype)
     expected = torch.zeros(5, 1037)
     gpu.embedding_backward_(table, ids, rows, 3)
     reference.embedding_backward_(expected, ids, rows, 3)

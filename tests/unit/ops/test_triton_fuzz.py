@@ -1,4 +1,6 @@
-"""Random shapes, layouts and masks for every GPU kernel, in the interpreter against float64; test_triton.py has the cases with a name."""
+"""Random shapes, layouts and masks for every GPU kernel, in the interpreter against float64; test_triton.py has the
+cases with a name.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ dtypes = some.sampled_from([torch.float32, torch.float16])
 @some.composite
 def attentions(draw):
     """A fused tensor [S, B, g, group + 2, D] and what is asked of its heads."""
-    sequence = draw(some.one_of(some.integers(1, 20), some.integers(60, 70), some.integers(125, 133), some.integers(190, 200)))
+    sequence = draw(
+        some.one_of(some.integers(1, 20), some.integers(60, 70), some.integers(125, 133), some.integers(190, 200))
+    )
     batch, kv_heads, group = (draw(some.integers(1, 3)) for _ in range(3))
     head_dim = 16 * draw(some.one_of(some.integers(1, 9), some.integers(1, 16)))
     slopes = normal(kv_heads * group).abs() if draw(some.booleans()) else None
     documents = None
     if draw(some.booleans()):  # runs of any length, whose ids come back
-        documents = torch.tensor(draw(some.lists(some.integers(0, 3), min_size=batch * sequence, max_size=batch * sequence)))
+        documents = torch.tensor(
+            draw(some.lists(some.integers(0, 3), min_size=batch * sequence, max_size=batch * sequence))
+        )
         documents = documents.reshape(batch, sequence)
         if draw(some.booleans()):
             documents = documents.sort(dim=1).values
@@ -38,7 +44,8 @@ def attentions(draw):
 @pytest.mark.thorough
 def test_attention(case):
     fused, scores = case
-    grads, outputs = [], []
+    grads = []
+    outputs = []
     for attend, x in ((gpu.attention, fused.clone()), (reference.attention, fused.double())):
         x.requires_grad_()
         q, k, v = x.split((x.shape[3] - 2, 1, 1), dim=3)
@@ -51,10 +58,15 @@ def test_attention(case):
 
 @EXAMPLES
 @given(
-    dtypes, some.integers(1, 80), some.one_of(some.integers(2, 70), some.integers(2040, 2056), some.integers(8185, 8200)), some.booleans()
+    dtypes,
+    some.integers(1, 80),
+    some.one_of(some.integers(2, 70), some.integers(2040, 2056), some.integers(8185, 8200)),
+    some.booleans(),
 )
 def test_norms(dtype, rows, columns, has_bias):
-    x, weight, bias = normal(rows, columns, dtype=dtype), normal(columns, dtype=dtype), normal(columns, dtype=dtype, seed=3)
+    x = normal(rows, columns, dtype=dtype)
+    weight = normal(columns, dtype=dtype)
+    bias = normal(columns, dtype=dtype, seed=3)
     compare("rms_norm", (x, weight), 1e-3, factor=2.0)
     compare("layer_norm", (x, weight, bias if has_bias else None), 1e-1, factor=4.0)
     whole = (x.float() * 4).round().div(4).to(dtype)  # sums are exact
@@ -62,7 +74,13 @@ def test_norms(dtype, rows, columns, has_bias):
 
 
 @EXAMPLES
-@given(dtypes, some.integers(1, 70), some.one_of(some.integers(1, 70), some.integers(1020, 1030)), some.booleans(), some.booleans())
+@given(
+    dtypes,
+    some.integers(1, 70),
+    some.one_of(some.integers(1, 70), some.integers(1020, 1030)),
+    some.booleans(),
+    some.booleans(),
+)
 def test_activations(dtype, rows, columns, has_bias, approximate):
     compare("swiglu", (2 * normal(rows, 2, columns, dtype=dtype),))
     bias = normal(columns, dtype=dtype, seed=1) if has_bias else None
@@ -70,7 +88,15 @@ def test_activations(dtype, rows, columns, has_bias, approximate):
 
 
 @EXAMPLES
-@given(dtypes, some.integers(1, 9), some.integers(1, 3), some.integers(1, 40), some.integers(1, 128), some.integers(0, 40), some.booleans())
+@given(
+    dtypes,
+    some.integers(1, 9),
+    some.integers(1, 3),
+    some.integers(1, 40),
+    some.integers(1, 128),
+    some.integers(0, 40),
+    some.booleans(),
+)
 @pytest.mark.thorough
 def test_rope(dtype, sequence, batch, heads, half, rest, per_sample):
     angle = normal(sequence, batch, half) if per_sample else normal(sequence, half)
@@ -81,27 +107,39 @@ def test_rope(dtype, sequence, batch, heads, half, rest, per_sample):
 
 @EXAMPLES
 @given(
-    dtypes, some.integers(1, 9), some.one_of(some.integers(1, 70), some.integers(4090, 4100)), some.integers(0, 8), some.integers(0, 200)
+    dtypes,
+    some.integers(1, 9),
+    some.one_of(some.integers(1, 70), some.integers(4090, 4100)),
+    some.integers(0, 8),
+    some.integers(0, 200),
 )
 def test_cross_entropy(dtype, rows, columns, gap, first):
     logits = 3 * normal(rows, columns + gap, dtype=dtype)[:, :columns]
     targets = torch.arange(rows) * 31 % (columns + 9) + first - 4
     expected = reference.cross_entropy_stats(logits.double(), targets, first)
     close(gpu.cross_entropy_stats(logits, targets, first), expected)
-    logsumexp, grad_loss = expected[0] + expected[1].log(), normal(rows)
+    logsumexp = expected[0] + expected[1].log()
+    grad_loss = normal(rows)
     wide = reference.cross_entropy_backward_(logits.double(), targets, first, logsumexp, grad_loss)
     close(gpu.cross_entropy_backward_(logits, targets, first, logsumexp.float(), grad_loss), wide)
 
 
 @EXAMPLES
-@given(dtypes, some.one_of(some.integers(1, 3000), some.sampled_from([65536, 65537, 131073])), some.integers(0, 3), some.data())
+@given(
+    dtypes,
+    some.one_of(some.integers(1, 3000), some.sampled_from([65536, 65537, 131073])),
+    some.integers(0, 3),
+    some.data(),
+)
 def test_gradient_sums(dtype, count, offset, data):
-    main, grad = normal(count + offset)[offset:], normal(count, dtype=dtype, seed=1)
+    main = normal(count + offset)[offset:]
+    grad = normal(count, dtype=dtype, seed=1)
     expected = main + grad.float()
     gpu.accumulate_(main, grad)
     assert torch.equal(main, expected)
     assert gpu.sum_of_squares(grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
-    rows, columns = data.draw(some.integers(1, 9)), data.draw(some.integers(1, 40))
+    rows = data.draw(some.integers(1, 9))
+    columns = data.draw(some.integers(1, 40))
     ids = torch.tensor(data.draw(some.lists(some.integers(0, 20), min_size=1, max_size=30)))
     tables = [torch.zeros(rows, columns) for _ in range(2)]
     gradients = normal(ids.numel(), columns, dtype=dtype)

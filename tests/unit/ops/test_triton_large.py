@@ -1,6 +1,8 @@
-"""Offsets past 2^31 in every GPU kernel: logits of long batches, flat shards, strides of fused tensors. A product in 32 bits would wrap around.
+"""Offsets past 2^31 in every GPU kernel: logits of long batches, flat shards, strides of fused tensors. A product in 32
+bits would wrap around.
 
-The first and last programs run over memory that is reserved and never touched; that all addresses lie in their tensors is the check.
+The first and last programs run over memory that is reserved and never touched; that all addresses lie in their tensors
+is the check.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def test_norms(rows, columns):
 def test_activations():
     swiglu = gpu.swiglu(virtual(2**19 + 8, 2, 2048).requires_grad_())
     swiglu.backward(virtual(*swiglu.shape))
-    gelu = gpu.gelu(virtual(ROWS, 2048).requires_grad_(), torch.ones(2048, dtype=torch.float16, requires_grad=True), False)
+    gelu = gpu.gelu(
+        virtual(ROWS, 2048).requires_grad_(), torch.ones(2048, dtype=torch.float16, requires_grad=True), False
+    )
     gelu.backward(virtual(*gelu.shape))
 
 
@@ -50,7 +54,8 @@ def test_rope_with_angles_of_each_sample():
 
 
 def test_cross_entropy():
-    logits, targets = virtual(2**16 + 8, 32768), torch.zeros(2**16 + 8, dtype=torch.int64)
+    logits = virtual(2**16 + 8, 32768)
+    targets = torch.zeros(2**16 + 8, dtype=torch.int64)
     stats = gpu.cross_entropy_stats(logits, targets, 0)
     gpu.cross_entropy_backward_(logits, targets, 0, stats[0], stats[1])
 
@@ -64,7 +69,8 @@ def test_flat_buffers():
 
 
 def test_embedding():
-    table, ids = virtual(2**18 + 8, 8192, dtype=torch.float32), torch.tensor([5, 2**18 + 7])
+    table = virtual(2**18 + 8, 8192, dtype=torch.float32)
+    ids = torch.tensor([5, 2**18 + 7])
     gpu.embedding_backward_(table, ids, torch.ones(2, 8192, dtype=torch.float16), 0)
     ids = torch.arange(2**18 + 8)
     gpu.embedding_backward_(table, ids, virtual(ids.numel(), 8192), 0)
@@ -74,7 +80,8 @@ def test_embedding():
 def test_attention(order):
     """Rows, batch entries or heads lie 2^24 elements apart."""
     q, k, v, grad = (virtual(140, 2, 2, 2**22)[..., i : i + 16].permute(order) for i in range(0, 64, 16))
-    slopes, documents = torch.ones(q.shape[2]), torch.zeros(q.shape[1], q.shape[0], dtype=torch.int32)
+    slopes = torch.ones(q.shape[2])
+    documents = torch.zeros(q.shape[1], q.shape[0], dtype=torch.int32)
     for scores in (Scores(0.25), Scores(0.25, slopes, documents)):
         out = gpu.attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), scores)
         out.backward(grad)

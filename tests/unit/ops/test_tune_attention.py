@@ -33,7 +33,9 @@ def test_candidates_cover_the_diagonal_by_whole_blocks_and_give_each_warp_rows(s
         tried = script.candidates(kernel, architecture)
         for m, n, warps, stages, matrix, *_ in tried:
             outer, inner = (n, m) if kernel == "attention_grad_kv" else (m, n)
-            assert outer % inner == 0 and outer >= warps * ((matrix or 32) if amd else 16) and stages <= (2 if amd else 3)
+            assert (
+                outer % inner == 0 and outer >= warps * ((matrix or 32) if amd else 16) and stages <= (2 if amd else 3)
+            )
         assert len(set(tried)) == len(tried)
         shipped = ATTENTION_BLOCKS[architecture][kernel]["d64"]
         assert shipped in tried or not amd
@@ -43,14 +45,17 @@ def test_one_kernel_is_replaced(script):
     said = []
 
     def stub(name):
-        return SimpleNamespace(block=lambda kernel, variant, block: name, launch=lambda kernel, *rest: said.append((name, kernel)))
+        return SimpleNamespace(
+            block=lambda kernel, variant, block: name, launch=lambda kernel, *rest: said.append((name, kernel))
+        )
 
     mixed = script.WithCandidate(stub("shipped"), stub("candidate"), "attention_forward")
     for kernel in ("attention_forward", "attention_delta"):
         mixed.launch(kernel, torch.bfloat16, "d64", (1, 1, 1))
     assert said == [("candidate", "attention_forward"), ("shipped", "attention_delta")]
     assert (
-        mixed.block("attention_forward", "d64", "BLOCK_M") == "candidate" and mixed.block("attention_grad_q", "d64", "BLOCK_M") == "shipped"
+        mixed.block("attention_forward", "d64", "BLOCK_M") == "candidate"
+        and mixed.block("attention_grad_q", "d64", "BLOCK_M") == "shipped"
     )
 
 
@@ -81,7 +86,10 @@ def test_simulated_shares_are_below_one_and_fall_where_warps_compute_the_same(sc
     pytest.importorskip("triton", reason="pip install --no-deps triton")
     blocks = list(Blocks(64, 32, 4))
     code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import pathlib, tune_attention as t; "
-    code += f"print(t.compile_candidate('gfx90a', 'attention_grad_q', 'd128', t.Blocks(*{blocks}), pathlib.Path({str(tmp_path)!r})))"
+    code += (
+        f"print(t.compile_candidate('gfx90a', 'attention_grad_q', 'd128', t.Blocks(*{blocks}), "
+        f"pathlib.Path({str(tmp_path)!r})))"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path / "c")
     }

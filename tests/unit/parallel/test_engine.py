@@ -1,4 +1,6 @@
-"""What the engine keeps alive: an output until its message is taken, an input until its backward, and in an evaluation nothing."""
+"""What the engine keeps alive: an output until its message is taken, an input until its backward, and in an
+evaluation nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from frontier_llm.parallel.pipeline import SENDS_AHEAD, ActivationSpec, Engine, 
 from frontier_llm.parallel.tensor import WeightGradients
 from frontier_llm.schedule import Schedule, ScheduleError, build, forward_only
 
-STAGES, MICROBATCHES = 4, 24
+STAGES = 4
+MICROBATCHES = 24
 
 
 class Waited:
@@ -83,15 +86,21 @@ def mesh_of(rank: int, group: Neighbour) -> Mesh:
 
 
 def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tensor, float]:
-    """(most outputs alive at once, the weight's gradient, the loss) of one rank among neighbours that always send at once."""
-    outputs, weight, group = Living(), torch.ones(1, dtype=torch.float64, requires_grad=True), Neighbour(prompt)
+    """(most outputs alive at once, the weight's gradient, the loss) of one rank among neighbours that always send at
+    once.
+    """
+    outputs = Living()
+    weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    group = Neighbour(prompt)
 
     def stage(x: Tensor | None, microbatch: Any) -> Tensor:
         y = Add.apply(torch.ones(1, dtype=torch.float64) if x is None else x, weight, outputs)
         return y.sum() if rank == STAGES - 1 else y
 
     mesh = mesh_of(rank, group)
-    engine = Engine(schedule, [stage], mesh, WeightGradients(), ActivationSpec((1,), torch.float64, torch.device("cpu")))
+    engine = Engine(
+        schedule, [stage], mesh, WeightGradients(), ActivationSpec((1,), torch.float64, torch.device("cpu"))
+    )
     loss = engine.run(lambda microbatch: microbatch, loss_scale=2.0)["loss"]
     assert outputs.now == 0
     return outputs.peak, torch.zeros(1) if weight.grad is None else weight.grad, float(loss)
@@ -130,11 +139,21 @@ def test_a_further_loss_of_any_stage_joins_its_backward(name: str, rank: int) ->
         y = (torch.ones(1, dtype=torch.float64) if x is None else x) + weight
         return StageOutput(y.sum() if rank == STAGES - 1 else y, {"further": 3 * y.sum()})
 
-    engine = Engine(build(name, STAGES, MICROBATCHES), [stage], mesh_of(rank, group), WeightGradients(),
-                    ActivationSpec((1,), torch.float64, torch.device("cpu")), loss_weights={"further": 0.25, "absent": 1.0})  # fmt: skip
+    engine = Engine(
+        build(name, STAGES, MICROBATCHES),
+        [stage],
+        mesh_of(rank, group),
+        WeightGradients(),
+        ActivationSpec((1,), torch.float64, torch.device("cpu")),
+        loss_weights={"further": 0.25, "absent": 1.0},
+    )
     sums = {key: float(value) for key, value in engine.run(lambda microbatch: microbatch, loss_scale=2.0).items()}
     y = 2.0
-    assert sums == {"loss": y * MICROBATCHES if rank == STAGES - 1 else 0.0, "further": 3 * y * MICROBATCHES, "absent": 0.0}
+    assert sums == {
+        "loss": y * MICROBATCHES if rank == STAGES - 1 else 0.0,
+        "further": 3 * y * MICROBATCHES,
+        "absent": 0.0,
+    }
     assert weight.grad is not None
     own = 2.0 if rank == STAGES - 1 else 1.0  # the scale, or what the neighbour sends
     assert weight.grad.item() == MICROBATCHES * (own + 2.0 * 0.25 * 3)
@@ -143,7 +162,9 @@ def test_a_further_loss_of_any_stage_joins_its_backward(name: str, rank: int) ->
 def test_a_schedule_that_forgets_something_is_refused_before_it_plays() -> None:
     """As a plugin's may: without this, a microbatch would be missing from the gradients."""
     legal = build("gpipe", STAGES, 2)
-    forgetful = replace(legal, actions=tuple(tuple(a for a in actions if str(a) != "B1@3") for actions in legal.actions))
+    forgetful = replace(
+        legal, actions=tuple(tuple(a for a in actions if str(a) != "B1@3") for actions in legal.actions)
+    )
     for rank in range(STAGES - 1):
         play(forgetful, rank)  # ranks see their own list alone
     with pytest.raises(ScheduleError, match="stage 3: B1@3 is missing"):

@@ -10,7 +10,14 @@ import pytest
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import load_model
 from frontier_llm.machine import load_machine, rates
-from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, gradient_words, node_counts, times_by_nodes, uses_hierarchical
+from frontier_llm.planner.algorithms import (
+    bucket_bytes,
+    gradient_choices,
+    gradient_words,
+    node_counts,
+    times_by_nodes,
+    uses_hierarchical,
+)
 from frontier_llm.planner.costs.collectives import flat_s
 from frontier_llm.planner.costs.hierarchical import collective_s, hierarchical_s
 from frontier_llm.planner.costs.time import gradient_reduction_s
@@ -27,17 +34,22 @@ def plan(dp: int, sharding: str = "optimizer", tp: int = 8) -> Plan:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_the_price_is_that_of_the_faster_algorithm(operation: str) -> None:
-    sizes, ranks = 2.0 ** np.arange(12, 33)[:, None], np.array([8.0, 64, 512, 75264])
+    sizes = 2.0 ** np.arange(12, 33)[:, None]
+    ranks = np.array([8.0, 64, 512, 75264])
     price = collective_s(FRONTIER, ranks, 8, 1, sizes, operation)
     flat, staged = (np.asarray(way(FRONTIER, ranks, 8, 1, sizes, operation)) for way in (flat_s, hierarchical_s))
     assert np.array_equal(price, np.minimum(flat, staged))
     assert (flat < staged).any()  # else one algorithm would do
     assert (staged < flat).any()
-    assert np.array_equal(collective_s(ORNL, ranks, 8, 1, sizes, operation), flat_s(ORNL, ranks, 8, 1, sizes, operation))
+    assert np.array_equal(
+        collective_s(ORNL, ranks, 8, 1, sizes, operation), flat_s(ORNL, ranks, 8, 1, sizes, operation)
+    )
 
 
 def test_two_stages_win_by_more_the_more_nodes_there_are() -> None:
-    """RCCL's reduce-scatter is a ring: its hops grow with the ranks, two stages' with their logarithm (PCCL: 168 times at 2,048 GCDs)."""
+    """RCCL's reduce-scatter is a ring: its hops grow with the ranks, two stages' with their logarithm (PCCL: 168
+    times at 2,048 GCDs).
+    """
     assert node_counts(FRONTIER)[-1] == 9408
     _, flat, staged = times_by_nodes(FRONTIER, 1, 8, 160e6, "reduce_scatter")
     gain = flat / staged
@@ -52,7 +64,9 @@ def test_the_choice_of_a_plan_is_that_of_its_buckets() -> None:
     scatter, gather = gradient_choices(many, FRONTIER)
     assert (scatter.nodes, scatter.ranks, gather.size_bytes) == (256, 256, 80e6)
     assert scatter.flat_s == float(flat_s(FRONTIER, 256, 1, 8, 160e6, "reduce_scatter"))
-    assert uses_hierarchical(many, FRONTIER) == (scatter.hierarchical_s < scatter.flat_s or gather.hierarchical_s < gather.flat_s)
+    assert uses_hierarchical(many, FRONTIER) == (
+        scatter.hierarchical_s < scatter.flat_s or gather.hierarchical_s < gather.flat_s
+    )
     assert "in two stages" in gradient_words(many, FRONTIER)[0]
     assert [one.operation for one in gradient_choices(plan(256, sharding="none"), FRONTIER)] == ["all_reduce"]
     assert gradient_choices(plan(4, tp=2), FRONTIER) == []  # dp inside the node
@@ -60,10 +74,14 @@ def test_the_choice_of_a_plan_is_that_of_its_buckets() -> None:
 
 
 def test_gradients_are_reduced_bucket_by_bucket() -> None:
-    """Twice the parameters beyond a bucket are twice the calls; below one bucket there is one call, whatever its size."""
+    """Twice the parameters beyond a bucket are twice the calls; below one bucket there is one call, whatever its
+    size.
+    """
     layout = plan(256).layout
     one, two = (float(gradient_reduction_s(layout, FRONTIER, parameters)[0]) for parameters in (40e6, 80e6))
     assert two == pytest.approx(2 * one)
     whole = replace(FRONTIER, bucket_parameters=0.0)
     assert float(gradient_reduction_s(layout, whole, 80e6)[0]) < two  # latencies once
-    assert float(gradient_reduction_s(layout, FRONTIER, 4e6)[0]) == pytest.approx(float(gradient_reduction_s(layout, whole, 4e6)[0]))
+    assert float(gradient_reduction_s(layout, FRONTIER, 4e6)[0]) == pytest.approx(
+        float(gradient_reduction_s(layout, whole, 4e6)[0])
+    )

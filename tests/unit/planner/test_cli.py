@@ -33,15 +33,43 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 def test_a_plan_says_what_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(
-        capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--explain", "--allow-cross-node-tp", "--what-if", "micro_batch=1"
+        capsys,
+        "gpt-22b",
+        "--nodes",
+        "8",
+        "--global-batch",
+        "512",
+        "--explain",
+        "--allow-cross-node-tp",
+        "--what-if",
+        "micro_batch=1",
     )
     assert code == 0
-    for words in ("choice: TP", "runner-up:", "legal layouts", "MFU", "HFU", "node-hours", "checkpoint every", "queue: bin 5", "across nodes: TP16", "what if micro_batch=1", "[measured]", "[published]", "[estimated]", "simulated"):  # fmt: skip
+    for words in (
+        "choice: TP",
+        "runner-up:",
+        "legal layouts",
+        "MFU",
+        "HFU",
+        "node-hours",
+        "checkpoint every",
+        "queue: bin 5",
+        "across nodes: TP16",
+        "what if micro_batch=1",
+        "[measured]",
+        "[published]",
+        "[estimated]",
+        "simulated",
+    ):
         assert words in out
 
 
-@pytest.mark.parametrize(("model", "nodes"), [("gpt-22b", "8"), ("llama-2-70b", "64"), ("mpt-13b", "16"), ("gpt-175b", "128")])
-def test_how_many_plans_are_shown_does_not_change_the_choice(model: str, nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("model", "nodes"), [("gpt-22b", "8"), ("llama-2-70b", "64"), ("mpt-13b", "16"), ("gpt-175b", "128")]
+)
+def test_how_many_plans_are_shown_does_not_change_the_choice(
+    model: str, nodes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = {top: json.loads(run(capsys, model, "--nodes", nodes, "--json", "--top", top)[1]) for top in ("1", "8")}
     assert len(shown["1"]["plans"]) == 1 < len(shown["8"]["plans"])
     assert shown["1"]["plans"][0] == shown["8"]["plans"][0]
@@ -66,10 +94,24 @@ def test_what_else_is_shown_does_not_change_the_choice(tmp_path: Path, capsys: p
 
 
 def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    emitted, trace, figures = tmp_path / "runs" / "mine.yaml", tmp_path / "trace.json", tmp_path / "plan.html"
+    emitted = tmp_path / "runs" / "mine.yaml"
+    trace = tmp_path / "trace.json"
+    figures = tmp_path / "plan.html"
     code, out, err = run(
-        capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--json", "--emit", str(emitted), "--chrome-trace", str(trace), "--figures", str(figures)
-    )  # fmt: skip
+        capsys,
+        "gpt-22b",
+        "--nodes",
+        "8",
+        "--global-batch",
+        "512",
+        "--json",
+        "--emit",
+        str(emitted),
+        "--chrome-trace",
+        str(trace),
+        "--figures",
+        str(figures),
+    )
     assert code == 0
     report = json.loads(out)
     best = report["plans"][0]
@@ -90,27 +132,46 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
     assert "http" not in page.split("<pre>")[0]
 
 
-@pytest.mark.parametrize(("played", "words"), [(8, ""), (4, ": 4 of the 8 microbatches, the pattern of the middle repeats")])
+@pytest.mark.parametrize(
+    ("played", "words"), [(8, ""), (4, ": 4 of the 8 microbatches, the pattern of the middle repeats")]
+)
 def test_a_pipeline_that_is_drawn_in_part_says_so(played: int, words: str) -> None:
     schedule = SimpleNamespace(microbatches=played)
-    plan = SimpleNamespace(layout=SimpleNamespace(microbatches=8), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)))
+    plan = SimpleNamespace(
+        layout=SimpleNamespace(microbatches=8), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule))
+    )
     assert played_part(plan) == words  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("columns", [80, 140])
-def test_the_report_fits_the_terminal(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_fits_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = run(
-        capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--explain", "--allow-cross-node-tp", "--what-if", "micro_batch=1"
+        capsys,
+        "gpt-22b",
+        "--nodes",
+        "8",
+        "--global-batch",
+        "512",
+        "--explain",
+        "--allow-cross-node-tp",
+        "--what-if",
+        "micro_batch=1",
     )
     assert code == 0
     assert max(map(len, out.splitlines())) <= columns
     assert "bound by" in out
 
 
-def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.yaml"
-    code, out, _ = run(capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--tokens", "300B", "--emit", str(path))
+    code, out, _ = run(
+        capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--tokens", "300B", "--emit", str(path)
+    )
     assert code == 0
     config = load_run(str(path))
     tokens = config.train.steps * config.batch.global_batch * config.model.sequence_length
@@ -124,11 +185,19 @@ def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(tmp_path: Path,
     assert [problem.where for problem in data_problems(config)] == ["data.train: FILL_IN.bin"]
     words = out.splitlines()[-1]
     assert all(
-        word in words for word in (f"train.steps={config.train.steps}", "optimizer.lr=0.0001", "data.train=FILL_IN", "global_batch=512")
+        word in words
+        for word in (
+            f"train.steps={config.train.steps}",
+            "optimizer.lr=0.0001",
+            "data.train=FILL_IN",
+            "global_batch=512",
+        )
     )
 
 
-def test_a_plan_of_a_run_with_another_batch_keeps_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_a_run_with_another_batch_keeps_its_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.yaml"
     words = ("--run", "quickstart", "--machine", "local", "--nodes", "1", "--emit", str(path))
     base = load_run("quickstart")
@@ -147,7 +216,10 @@ def test_a_fixed_choice_is_refused_with_the_rule_that_it_breaks(capsys: pytest.C
 
 def plan_of(step_s: float, **risks: object) -> SimpleNamespace:
     return SimpleNamespace(
-        step_s=step_s, tight=risks.get("tight", False), layout=SimpleNamespace(sharding=risks.get("sharding", "optimizer")), played=None
+        step_s=step_s,
+        tight=risks.get("tight", False),
+        layout=SimpleNamespace(sharding=risks.get("sharding", "optimizer")),
+        played=None,
     )
 
 
@@ -168,7 +240,9 @@ def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"dominated; [2-9] finalists simulated", " ".join(out.split()))
 
 
-def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its model is the run's own, so no script of slurm/ stands for it."""
     emitted = tmp_path / "planned.yaml"
     code, out, _ = run(capsys, "--run", "train_22b", "--nodes", "16", "--emit", str(emitted))
@@ -180,10 +254,13 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     emitted = tmp_path / "planned.yaml"
-    code, out, _ = run(capsys, "--run", "quickstart", "--machine", "local", "--nodes", "1", "--fix", "data=2", "--emit", str(emitted))
+    code, out, _ = run(
+        capsys, "--run", "quickstart", "--machine", "local", "--nodes", "1", "--fix", "data=2", "--emit", str(emitted)
+    )
     assert code == 0
     assert f"frontier-llm train {emitted}" in out
-    config, base = load_run(str(emitted)), load_run("quickstart")
+    config = load_run(str(emitted))
+    base = load_run("quickstart")
     assert (config.model, config.batch.global_batch, config.data) == (base.model, base.batch.global_batch, base.data)
     assert config.parallel.data == 2
     world_size = 2 * config.parallel.tensor * config.parallel.pipeline
@@ -194,7 +271,8 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     (run_dir / "config.yaml").write_text(dump(config))
     (run_dir / "plan.json").write_text(json.dumps(asdict(make_plan(config, world_size))))
     steps = [
-        json.dumps({"kind": "step", "step": n, "loss": 8.0, "step_time_s": s}) for n, s in ((10, 9.0), (20, 0.4), (30, 0.6), (40, 0.4))
+        json.dumps({"kind": "step", "step": n, "loss": 8.0, "step_time_s": s})
+        for n, s in ((10, 9.0), (20, 0.4), (30, 0.6), (40, 0.4))
     ]
     (run_dir / "metrics.jsonl").write_text("\n".join([*steps, '{"kind": "step", "st']))
     code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir), "--json")
@@ -207,8 +285,13 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     # the steps of an attempt on another layout are not those of the prediction
     now = layout_of(config, world_size)
     layouts = (0, 1, {**now, "sequence_parallel": not now["sequence_parallel"]}), (30, 2, now)
-    starts = [json.dumps({"kind": "start", "step": step, "incarnation": number, "layout": layout}) for step, number, layout in layouts]
-    (run_dir / "metrics.jsonl").write_text("\n".join([starts[0], *steps[:3], starts[1], steps[3].replace("0.4", "0.7")]))
+    starts = [
+        json.dumps({"kind": "start", "step": step, "incarnation": number, "layout": layout})
+        for step, number, layout in layouts
+    ]
+    (run_dir / "metrics.jsonl").write_text(
+        "\n".join([starts[0], *steps[:3], starts[1], steps[3].replace("0.4", "0.7")])
+    )
     code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir), "--json")
     assert json.loads(out)[0]["measured_s"] == 0.7
     code, _, err = run(capsys, "--machine", "local", "--measured", str(tmp_path / "none"))
@@ -217,13 +300,23 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
 
 
 def test_of_a_runs_own_layout_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine, emitted = tmp_path / "mine.yaml", tmp_path / "planned.yaml"
-    own = "parallel: {data_shard: 2, data_mode: fsdp, stage_layers: null, axis_order: dp-tp-pp}\ncomm: {tensor_chunks: 2, in_flight: many}"
+    mine = tmp_path / "mine.yaml"
+    emitted = tmp_path / "planned.yaml"
+    own = (
+        "parallel: {data_shard: 2, data_mode: fsdp, stage_layers: null, axis_order: dp-tp-pp}\ncomm: "
+        "{tensor_chunks: 2, in_flight: many}"
+    )
     mine.write_text(f"base: quickstart\n{own}\n")
-    code, _, err = run(capsys, "--run", str(mine), "--machine", "local", "--nodes", "1", "--fix", "zero=1", "--emit", str(emitted))
+    code, _, err = run(
+        capsys, "--run", str(mine), "--machine", "local", "--nodes", "1", "--fix", "zero=1", "--emit", str(emitted)
+    )
     assert code == 0, err
     planned = load_run(str(emitted))
-    assert (planned.parallel.data_mode, planned.parallel.data_shard, planned.parallel.axis_order) == ("zero", None, "tp-dp-pp")
+    assert (planned.parallel.data_mode, planned.parallel.data_shard, planned.parallel.axis_order) == (
+        "zero",
+        None,
+        "tp-dp-pp",
+    )
     assert (planned.comm.tensor_chunks, planned.comm.in_flight) == (1, "many")
 
 
@@ -243,7 +336,9 @@ def test_an_emitted_run_has_the_algorithms_that_were_priced(
 
 def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "long.yaml"
-    code, _, _ = run(capsys, "llama-2-7b", "--nodes", "2", "--global-batch", "64", "--sequence-length", "8192", "--emit", str(path))
+    code, _, _ = run(
+        capsys, "llama-2-7b", "--nodes", "2", "--global-batch", "64", "--sequence-length", "8192", "--emit", str(path)
+    )
     assert code == 0
     assert load_run(str(path)).model.sequence_length == 8192
 
@@ -255,7 +350,10 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
         (["gpt-22b", "--machine", "fronteir"], "did you mean 'frontier'"),
         (["gpt-1t", "--nodes", "2"], "use at least 64 nodes"),
         (["gpt-1t", "--nodes", "383", "--global-batch", "9600"], "or 384 nodes"),
-        (["gpt-22b", "--nodes", "8", "--fix", "tensor=7"], "with tensor=7\n    fix: use another number of nodes, or fix less"),
+        (
+            ["gpt-22b", "--nodes", "8", "--fix", "tensor=7"],
+            "with tensor=7\n    fix: use another number of nodes, or fix less",
+        ),
         (["gpt-175b", "--nodes", "1"], "does not fit on 1 node of frontier"),
         (["train_175b"], "is a run, not a model\n    fix: frontier-llm plan --run train_175b"),
         (["{file}"], "is a run, not a model\n    fix: frontier-llm plan --run "),
@@ -265,7 +363,9 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
         (["gpt-22b", "--nodes", "0"], "is not a whole number above 0"),
     ],
 )
-def test_bad_input_names_the_way_out(words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_names_the_way_out(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text("base: quickstart\ntrain: {steps: 5}\n")
     code, out, err = run(capsys, *(word.format(file=tmp_path / "run.yaml") for word in words))
     assert code == 2
@@ -278,7 +378,8 @@ def test_planning_needs_no_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from frontier_llm.cli.main import main\n"
-        "sys.exit(main(['plan', 'gpt-tiny', '--machine', 'local', '--nodes', '1', '--global-batch', '16', '--explain']))"
+        "sys.exit(main(['plan', 'gpt-tiny', '--machine', 'local', '--nodes', '1', '--global-batch', '16', "
+        "'--explain']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The way in which ranks that hold one sequence attend to each other is a choice of the planner like any other: enumerated, priced, written into the run."""
+"""The way in which ranks that hold one sequence attend to each other is a choice of the planner like any other:
+enumerated, priced, written into the run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def test_ways_that_heads_and_kernels_allow() -> None:
     assert context_ways(load_model("mpt-7b"), 2, 4) == ["gather", "ring", "heads"]
     windows = {"sliding_window": 4096}
     assert context_ways(load_model("llama-3-8b", windows), 2, 4) == ["heads"]
-    assert context_ways(load_model("llama-3-8b", {**windows, "score_softcap": 50.0}), 2, 4) == ["gather", "ring", "heads"]
+    assert context_ways(load_model("llama-3-8b", {**windows, "score_softcap": 50.0}), 2, 4) == [
+        "gather",
+        "ring",
+        "heads",
+    ]
     assert context_ways(LONG, 2, 4, "ring") == ["ring"] and context_ways(LONG, 4, 4, "heads") == []
     assert context_ways(LONG, 2, 4, "auto") == [context_way(LONG, 2, 4)]
 
@@ -35,12 +41,26 @@ def test_ways_that_heads_and_kernels_allow() -> None:
 def test_the_cheapest_way_is_written_into_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "long.yaml"
     fixed = ("tensor=2", "context=4", "pipeline=2", "micro_batch=1", "recompute=none", "schedule=1f1b")
-    words = ["plan", "llama-3-8b", "--sequence-length", "65536", "--machine", "frontier", "--nodes", "8", "--emit", str(path)]
+    words = [
+        "plan",
+        "llama-3-8b",
+        "--sequence-length",
+        "65536",
+        "--machine",
+        "frontier",
+        "--nodes",
+        "8",
+        "--emit",
+        str(path),
+    ]
     assert main([*words, *(f"--fix={choice}" for choice in fixed)]) == 0
-    parallel, out = load_run(str(path)).parallel, capsys.readouterr().out
+    parallel = load_run(str(path)).parallel
+    out = capsys.readouterr().out
     layout = Layout(tp=2, cp=4, pp=2, dp=4, microbatches=64, sequence_parallel=parallel.sequence_parallel)
     numbers = rates(load_machine("frontier"))
-    seconds = {way: float(step_s(LONG, replace(layout, context_attention=way), numbers)) for way in ("gather", "ring", "heads")}
+    seconds = {
+        way: float(step_s(LONG, replace(layout, context_attention=way), numbers)) for way in ("gather", "ring", "heads")
+    }
     assert len(set(seconds.values())) == 3 and parallel.context_attention == min(seconds, key=lambda way: seconds[way])
     others = seconds.keys() - {parallel.context_attention}
     assert (
@@ -50,16 +70,41 @@ def test_the_cheapest_way_is_written_into_the_run(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.thorough
-def test_131072_tokens_on_sixteen_nodes_get_a_layout_that_fits_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_131072_tokens_on_sixteen_nodes_get_a_layout_that_fits_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "long.yaml"
-    assert main(["plan", "llama-3-8b", "--sequence-length", "131072", "--machine", "frontier", "--nodes", "16", "--emit", str(path)]) == 0
-    config, out = load_run(str(path)), capsys.readouterr().out
+    assert (
+        main(
+            [
+                "plan",
+                "llama-3-8b",
+                "--sequence-length",
+                "131072",
+                "--machine",
+                "frontier",
+                "--nodes",
+                "16",
+                "--emit",
+                str(path),
+            ]
+        )
+        == 0
+    )
+    config = load_run(str(path))
+    out = capsys.readouterr().out
     assert config.model.sequence_length == 131072 and config.parallel.context > 1
     assert f"attention by {config.parallel.context_attention}, " in out
 
 
 def test_memory_knows_the_way() -> None:
-    """By heads attention keeps an output of its own beside the one that came back; gathered are a whole sequence's keys and values."""
-    layout, numbers = Layout(tp=2, cp=4, recompute="none"), rates(load_machine("frontier"))
-    peaks = {way: float(peak_memory(LONG, replace(layout, context_attention=way), numbers)) for way in ("gather", "ring", "heads")}
+    """By heads attention keeps an output of its own beside the one that came back; gathered are a whole sequence's
+    keys and values.
+    """
+    layout = Layout(tp=2, cp=4, recompute="none")
+    numbers = rates(load_machine("frontier"))
+    peaks = {
+        way: float(peak_memory(LONG, replace(layout, context_attention=way), numbers))
+        for way in ("gather", "ring", "heads")
+    }
     assert len(set(peaks.values())) == 3

@@ -1,4 +1,6 @@
-"""The ways of replicas: ZeRO, fully sharded, and gradients that travel in 16 bits; as priced, held in memory, and emitted."""
+"""The ways of replicas: ZeRO, fully sharded, and gradients that travel in 16 bits; as priced, held in memory, and
+emitted.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def layout(**changes: Any) -> Layout:
 
 
 def test_sharded_weights_cost_a_gather_each_way_and_a_scatter_per_microbatch() -> None:
-    """On a network so slow that nothing else counts, time is what moves: per layer two gathers of bf16 and a scatter of fp32."""
+    """On a network so slow that nothing else counts, time is what moves: per layer two gathers of bf16 and a scatter
+    of fp32.
+    """
     slow = replace(FRONTIER, nodes=64, node_network_bytes_s=1e6, all_reduce_table=None, hierarchical=False)
     parameters = 202_383_360  # of one layer: 4·4096² + 3·4096·11008, and two norms
     gather, scatter = (float(one) for one in sharding_s(times(MODEL, layout(), slow).block, layout(), slow))
@@ -39,7 +43,9 @@ def test_sharded_weights_cost_a_gather_each_way_and_a_scatter_per_microbatch() -
     assert gather == pytest.approx(31 / 32 * parameters * 2 / wire, rel=1e-3)
     assert scatter == pytest.approx(31 / 32 * parameters * (2 + 4) / wire, rel=1e-3)
     for m in (2, 4):
-        assert float(step_s(MODEL, layout(microbatches=m), slow)) == pytest.approx(m * MODEL.layers * (gather + scatter), rel=0.01)
+        assert float(step_s(MODEL, layout(microbatches=m), slow)) == pytest.approx(
+            m * MODEL.layers * (gather + scatter), rel=0.01
+        )
 
 
 def test_what_fits_under_the_compute_does_not_show_but_for_the_share_that_never_overlaps() -> None:
@@ -61,13 +67,16 @@ def test_a_rank_holds_one_part_of_weights_gradients_and_state() -> None:
 
 
 def test_copies_gather_inside_the_node_and_sum_their_shares_across() -> None:
-    """On a network so slow that nothing else counts: of 32 replicas the 8 of a node share out the weights, and 4 nodes sum their eighths, once for 4 microbatches."""
+    """On a network so slow that nothing else counts: of 32 replicas the 8 of a node share out the weights, and 4
+    nodes sum their eighths, once for 4 microbatches.
+    """
     slow = replace(FRONTIER, nodes=64, node_network_bytes_s=1e6, all_reduce_table=None, hierarchical=False)
     copies = layout(data_shard=8)
     gather, backward = (float(one) for one in sharding_s(times(MODEL, copies, slow).block, copies, slow))
     whole = [float(one) for one in sharding_s(times(MODEL, layout(), slow).block, layout(), slow)]
     assert gather < 1e-3 * whole[0]
-    wire = slow.node_network_bytes_s * slow.network_efficiency * slow.network_crowding  # of a node, whose 8 devices send at once
+    # of a node, whose 8 devices send at once
+    wire = slow.node_network_bytes_s * slow.network_efficiency * slow.network_crowding
     assert backward == pytest.approx(2 * 3 / 4 * 202_383_360 * 4 / wire / 4, rel=0.05)
     lines = stage_memory(MODEL, copies, FRONTIER, 0, MODEL.layers, True, True)
     assert float(lines["optimizer"]) == pytest.approx(12 * total_parameters(MODEL) / 8)
@@ -80,7 +89,8 @@ def test_copies_inside_a_node_are_proposed_where_they_are_faster_and_emitted(tmp
     numbers = rates(load_machine("mi300x"))
     small = ["data_mode=fsdp", "micro_batch=1", "tensor=1", "recompute=none"]
     found = search(MODEL, numbers, 4, 256, parse_fixed(small))
-    best, all_share = found.best, search(MODEL, numbers, 4, 256, parse_fixed([*small, "data_shard=32"])).best
+    best = found.best
+    all_share = search(MODEL, numbers, 4, 256, parse_fixed([*small, "data_shard=32"])).best
     assert best.layout.sharding == all_share.layout.sharding == "weights"
     assert 1 < best.layout.data_shard <= 8 and best.step_s < all_share.step_s
     emit(tmp_path / "mine.yaml", Request("llama-2-7b", "mi300x"), load_machine("mi300x"), found, numbers, None)
@@ -107,12 +117,18 @@ def test_sharding_is_offered_without_a_pipeline_only() -> None:
 
 @pytest.mark.parametrize("mode", ["fsdp", "zero"])
 def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
-    machine, path = load_machine("frontier"), tmp_path / "mine.yaml"
+    machine = load_machine("frontier")
+    path = tmp_path / "mine.yaml"
     found = search(MODEL, FRONTIER, 4, 256, parse_fixed([f"data_mode={mode}"]))
-    if mode == "fsdp":  # not where one communication at a time is the rule, and without being told it is not proposed there either
-        with pytest.raises(LayoutError, match=r"comm\.in_flight: one communication at a time on frontier, but fsdp issues its own"):
+    # not where one communication at a time is the rule, and without being told it is not proposed there either
+    if mode == "fsdp":
+        with pytest.raises(
+            LayoutError, match=r"comm\.in_flight: one communication at a time on frontier, but fsdp issues its own"
+        ):
             emit(path, Request("llama-2-7b", "frontier"), machine, found, FRONTIER, None)
-        assert {plan.layout.sharding for plan in search(MODEL, FRONTIER, 4, 256, parse_fixed(["pipeline=1"])).plans} <= {
+        assert {
+            plan.layout.sharding for plan in search(MODEL, FRONTIER, 4, 256, parse_fixed(["pipeline=1"])).plans
+        } <= {
             "none",
             "optimizer",
         }
@@ -126,7 +142,9 @@ def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
 def test_gradients_in_16_bits_take_half_the_time_on_the_wire(tmp_path: Path) -> None:
     narrow_wire = layout(sharding="optimizer", gradient_wire="bf16")
     slow = replace(FRONTIER, node_network_bytes_s=1e9, all_reduce_table=None)
-    full, narrow = (float(gradient_reduction_s(replace(narrow_wire, gradient_wire=wire), slow, 1e9)[0]) for wire in ("full", "bf16"))
+    full, narrow = (
+        float(gradient_reduction_s(replace(narrow_wire, gradient_wire=wire), slow, 1e9)[0]) for wire in ("full", "bf16")
+    )
     assert narrow == pytest.approx(full / 2, rel=0.01)
     found = search(MODEL, FRONTIER, 4, 256, parse_fixed(["gradient_wire=bf16"]))
     path = tmp_path / "mine.yaml"

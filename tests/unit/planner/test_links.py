@@ -13,7 +13,8 @@ from frontier_llm.planner.search import simulate_layout
 
 def links(machine_name: str, **layout: Any) -> dict[str, str]:
     machine = load_machine(machine_name)
-    numbers, model = rates(machine), load_model("gpt-22b")
+    numbers = rates(machine)
+    model = load_model("gpt-22b")
     spread = Layout(**{"tp": 8, "pp": 4, "dp": 4, "microbatches": 8, "sequence_parallel": True, **layout})
     return axis_links(simulate_layout(model, spread, numbers), machine, numbers)
 

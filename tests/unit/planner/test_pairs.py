@@ -1,4 +1,6 @@
-"""What pairs of microbatches are worth to a mixture of experts: rows under the other's compute, and a bubble that grows by little."""
+"""What pairs of microbatches are worth to a mixture of experts: rows under the other's compute, and a bubble that
+grows by little.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,23 @@ from frontier_llm.planner.report import breakdown
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.topology import split_layers
 
-LARGE, FRONTIER = load_model("xmoe-large"), rates(load_machine("frontier"))  # one communication in flight
+# one communication in flight
+LARGE = load_model("xmoe-large")
+FRONTIER = rates(load_machine("frontier"))
 MANY = replace(FRONTIER, one_in_flight=False)
 
 
 def layout(**changes: Any) -> Layout:
-    common = {"tp": 2, "pp": 4, "dp": 32, "ep": 16, "expert_nodes": 2, "chunks": 2, "microbatches": 48, "schedule": "dualpipe-v"}
+    common = {
+        "tp": 2,
+        "pp": 4,
+        "dp": 32,
+        "ep": 16,
+        "expert_nodes": 2,
+        "chunks": 2,
+        "microbatches": 48,
+        "schedule": "dualpipe-v",
+    }
     return Layout(**{**common, "sequence_parallel": True, "axis_order": "tp-dp-pp", **changes})
 
 
@@ -36,12 +49,15 @@ def saved_s(spread: Layout, numbers: Rates = MANY) -> float:
 
 def test_each_halfs_rows_hide_under_the_others_compute_and_no_more() -> None:
     block = times(LARGE, layout(), MANY).block
-    rows_s, computed_s = (block.rows_s, block.rows_backward_s), [float(s) for s in layer_s(block, layout(), MANY)]
+    rows_s = (block.rows_s, block.rows_backward_s)
+    computed_s = [float(s) for s in layer_s(block, layout(), MANY)]
     assert 0 < rows_s[0] < 0.5 * computed_s[0]
     assert saved_s(layout()) == pytest.approx(sum(rows_s) * MANY.dp_overlap)  # compute is longer than rows here
     endless = block._replace(rows_s=computed_s[0] + 1, rows_backward_s=1.0, forward_s=computed_s[0] + 1)
     forward_s, backward_s = endless.both(48, MANY)
-    expected = min(endless.rows_s * MANY.dp_overlap, backward_s - 1.0) + min(MANY.dp_overlap, forward_s - endless.rows_s)
+    expected = min(endless.rows_s * MANY.dp_overlap, backward_s - 1.0) + min(
+        MANY.dp_overlap, forward_s - endless.rows_s
+    )
     assert float(pair_s(endless, layout(), MANY)) == pytest.approx(expected)
 
 
@@ -72,7 +88,8 @@ def test_the_simulated_step_has_the_gain_and_the_breakdown_says_where(
 ) -> None:
     spread = layout(**changes)
     plan = simulate_layout(LARGE, spread, numbers)
-    parts, busiest = breakdown(plan, numbers), int(np.argmax(plan.played.busy_s))
+    parts = breakdown(plan, numbers)
+    busiest = int(np.argmax(plan.played.busy_s))
     assert sum(parts.values()) == pytest.approx(plan.step_s, rel=1e-6)
     assert parts[DISPATCH] > 0 and plan.played.hidden_s[busiest] > 0
     assert float(step_s(LARGE, spread, numbers)) == pytest.approx(plan.step_s, rel=0.05)
@@ -85,7 +102,8 @@ def test_the_simulated_step_has_the_gain_and_the_breakdown_says_where(
 
 
 def test_an_extended_schedule_equals_the_full_list_in_pairs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    spread, stages = layout(microbatches=150), split_layers(LARGE, 8)
+    spread = layout(microbatches=150)
+    stages = split_layers(LARGE, 8)
     short = play(LARGE, spread, MANY, stages)
     assert short.timeline.schedule.microbatches < 150
     monkeypatch.setattr(pipeline, "STEADY_MICROBATCHES", 10**6)

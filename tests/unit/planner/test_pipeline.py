@@ -1,4 +1,6 @@
-"""The simulated step: extended schedules equal the full list, and closed forms meet the simulation where they are exact."""
+"""The simulated step: extended schedules equal the full list, and closed forms meet the simulation where they are
+exact.
+"""
 
 from __future__ import annotations
 
@@ -77,17 +79,20 @@ def test_equal_stages_give_the_closed_form_bubble(m: int) -> None:
     chunked = tuple(pipeline.StageTimes(0.5, 1.0, 0.5) for _ in range(8))
     assert pipeline._simulate("interleaved", 4, m, 2, chunked, 0.0).bubble_fraction == pytest.approx(3 / (2 * m))
     zero_bubble = pipeline._simulate("zb-h1", 4, m, 1, times, 0.0)
-    assert zero_bubble.bubble_fraction == pytest.approx((4 - 1) * (1 + 1 - 1) / (3 * m))  # (p-1)(F + B - W), Qi et al. 2023
+    # (p-1)(F + B - W), Qi et al. 2023
+    assert zero_bubble.bubble_fraction == pytest.approx((4 - 1) * (1 + 1 - 1) / (3 * m))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "v-half", "v-min"])
 @pytest.mark.parametrize(("model", "pp", "m"), [("gpt-22b", 4, 16), ("gpt-22b", 8, 64), ("gpt-1t", 16, 64)])
 def test_the_ranking_formula_stays_near_the_simulation(schedule: str, model: str, pp: int, m: int) -> None:
     chunks = 2 if schedule == "interleaved" or one_end(schedule) else 1
-    spread, shape = layout(tp=8, pp=pp, microbatches=m, chunks=chunks, schedule=schedule), load_model(model)
+    spread = layout(tp=8, pp=pp, microbatches=m, chunks=chunks, schedule=schedule)
+    shape = load_model(model)
     for numbers in (MANY, FRONTIER):
         played = play(shape, spread, numbers, split_layers(shape, pp * chunks))
-        if schedule != "interleaved" or numbers is MANY:  # with one in flight its order is far from every formula: up to 0.2
+        # with one in flight its order is far from every formula: up to 0.2
+        if schedule != "interleaved" or numbers is MANY:
             # V-Min has no slack: where F, I and W differ it waits in every microbatch, which only the simulation knows
             near = {"zb-h1": 0.05, "dualpipe-v": 0.05, "v-min": 0.25}.get(schedule, 0.04)
             assert float(step_s(shape, spread, numbers)) == pytest.approx(played.step_s, rel=near)
@@ -97,9 +102,11 @@ def test_one_in_flight_by_hand() -> None:
     """Two stages of 1 and 2 s, messages of half a second: what waits and what does not."""
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(2))
     for turns in ("many", "one", "waiting"):
-        assert pipeline._simulate("1f1b", 2, 1, 1, times, 0.5, turns).makespan_s == 7.0  # F0 m F0 B0 m B0: nothing else to do
+        # F0 m F0 B0 m B0: nothing else to do
+        assert pipeline._simulate("1f1b", 2, 1, 1, times, 0.5, turns).makespan_s == 7.0
     waiting = pipeline._simulate("1f1b", 2, 2, 1, times, 0.5, "waiting")
-    # stage 0: F0 0-1, its message to 1.5, F1 to 2.5; the second message waits until stage 1 takes it, and holds up its B0
+    # stage 0: F0 0-1, its message to 1.5, F1 to 2.5; the second message waits until stage 1 takes it, and holds up its
+    # B0
     assert list(waiting.spans(0))[1][1:] == (1.5, 2.5) and waiting.makespan_s == 11.0
     one = pipeline._simulate("1f1b", 2, 2, 1, times, 0.5, "one")
     assert list(one.spans(0))[1][1:] == (1.0, 2.0) and one.makespan_s <= waiting.makespan_s
@@ -109,7 +116,10 @@ def test_one_in_flight_by_hand() -> None:
 def test_turns_cost_time_and_free_messages_none(schedule: str) -> None:
     chunks = 2 if schedule == "interleaved" else 1
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(4 * chunks))
-    many, one, waiting = (pipeline._simulate(schedule, 4, 12, chunks, times, 0.1, turns).makespan_s for turns in ("many", "one", "waiting"))
+    many, one, waiting = (
+        pipeline._simulate(schedule, 4, 12, chunks, times, 0.1, turns).makespan_s
+        for turns in ("many", "one", "waiting")
+    )
     assert many < one < waiting
     free = [pipeline._simulate(schedule, 4, 12, chunks, times, 0.0, turns).makespan_s for turns in ("many", "one")]
     assert free[0] == pytest.approx(free[1])
@@ -121,13 +131,18 @@ def test_the_plan_says_what_safety_costs() -> None:
     cost = cost_of_one(one, FRONTIER)
     assert cost is not None and 0 < cost < 0.1 and cost_of_one(one, MANY) is None
     (line,) = safety_words(one, frontier, FRONTIER)
-    assert line.startswith(f"  one communication in flight (comm.in_flight) costs {100 * cost:.1f} % of this step") and "rccl#2191" in line
+    assert (
+        line.startswith(f"  one communication in flight (comm.in_flight) costs {100 * cost:.1f} % of this step")
+        and "rccl#2191" in line
+    )
 
 
 def test_messages_that_block_cost_more_than_messages_that_flow() -> None:
     spread = layout(microbatches=64, pp=8)
     stages = split_layers(MODEL, 8)
-    flowing, blocking = (play(MODEL, spread, replace(MANY, blocking_messages=flag), stages).step_s for flag in (False, True))
+    flowing, blocking = (
+        play(MODEL, spread, replace(MANY, blocking_messages=flag), stages).step_s for flag in (False, True)
+    )
     assert blocking > flowing
     free = play(MODEL, spread, without_messages(MANY), stages).step_s
     assert free < flowing
@@ -140,7 +155,8 @@ def test_the_last_stage_is_slower_by_its_head() -> None:
 
 
 def test_steps_that_overlap_are_shorter_and_keep_a_copy_of_the_state() -> None:
-    untied, one = MODEL.model_copy(update={"tied_embeddings": False}), layout(schedule="zb-h2", microbatches=64, pp=8)
+    untied = MODEL.model_copy(update={"tied_embeddings": False})
+    one = layout(schedule="zb-h2", microbatches=64, pp=8)
     overlapping = replace(one, validated="after")
 
     def saved_s(model: ModelConfig, seconds: Callable[[ModelConfig, Layout], float]) -> float:
@@ -152,7 +168,8 @@ def test_steps_that_overlap_are_shorter_and_keep_a_copy_of_the_state() -> None:
     gain_s = saved_s(untied, simulated)
     assert gain_s > 0.01 * simulated(untied, one)
     assert saved_s(untied, lambda model, layout: float(step_s(model, layout, MANY))) == pytest.approx(gain_s, rel=0.3)
-    assert abs(saved_s(MODEL, simulated)) < 0.1 * gain_s  # the sum over the first and the last rank's embedding waits for both
+    # the sum over the first and the last rank's embedding waits for both
+    assert abs(saved_s(MODEL, simulated)) < 0.1 * gain_s
 
     def copied(**changes: str) -> float:
         return simulate_layout(untied, replace(one, **changes), MANY).memory[0].get("copy of the state", 0.0)

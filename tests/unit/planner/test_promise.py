@@ -1,4 +1,6 @@
-"""The band about a plan's figures holds on published runs that no constant has seen, and the best published rates are those of the tables."""
+"""The band about a plan's figures holds on published runs that no constant has seen, and the best published rates
+are those of the tables.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ machine = cache(load_machine)  # a thousand rows name a dozen machines
 def best_published() -> dict[str, dict[int, tuple[float, str]]]:
     best: dict[str, dict[int, tuple[float, str]]] = defaultdict(dict)
     for row in ROWS:
-        if row.stack.endswith("fp8") or row.layout.cp > 1:  # rates of long sequences depend on whether masked scores count
+        # rates of long sequences depend on whether masked scores count
+        if row.stack.endswith("fp8") or row.layout.cp > 1:
             continue
         tokens = row.layout.global_batch * row.model.sequence_length
         tflops = model_flops_per_token(row.model) * tokens / row.seconds / row.layout.devices / TERA

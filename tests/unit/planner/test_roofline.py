@@ -15,7 +15,8 @@ FRONTIER = rates(load_machine("frontier"))
 
 
 def test_a_square_product_has_a_third_of_its_side_in_flops_per_byte() -> None:
-    product, attention = Product(4096, 4096, 4096), FlashCore(1, 16, 2048, 2048, 128)
+    product = Product(4096, 4096, 4096)
+    attention = FlashCore(1, 16, 2048, 2048, 128)
     assert product.flops / product.moved_bytes == pytest.approx(4096 / 3)
     assert attention.flops / attention.moved_bytes == pytest.approx(2048 / 2), "scores never leave the chip"
 

@@ -49,8 +49,13 @@ def test_modes_that_repeat_are_priced_by_each_stage_s_own_layers() -> None:
     model = load_model("gpt-22b", {"layers": 5})
     stages = split_layers(model, 2, (3, 2))
     mixed, full, none = (layout(pp=2, recompute=modes) for modes in ("full,none", "full", "none"))
-    activations = [[lines["activations"] for lines in memory_by_rank(model, one, FRONTIER, stages)] for one in (mixed, full, none)]
-    backward = [[one.backward_s for one in simulate_layout(model, one, FRONTIER, (3, 2)).played.stage_times] for one in (mixed, full, none)]
+    activations = [
+        [lines["activations"] for lines in memory_by_rank(model, one, FRONTIER, stages)] for one in (mixed, full, none)
+    ]
+    backward = [
+        [one.backward_s for one in simulate_layout(model, one, FRONTIER, (3, 2)).played.stage_times]
+        for one in (mixed, full, none)
+    ]
     for part, all_of_it, nothing in (activations, backward):
         assert part[0] == pytest.approx((2 * all_of_it[0] + nothing[0]) / 3)
         assert part[1] == pytest.approx((all_of_it[1] + nothing[1]) / 2)
@@ -77,7 +82,8 @@ def test_more_microbatches_at_fixed_pp_win(numbers: Rates) -> None:
     assert curve[-1] > 1.5 * curve[0]
 
 
-# one communication in flight is paid by the message: thin stages pay more, so that the law of pp / m is one of many in flight
+# one communication in flight is paid by the message: thin stages pay more, so that the law of pp / m is one of many in
+# flight
 @pytest.mark.parametrize("numbers", [replace(FRONTIER, one_in_flight=False), ORNL], ids=["this package", "2023"])
 def test_more_pp_at_a_fixed_global_batch_loses(numbers: Rates) -> None:
     curve = [speed("gpt-22b", numbers, tp=8, pp=pp, dp=2, microbatches=32) for pp in (2, 4, 8, 16)]
@@ -87,11 +93,14 @@ def test_more_pp_at_a_fixed_global_batch_loses(numbers: Rates) -> None:
 
 
 def test_flash_attention_pays_at_sequence_2048() -> None:
-    """ORNL saw about 30 % against softmax by separate kernels. Their scripts' 22B has 96 heads, the paper's 48: half the scores."""
+    """ORNL saw about 30 % against softmax by separate kernels. Their scripts' 22B has 96 heads, the paper's 48: half
+    the scores.
+    """
     separate = replace(ORNL, attention="unfused", fused_softmax=False)
 
     def gain(heads: int, tp: int) -> float:
-        model, spread = load_model("gpt-22b", {"heads": heads}), layout(tp=tp, pp=8, microbatches=32)
+        model = load_model("gpt-22b", {"heads": heads})
+        spread = layout(tp=tp, pp=8, microbatches=32)
         fused, plain = (simulate_layout(model, spread, numbers).step_s for numbers in (ORNL, separate))
         return plain / fused - 1
 
@@ -140,7 +149,9 @@ def test_big_searches_count_what_they_leave_out(model: str, nodes: int) -> None:
 
 
 def test_every_enumerated_layout_is_legal_to_the_runtime_and_none_is_missing() -> None:
-    model, devices, batch = load_model("llama-tiny"), 8, 16
+    model = load_model("llama-tiny")
+    devices = 8
+    batch = 16
     layouts = enumerate_layouts(model, devices, batch, 8)
     for index in range(0, len(layouts), 3):
         one = layouts.row(index)
@@ -149,14 +160,22 @@ def test_every_enumerated_layout_is_legal_to_the_runtime_and_none_is_missing() -
             {
                 "model": model.model_dump(),
                 "parallel": {
-                    "tensor": one.tp, "pipeline": one.pp, "chunks": one.chunks, "schedule": one.schedule,
-                    "sequence_parallel": one.sequence_parallel, "axis_order": one.axis_order,
-                    **({"data_mode": "fsdp", "data_shard": one.data_shard or None} if one.sharding == "weights" else {"zero": SHARDING[one.sharding]}),
+                    "tensor": one.tp,
+                    "pipeline": one.pp,
+                    "chunks": one.chunks,
+                    "schedule": one.schedule,
+                    "sequence_parallel": one.sequence_parallel,
+                    "axis_order": one.axis_order,
+                    **(
+                        {"data_mode": "fsdp", "data_shard": one.data_shard or None}
+                        if one.sharding == "weights"
+                        else {"zero": SHARDING[one.sharding]}
+                    ),
                 },
                 "batch": {"global_batch": batch, "micro_batch": one.micro_batch},
                 "train": {"recompute": one.recompute},
             },
-        )  # fmt: skip
+        )
         assert plan_problems(config, devices) == []
         assert layout_of(config, devices) == one
     seen = set(zip(layouts.tp.tolist(), layouts.pp.tolist(), layouts.micro_batch.tolist(), strict=True))

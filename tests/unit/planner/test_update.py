@@ -1,4 +1,6 @@
-"""What Muon adds to a plan: products of the owner with most to do, against counting by hand; padding and gathering by the plan of the buckets."""
+"""What Muon adds to a plan: products of the owner with most to do, against counting by hand; padding and gathering
+by the plan of the buckets.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,12 @@ def test_slices_cut_few_matrices_and_hold_many_whole() -> None:
 
 
 def test_columns_are_the_layouts_one_by_one() -> None:
-    layouts = [Layout(tp=tp, pp=pp, dp=dp, microbatches=8, optimizer="muon") for tp in (1, 8) for pp in (1, 4) for dp in (1, 4, 64)]
+    layouts = [
+        Layout(tp=tp, pp=pp, dp=dp, microbatches=8, optimizer="muon")
+        for tp in (1, 8)
+        for pp in (1, 4)
+        for dp in (1, 4, 64)
+    ]
     layers = np.array([48 / one.pp for one in layouts])
     columns = whole_update(MODEL, as_table(layouts), FRONTIER, layers)
     for index, one in enumerate(layouts):

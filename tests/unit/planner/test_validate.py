@@ -1,4 +1,6 @@
-"""The shipped measurements are read rightly, the split is stated and stable, and the accuracy bars hold on rows that were not fitted."""
+"""The shipped measurements are read rightly, the split is stated and stable, and the accuracy bars hold on rows that
+were not fitted.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def test_unseen_rows_keep_the_bar(dataset: str, bar: float) -> None:
 
 def test_megatron_core_keeps_its_bar_over_both_parts() -> None:
     """Five rows, one of them unseen: too few to hold the unseen part alone to 10 %."""
-    assert score("Megatron-Core H100", "all", predict([row for row in ROWS if row.dataset == "Megatron-Core H100"])).mape <= 10.0
+    assert (
+        score("Megatron-Core H100", "all", predict([row for row in ROWS if row.dataset == "Megatron-Core H100"])).mape
+        <= 10.0
+    )
 
 
 def test_no_run_that_took_place_is_called_too_big() -> None:
@@ -109,7 +114,8 @@ def test_fp8_speeds_up_the_layers_products_and_nothing_else() -> None:
         items = [*block_work(row.model, row.layout, numbers), *head_work(row.model, row.layout, numbers)]
         return by_cause(items, row.layout, numbers)
 
-    one, other = causes(fast), causes(slow)
+    one = causes(fast)
+    other = causes(slow)
     assert sum(one[PRODUCTS]) < sum(other[PRODUCTS])
     assert HEAD in one and {name: both for name, both in one.items() if name not in (PRODUCTS, RECOMPUTED)} == {
         name: both for name, both in other.items() if name not in (PRODUCTS, RECOMPUTED)
@@ -160,9 +166,20 @@ def test_rows_of_unknown_clusters_find_a_file_by_what_they_say(
 ) -> None:
     columns = (PUBLISHED / "throughput.tsv").read_text(encoding="utf-8").partition("\n")[0].split("\t")
     row = dict.fromkeys(columns, "") | {
-        "id": "x", "hardware": hardware, "devices": "1,024", "layers": "32", "hidden": "4096", "TP": "1", "PP": "1", "GBS": "1,024",
-        "MBS": "1", "zero_or_shard": shard, "precision": precision, "flash_attn": flash, "tokens_per_s_per_dev": "5,000",
-    }  # fmt: skip
+        "id": "x",
+        "hardware": hardware,
+        "devices": "1,024",
+        "layers": "32",
+        "hidden": "4096",
+        "TP": "1",
+        "PP": "1",
+        "GBS": "1,024",
+        "MBS": "1",
+        "zero_or_shard": shard,
+        "precision": precision,
+        "flash_attn": flash,
+        "tokens_per_s_per_dev": "5,000",
+    }
     path = tmp_path / "mine.tsv"
     path.write_text("\t".join(columns) + "\n" + "\t".join(row.values()) + "\n", encoding="utf-8")
     (found,) = read_measurements(path)
@@ -209,26 +226,47 @@ def test_the_command_reads_files_and_prints_json(tmp_path: Path, capsys: pytest.
 
 def write_table(path: Path, *changes: dict[str, str]) -> Path:
     columns = (PUBLISHED / "throughput.tsv").read_text(encoding="utf-8").partition("\n")[0].split("\t")
-    stated = {"id": "x", "hardware": "MI300X", "devices": "64", "layers": "32", "hidden": "4096", "TP": "2", "PP": "1", "GBS": "64", "MBS": "1",
-              "tokens_per_s_per_dev": "5000", "recompute": "none", "precision": "bf16"}  # fmt: skip
+    stated = {
+        "id": "x",
+        "hardware": "MI300X",
+        "devices": "64",
+        "layers": "32",
+        "hidden": "4096",
+        "TP": "2",
+        "PP": "1",
+        "GBS": "64",
+        "MBS": "1",
+        "tokens_per_s_per_dev": "5000",
+        "recompute": "none",
+        "precision": "bf16",
+    }
     rows = [dict.fromkeys([*columns, "experts", "CP"], "") | stated | change for change in changes]
-    path.write_text("\n".join("\t".join(row) for row in [list(rows[0]), *(row.values() for row in rows)]) + "\n", encoding="utf-8")
+    path.write_text(
+        "\n".join("\t".join(row) for row in [list(rows[0]), *(row.values() for row in rows)]) + "\n", encoding="utf-8"
+    )
     return path
 
 
-def test_rows_unlike_anything_here_are_left_out_and_counted_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_unlike_anything_here_are_left_out_and_counted_by_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     others = {
         "tensor or pipeline degree not stated": [{"TP": ""}, {"PP": ""}],
         "experts": [{"model": "Mixtral-8x7B"}, {"experts": "8"}],
         "context parallelism": [{"CP": "2"}, {"seq_parallel": "ring attention"}],
         "ZeRO-3 of another system": [{"zero_or_shard": "ZeRO-3"}, {"zero_or_shard": "DeepSpeed stage 3"}],
         "parallelism of other dimensions": [{"TP": "4D: 2x2x2"}],
-        "no time, no model shape or no known cluster": [{"tokens_per_s_per_dev": ""}, {"hidden": ""}, {"hardware": "abacus"}],
+        "no time, no model shape or no known cluster": [
+            {"tokens_per_s_per_dev": ""},
+            {"hidden": ""},
+            {"hardware": "abacus"},
+        ],
     }
     path = write_table(tmp_path / "mine.tsv", {}, *(change for changes in others.values() for change in changes))
     assert validate_command([path], as_json=True) == 0
     out, err = capsys.readouterr()
-    assert [one["n"] for one in json.loads(out, parse_constant=pytest.fail)] == [1]  # one row has no pairs: null, not NaN
+    # one row has no pairs: null, not NaN
+    assert [one["n"] for one in json.loads(out, parse_constant=pytest.fail)] == [1]
     assert "left out 12 rows" in err
     assert all(f"{len(changes)} {reason}" in err for reason, changes in others.items())
     with pytest.raises(DataError, match="1 experts"):

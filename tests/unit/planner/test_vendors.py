@@ -1,4 +1,6 @@
-"""What MosaicML reported of MPT models on MI250 and A100, against the planner; docs/scaling.md holds these very figures."""
+"""What MosaicML reported of MPT models on MI250 and A100, against the planner; docs/scaling.md holds these very
+figures.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,24 @@ cluster_rates = cache(predict.cluster_rates)  # reads a file
 PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
 MODELS = ("mpt-1b", "mpt-3b", "mpt-7b", "mpt-13b")
 NODE = 8  # A100, or GCDs of four MI250
-OF_40_GB, OF_80_GB = ("llm-foundry-a100-40", "llm-foundry"), ("llm-foundry-a100", "llm-foundry")
-NOW, BEFORE = ("mi250", "fsdp"), ("mi250", "fsdp-rocm-5.4")
+OF_40_GB = ("llm-foundry-a100-40", "llm-foundry")
+OF_80_GB = ("llm-foundry-a100", "llm-foundry")
+NOW = ("mi250", "fsdp")
+BEFORE = ("mi250", "fsdp-rocm-5.4")
 BATCH = 960  # of one node's comparisons: every microbatch below divides it
 
 
-def tflops(name: str, rates: Rates, devices: int = NODE, batch: int = BATCH, recompute: tuple[str, ...] = ("none", "full")) -> float:
+def tflops(
+    name: str, rates: Rates, devices: int = NODE, batch: int = BATCH, recompute: tuple[str, ...] = ("none", "full")
+) -> float:
     """Model TFLOP/s per device in the fastest fully sharded layout that fits."""
-    model, speeds = load_model(name), []
+    model = load_model(name)
+    speeds = []
     for micro_batch, mode in product((1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20), recompute):
         microbatches, uneven = divmod(batch, devices * micro_batch)
-        layout = Layout(dp=devices, micro_batch=micro_batch, microbatches=microbatches, sharding="weights", recompute=mode)
+        layout = Layout(
+            dp=devices, micro_batch=micro_batch, microbatches=microbatches, sharding="weights", recompute=mode
+        )
         if not uneven and peak_bytes(model, layout, rates) <= rates.memory_bytes:
             speeds.append(batch * model.sequence_length / float(step_s(model, layout, rates)) / devices)
     return max(speeds) * model_flops_per_token(model) / TERA
@@ -59,7 +68,10 @@ def test_mi250_over_a100(a100: tuple[str, str], published: float, title: str) ->
     """The blog's ratios are of June 2023, when FlashAttention-2 was on neither side. No constant here has seen them."""
     today = cluster_rates(*a100)
     june = replace(today, flash_efficiency=today.flash_efficiency / 2)
-    ratios = {stack: [package(name, stack) / tflops(name, a100s) for name in MODELS] for stack, a100s in ((BEFORE, june), (NOW, today))}
+    ratios = {
+        stack: [package(name, stack) / tflops(name, a100s) for name in MODELS]
+        for stack, a100s in ((BEFORE, june), (NOW, today))
+    }
     assert row(f"{title}, first FlashAttention", *ratios[BEFORE], mean(ratios[BEFORE]), published) in PAGE
     assert row(f"{title}, FlashAttention-2", *ratios[NOW], mean(ratios[NOW]), "") in PAGE
     assert mean(ratios[BEFORE]) == pytest.approx(published, rel=0.06)
@@ -67,15 +79,21 @@ def test_mi250_over_a100(a100: tuple[str, str], published: float, title: str) ->
 
 def test_what_does_not_fit_makes_the_outlier() -> None:
     """13B on eight A100-40GB, recomputed as LLM-Foundry ran it."""
-    a100, of_package = cluster_rates(*OF_40_GB), package("mpt-13b", NOW)
-    recomputed, fastest = (of_package / tflops("mpt-13b", a100, recompute=modes) for modes in (("full",), ("none", "full")))
+    a100 = cluster_rates(*OF_40_GB)
+    of_package = package("mpt-13b", NOW)
+    recomputed, fastest = (
+        of_package / tflops("mpt-13b", a100, recompute=modes) for modes in (("full",), ("none", "full"))
+    )
     assert f"{recomputed:.2f} instead of {fastest:.2f}" in PAGE
     assert recomputed > 1.1 * fastest
 
 
 def test_rocm_5_4_to_5_7_is_the_attention_kernel() -> None:
-    """Published x 1.13. The stacks differ in the rate of attention alone, by FlashAttention-2's published factor of two."""
-    now, before = cluster_rates(*NOW), cluster_rates(*BEFORE)
+    """Published x 1.13. The stacks differ in the rate of attention alone, by FlashAttention-2's published factor of
+    two.
+    """
+    now = cluster_rates(*NOW)
+    before = cluster_rates(*BEFORE)
     assert replace(before, flash_efficiency=now.flash_efficiency) == now
     assert now.flash_efficiency == pytest.approx(2 * before.flash_efficiency)
     gains = [package(name, NOW) / package(name, BEFORE) for name in MODELS]
@@ -85,7 +103,8 @@ def test_rocm_5_4_to_5_7_is_the_attention_kernel() -> None:
 
 def test_from_4_to_128_mi250() -> None:
     """166 to 159 TFLOP/s with one batch for all: what shows in smaller steps, and the slowest of more devices."""
-    packages, even = (4, 8, 16, 32, 64, 128), replace(cluster_rates(*NOW), speed_variation=0.0)
+    packages = (4, 8, 16, 32, 64, 128)
+    even = replace(cluster_rates(*NOW), speed_variation=0.0)
     speeds = [package("mpt-7b", NOW, devices=2 * number, batch=1024) for number in packages]
     alike = [2 * tflops("mpt-7b", even, devices=2 * number, batch=1024) for number in packages]
     for title, values in (("planner", speeds), ("planner, all devices alike", alike)):

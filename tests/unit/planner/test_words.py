@@ -24,7 +24,9 @@ FRONTIER = rates(load_machine("frontier"))
         ("schedule=searched tensor=5", "tensor 5"),  # and nothing of `searched`, which no run file holds
     ],
 )
-def test_every_choice_that_can_be_fixed_is_refused_with_its_rule(fixed: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_choice_that_can_be_fixed_is_refused_with_its_rule(
+    fixed: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [word for choice in fixed.split() for word in ("--fix", choice)]
     code = main(["plan", "gpt-22b", "--nodes", "16", "--global-batch", "512", *words])
     err = capsys.readouterr().err
@@ -50,8 +52,12 @@ def test_a_layout_is_fixed_by_its_own_choices(axis: str) -> None:
 
 
 def test_json_and_an_emitted_run_say_a_layout_in_the_same_words() -> None:
-    plan = simulate_layout(load_model("moe-tiny"), Layout(tp=2, dp=2, ep=2, microbatches=2, gradient_wire="bf16"), FRONTIER)
+    plan = simulate_layout(
+        load_model("moe-tiny"), Layout(tp=2, dp=2, ep=2, microbatches=2, gradient_wire="bf16"), FRONTIER
+    )
     words = report.as_dict(plan, FRONTIER)
-    said = {key: value for keys in run_keys(plan.layout).values() for key, value in keys.items() if key != "stage_layers"}
+    said = {
+        key: value for keys in run_keys(plan.layout).values() for key, value in keys.items() if key != "stage_layers"
+    }
     assert said.items() <= words.items()
     assert words["expert"] == 2 and words["gradient_wire"] == "bf16" and words["expert_all_to_all"] == "flat"

@@ -33,7 +33,14 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
     "PMIX_NAMESPACE": "123",
 }
-PMI = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PMI_JOBID": "j", "MASTER_ADDR": "x1000"}
+PMI = {
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "4",
+    "PMI_JOBID": "j",
+    "MASTER_ADDR": "x1000",
+}
 
 
 def found(variables: dict[str, str]) -> launchers.RankEnv:
@@ -68,7 +75,13 @@ def test_torchrun_inside_a_slurm_step_is_the_innermost() -> None:
 
 def test_open_mpi_on_one_node_meets_on_loopback() -> None:
     place = found(OPENMPI)
-    assert (place.rank, place.world_size, place.local_rank, place.launcher, place.master_addr) == (1, 4, 1, "openmpi", "127.0.0.1")
+    assert (place.rank, place.world_size, place.local_rank, place.launcher, place.master_addr) == (
+        1,
+        4,
+        1,
+        "openmpi",
+        "127.0.0.1",
+    )
 
 
 def test_mpirun_over_slurm_nodes_believes_mpi_and_meets_on_the_first_node() -> None:
@@ -80,13 +93,26 @@ def test_mpirun_over_slurm_nodes_believes_mpi_and_meets_on_the_first_node() -> N
 
 def test_pmi_and_pals() -> None:
     place = found(PMI)
-    assert (place.rank, place.world_size, place.local_rank, place.local_world_size, place.launcher) == (5, 8, 1, 4, "pmi")
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size, place.launcher) == (
+        5,
+        8,
+        1,
+        4,
+        "pmi",
+    )
     pals = {**PMI, "PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2"}
     assert (found(pals).rank, found(pals).local_rank) == (6, 2)
 
 
 def test_hydra_of_mpich_names_local_ranks_its_own_way() -> None:
-    hydra = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "20001"}
+    hydra = {
+        "PMI_RANK": "5",
+        "PMI_SIZE": "8",
+        "MPI_LOCALRANKID": "1",
+        "MPI_LOCALNRANKS": "4",
+        "MASTER_ADDR": "n0",
+        "MASTER_PORT": "20001",
+    }
     place = found(hydra)
     assert (place.rank, place.local_rank, place.local_world_size, place.master_port) == (5, 1, 4, 20001)
 
@@ -119,9 +145,17 @@ def test_master_variables_override() -> None:
 
 
 def test_port_differs_between_jobs_steps_and_restarts_and_agrees_between_ranks() -> None:
-    variants = [SLURM, {**SLURM, "SLURM_JOB_ID": "4712"}, {**SLURM, "SLURM_STEP_ID": "3"}, {**SLURM, "SLURM_RESTART_COUNT": "1"}]
+    variants = [
+        SLURM,
+        {**SLURM, "SLURM_JOB_ID": "4712"},
+        {**SLURM, "SLURM_STEP_ID": "3"},
+        {**SLURM, "SLURM_RESTART_COUNT": "1"},
+    ]
     assert len({found(variant).master_port for variant in variants}) == 4
-    assert found({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).master_port == found(SLURM).master_port
+    assert (
+        found({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).master_port
+        == found(SLURM).master_port
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +180,12 @@ def test_contradictions_name_the_variable(changes: dict[str, str], named: str) -
 def test_all_missing_variables_at_once() -> None:
     with pytest.raises(FrontierError) as caught:
         rank_env.discover({"TORCHELASTIC_RUN_ID": "x", "RANK": "0"})
-    assert {problem.where for problem in caught.value.problems} == {"WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"}
+    assert {problem.where for problem in caught.value.problems} == {
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_PORT",
+        "MASTER_ADDR",
+    }
 
 
 def test_tasks_per_node() -> None:

@@ -68,9 +68,16 @@ def test_hosts_are_slow_as_often_as_they_were_named(tmp_path: Path) -> None:
     def named(host: str, step: int, incarnation: int, slowdown: float = 1.5) -> dict[str, object]:
         return {"kind": "straggler", "host": host, "step": step, "incarnation": incarnation, "slowdown": slowdown}
 
-    rows = [named("n1", 10, 1), named("n2", 30, 1), named("n2", 30, 1, 2.5), {"kind": "start", "step": 20}, named("n1", 30, 2, 3.5)]
+    rows = [
+        named("n1", 10, 1),
+        named("n2", 30, 1),
+        named("n2", 30, 1, 2.5),
+        {"kind": "start", "step": 20},
+        named("n1", 30, 2, 3.5),
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run_dir.slow_hosts(tmp_path) == [run_dir.Slow("n1", 2, 30, 3.5), run_dir.Slow("n2", 1, 30, 2.5)]  # two ranks of n2 at once
+    # two ranks of n2 at once
+    assert run_dir.slow_hosts(tmp_path) == [run_dir.Slow("n1", 2, 30, 3.5), run_dir.Slow("n2", 1, 30, 2.5)]
 
 
 def test_a_start_counts_those_that_had_no_supervisor(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import time
 
 from frontier_llm.run.signals import SignalWatcher, held
 
-# locking a C mutex twice never comes back to the interpreter, not even after a signal: what a blocked collective looks like
+# locking a C mutex twice never comes back to the interpreter, not even after a signal: what a blocked collective looks
+# like
 BLOCKED = """
 import ctypes, os, threading, time
 from frontier_llm.run.signals import SignalWatcher
@@ -47,7 +48,8 @@ def test_first_signal_is_remembered_and_handlers_are_restored() -> None:
 
 
 def test_what_comes_before_the_watcher_waits_for_it() -> None:
-    main, before = threading.get_ident(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    main = threading.get_ident()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with held():
         signal.pthread_kill(main, signal.SIGUSR1)
         with SignalWatcher() as watcher:

@@ -12,7 +12,8 @@ from frontier_llm.run.threads import Heartbeat
 
 
 def test_a_heartbeat_outlives_a_failing_touch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures, touched = iter(range(3)), threading.Event()
+    failures = iter(range(3))
+    touched = threading.Event()
 
     def touch(path: Path) -> None:
         if path == tmp_path / "lock":  # other tests' locks may beat, too

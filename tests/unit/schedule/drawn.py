@@ -38,7 +38,9 @@ def custom(*orders: list[str], stages: int | None = None) -> Schedule:
     """One list of actions per stage, or the same on all `stages`; messages in the one order."""
     listed = [[action(text, stage) for text in order] for stage, order in enumerate(orders * (stages or 1))]
     placement = round_robin(len(listed))
-    return Schedule("custom", placement, sum(text.startswith("F") for text in orders[0]), with_messages(placement, listed))
+    return Schedule(
+        "custom", placement, sum(text.startswith("F") for text in orders[0]), with_messages(placement, listed)
+    )
 
 
 def at_their_use(schedule: Schedule) -> Schedule:

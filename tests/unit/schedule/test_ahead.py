@@ -6,7 +6,19 @@ from functools import partial
 
 import pytest
 
-from frontier_llm.schedule import Action, Follows, Kind, Schedule, ahead, build, names, one_end, rule, simulate, simulate_in_turn
+from frontier_llm.schedule import (
+    Action,
+    Follows,
+    Kind,
+    Schedule,
+    ahead,
+    build,
+    names,
+    one_end,
+    rule,
+    simulate,
+    simulate_in_turn,
+)
 
 UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
@@ -20,7 +32,9 @@ def built(name: str, stages: int, microbatches: int) -> Schedule:
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 3), (4, 9), (7, 20)])
 def test_on_neither_side_of_the_border_a_message_has_one_end_only(name: str, stages: int, microbatches: int) -> None:
     schedule = built(name, stages, microbatches)
-    first = {action for actions, place in zip(schedule.actions, ahead(schedule), strict=True) for action in actions[:place]}
+    first = {
+        action for actions, place in zip(schedule.actions, ahead(schedule), strict=True) for action in actions[:place]
+    }
     assert {action.kind for action in first} <= {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD}
     for kind, microbatch, position in first:
         if kind is Kind.SEND_FORWARD:
@@ -37,7 +51,8 @@ def test_a_schedule_says_whether_its_ranks_end_one_after_the_other(name: str) ->
 def period(schedule: Schedule, synchronous: bool, send_s: float = 0.0, in_turn: bool = False) -> float:
     """Units from one step to the next, an optimizer step of 2 units between."""
     play = partial(simulate_in_turn, waits=True) if in_turn else simulate
-    ended, ends = 0.0, [0.0] * schedule.stages
+    ended = 0.0
+    ends = [0.0] * schedule.stages
     for _ in range(4):
         ended = max(ends)
         begins = [ended + 2.0] * schedule.stages if synchronous else [end + 2.0 for end in ends]

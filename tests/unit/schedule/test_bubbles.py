@@ -33,15 +33,23 @@ from tests.unit.schedule.drawn import SHIPPED, UNIT, V_SHAPED
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_declared_peaks_are_what_the_actions_hold(name: str) -> None:
-    """Exactly, and as a bound where interleaved chunks have an incomplete last round or a V no more microbatches than stages."""
-    sizes = itertools.product(range(1, 9), (1, 2, 3, 5, 8, 13, 21), [chunks for chunks in rule(name).chunks if chunks <= 3])
+    """Exactly, and as a bound where interleaved chunks have an incomplete last round or a V no more microbatches
+    than stages.
+    """
+    sizes = itertools.product(
+        range(1, 9), (1, 2, 3, 5, 8, 13, 21), [chunks for chunks in rule(name).chunks if chunks <= 3]
+    )
     for stages, microbatches, chunks in sizes:
         schedule = build(name, stages, microbatches, chunks)
         for stage in range(stages):
-            declared, counted = peak_in_flight(name, stages, chunks, microbatches, stage), in_flight(schedule, stage)
-            late, behind = peak_waiting(name, stages, chunks, microbatches, stage), waiting(schedule, stage)
+            declared = peak_in_flight(name, stages, chunks, microbatches, stage)
+            counted = in_flight(schedule, stage)
+            late = peak_waiting(name, stages, chunks, microbatches, stage)
+            behind = waiting(schedule, stage)
             where = (stages, microbatches, chunks, stage)
-            if (name not in V_SHAPED and chunks > 1 and microbatches % stages) or (name in V_SHAPED and microbatches <= stages):
+            if (name not in V_SHAPED and chunks > 1 and microbatches % stages) or (
+                name in V_SHAPED and microbatches <= stages
+            ):
                 assert declared >= counted, where
             else:
                 assert (declared, late) == (counted, behind), where
@@ -52,21 +60,30 @@ def test_the_declared_share_of_split_backwards_is_that_of_the_actions(name: str)
     """Exactly, and nearly where DualPipeV has fewer microbatches than positions."""
     chunks = rule(name).chunks[0]
     for stages, microbatches in itertools.product(range(1, 9), (1, 2, 3, 5, 8, 16, 21)):
-        kinds = Counter(action.kind for order in build(name, stages, microbatches, chunks, messages=False).actions for action in order)
+        kinds = Counter(
+            action.kind
+            for order in build(name, stages, microbatches, chunks, messages=False).actions
+            for action in order
+        )
         counted = kinds[Kind.BACKWARD_INPUT] / (kinds[Kind.BACKWARD_INPUT] + kinds[Kind.BACKWARD])
         near = 0.25 if name == "dualpipe-v" and microbatches < 2 * stages else 1e-12
         assert split_share(name, stages, microbatches) == pytest.approx(counted, abs=near), (stages, microbatches)
 
 
 def test_peaks_are_arrays_and_a_bound_where_none_is_declared() -> None:
-    stages, microbatches, stage = np.array([4, 8]), np.array([16, 2]), np.array([[0], [3]])
+    stages = np.array([4, 8])
+    microbatches = np.array([16, 2])
+    stage = np.array([[0], [3]])
     assert peak_in_flight("1f1b", stages, 1, microbatches, stage).tolist() == [[4, 2], [1, 2]]
     with patch.dict(registry._RULES):
         register("undeclared", ScheduleRule(lambda placement, microbatches, rank: [], splits_backward=True))
         assert peak_in_flight("undeclared", stages, 2, microbatches, stage).tolist() == [32, 4]
         assert peak_waiting("undeclared", stages, 2, microbatches, stage).tolist() == [32, 4]
     shipped = subprocess.run(  # in a process of its own: other tests register schedules too
-        [sys.executable, "-c", "from frontier_llm.schedule import names; print(*names())"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", "from frontier_llm.schedule import names; print(*names())"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert sorted(shipped.stdout.split()) == sorted(SHIPPED)
     with pytest.raises(LayoutError, match="did you mean '1f1b'"):
@@ -76,7 +93,10 @@ def test_peaks_are_arrays_and_a_bound_where_none_is_declared() -> None:
 @given(st.integers(1, 8), st.integers(1, 24), st.floats(0.1, 3), st.floats(0.1, 6))
 def test_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int, forward_s: float, backward_s: float) -> None:
     for name in ("gpipe", "1f1b"):
-        timeline = simulate(build(name, stages, microbatches), lambda _, action: forward_s if action.kind is Kind.FORWARD else backward_s)
+        timeline = simulate(
+            build(name, stages, microbatches),
+            lambda _, action: forward_s if action.kind is Kind.FORWARD else backward_s,
+        )
         assert timeline.bubble_fraction == pytest.approx((stages - 1) / microbatches)
         assert timeline.makespan_s == pytest.approx((microbatches + stages - 1) * (forward_s + backward_s))
 
@@ -84,14 +104,19 @@ def test_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int, forward_s: flo
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4))
 def test_bubble_of_interleaved(stages: int, rounds: int, chunks: int) -> None:
     microbatches = rounds * stages
-    timeline = simulate(build("interleaved", stages, microbatches, chunks), lambda _, action: UNIT[action.kind] / chunks)
+    timeline = simulate(
+        build("interleaved", stages, microbatches, chunks), lambda _, action: UNIT[action.kind] / chunks
+    )
     assert timeline.bubble_fraction == pytest.approx((stages - 1) / (chunks * microbatches))
 
 
 @given(st.integers(2, 6), st.integers(1, 20), st.integers(2, 4))
 def test_an_incomplete_round_costs_at_most_a_full_one(stages: int, microbatches: int, chunks: int) -> None:
     full = -(-microbatches // stages) * stages
-    ragged, whole = (simulate(build("interleaved", stages, m, chunks), lambda _, action: UNIT[action.kind]) for m in (microbatches, full))
+    ragged, whole = (
+        simulate(build("interleaved", stages, m, chunks), lambda _, action: UNIT[action.kind])
+        for m in (microbatches, full)
+    )
     assert ragged.makespan_s <= whole.makespan_s + 1e-9
 
 
@@ -107,7 +132,9 @@ def test_bubble_of_zero_bubble_h1(stages: int, more: int) -> None:
 @given(st.integers(1, 8), st.integers(0, 16))
 @settings(max_examples=40)
 def test_bubbles_of_the_zero_bubble_papers(stages: int, more: int) -> None:
-    """Where F = I = W: ZB-H2 idles nowhere between a rank's first and last action; ZB-V half a forward per stage, which is its ramp."""
+    """Where F = I = W: ZB-H2 idles nowhere between a rank's first and last action; ZB-V half a forward per stage,
+    which is its ramp.
+    """
     deep = simulate(build("zb-h2", stages, 2 * stages + more), lambda _, action: UNIT[action.kind])
     for rank in range(stages):
         assert deep.end_s[rank][-1] - deep.start_s[rank][0] == deep.busy_s(rank)
@@ -117,13 +144,19 @@ def test_bubbles_of_the_zero_bubble_papers(stages: int, more: int) -> None:
 
 @given(st.integers(1, 8), st.integers(0, 16))
 @settings(max_examples=40)
-def test_dual_pipe_idles_as_little_as_zb_v_in_pairs_of_which_neither_half_needs_the_other(stages: int, more: int) -> None:
+def test_dual_pipe_idles_as_little_as_zb_v_in_pairs_of_which_neither_half_needs_the_other(
+    stages: int, more: int
+) -> None:
     """Where F = I = W; and each pair's microbatches are different ones, through different positions."""
     microbatches = 2 * stages + more
     dual = simulate(build("dualpipe-v", stages, microbatches, 2), lambda _, action: UNIT[action.kind] / 2)
     assert dual.makespan_s == 3 * microbatches + (stages - 1) / 2
     for rank, actions in enumerate(dual.schedule.compute):
-        pairs = [(one, other) for one, other in itertools.pairwise(actions) if (one.kind, other.kind) == (Kind.FORWARD, Kind.BACKWARD)]
+        pairs = [
+            (one, other)
+            for one, other in itertools.pairwise(actions)
+            if (one.kind, other.kind) == (Kind.FORWARD, Kind.BACKWARD)
+        ]
         assert len(pairs) >= 2 * (more + rank + 1)
         assert all(one.microbatch > other.microbatch or one.position < other.position for one, other in pairs)
 
@@ -132,13 +165,19 @@ def test_dual_pipe_idles_as_little_as_zb_v_in_pairs_of_which_neither_half_needs_
 @settings(max_examples=40)
 def test_bubble_of_interleaved_zero_bubble(stages: int, rounds: int, chunks: int) -> None:
     """(pp - 1)(F + I - W) / v."""
-    timeline = simulate(build("interleaved-zb", stages, rounds * stages, chunks), lambda _, action: UNIT[action.kind] / chunks)
+    timeline = simulate(
+        build("interleaved-zb", stages, rounds * stages, chunks), lambda _, action: UNIT[action.kind] / chunks
+    )
     assert timeline.makespan_s == pytest.approx(3 * rounds * stages + (stages - 1) / chunks)
 
 
-@pytest.mark.parametrize(("name", "memory", "idle"), [("v-half", 1 / 2, 1 / 2), ("v-min", 1 / 3, 2 / 3), ("zb-v", 1, 1 / 6)])
+@pytest.mark.parametrize(
+    ("name", "memory", "idle"), [("v-half", 1 / 2, 1 / 2), ("v-min", 1 / 3, 2 / 3), ("zb-v", 1, 1 / 6)]
+)
 def test_v_shapes_keep_their_share_of_the_memory_and_of_the_bubble(name: str, memory: float, idle: float) -> None:
-    """Of what 1F1B has, up to a constant number of activations (Qi et al. 2024, table 1: V-Half 1/2 and 1/2, V-Min 1/3 and 2/3)."""
+    """Of what 1F1B has, up to a constant number of activations (Qi et al. 2024, table 1: V-Half 1/2 and 1/2, V-Min
+    1/3 and 2/3).
+    """
     for stages in (8, 16, 24):
         vee = simulate(build(name, stages, 4 * stages, 2), lambda _, action: UNIT[action.kind] / 2)
         alive = [in_flight(vee.schedule, rank) / 2 for rank in range(stages)]

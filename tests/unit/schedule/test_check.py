@@ -34,7 +34,9 @@ def test_check_finds_any_dropped_action(schedule: Schedule, data: st.DataObject)
 
 def test_check_finds_a_repeated_action() -> None:
     schedule = build("1f1b", 2, 3)
-    twice = dataclasses.replace(schedule, actions=(schedule.actions[0] + (Action(Kind.BACKWARD, 2, 0),), schedule.actions[1]))
+    twice = dataclasses.replace(
+        schedule, actions=(schedule.actions[0] + (Action(Kind.BACKWARD, 2, 0),), schedule.actions[1])
+    )
     with pytest.raises(ScheduleError, match="B2@0 occurs 2 times"):
         check(twice)
 
@@ -90,7 +92,9 @@ def test_check_finds_a_wrong_order_on_one_rank() -> None:
         check(Schedule("custom", Placement((0, 0)), 1, (order,)))
 
 
-@pytest.mark.parametrize("placement", [round_robin(2), round_robin(5), round_robin(2, 2), round_robin(3, 2), Placement((0, 1, 2, 2, 1, 0))])
+@pytest.mark.parametrize(
+    "placement", [round_robin(2), round_robin(5), round_robin(2, 2), round_robin(3, 2), Placement((0, 1, 2, 2, 1, 0))]
+)
 def test_both_ends_agree_on_the_channel_and_a_pair_has_one_writer(placement: Placement) -> None:
     pairs = ((Kind.SEND_FORWARD, Kind.RECV_FORWARD), (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD))
     writers: dict[tuple[Channel, frozenset[int]], set[int]] = {}
@@ -110,5 +114,12 @@ def test_both_ends_agree_on_the_channel_and_a_pair_has_one_writer(placement: Pla
 def test_the_turn_of_a_v_needs_no_message() -> None:
     v = Placement((0, 1, 1, 0))
     assert (v.ranks, v.chunks, v.ends, v.positions_of(0), v.positions_of(1)) == (2, 2, (0,), (0, 3), (1, 2))
-    assert [v.sent_by(Kind.FORWARD, position) for position in range(4)] == [Kind.SEND_FORWARD, None, Kind.SEND_FORWARD, None]
-    assert v.channel(Kind.SEND_FORWARD, 0) is Channel.FORWARD and v.channel(Kind.SEND_FORWARD, 2) is Channel.FORWARD_WRAP
+    assert [v.sent_by(Kind.FORWARD, position) for position in range(4)] == [
+        Kind.SEND_FORWARD,
+        None,
+        Kind.SEND_FORWARD,
+        None,
+    ]
+    assert (
+        v.channel(Kind.SEND_FORWARD, 0) is Channel.FORWARD and v.channel(Kind.SEND_FORWARD, 2) is Channel.FORWARD_WRAP
+    )

@@ -1,4 +1,6 @@
-"""The one order of communication: no circular wait with a single communication in flight, and faults that really hang."""
+"""The one order of communication: no circular wait with a single communication in flight, and faults that really
+hang.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CASES = [
 
 
 def inside_and_behind(schedule: Schedule, tied: bool = True) -> Collectives:
-    """Two sums of a layer inside every action, a dp sum of each virtual stage in its last backward, tied and world sums at the end."""
+    """Two sums of a layer inside every action, a dp sum of each virtual stage in its last backward, tied and world
+    sums at the end.
+    """
     tp: list[Call] = [("tp", "all_reduce")] * 2
     last = Counter[int]()
     instead = {}
@@ -39,21 +43,35 @@ def inside_and_behind(schedule: Schedule, tied: bool = True) -> Collectives:
 
 
 def posted_ahead_of_use(schedule: Schedule) -> Schedule:
-    """As pipelines are played without one order: a receive stands one compute action ahead of its use, in the sequence of its sender."""
-    placement, lists = schedule.placement, []
+    """As pipelines are played without one order: a receive stands one compute action ahead of its use, in the
+    sequence of its sender.
+    """
+    placement = schedule.placement
+    lists = []
     for rank, order in enumerate(schedule.compute):
         played: list[Action] = []
-        arriving = {kind: [a for a in schedule.actions[rank] if a.kind is kind] for kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)}
+        arriving = {
+            kind: [a for a in schedule.actions[rank] if a.kind is kind]
+            for kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+        }
 
-        def post_for(action: Action, played: list[Action] = played, arriving: dict[Kind, list[Action]] = arriving) -> None:
+        def post_for(
+            action: Action, played: list[Action] = played, arriving: dict[Kind, list[Action]] = arriving
+        ) -> None:
             needs = placement.received_by(action.kind, action.position)
             while needs and Action(needs, action.microbatch, action.position) in arriving[needs]:
                 played.append(arriving[needs].pop(0))
 
         for action, ahead in zip(order, [*order[1:], None], strict=True):
             post_for(action)
-            send, needs = placement.sent_by(action.kind, action.position), ahead and placement.received_by(ahead.kind, ahead.position)
-            same = send and ahead and needs and placement.channel(send, action.position) is placement.channel(needs, ahead.position)
+            send = placement.sent_by(action.kind, action.position)
+            needs = ahead and placement.received_by(ahead.kind, ahead.position)
+            same = (
+                send
+                and ahead
+                and needs
+                and placement.channel(send, action.position) is placement.channel(needs, ahead.position)
+            )
             if ahead and not same:
                 post_for(ahead)
             played.append(action)
@@ -75,7 +93,9 @@ def test_one_in_flight_is_enough(name: str, pp: int, m: int, v: int, tp: int, dp
     check_order(listed, in_flight=2)
 
 
-@pytest.mark.parametrize("name, pp, m, v", [case for case in CASES if case[2] > 1 and case[0] in ("1f1b", "interleaved", "zb-h1")])
+@pytest.mark.parametrize(
+    "name, pp, m, v", [case for case in CASES if case[2] > 1 and case[0] in ("1f1b", "interleaved", "zb-h1")]
+)
 def test_receives_posted_ahead_of_their_use_hang_with_one_in_flight(name: str, pp: int, m: int, v: int) -> None:
     """Why there is one order: each rank's own is legal with any number in flight, and ends in a circle with one."""
     ahead = posted_ahead_of_use(build(name, pp, m, v))
@@ -85,23 +105,33 @@ def test_receives_posted_ahead_of_their_use_hang_with_one_in_flight(name: str, p
 
 
 @pytest.mark.parametrize(
-    "name, pp, m, v, rank", [("1f1b", 2, 4, 1, 0), ("1f1b", 3, 7, 1, 1), ("zb-h1", 5, 7, 1, 3), ("interleaved", 3, 7, 2, 0)]
+    "name, pp, m, v, rank",
+    [("1f1b", 2, 4, 1, 0), ("1f1b", 3, 7, 1, 1), ("zb-h1", 5, 7, 1, 3), ("interleaved", 3, 7, 2, 0)],
 )
 def test_two_entries_exchanged_on_one_rank_hang(name: str, pp: int, m: int, v: int, rank: int) -> None:
     """A send and the receive of the answer to it: whoever waits for the answer first waits for ever."""
     schedule = build(name, pp, m, v)
     actions = list(schedule.actions[rank])
-    send = next(i for i, a in enumerate(actions) if a.kind.sends and schedule.placement.peer(a.kind, a.position) == rank + 1)
+    send = next(
+        i for i, a in enumerate(actions) if a.kind.sends and schedule.placement.peer(a.kind, a.position) == rank + 1
+    )
     answer = next(i for i in range(send, len(actions)) if actions[i] == Action(Kind.RECV_BACKWARD, *actions[send][1:]))
     actions.insert(send, actions.pop(answer))
-    faulty = replace(schedule, actions=tuple(tuple(actions) if stage == rank else each for stage, each in enumerate(schedule.actions)))
-    with pytest.raises(ScheduleError, match=rf"rank {rank}: deadlock: waits for B\d+@{actions[send].position + 1}'s message"):
+    faulty = replace(
+        schedule,
+        actions=tuple(tuple(actions) if stage == rank else each for stage, each in enumerate(schedule.actions)),
+    )
+    with pytest.raises(
+        ScheduleError, match=rf"rank {rank}: deadlock: waits for B\d+@{actions[send].position + 1}'s message"
+    ):
         check(faulty)
     check_order(steps(schedule))
 
 
 def test_a_collective_before_the_message_that_its_peer_is_computed_from_hangs() -> None:
-    """On one of two tensor-parallel ranks the receive stands in front of another action's sum, and its sender waits for that sum's result."""
+    """On one of two tensor-parallel ranks the receive stands in front of another action's sum, and its sender waits
+    for that sum's result.
+    """
     schedule = build("1f1b", 2, 4)
     collectives = inside_and_behind(schedule)
     listed = steps(schedule, collectives, tp=2)

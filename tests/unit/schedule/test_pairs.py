@@ -1,4 +1,6 @@
-"""Pairs are of two microbatches, stand without messages between them, and leave no circle; with their messages at both ends."""
+"""Pairs are of two microbatches, stand without messages between them, and leave no circle; with their messages at
+both ends.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,22 @@ def test_a_pair_begins_with_both_inputs_and_its_messages_follow_its_end() -> Non
     schedule = paired(3, 12)
     timeline = simulate(schedule, lambda rank, action: UNIT[action.kind], 0.25)
     spans = {action: (begin, end) for rank in range(3) for action, begin, end in timeline.spans(rank)}
-    placement, of = schedule.placement, beside(schedule)
-    sent_s = {**{action: end for action, (_, end) in spans.items()}, **{forward: spans[backward][1] for backward, forward in of.items()}}
+    placement = schedule.placement
+    of = beside(schedule)
+    sent_s = {
+        **{action: end for action, (_, end) in spans.items()},
+        **{forward: spans[backward][1] for backward, forward in of.items()},
+    }
     for backward, forward in of.items():
         assert spans[forward][1] == spans[backward][0]
-        gradient = [Action(kind, backward.microbatch, backward.position + 1) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)]
-        inputs = [action for action in (*gradient, Action(Kind.FORWARD, forward.microbatch, forward.position - 1)) if action in spans]
+        gradient = [
+            Action(kind, backward.microbatch, backward.position + 1) for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        ]
+        inputs = [
+            action
+            for action in (*gradient, Action(Kind.FORWARD, forward.microbatch, forward.position - 1))
+            if action in spans
+        ]
         for source in inputs:
             apart = placement.rank_of[source.position] != placement.rank_of[forward.position]
             assert spans[forward][0] >= sent_s[source] + 0.25 * apart - 1e-9

@@ -46,10 +46,16 @@ def test_evaluation_has_the_forwards_alone() -> None:
 
 
 def test_check_finds_a_deadlock_of_bounded_sends() -> None:
-    """All of chunk 0 before all of chunk 1: the last stage's messages for chunk 1 pile up while stage 0 still sends chunk 0."""
+    """All of chunk 0 before all of chunk 1: the last stage's messages for chunk 1 pile up while stage 0 still sends
+    chunk 0.
+    """
     placement = round_robin(2, 2)
-    orders = [[Action(Kind.FORWARD, microbatch, position) for position in held for microbatch in range(32)] for held in ((0, 2), (1, 3))]
-    check(Schedule(FORWARD_ONLY, placement, 32, with_messages(placement, orders)))  # taken when they come, into 31 buffers
+    orders = [
+        [Action(Kind.FORWARD, microbatch, position) for position in held for microbatch in range(32)]
+        for held in ((0, 2), (1, 3))
+    ]
+    # taken when they come, into 31 buffers
+    check(Schedule(FORWARD_ONLY, placement, 32, with_messages(placement, orders)))
     piled = at_their_use(Schedule(FORWARD_ONLY, placement, 32, with_messages(placement, orders)))
     check(piled, in_flight=None)
     with pytest.raises(ScheduleError, match="deadlock: waits for F"):
@@ -58,7 +64,8 @@ def test_check_finds_a_deadlock_of_bounded_sends() -> None:
 
 def pending_receives(schedule: Schedule, actions: Sequence[Action]) -> int:
     """Peak number of receives of one kind that are posted and not yet consumed: the receive buffers of a direction."""
-    peak, pending = 0, Counter[Kind]()
+    peak = 0
+    pending = Counter[Kind]()
     for action in actions:
         if action.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
             pending[action.kind] += 1
@@ -128,7 +135,8 @@ def test_stages_may_disagree_on_the_order(first: list[int], second: list[int]) -
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("2f2b", (2, 4, 1)), ("1f1b", (0, 4, 1)), ("gpipe", (2, 0, 1)), ("interleaved", (2, 4, 0)), ("zb-h1", (2, 4, 2))]
+    ("name", "sizes"),
+    [("2f2b", (2, 4, 1)), ("1f1b", (0, 4, 1)), ("gpipe", (2, 0, 1)), ("interleaved", (2, 4, 0)), ("zb-h1", (2, 4, 2))],
 )
 def test_build_refuses(name: str, sizes: tuple[int, int, int]) -> None:
     with pytest.raises(LayoutError):

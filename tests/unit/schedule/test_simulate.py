@@ -24,7 +24,9 @@ def test_transfers_take_time_and_share_their_link() -> None:
     timeline = simulate(build("1f1b", 2, 1), lambda _, action: UNIT[action.kind], send_s=0.25)
     assert timeline.makespan_s == 1 + 0.25 + 1 + 2 + 0.25 + 2
     slow_back = simulate(
-        build("1f1b", 2, 1), lambda _, action: UNIT[action.kind], send_s=lambda source, target: 0.25 if source < target else 1
+        build("1f1b", 2, 1),
+        lambda _, action: UNIT[action.kind],
+        send_s=lambda source, target: 0.25 if source < target else 1,
     )
     assert slow_back.makespan_s == timeline.makespan_s + 0.75
     choked = simulate(build("gpipe", 2, 4), lambda _, action: 0.1, send_s=1.0)
@@ -35,7 +37,8 @@ def test_transfers_take_time_and_share_their_link() -> None:
 @settings(max_examples=60)
 def test_timeline_respects_dependencies(schedule: Schedule, send_s: float) -> None:
     timeline = simulate(schedule, lambda stage, action: UNIT[action.kind] * (1 + 0.1 * stage), send_s)
-    begins, ends = {}, {}
+    begins = {}
+    ends = {}
     for stage in range(schedule.stages):
         clock = 0.0
         for action, start_s, end_s in timeline.spans(stage):

@@ -1,4 +1,6 @@
-"""scripts/build_deepspeed_ops.sh against DeepSpeed's own sources, with its CPU ops: one that fails leaves the others."""
+"""scripts/build_deepspeed_ops.sh against DeepSpeed's own sources, with its CPU ops: one that fails leaves the
+others.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,17 @@ def executable(path: Path, text: str) -> Path:
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DeepSpeed's source package."""
     folder = tmp_path_factory.mktemp("archive")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", "deepspeed"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-binary",
+        "deepspeed",
+    ]
     done = subprocess.run([*command, "--dest", str(folder), f"deepspeed=={VERSION}"], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no source package of DeepSpeed: {done.stderr.strip().splitlines()[-1]}")
@@ -37,10 +49,15 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(tmp_path: Path, archive: Path, refuse: str) -> subprocess.CompletedProcess[str]:
     """Run the script with the ops pin_memory and cpu_adam. A compiler that reads the name `refuse` fails.
 
-    The interpreter answers that its torch is for ROCm, which is all that is simulated. Packages go to tmp_path/installed.
+    The interpreter answers that its torch is for ROCm, which is all that is simulated. Packages go to
+    tmp_path/installed.
     """
-    executable(tmp_path / "python", f'if [[ "${{2:-}}" == *torch.version.hip* ]]; then exit 0; fi\nexec {sys.executable} "$@"')
-    compiler = f'if [[ "$*" == *"{refuse}"* ]]; then echo "planted fault" >&2; exit 1; fi\nexec {shutil.which("g++")} "$@"'
+    executable(
+        tmp_path / "python", f'if [[ "${{2:-}}" == *torch.version.hip* ]]; then exit 0; fi\nexec {sys.executable} "$@"'
+    )
+    compiler = (
+        f'if [[ "$*" == *"{refuse}"* ]]; then echo "planted fault" >&2; exit 1; fi\nexec {shutil.which("g++")} "$@"'
+    )
     environment = {
         **os.environ,
         "PYTHON": str(tmp_path / "python"),
@@ -60,7 +77,9 @@ def build(tmp_path: Path, archive: Path, refuse: str) -> subprocess.CompletedPro
 
 
 def states(tmp_path: Path) -> str:
-    """What `frontier-llm ops list` says of the installation, and whether DeepSpeed loads pin_memory without a compiler."""
+    """What `frontier-llm ops list` says of the installation, and whether DeepSpeed loads pin_memory without a
+    compiler.
+    """
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from frontier_llm.ops.deepspeed_ops import op_states\n"
@@ -79,7 +98,10 @@ def states(tmp_path: Path) -> str:
 def test_an_op_that_does_not_build_is_named_and_the_others_stay(tmp_path: Path, archive: Path) -> None:
     done = build(tmp_path, archive, refuse="cpu_adam")
     assert done.returncode == 1, done.stderr
-    assert f"error: DeepSpeed's cpu_adam does not build here: see {tmp_path}/sources/deepspeed-logs/cpu_adam.log" in done.stderr
+    assert (
+        f"error: DeepSpeed's cpu_adam does not build here: see {tmp_path}/sources/deepspeed-logs/cpu_adam.log"
+        in done.stderr
+    )
     assert "DeepSpeed is installed with these ops prebuilt: pin_memory" in done.stderr
     assert "planted fault" in (tmp_path / "sources/deepspeed-logs/cpu_adam.log").read_text()
     said = states(tmp_path)

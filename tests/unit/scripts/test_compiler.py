@@ -18,7 +18,9 @@ def fake(folder: Path, name: str, answer: str) -> Path:
     """A compiler whose preprocessor gives this answer. If it is asked to compile, it leaves a mark and fails."""
     folder.mkdir(exist_ok=True)
     path = folder / name
-    path.write_text(f'#!/bin/bash\nif [[ "$1" == -E ]]; then echo "{answer}"; else touch {folder}/compiled; exit 1; fi\n')
+    path.write_text(
+        f'#!/bin/bash\nif [[ "$1" == -E ]]; then echo "{answer}"; else touch {folder}/compiled; exit 1; fi\n'
+    )
     path.chmod(0o755)
     return path
 
@@ -27,13 +29,19 @@ def build(tmp_path: Path, **variables: str) -> tuple[subprocess.CompletedProcess
     """(the build's end, whether anything was compiled)."""
     environment = {name: value for name, value in os.environ.items() if name != "CXX"} | variables
     words = ["build_ext", f"--build-lib={tmp_path}/lib", f"--build-temp={tmp_path}/temp"]
-    done = subprocess.run([sys.executable, "setup.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "setup.py", *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     return done, (tmp_path / "bin" / "compiled").exists()
 
 
 @pytest.mark.parametrize(
     ("answer", "named"),
-    [("__clang_major__ 7", "is GCC 7"), ("14 4", "is clang 14"), ("__clang_major__ __GNUC__", "is neither GCC nor clang")],
+    [
+        ("__clang_major__ 7", "is GCC 7"),
+        ("14 4", "is clang 14"),
+        ("__clang_major__ __GNUC__", "is neither GCC nor clang"),
+    ],
 )
 def test_an_old_compiler_is_refused_with_the_module_to_load(tmp_path: Path, answer: str, named: str) -> None:
     compiler = fake(tmp_path / "bin", "old", answer)
@@ -60,7 +68,12 @@ def test_a_newer_gxx_is_taken_if_cxx_is_old(tmp_path: Path) -> None:
 
 
 def test_the_compiler_here_is_recognised() -> None:
-    code = "import sys; sys.argv = ['setup.py', '--version']; import runpy; space = runpy.run_path('setup.py'); print(space['compiler_version'](['g++']))"
+    code = (
+        "import sys; sys.argv = ['setup.py', '--version']; import runpy; space = runpy.run_path('setup.py'); "
+        "print(space['compiler_version'](['g++']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    version = subprocess.run([str(shutil.which("g++")), "-dumpversion"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(
+        [str(shutil.which("g++")), "-dumpversion"], capture_output=True, text=True, check=True
+    ).stdout
     assert done.stdout.splitlines()[-1] == f"('GCC', {version.split('.')[0].strip()})"

@@ -1,4 +1,6 @@
-"""scripts/first_gpu.sh: what becomes of late and failing stages, the page, and the rehearsal of all of it in a bare environment."""
+"""scripts/first_gpu.sh: what becomes of late and failing stages, the page, and the rehearsal of all of it in a bare
+environment.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def driver(scripts: Any) -> ModuleType:
 
 def test_a_late_stage_ends_with_all_that_it_started(driver: ModuleType, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    fault = driver.run_limited(["bash", "-c", f"sleep 300 & echo $! > {pid}; wait"], 2.0, tmp_path / "log", dict(os.environ))
+    fault = driver.run_limited(
+        ["bash", "-c", f"sleep 300 & echo $! > {pid}; wait"], 2.0, tmp_path / "log", dict(os.environ)
+    )
     assert fault == "not ready after 2 s"
     state = Path(f"/proc/{int(pid.read_text())}/stat")
     assert not state.exists() or state.read_text().split()[2] in "ZX"  # ended, if nobody has asked after it yet
@@ -68,7 +72,9 @@ def test_what_has_nothing_to_do_is_skipped_with_a_reason(tmp_path: Path) -> None
     assert (result["state"], result["why"]) == ("skipped", "one device: nothing is sent")
 
 
-def timing(op: str, way: str, seconds: float | None, bytes_moved: int = 0, flops: float = 0.0, error: str = "") -> dict[str, Any]:
+def timing(
+    op: str, way: str, seconds: float | None, bytes_moved: int = 0, flops: float = 0.0, error: str = ""
+) -> dict[str, Any]:
     return {"op": op, "way": way, "seconds": seconds, "bytes_moved": bytes_moved, "flops": flops, "error": error}
 
 
@@ -84,15 +90,40 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
         timing("rope", "ours", None, 9, error="BackendError: broken"),
         timing("swiglu", "all", None, error="RuntimeError: no memory"),
     ]
-    machine = {"device": "NVIDIA H200", "architecture": "sm_90", "devices": 8, "packages": {"torch": "2.11.0"}, "memory_gib": 140.0}
+    machine = {
+        "device": "NVIDIA H200",
+        "architecture": "sm_90",
+        "devices": 8,
+        "packages": {"torch": "2.11.0"},
+        "memory_gib": 140.0,
+    }
     safe = {"in_flight": "one", "source": "bench comm --hang-test on n0: one 200 of 200 steps"}
-    results = {"machine": machine, "ceilings": {"copy_bytes_per_s": 1000.0, "gemm_flops_per_s": 100e12}, "hang_test": safe}
-    stages = [{"stage": name, "about": "", "state": "passed", "seconds": 1, "limit_s": 9, "result": one} for name, one in results.items()]
-    late = {"stage": "ops", "about": "", "state": "failed", "seconds": 9, "limit_s": 9, "why": "late", "until_then": {"timings": timings}}
+    results = {
+        "machine": machine,
+        "ceilings": {"copy_bytes_per_s": 1000.0, "gemm_flops_per_s": 100e12},
+        "hang_test": safe,
+    }
+    stages = [
+        {"stage": name, "about": "", "state": "passed", "seconds": 1, "limit_s": 9, "result": one}
+        for name, one in results.items()
+    ]
+    late = {
+        "stage": "ops",
+        "about": "",
+        "state": "failed",
+        "seconds": 9,
+        "limit_s": 9,
+        "why": "late",
+        "until_then": {"timings": timings},
+    }
     text, content = page.render({"rehearsal": False, "seconds": 20, "stages": [*stages, late]})
     assert "of copy bandwidth 90% (meets 85%)" in text
     assert "| 800.000 ms (cudnn) | 50.0 TFLOP/s, 50% of the product rate; of SDPA's best 80% (misses 90%) |" in text
-    assert text.count("| failed |") == 3 and "- rope, ours: BackendError: broken" in text and "swiglu, all: RuntimeError: no memory" in text
+    assert (
+        text.count("| failed |") == 3
+        and "- rope, ours: BackendError: broken" in text
+        and "swiglu, all: RuntimeError: no memory" in text
+    )
     (tmp_path / "machine.yaml").write_text(content)
     here = load_machine(str(tmp_path / "machine.yaml"))
     assert here.device.peak_tflops.value == 100 and here.in_flight.mode == "one" and here.environment == "eos"
@@ -103,16 +134,22 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
 @pytest.mark.timeout(900)
 def test_the_rehearsal_plays_every_stage_in_a_bare_environment(driver: ModuleType, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)  # other tests of this process interpret kernels, the rehearsal compiles one
-    command = [str(FOLDER.with_suffix(".sh")), "--rehearse", "--out", str(tmp_path), "--minutes", "14"]  # on a machine that is not idle
+    # other tests of this process interpret kernels, the rehearsal compiles one
+    environment.pop("TRITON_INTERPRET", None)
+    # on a machine that is not idle
+    command = [str(FOLDER.with_suffix(".sh")), "--rehearse", "--out", str(tmp_path), "--minutes", "14"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=880)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads((tmp_path / "page.json").read_text())
-    assert {stage["stage"]: stage["state"] for stage in summary["stages"]} == dict.fromkeys((one.name for one in driver.STAGES), "passed")
+    assert {stage["stage"]: stage["state"] for stage in summary["stages"]} == dict.fromkeys(
+        (one.name for one in driver.STAGES), "passed"
+    )
     assert any(name.startswith("pydantic_core-") for name in summary["wheels"])
     results = {stage["stage"]: stage["result"] for stage in summary["stages"]}
     assert results["build"]["compiled"] == ["accumulate"] and results["checks"]["cases"] > 40
-    assert results["addresses"]["launches"] > 40 and results["step_1b"]["bitwise_equal"] and results["step_1b"]["kernels"]
+    assert (
+        results["addresses"]["launches"] > 40 and results["step_1b"]["bitwise_equal"] and results["step_1b"]["kernels"]
+    )
     assert results["reference"]["fp32_worst_difference"] < 1e-3 and results["layout"]["worst_difference"] < 0.02
     assert results["hang_test"]["in_flight"] == "many" and (tmp_path / "in_flight.yaml").is_file()
     ways = {(one["op"], one["way"]): one for stage in ("ops", "compiled") for one in results[stage]["timings"]}

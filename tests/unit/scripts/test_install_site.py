@@ -1,4 +1,6 @@
-"""scripts/install_site.sh: what it runs, and in which order, for a site with and without a container. pip and the builds are only recorded."""
+"""scripts/install_site.sh: what it runs, and in which order, for a site with and without a container. pip and the
+builds are only recorded.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def install(tmp_path: Path, site: str, failing: str = "nothing") -> tuple[int, l
     environment = {**os.environ, "PYTHON": str(tmp_path / "host"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     if site == "lumi":
         environment["FRONTIER_LLM_CONTAINER"] = str(tmp_path / "image.sif")
-    done = subprocess.run([ROOT / "scripts" / "install_site.sh", site], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [ROOT / "scripts" / "install_site.sh", site], env=environment, capture_output=True, text=True, timeout=120
+    )
     return done.returncode, log.read_text().splitlines() if log.exists() else [done.stderr]
 
 

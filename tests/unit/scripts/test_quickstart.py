@@ -1,4 +1,6 @@
-"""What scripts/quickstart.sh tells the user to type next is a run of its own: it goes on from nothing whose learning rate has fallen."""
+"""What scripts/quickstart.sh tells the user to type next is a run of its own: it goes on from nothing whose learning
+rate has fallen.
+"""
 
 from __future__ import annotations
 

@@ -23,19 +23,31 @@ DEEPSPEED = {"engine": "deepspeed"}
     [
         ({"parallel": {"data_mode": "fsdp", "pipeline": 2}}, "parallel.pipeline: 2 stages with fsdp: "),
         ({"parallel": {"context": 2}, "optimizer": DEEPSPEED}, "optimizer.engine: deepspeed with context 2"),
-        ({"parallel": {"data_mode": "fsdp"}, "optimizer": DEEPSPEED}, "parallel.data_mode: fsdp and the engine deepspeed"),
+        (
+            {"parallel": {"data_mode": "fsdp"}, "optimizer": DEEPSPEED},
+            "parallel.data_mode: fsdp and the engine deepspeed",
+        ),
         ({"parallel": {"zero": 2}}, "parallel.zero: 2 is not supported: "),
         ({"parallel": {"zero": 3}, "optimizer": DEEPSPEED}, "parallel.zero: 3 is not supported: "),
         ({"optimizer": {"name": "adamv"}}, "optimizer.name: 'adamv' is no optimizer; did you mean 'adamw'?"),
         ({"parallel": {"zero": 0}, "optimizer": DEEPSPEED}, "parallel.zero: without ZeRO"),
         ({"precision": {"dtype": "fp16"}, "optimizer": DEEPSPEED}, "precision.dtype: fp16 with the engine deepspeed"),
-        ({"optimizer": {"deepspeed_config": "ds.json"}}, "optimizer.deepspeed_config: is given, but the engine is native"),
+        (
+            {"optimizer": {"deepspeed_config": "ds.json"}},
+            "optimizer.deepspeed_config: is given, but the engine is native",
+        ),
         (
             {"parallel": {"data_mode": "fsdp"}, "comm": {"in_flight": "one"}},
             "comm.in_flight: one communication at a time on local, but fsdp",
         ),
-        ({"parallel": {"data_mode": "fsdp"}, "machine": "lumi"}, "comm.in_flight: one communication at a time on lumi, but fsdp issues"),
-        ({"optimizer": DEEPSPEED, "machine": "frontier"}, "comm.in_flight: one communication at a time on frontier, but deepspeed"),
+        (
+            {"parallel": {"data_mode": "fsdp"}, "machine": "lumi"},
+            "comm.in_flight: one communication at a time on lumi, but fsdp issues",
+        ),
+        (
+            {"optimizer": DEEPSPEED, "machine": "frontier"},
+            "comm.in_flight: one communication at a time on frontier, but deepspeed",
+        ),
     ],
 )
 def test_refused(sections: dict[str, Any], expected: str) -> None:

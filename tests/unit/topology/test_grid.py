@@ -10,7 +10,12 @@ from frontier_llm.errors import ConfigError
 from frontier_llm.topology import AXES, AXIS_ORDERS, Grid
 
 grids = st.builds(
-    Grid, tp=st.integers(1, 8), pp=st.integers(1, 6), dp=st.integers(1, 6), order=st.sampled_from(AXIS_ORDERS), cp=st.integers(1, 4)
+    Grid,
+    tp=st.integers(1, 8),
+    pp=st.integers(1, 6),
+    dp=st.integers(1, 6),
+    order=st.sampled_from(AXIS_ORDERS),
+    cp=st.integers(1, 4),
 )
 
 
@@ -22,7 +27,11 @@ def groups_of(grid: Grid, axis: str) -> list[tuple[int, ...]]:
 @given(grids)
 def test_coordinates_are_a_bijection(grid: Grid) -> None:
     places = [grid.coordinates(rank) for rank in range(grid.world_size)]
-    assert len({tuple(sorted(place.items())) for place in places}) == grid.world_size == grid.tp * grid.cp * grid.pp * grid.dp
+    assert (
+        len({tuple(sorted(place.items())) for place in places})
+        == grid.world_size
+        == grid.tp * grid.cp * grid.pp * grid.dp
+    )
     for rank, place in enumerate(places):
         assert all(0 <= place[axis] < grid.degree(axis) for axis in AXES)
         assert grid.global_rank(place) == rank

@@ -64,7 +64,10 @@ def test_legal_layouts_have_plans(tp: int, pp: int, dp: int, chunks: int, order:
 
 def test_virtual_stages_alternate_between_ranks() -> None:
     plan = make_plan(config(pipeline=2, chunks=2, schedule="interleaved"), 2)
-    assert [[list(held.layers) for held in plan.stages_of(rank)] for rank in range(2)] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert [[list(held.layers) for held in plan.stages_of(rank)] for rank in range(2)] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
     assert plan.stages_of(0)[0].embedding and plan.stages_of(1)[1].head
 
 
@@ -170,8 +173,14 @@ def test_all_violations_are_reported_at_once() -> None:
         make_plan(run, 12)
     places = {problem.where for problem in caught.value.problems}
     assert places >= {
-        "parallel.axis_order", "batch.global_batch", "model.heads", "model.kv_heads", "model.norm_bias", "parallel.pipeline", "parallel.chunks",
-    }  # fmt: skip
+        "parallel.axis_order",
+        "batch.global_batch",
+        "model.heads",
+        "model.kv_heads",
+        "model.norm_bias",
+        "parallel.pipeline",
+        "parallel.chunks",
+    }
     assert all(problem.fix for problem in caught.value.problems)
     assert all(problem.where in str(caught.value) for problem in caught.value.problems)
 

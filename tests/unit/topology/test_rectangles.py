@@ -36,24 +36,32 @@ def test_whole_array_is_one_rectangle() -> None:
 @st.composite
 def rectangle_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Rectangle:
     offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    return Rectangle(offset, tuple(draw(st.integers(1, size - start)) for size, start in zip(shape, offset, strict=True)))
+    return Rectangle(
+        offset, tuple(draw(st.integers(1, size - start)) for size, start in zip(shape, offset, strict=True))
+    )
 
 
 @given(shapes, st.data())
 def test_intersection_is_what_both_hold(shape: tuple[int, ...], data: st.DataObject) -> None:
-    a, b = data.draw(rectangle_in(shape)), data.draw(rectangle_in(shape))
-    whole, masks = Rectangle((0,) * len(shape), shape), np.zeros((2, *shape), bool)
+    a = data.draw(rectangle_in(shape))
+    b = data.draw(rectangle_in(shape))
+    whole = Rectangle((0,) * len(shape), shape)
+    masks = np.zeros((2, *shape), bool)
     masks[0][a.within(whole)] = True
     masks[1][b.within(whole)] = True
-    common, both = a.intersect(b), masks.all(0)
+    common = a.intersect(b)
+    both = masks.all(0)
     assert (common is not None) == both.any()
     if common is not None:
         assert both.sum() == common.numel and both[common.within(whole)].all()
 
 
 @given(shapes, st.data(), st.integers(0, 6), st.integers(1, 20))
-def test_spans_cover_the_part_and_little_else(shape: tuple[int, ...], data: st.DataObject, gap: int, limit: int) -> None:
-    part, whole = data.draw(rectangle_in(shape)), Rectangle((0,) * len(shape), shape)
+def test_spans_cover_the_part_and_little_else(
+    shape: tuple[int, ...], data: st.DataObject, gap: int, limit: int
+) -> None:
+    part = data.draw(rectangle_in(shape))
+    whole = Rectangle((0,) * len(shape), shape)
     wanted = np.arange(prod(shape)).reshape(shape)[part.within(whole)].ravel()
     found = spans(whole, part, gap, limit)
     covered = np.concatenate([np.arange(*span) for span in found])

@@ -13,8 +13,15 @@ from frontier_llm.blueprint import How, Parameter, ParameterKind, Split
 from frontier_llm.topology import shard
 
 
-@given(st.tuples(st.integers(1, 4), st.integers(1, 3)), st.integers(1, 5), st.tuples(st.integers(0, 2), st.integers(0, 2)), st.data())
-def test_shards_cover_every_element_once(degrees: tuple[int, int], part: int, dims: tuple[int, int], data: st.DataObject) -> None:
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    st.integers(1, 5),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.data(),
+)
+def test_shards_cover_every_element_once(
+    degrees: tuple[int, int], part: int, dims: tuple[int, int], data: st.DataObject
+) -> None:
     """Along one axis or two, of different dims or of the same."""
     shape = [data.draw(st.integers(1, 4)) for _ in range(3)]
     for dim in dims:
@@ -22,7 +29,9 @@ def test_shards_cover_every_element_once(degrees: tuple[int, int], part: int, di
     parameter = Parameter("w", tuple(shape), ParameterKind.MATRIX, {"tp": Split(dims[0]), "ep": Split(dims[1])}, 0.02)
     seen = np.zeros(shape, dtype=int)
     for place in product(*map(range, degrees)):
-        spec = shard(parameter, dict(zip(("tp", "ep"), degrees, strict=True)), dict(zip(("tp", "ep"), place, strict=True)))
+        spec = shard(
+            parameter, dict(zip(("tp", "ep"), degrees, strict=True)), dict(zip(("tp", "ep"), place, strict=True))
+        )
         assert spec.counted and spec.numel == seen.size // (degrees[0] * degrees[1])
         seen[tuple(slice(start, start + size) for start, size in zip(spec.offset, spec.shape, strict=True))] += 1
     assert (seen == 1).all()

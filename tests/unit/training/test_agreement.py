@@ -1,4 +1,6 @@
-"""All ranks agree on device, torch, kernels and libraries before the first collective, or all end with one cause that names a host."""
+"""All ranks agree on device, torch, kernels and libraries before the first collective, or all end with one cause
+that names a host.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from frontier_llm.errors import FrontierError, RankFailure
 from frontier_llm.run.failure import Evidence, Failure
 from frontier_llm.training.agreement import RankReport, agree, judge
 
-ROCM7, ROCM6 = "torch 2.10.0 for ROCm 7.0", "torch 2.10.0 for ROCm 6.4"
+ROCM7 = "torch 2.10.0 for ROCm 7.0"
+ROCM6 = "torch 2.10.0 for ROCm 6.4"
 DEAD = "torch sees no GPU\n    fix: check the modules"
 
 
@@ -54,7 +57,12 @@ def test_a_minority_of_hosts_is_a_fault_of_the_nodes_and_anything_else_a_refusal
 ) -> None:
     failure = judge(reports({f"n{number}": build for number, build in enumerate(builds)}))
     assert failure is not None
-    assert (failure.cause, failure.rank, failure.host, failure.excluded_hosts) == (cause, rank, f"n{rank // 2}", excluded)
+    assert (failure.cause, failure.rank, failure.host, failure.excluded_hosts) == (
+        cause,
+        rank,
+        f"n{rank // 2}",
+        excluded,
+    )
     assert failure.host_suspect == (cause == "node failure")
     assert Failure.from_json(failure.to_json()) == failure
 
@@ -86,7 +94,8 @@ class CountingStore:
     """A store that counts the requests of its rank."""
 
     def __init__(self, store: dist.Store) -> None:
-        self.store, self.requests = store, 0
+        self.store = store
+        self.requests = 0
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -99,7 +108,9 @@ class CountingStore:
 def ends(
     found: list[RankReport | None], timeout_s: float = 20.0, over_tcp: bool = False
 ) -> tuple[list[BaseException | None], list[Failure], list[int]]:
-    """How each rank's call of `agree` ends, what rank 0 records, and each rank's requests. None: the rank does not come."""
+    """How each rank's call of `agree` ends, what rank 0 records, and each rank's requests. None: the rank does not
+    come.
+    """
     recorded = list[Failure]()
     outcomes: list[BaseException | None] = [None] * len(found)
     server = dist.TCPStore("127.0.0.1", 0, None, True) if over_tcp else dist.HashStore()
@@ -112,7 +123,11 @@ def ends(
         except BaseException as error:
             outcomes[number] = error
 
-    threads = [threading.Thread(target=rank, args=(number, report)) for number, report in enumerate(found) if report is not None]
+    threads = [
+        threading.Thread(target=rank, args=(number, report))
+        for number, report in enumerate(found)
+        if report is not None
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -128,12 +143,18 @@ def test_ranks_that_agree_go_on_after_a_few_requests() -> None:
 
 @pytest.mark.parametrize("over_tcp", [False, True], ids=["HashStore", "TCPStore"])
 @pytest.mark.parametrize(
-    ("hosts", "error", "code"), [(["a", "b", "c"], RankFailure, 1), (["a", "b"], FrontierError, 2)], ids=["node fault", "refusal"]
+    ("hosts", "error", "code"),
+    [(["a", "b", "c"], RankFailure, 1), (["a", "b"], FrontierError, 2)],
+    ids=["node fault", "refusal"],
 )
-def test_all_ranks_end_at_once_with_the_same_cause(hosts: list[str], error: type[FrontierError], code: int, over_tcp: bool) -> None:
+def test_all_ranks_end_at_once_with_the_same_cause(
+    hosts: list[str], error: type[FrontierError], code: int, over_tcp: bool
+) -> None:
     """A rank with a dead GPU reports and waits like the others: none waits for a time-out."""
     began_s = time.monotonic()
-    outcomes, recorded, _ = ends(list(reports({host: DEAD if host == "b" else ROCM7 for host in hosts})), 600.0, over_tcp)
+    outcomes, recorded, _ = ends(
+        list(reports({host: DEAD if host == "b" else ROCM7 for host in hosts})), 600.0, over_tcp
+    )
     assert time.monotonic() - began_s < 60.0
     assert len({str(outcome) for outcome in outcomes}) == 1
     assert all(type(outcome) is error and outcome.exit_code == code for outcome in outcomes)  # type: ignore[attr-defined]

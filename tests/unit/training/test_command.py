@@ -41,7 +41,9 @@ def train(run_file: Path, *arguments: str, timeout: float = 120) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-@pytest.mark.parametrize("words", list(permutations((["a=1", "b=2"], ["--strict"], ["--allow-change", "optimizer.lr"], ["c=3"]))))
+@pytest.mark.parametrize(
+    "words", list(permutations((["a=1", "b=2"], ["--strict"], ["--allow-change", "optimizer.lr"], ["c=3"])))
+)
 def test_options_may_stand_anywhere_after_the_run(words):
     parsed = command_line.parse(["train", "run.yaml", *chain(*words)])
     assert parsed.run == "run.yaml" and sorted(parsed.overrides) == ["a=1", "b=2", "c=3"]
@@ -57,7 +59,10 @@ def losses(run_dir: Path) -> dict[int, float]:
     ("arguments", "expected"),
     [
         (["optimizer.learning_rate=1"], ["optimizer.learning_rate", "unknown key", "lr"]),
-        (["model.heads=3", "parallel.tensor=4"], ["model.heads", "does not divide hidden 64", "kv_heads", "not divisible by tensor 4"]),
+        (
+            ["model.heads=3", "parallel.tensor=4"],
+            ["model.heads", "does not divide hidden 64", "kv_heads", "not divisible by tensor 4"],
+        ),
         (["parallel.pipeline=5"], ["5 stages", "4 layers"]),
         (["parallel.data=3", "batch.global_batch=8"], ["batch.global_batch", "6 or 12"]),
         (["data.train=[{path: /nowhere/text}]"], ["/nowhere/text"]),
@@ -67,7 +72,10 @@ def losses(run_dir: Path) -> dict[int, float]:
             ["optimizer.min_lr: 3e-05 is above optimizer.lr 1e-05", "set optimizer.min_lr=1e-06"],
         ),
         (["data.validation=[]"], ["data.validation: is an empty list", "or write null"]),
-        (["train.run_dir=$SCRATCH/run"], ["command line: train.run_dir: must be a path without variables", "got '$SCRATCH/run'"]),
+        (
+            ["train.run_dir=$SCRATCH/run"],
+            ["command line: train.run_dir: must be a path without variables", "got '$SCRATCH/run'"],
+        ),
         (["train.device=gpu"], ["did you mean 'cuda'?"]),
         (["train.run_dir=/proc/run"], ["train.run_dir", "cannot be written"]),
         (["train.run_dir=/proc/version/run"], ["/proc/version/run cannot be written: /proc/version is a file"]),
@@ -103,7 +111,8 @@ def test_every_problem_is_reported_at_once(run_file, tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_a_run_goes_on_where_it_stopped_on_another_layout(run_file, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     assert train(run_file, f"train.run_dir={whole}").returncode == 0
     two_stages = ["parallel.pipeline=2", "parallel.schedule=zb-h1"]
     assert train(run_file, f"train.run_dir={parts}", "train.steps=2", *two_stages).returncode == 0
@@ -131,16 +140,21 @@ def test_a_stop_file_from_before_is_not_obeyed_in_silence(run_file, tmp_path, ca
 
 @pytest.mark.parametrize(("spare_bytes", "dtype"), [(0, "bf16"), (-1, "bf16"), (0, "fp32"), (-1, "fp32")])
 def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare_bytes, dtype):
-    config = load_run("quickstart", [f"train.run_dir={tmp_path}", f"precision.dtype={dtype}", "parallel.pipeline=1", "train.device=cpu"])
+    config = load_run(
+        "quickstart",
+        [f"train.run_dir={tmp_path}", f"precision.dtype={dtype}", "parallel.pipeline=1", "train.device=cpu"],
+    )
     weight_bytes = 2 if dtype == "bf16" else 4
-    held = total_parameters(config.model) * (3 * (weight_bytes + 4) + 12) + spare_bytes  # three replicas of two ranks, one optimizer state
+    # three replicas of two ranks, one optimizer state
+    held = total_parameters(config.model) * (3 * (weight_bytes + 4) + 12) + spare_bytes
     assert 0 < checks.available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(checks, "available_bytes", lambda: held)
     monkeypatch.setattr(checks, "GPU_FILES", {})
     if spare_bytes == 0:
         return checks.check_start(config, 6)
     with pytest.raises(
-        ConfigError, match=r"optimizer state of 6 ranks take .*of memory to spare and no GPU\n    fix: take a smaller model"
+        ConfigError,
+        match=r"optimizer state of 6 ranks take .*of memory to spare and no GPU\n    fix: take a smaller model",
     ):
         checks.check_start(config, 6)
 
@@ -167,7 +181,10 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, de
     config = load_run("quickstart", [f"train.run_dir={tmp_path}", f"train.device={device}", f"machine={machine}"])
     if not refused:
         return checks.check_start(config, 4)
-    expected = rf"train.device: is {device}, which means a GPU on machine={machine}, and this computer has none[\s\S]*machine=local"
+    expected = (
+        rf"train.device: is {device}, which means a GPU on machine={machine}, and this computer has "
+        rf"none[\s\S]*machine=local"
+    )
     with pytest.raises(ConfigError, match=expected):
         checks.check_start(config, 4)
 
@@ -176,13 +193,25 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, de
 def test_sigterm_ends_a_command_that_still_checks_its_run(run_file, tmp_path, number, waits):
     """A plugin stands for a check that takes long. A batch script's warning still waits until it can be acted on."""
     (tmp_path / "slow.py").write_text("import time\nprint('checking', flush=True)\ntime.sleep(600)\n")
-    command = [sys.executable, "-m", "frontier_llm.cli.main", "train", str(run_file), f"plugins=[{tmp_path / 'slow.py'}]", "--check"]
+    command = [
+        sys.executable,
+        "-m",
+        "frontier_llm.cli.main",
+        "train",
+        str(run_file),
+        f"plugins=[{tmp_path / 'slow.py'}]",
+        "--check",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "checking\n"
             process.send_signal(number)
             if waits:
-                pending = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("ShdPnd"))
+                pending = next(
+                    line
+                    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                    if line.startswith("ShdPnd")
+                )
                 assert int(pending.split()[1], 16) >> (number - 1) & 1
             else:
                 assert process.wait(60) == -number
@@ -226,7 +255,13 @@ def test_one_dead_rank_ends_all_and_is_named_last(run_file, tmp_path):
 def test_a_rank_that_is_done_is_not_killed_by_a_late_warning(run_file, tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGUSR1)
     monkeypatch.setattr("frontier_llm.training.loop.train", lambda *arguments: 0)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20001}.items():
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 20001,
+    }.items():
         monkeypatch.setenv(name, str(value))
     try:
         assert command_line.main(["train", str(run_file), f"train.run_dir={tmp_path / 'run'}"]) == 0
@@ -236,14 +271,18 @@ def test_a_rank_that_is_done_is_not_killed_by_a_late_warning(run_file, tmp_path,
 
 
 def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=9, f_files=10))
+    monkeypatch.setattr(
+        checks.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=9, f_files=10)
+    )
     config = load_run("train_small", [f"train.run_dir={tmp_path}"])
     checks.check(config, local_ranks.local_world_size(config), saves=False)
     with pytest.raises(ConfigError, match="the first"):
         checks.check(config, local_ranks.local_world_size(config))
 
 
-@pytest.mark.parametrize(("free_bytes", "free_files", "fits"), [(10**9, 10**6, True), (10**6, 10**6, False), (10**9, 7, False)])
+@pytest.mark.parametrize(
+    ("free_bytes", "free_files", "fits"), [(10**9, 10**6, True), (10**6, 10**6, False), (10**9, 7, False)]
+)
 def test_a_run_whose_first_two_checkpoints_cannot_fit_is_refused(tmp_path, monkeypatch, free_bytes, free_files, fits):
     disk = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096, f_favail=free_files, f_files=10**6)
     monkeypatch.setattr(checks.os, "statvfs", lambda path: disk)

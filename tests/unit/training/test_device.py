@@ -1,4 +1,6 @@
-"""The device of a rank: that of the machine file, or an error that names the torch build, the host and what was expected."""
+"""The device of a rank: that of the machine file, or an error that names the torch build, the host and what was
+expected.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def test_a_torch_of_another_vendor_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("machine", "architecture"), [("frontier", "gfx90a:sramecc+:xnack-"), ("mi300x", "gfx942"), ("eos", "sm_90"), ("selene", "sm_86")]
+    ("machine", "architecture"),
+    [("frontier", "gfx90a:sramecc+:xnack-"), ("mi300x", "gfx942"), ("eos", "sm_90"), ("selene", "sm_86")],
 )
 def test_the_gpu_of_the_machine_file_is_taken(monkeypatch: pytest.MonkeyPatch, machine: str, architecture: str) -> None:
     pretend_gpus(monkeypatch, architecture=architecture)
@@ -63,18 +66,25 @@ def test_the_gpu_of_the_machine_file_is_taken(monkeypatch: pytest.MonkeyPatch, m
     assert found.facts["device"] == {"sm_86": "sm_80"}.get(architecture, architecture.split(":")[0])
 
 
-@pytest.mark.parametrize(("machine", "architecture"), [("frontier", "gfx942"), ("mi300x", "gfx90a"), ("selene", "sm_90"), ("eos", "sm_80")])
-def test_a_gpu_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch, machine: str, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("machine", "architecture"), [("frontier", "gfx942"), ("mi300x", "gfx90a"), ("selene", "sm_90"), ("eos", "sm_80")]
+)
+def test_a_gpu_of_another_architecture_is_refused(
+    monkeypatch: pytest.MonkeyPatch, machine: str, architecture: str
+) -> None:
     pretend_gpus(monkeypatch, architecture=architecture)
     with pytest.raises(
-        DeviceError, match=rf"pretended {architecture} on {node_name()} has the architecture {architecture}; .*machine={machine}"
+        DeviceError,
+        match=rf"pretended {architecture} on {node_name()} has the architecture {architecture}; .*machine={machine}",
     ):
         choose_device(run(f"machine={machine}"), place(), None)
 
 
 def test_no_gpu_is_refused_where_one_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, count=0)
-    expected = re.escape(f"torch 2.10.0 for ROCm 7.0 on {node_name()} sees no GPU; train.device=auto means an AMD GPU (gfx90a)")
+    expected = re.escape(
+        f"torch 2.10.0 for ROCm 7.0 on {node_name()} sees no GPU; train.device=auto means an AMD GPU (gfx90a)"
+    )
     with pytest.raises(DeviceError, match=expected):
         choose_device(run("machine=frontier"), place(), None)
     with pytest.raises(DeviceError, match=r"sees no GPU; train\.device=cuda needs one"):
@@ -92,7 +102,9 @@ def test_a_machine_that_expects_no_gpu_takes_any(monkeypatch: pytest.MonkeyPatch
             assert choose_device(run(f"machine={machine}"), place(2), None) == torch.device("cuda", 2)
 
 
-def test_a_machine_file_without_an_architecture_takes_any_of_the_vendor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_file_without_an_architecture_takes_any_of_the_vendor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     text = find_file("mi250", "machines").read_text().replace("  architecture: gfx90a\n", "")
     (tmp_path / "mine.yaml").write_text(f"environment: mi250\n{text}")
     config = run(f"machine={tmp_path}/mine.yaml")
@@ -112,7 +124,9 @@ def test_a_gpu_that_does_not_compute_is_an_error_of_this_rank(monkeypatch: pytes
     monkeypatch.setattr(device, "_use", broken)
     found = find_device(run("machine=frontier"), place(), None)
     assert found.device is None and found.facts["device"] == "HIP error: unspecified launch failure"
-    assert f"the GPU of rank 0 on {node_name()} cannot be used: HIP error: unspecified launch failure\n    fix:" in str(found.error)
+    assert f"the GPU of rank 0 on {node_name()} cannot be used: HIP error: unspecified launch failure\n    fix:" in str(
+        found.error
+    )
 
 
 def test_facts_tell_torches_kernels_and_libraries_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -151,7 +165,9 @@ def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(monkeypatch: pytes
         assert choose_device(config, place(0, 2), folder).index == 0  # a rank that joins again
         with monkeypatch.context() as another_process:
             another_process.setattr(device, "_LOCKS", {})
-            with pytest.raises(FrontierError, match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job has"):
+            with pytest.raises(
+                FrontierError, match=r"local rank 1 on n0 sees one GPU \(bus 0xc1\), which another rank of this job has"
+            ):
                 choose_device(config, place(1, 2), folder)
             pretend_gpus(monkeypatch, count=1, bus=0xC6)
             assert choose_device(config, place(1, 2), folder).index == 0  # its own

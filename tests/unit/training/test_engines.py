@@ -1,4 +1,6 @@
-"""The other engines as a user meets them: from the command line, with nothing compiled, and refused clearly where they are missing."""
+"""The other engines as a user meets them: from the command line, with nothing compiled, and refused clearly where
+they are missing.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,19 @@ def run_file(tmp_path: Path) -> Path:
 def losses(run_file: Path, name: str, *overrides: str) -> list[float]:
     """Of three steps on two local ranks, with the guard on and neither compiler nor ninja to be found."""
     run_dir = run_file.parent / name
-    command = [sys.executable, "-m", "frontier_llm.cli.main", "train", str(run_file), "--no-jit", f"train.run_dir={run_dir}", *overrides]
-    environment = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")} | {"PATH": str(run_file.parent)}
+    command = [
+        sys.executable,
+        "-m",
+        "frontier_llm.cli.main",
+        "train",
+        str(run_file),
+        "--no-jit",
+        f"train.run_dir={run_dir}",
+        *overrides,
+    ]
+    environment = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX")} | {
+        "PATH": str(run_file.parent)
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == ""  # what an engine says goes to stderr
@@ -50,16 +63,25 @@ def test_no_engine_compiles_anything(run_file: Path) -> None:
     pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     native = losses(run_file, "native")
     exact = losses(run_file, "native-fp32", "precision.dtype=fp32")
-    # in fp32: bf16 weights round to the other neighbour where a sum is taken in another order, 1.4e-6 of the loss after two updates
-    assert losses(run_file, "deepspeed", "optimizer.engine=deepspeed", "precision.dtype=fp32") == pytest.approx(exact, rel=1e-6)
+    # in fp32: bf16 weights round to the other neighbour where a sum is taken in another order, 1.4e-6 of the loss after
+    # two updates
+    assert losses(run_file, "deepspeed", "optimizer.engine=deepspeed", "precision.dtype=fp32") == pytest.approx(
+        exact, rel=1e-6
+    )
     assert losses(run_file, "fsdp", "parallel.data_mode=fsdp") == pytest.approx(native, rel=2e-3)
 
 
-def test_a_missing_deepspeed_is_said_before_ranks_start(run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_deepspeed_is_said_before_ranks_start(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = load_run(str(run_file), ["optimizer.engine=deepspeed", f"train.run_dir={tmp_path}"])
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "deepspeed" else found(name, *rest))
-    with pytest.raises(ConfigError, match=r"deepspeed is not installed\s+fix: pip install --no-build-isolation deepspeed==0\.19\.8"):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "deepspeed" else found(name, *rest)
+    )
+    with pytest.raises(
+        ConfigError, match=r"deepspeed is not installed\s+fix: pip install --no-build-isolation deepspeed==0\.19\.8"
+    ):
         check(config, 2)
 
 
@@ -72,5 +94,8 @@ def test_a_deepspeed_that_cannot_be_imported_names_the_command(monkeypatch: pyte
 
 
 def test_engines_that_are_not_chosen_are_not_imported(run_file: Path) -> None:
-    code = "import sys, frontier_llm.training.build; sys.exit(any(name in sys.modules for name in ('deepspeed', 'torch.distributed.fsdp')))"
+    code = (
+        "import sys, frontier_llm.training.build; sys.exit(any(name in sys.modules for name in ('deepspeed', "
+        "'torch.distributed.fsdp')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -50,16 +50,23 @@ def test_a_middle_stage_reads_only_where_documents_cut_attention(reset_at_docume
 
 
 def test_targets_are_counted_without_reading_unless_some_are_masked() -> None:
-    plain, masked = Source(False), Source(True)
+    plain = Source(False)
+    masked = Source(True)
     assert feed(plain, is_end=True).count_targets(0) == 8 and plain.reads == 0
     assert feed(masked, is_end=True).count_targets(0) == 6 and masked.reads == 2
 
 
 def test_a_step_is_fed_without_reading_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the host would wait there for all that is queued; a tensor without memory refuses."""
-    monkeypatch.setattr(Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device))
+    monkeypatch.setattr(
+        Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device)
+    )
     batch = Feed(Source(True), 8, serial_mesh(), torch.device("meta")).step(0)(1)
-    assert isinstance(batch.global_targets, torch.Tensor) and batch.global_targets.is_meta and batch.global_targets.shape == ()
+    assert (
+        isinstance(batch.global_targets, torch.Tensor)
+        and batch.global_targets.is_meta
+        and batch.global_targets.shape == ()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -68,7 +75,10 @@ def test_the_loss_is_the_same_whether_a_number_or_a_tensor_divides_it(dtype: tor
     for count in (1, 3, 8191, 2**24 + 1, 2**31 + 7, 18_874_367):
         losses = [torch.rand(64, 2, generator=generator, dtype=dtype).requires_grad_()]
         losses.append(losses[0].detach().clone().requires_grad_())
-        means = [mean_over_global_batch(loss, total) for loss, total in zip(losses, (count, torch.tensor(count)), strict=True)]
+        means = [
+            mean_over_global_batch(loss, total)
+            for loss, total in zip(losses, (count, torch.tensor(count)), strict=True)
+        ]
         for mean in means:
             mean.backward()
         assert means[0].dtype == means[1].dtype == dtype and torch.equal(*means)

@@ -1,4 +1,6 @@
-"""fp16 where matrix products flush: MI200's take and give zero for numbers below 6.1e-5. Simulated here, in every product with a weight."""
+"""fp16 where matrix products flush: MI200's take and give zero for numbers below 6.1e-5. Simulated here, in every
+product with a weight.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from frontier_llm.training.device import choose_device
 from frontier_llm.training.step import train_step
 from tests.harness.gpus import pretend_gpus
 
-VOCAB, SEQUENCE, BATCH = 512, 32, 8
+VOCAB = 512
+SEQUENCE = 32
+BATCH = 8
 TOKENS = SEQUENCE * BATCH
 
 
@@ -41,19 +45,27 @@ def flushing(ops: Ops) -> Ops:
     def accumulate_weight_gradient_(main_grad_ok: Tensor, grad_output_No: Tensor, x_Nk: Tensor) -> None:
         ops.accumulate_weight_gradient_(main_grad_ok, flushed(grad_output_No), flushed(x_Nk))
 
-    return ops.but(linear=linear, linear_input_gradient=linear_input_gradient, accumulate_weight_gradient_=accumulate_weight_gradient_)
+    return ops.but(
+        linear=linear,
+        linear_input_gradient=linear_input_gradient,
+        accumulate_weight_gradient_=accumulate_weight_gradient_,
+    )
 
 
 class Source:
     """Nine of ten tokens follow from the one before."""
 
-    microbatches, reset_at_documents, masks_targets = 1, False, False
+    microbatches = 1
+    reset_at_documents = False
+    masks_targets = False
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
         generator = np.random.default_rng(step)
         rows = [generator.integers(0, VOCAB, BATCH)]
         for _ in range(SEQUENCE):
-            rows.append(np.where(generator.random(BATCH) < 0.9, (5 * rows[-1] + 7) % VOCAB, generator.integers(0, VOCAB, BATCH)))
+            rows.append(
+                np.where(generator.random(BATCH) < 0.9, (5 * rows[-1] + 7) % VOCAB, generator.integers(0, VOCAB, BATCH))
+            )
         return SampleBatch(np.stack(rows, axis=1))
 
 
@@ -65,7 +77,9 @@ def configuration(dtype: str, scale_per_token: float | None = None, batch: int =
     return build(RunConfig, {"model": model, "optimizer": optimizer, "precision": {"dtype": dtype, **scale}, **rest})
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, config: RunConfig, flush: bool, steps: int) -> tuple[list[float], list[float]]:
+def trained(
+    monkeypatch: pytest.MonkeyPatch, config: RunConfig, flush: bool, steps: int
+) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) of a run."""
     with monkeypatch.context() as patch:
         if flush:
@@ -79,15 +93,25 @@ def trained(monkeypatch: pytest.MonkeyPatch, config: RunConfig, flush: bool, ste
 
 @pytest.mark.thorough
 def test_the_loss_scale_decides_what_flushing_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2^-8 per token is what 65536, the usual start, is for a batch of 16 M tokens; ours is 1024. Figures: docs/numerics.md."""
+    """2^-8 per token is what 65536, the usual start, is for a batch of 16 M tokens; ours is 1024. Figures:
+    docs/numerics.md.
+    """
     exact, kept, lost, ours = (
         trained(monkeypatch, configuration(dtype, scale), flush, steps=60)
-        for dtype, scale, flush in (("fp32", None, False), ("fp16", 2.0**-8, False), ("fp16", 2.0**-8, True), ("fp16", None, True))
+        for dtype, scale, flush in (
+            ("fp32", None, False),
+            ("fp16", 2.0**-8, False),
+            ("fp16", 2.0**-8, True),
+            ("fp16", None, True),
+        )
     )
-    norm, loss = exact[1][0], np.mean(exact[0][-10:])
+    norm = exact[1][0]
+    loss = np.mean(exact[0][-10:])
     assert kept[1][0] == pytest.approx(norm, rel=1e-3) and ours[1][0] == pytest.approx(norm, rel=1e-3)
     assert lost[1][0] < 0.95 * norm  # of the first step's gradient
-    assert np.mean(kept[0][-10:]) == pytest.approx(loss, abs=0.01) and np.mean(ours[0][-10:]) == pytest.approx(loss, abs=0.01)
+    assert np.mean(kept[0][-10:]) == pytest.approx(loss, abs=0.01) and np.mean(ours[0][-10:]) == pytest.approx(
+        loss, abs=0.01
+    )
     assert np.mean(lost[0][-10:]) > loss + 0.1
 
 
@@ -98,7 +122,9 @@ def test_the_first_scale_follows_the_batch_and_is_a_power_of_two() -> None:
     assert initial_loss_scale(configuration("fp16", 3.0)) == 3.0 * TOKENS
 
 
-@pytest.mark.parametrize(("machine", "flushes"), [("frontier", True), ("lumi", True), ("mi250", True), ("mi300x", False), ("eos", False)])
+@pytest.mark.parametrize(
+    ("machine", "flushes"), [("frontier", True), ("lumi", True), ("mi250", True), ("mi300x", False), ("eos", False)]
+)
 def test_only_mi200_flushes(machine: str, flushes: bool) -> None:
     device = load_machine(machine).device
     assert bool(fp16_note(PrecisionConfig(dtype="fp16"), device.flushes_fp16)) == flushes

@@ -1,4 +1,6 @@
-"""The facts of an interpreter, asked as `submit` asks: in a process of its own, with packages planted in front of the real ones."""
+"""The facts of an interpreter, asked as `submit` asks: in a process of its own, with packages planted in front of
+the real ones.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def test_the_facts_of_this_interpreter_survive_the_way_through_json() -> None:
     facts = installation("gfx90a")
     assert Installation.from_json(facts.as_json()) == facts
     assert facts.as_json().count("\n") == 0
-    assert (facts.torch.version, facts.torch.vendor, facts.missing_modules, facts.ops_error) == (torch.__version__, "none", (), "")
+    assert (facts.torch.version, facts.torch.vendor, facts.missing_modules, facts.ops_error) == (
+        torch.__version__,
+        "none",
+        (),
+        "",
+    )
     assert set(facts.libraries) == {*LIBRARIES, TORCH_OPS} and set(facts.libraries.values()) == {""}
     assert facts.kernels is not None and facts.kernels.architecture == "gfx90a"
     assert facts.providers["cpu"] == "" and "not installed" in facts.providers["flash_attn"]
@@ -43,14 +50,21 @@ def test_a_library_names_the_torch_that_it_was_built_for() -> None:
 
 
 def test_an_interpreter_without_torch_gives_the_other_facts(tmp_path: Path) -> None:
-    facts = facts_with(tmp_path, {"torch/__init__.py": "raise ImportError('libamdhip64.so.7: cannot open shared object file')"}, "gfx90a")
+    facts = facts_with(
+        tmp_path,
+        {"torch/__init__.py": "raise ImportError('libamdhip64.so.7: cannot open shared object file')"},
+        "gfx90a",
+    )
     assert facts.torch.error == "ImportError: libamdhip64.so.7: cannot open shared object file"
     assert (facts.torch.version, facts.kernels, facts.providers) == ("", None, {})
     assert facts.libraries["libsample_index.so"] == "" and TORCH_OPS not in facts.libraries
 
 
 def test_a_torch_for_another_vendor_is_told_by_its_build(tmp_path: Path) -> None:
-    files = {"torch/__init__.py": "from . import version\n__version__ = '2.10.0+cu128'", "torch/version.py": "cuda = '12.8'\nhip = None"}
+    files = {
+        "torch/__init__.py": "from . import version\n__version__ = '2.10.0+cu128'",
+        "torch/version.py": "cuda = '12.8'\nhip = None",
+    }
     facts = facts_with(tmp_path, files)
     assert (facts.torch.vendor, facts.torch.describe()) == ("nvidia", "torch 2.10.0+cu128 for CUDA 12.8")
     assert facts.ops_error  # a stub has no tensors

@@ -1,4 +1,6 @@
-"""What happens before the first communicator: the machine's variables, said with reasons; and the check of the network after it."""
+"""What happens before the first communicator: the machine's variables, said with reasons; and the check of the
+network after it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     torch.set_num_threads(threads)
 
 
-def test_variables_are_set_with_reasons_and_the_users_stay(clean: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_variables_are_set_with_reasons_and_the_users_stay(
+    clean: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     clean.setenv("NCCL_CROSS_NIC", "0")
     assert set_environment(load_run("bench", ["machine=frontier"]))
     said = capfd.readouterr().err
@@ -85,15 +89,23 @@ def test_threads_are_those_that_are_claimed(clean: pytest.MonkeyPatch) -> None:
     assert torch.get_num_threads() == 7
 
 
-def test_a_machine_file_of_ones_own_has_the_environment_of_its_base_or_is_refused(clean: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_file_of_ones_own_has_the_environment_of_its_base_or_is_refused(
+    clean: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     text = (find_file("frontier", "machines")).read_text()
-    for name, content in (("based", "base: frontier\n"), ("named", f"environment: frontier\n{text}"), ("unknown", text)):
+    for name, content in (
+        ("based", "base: frontier\n"),
+        ("named", f"environment: frontier\n{text}"),
+        ("unknown", text),
+    ):
         (tmp_path / f"{name}.yaml").write_text(content)
     for name in ("based", "named"):
         clean.delenv("HSA_FORCE_FINE_GRAIN_PCIE", raising=False)
         assert set_environment(load_run("bench", [f"machine={tmp_path}/{name}.yaml"]))
         assert environ("HSA_FORCE_FINE_GRAIN_PCIE") == "1"
-    with pytest.raises(ConfigError, match=r"no environment is known for machine 'unknown'[\s\S]*`environment:`[\s\S]*frontier"):
+    with pytest.raises(
+        ConfigError, match=r"no environment is known for machine 'unknown'[\s\S]*`environment:`[\s\S]*frontier"
+    ):
         set_environment(load_run("bench", [f"machine={tmp_path}/unknown.yaml"]))
 
 

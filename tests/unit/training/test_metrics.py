@@ -1,4 +1,6 @@
-"""metrics.jsonl and the TensorBoard events of a run that was interrupted or went back: one value per step for every reader."""
+"""metrics.jsonl and the TensorBoard events of a run that was interrupted or went back: one value per step for every
+reader.
+"""
 
 from __future__ import annotations
 
@@ -85,13 +87,18 @@ def test_each_attempt_says_on_which_layout_it_runs(tmp_path: Path) -> None:
     assert [second["layout"][name] for name in degrees] == [2, 1, 2, "gpipe", 2]
     last.go_back(2)  # behind the change: the steps from here on run on the new layout
     last.close()
-    assert [(row["step"], row["layout"]) for row in run_dir.layouts(tmp_path)] == [(0, first["layout"]), (2, second["layout"])]
+    assert [(row["step"], row["layout"]) for row in run_dir.layouts(tmp_path)] == [
+        (0, first["layout"]),
+        (2, second["layout"]),
+    ]
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     assert not [tag for tag in events.Tags()["scalars"] if "layout" in tag]
 
 
-def test_a_run_may_go_back_behind_the_step_that_it_was_resumed_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_may_go_back_behind_the_step_that_it_was_resumed_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     writer = metrics(tmp_path, 1, 4)
     steps(writer, 4, 6, loss=2.0)
     writer.go_back(2)
@@ -101,7 +108,13 @@ def test_a_run_may_go_back_behind_the_step_that_it_was_resumed_at(tmp_path: Path
     assert "ETA -" not in capsys.readouterr().err
 
 
-SMALL = ("model=gpt-tiny", "parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=2", "optimizer.warmup_steps=0")
+SMALL = (
+    "model=gpt-tiny",
+    "parallel.tensor=1",
+    "parallel.pipeline=1",
+    "batch.global_batch=2",
+    "optimizer.warmup_steps=0",
+)
 
 
 def test_an_event_of_a_step_does_not_shorten_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +145,9 @@ def test_a_torn_line_is_cut_off_before_the_next_is_written(tmp_path: Path) -> No
     assert path.read_bytes() == b""
 
 
-def test_a_skipped_step_says_why_and_the_last_one_has_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_says_why_and_the_last_one_has_no_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     writer = metrics(tmp_path, 1, 97)
     writer.step(97, StepResult(3.0, 9.0, 1e-3, 1.0, skipped=True, spike=True), 1, START)
     writer.step(98, StepResult(float("nan"), 9.0, 1e-3, 1.0, skipped=True), 2, START)
@@ -171,7 +186,12 @@ def test_tensorboard_on_a_full_disk_ends_its_events_not_the_run(
     (events,) = writer._observers
     events._writer = Full()
     steps(writer, 0, 2, loss=3.0)
-    assert capsys.readouterr().err.count("TensorBoard's events end at step 1: No space left on device; metrics.jsonl goes on") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "TensorBoard's events end at step 1: No space left on device; metrics.jsonl goes on"
+        )
+        == 1
+    )
     events._writer = Full()
     writer.close()
     events.close()

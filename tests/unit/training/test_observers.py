@@ -1,4 +1,6 @@
-"""Who watches a run: a plugin's observer on every rank, the profiler's trace, Weights & Biases and MLflow without a network."""
+"""Who watches a run: a plugin's observer on every rank, the profiler's trace, Weights & Biases and MLflow without a
+network.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,20 @@ observers.register("diary", Diary, every_rank=True)
 
 def run_file(tmp_path: Path, **train: Any) -> str:
     path = tmp_path / "run.yaml"
-    settings = {"run_dir": str(tmp_path / "run"), "steps": 3, "device": "cpu", "tensorboard": False, "eval_samples": 2, **train}
-    content = {"model": "llama-tiny", "batch": {"global_batch": 4}, "data": {"validation": "synthetic"}, "train": settings}
+    settings = {
+        "run_dir": str(tmp_path / "run"),
+        "steps": 3,
+        "device": "cpu",
+        "tensorboard": False,
+        "eval_samples": 2,
+        **train,
+    }
+    content = {
+        "model": "llama-tiny",
+        "batch": {"global_batch": 4},
+        "data": {"validation": "synthetic"},
+        "train": settings,
+    }
     path.write_text(json.dumps(content))
     return str(path)
 
@@ -58,10 +72,20 @@ def test_a_plugin_s_observer_and_a_profile_on_two_ranks(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / "run" / f"diary_{rank}.json").read_text()) for rank in (0, 1))
     assert [line for line in second if line[0] == "before"] == [["before", step] for step in range(3)]
     assert {line[0] for line in second} == {"before", "after"}, "only rank 0 writes records"
-    assert [line for line in first if line[0] == "after"] == [line for line in second if line[0] == "after"], "all ranks see one loss"
+    assert [line for line in first if line[0] == "after"] == [line for line in second if line[0] == "after"], (
+        "all ranks see one loss"
+    )
     assert [line for line in first if line[0] not in ("before", "after")] == [
-        ["start", 0], ["evaluation", 0], ["step", 1], ["step", 2], ["step", 3], ["evaluation", 3], ["save", 3], ["communication", 3], ["communication", 3],
-    ]  # fmt: skip
+        ["start", 0],
+        ["evaluation", 0],
+        ["step", 1],
+        ["step", 2],
+        ["step", 3],
+        ["evaluation", 3],
+        ["save", 3],
+        ["communication", 3],
+        ["communication", 3],
+    ]
     (trace,) = (tmp_path / "run" / "profile").iterdir()
     assert trace.name == "steps_2-3_rank_00001.json.gz"
     names = [event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
@@ -111,6 +135,8 @@ def test_weights_and_biases_is_offline(tmp_path: Path, monkeypatch: pytest.Monke
         (["train.profile={steps: 3-2}"], "write 2-3"),
     ],
 )
-def test_what_cannot_be_watched_is_refused(tmp_path: Path, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_watched_is_refused(
+    tmp_path: Path, overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", run_file(tmp_path), "--check", *overrides]) == 2
     assert words in capsys.readouterr().err

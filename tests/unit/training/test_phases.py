@@ -1,4 +1,6 @@
-"""A run that changes its batch, its context and its rotations on the way: the same whether it is interrupted, and as if it had been built so."""
+"""A run that changes its batch, its context and its rotations on the way: the same whether it is interrupted, and as
+if it had been built so.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ PHASES = (
     "[{steps: 2}, {steps: 2, batch: {global_batch: 4, micro_batch: 2}},"
     " {steps: 2, model: {sequence_length: 96, rope_theta: 50000.0, rope_scaling: {kind: linear, factor: 2}}}]"
 )
-WORDS = ["model=llama-tiny", "batch.global_batch=2", "batch.micro_batch=1", "optimizer.schedule=constant", f"train.phases={PHASES}"]
+WORDS = [
+    "model=llama-tiny",
+    "batch.global_batch=2",
+    "batch.micro_batch=1",
+    "optimizer.schedule=constant",
+    f"train.phases={PHASES}",
+]
 
 
 def trained(directory: Path, steps: int) -> dict[int, float]:
@@ -53,17 +61,22 @@ def test_a_run_resumed_inside_or_at_the_border_of_a_phase_is_the_uninterrupted_o
         losses = [trained(parts, stop) for stop in (*stops, 6)]
         assert losses[-1] == whole
         assert all(np.array_equal(values, final[name]) for name, values in weights(parts).items())
-    source, length = CheckpointWeights(tmp_path / "whole" / "checkpoints" / "step_00000006"), 2 * 32 * 2 + 4 * 32 * 2 + 2 * 96 * 2
+    source = CheckpointWeights(tmp_path / "whole" / "checkpoints" / "step_00000006")
+    length = 2 * 32 * 2 + 4 * 32 * 2 + 2 * 96 * 2
     assert (source.manifest.progress.consumed_samples, source.manifest.progress.tokens) == (16, length)
-    assert source.model.sequence_length == 96 and source.model.rope_scaling is not None  # what is exported, generated and evaluated with
-    assert CheckpointWeights(tmp_path / "2-4" / "checkpoints" / "step_00000004").model.rope_scaling is None  # its last step was of phase 2
+    # what is exported, generated and evaluated with
+    assert source.model.sequence_length == 96 and source.model.rope_scaling is not None
+    # its last step was of phase 2
+    assert CheckpointWeights(tmp_path / "2-4" / "checkpoints" / "step_00000004").model.rope_scaling is None
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["number"]) for row in rows if row["kind"] == "phase"] == [(2, 2), (4, 3)]
     assert [row["consumed_tokens"] for row in rows if row["kind"] == "step"][-1] == length
 
 
 def _last_phase(rank: int, words: list[str], world_size: int, built: bool) -> list[tuple[float, float]]:
-    """Loss and gradient norm of two steps of the last phase's mathematics: entered from the first, or built as it is."""
+    """Loss and gradient norm of two steps of the last phase's mathematics: entered from the first, or built as it
+    is.
+    """
     config: RunConfig = load_run("bench", [*WORDS, *words, "precision.dtype=fp64", "data.seed=7"])
     phase = phases_of(config)[-1]
     plan = make_plan(config, world_size)
@@ -81,7 +94,10 @@ def _last_phase(rank: int, words: list[str], world_size: int, built: bool) -> li
 
 @pytest.mark.parametrize(
     "layout",
-    [["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence_parallel=true"], ["parallel.context=2", "parallel.pipeline=2"]],
+    [
+        ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence_parallel=true"],
+        ["parallel.context=2", "parallel.pipeline=2"],
+    ],
 )
 def test_an_entered_phase_trains_as_a_run_built_for_it_on_any_layout(layout: list[str], ranks: RankPool) -> None:
     serial = _last_phase(0, [], 1, built=True)

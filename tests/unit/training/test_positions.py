@@ -1,7 +1,8 @@
-"""Whole runs that change their data on the way: with frozen weights a step's loss is the fingerprint of the samples that it read.
+"""Whole runs that change their data on the way: with frozen weights a step's loss is the fingerprint of the samples
+that it read.
 
-Each of these failed before positions were recorded: the position was the number of steps times the present batch, and each blend counted
-its sources for itself.
+Each of these failed before positions were recorded: the position was the number of steps times the present batch, and
+each blend counted its sources for itself.
 """
 
 from __future__ import annotations
@@ -27,12 +28,23 @@ from frontier_llm.training import loop
 from frontier_llm.training.loop import Resume
 
 RUN = (
-    "model=llama-tiny", "model.sequence_length=16", "model.layers=1", "batch.global_batch=1", "batch.micro_batch=1",
-    "precision.dtype=fp64", "optimizer.lr=1.0e-30", "optimizer.min_lr=0", "optimizer.schedule=constant", "optimizer.weight_decay=0",
-    "train.save_final=true", "train.keep_every=1",
-)  # fmt: skip
-A, B = "{path: a, weight: 0.9}", "{path: b, weight: 0.1}"
-EQUAL_A, EQUAL_B = "{path: a, weight: 0.5}", "{path: b, weight: 0.5}"
+    "model=llama-tiny",
+    "model.sequence_length=16",
+    "model.layers=1",
+    "batch.global_batch=1",
+    "batch.micro_batch=1",
+    "precision.dtype=fp64",
+    "optimizer.lr=1.0e-30",
+    "optimizer.min_lr=0",
+    "optimizer.schedule=constant",
+    "optimizer.weight_decay=0",
+    "train.save_final=true",
+    "train.keep_every=1",
+)
+A = "{path: a, weight: 0.9}"
+B = "{path: b, weight: 0.1}"
+EQUAL_A = "{path: a, weight: 0.5}"
+EQUAL_B = "{path: b, weight: 0.5}"
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +84,9 @@ def test_another_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
     close(losses[:3], single[:3])
     close(losses[3:], [(single[k] + single[k + 1]) / 2 for k in (3, 5, 7, 9)])
     assert position(tmp_path / "run", 7).samples == 11 and position(tmp_path / "run", 7).tokens == 11 * 16
-    losses = trained(tmp_path / "phases", 7, "data.train=a", "train.phases=[{steps: 3}, {steps: 4, batch: {global_batch: 2}}]")
+    losses = trained(
+        tmp_path / "phases", 7, "data.train=a", "train.phases=[{steps: 3}, {steps: 4, batch: {global_batch: 2}}]"
+    )
     close(losses, trained(tmp_path / "run", 7, "data.train=a", "batch.global_batch=2"))
 
 
@@ -95,7 +109,9 @@ def nothing_left(directory: Path, config: RunConfig) -> bool:
 
 
 def test_other_weights_read_each_source_on(tmp_path: Path) -> None:
-    """Before, a blend with other weights began at the run's sample in each source's own count: some were read twice and others never."""
+    """Before, a blend with other weights began at the run's sample in each source's own count: some were read twice
+    and others never.
+    """
     of_a, of_b = (trained(tmp_path / f"only_{name}", 24, f"data.train={name}") for name in "ab")
     trained(tmp_path / "run", 10, f"data.train=[{A}, {B}]")
     after = trained(tmp_path / "run", 24, f"data.train=[{EQUAL_A}, {EQUAL_B}]", allow=["data.train"])
@@ -120,7 +136,8 @@ def test_a_phase_with_other_weights_goes_on_in_its_sources(tmp_path: Path) -> No
 
 def test_phases_by_hand_are_phases_of_the_run_file(tmp_path: Path) -> None:
     phases = (
-        "train.phases=[{steps: 4}, {steps: 4, model: {sequence_length: 32}}, {steps: 4, data: {train: [b, a]}, batch: {global_batch: 2}}]"
+        "train.phases=[{steps: 4}, {steps: 4, model: {sequence_length: 32}}, {steps: 4, data: {train: [b, a]}, "
+        "batch: {global_batch: 2}}]"
     )
     whole = trained(tmp_path / "whole", 12, "data.train=a", phases)
     trained(tmp_path / "run", 4, "data.train=a")
@@ -147,7 +164,11 @@ def test_a_source_in_front_leaves_the_others_in_their_order(tmp_path: Path) -> N
     assert losses[:6] == alone[:6]
     of_before = [loss for loss in losses[6:] if loss in set(alone)]
     assert sorted(of_before) == sorted(alone[6:12]) and len(set(losses)) == 15
-    assert [(stream.path, stream.taken) for stream in position(tmp_path / "run", 15).streams] == [("a", 6), ("b", 6), ("c", 3)]
+    assert [(stream.path, stream.taken) for stream in position(tmp_path / "run", 15).streams] == [
+        ("a", 6),
+        ("b", 6),
+        ("c", 3),
+    ]
 
 
 def test_another_seed_of_the_data_is_refused(tmp_path: Path) -> None:
@@ -207,14 +228,20 @@ def test_a_source_is_restarted_in_another_order(tmp_path: Path) -> None:
     losses = resumed(tmp_path / "run", 8, Resume(restart_sources=("a",)), "data.train=[a, b]")
     assert len(set(losses[4:]) & set(alone[4:])) == 2  # b went on
     streams = position(tmp_path / "run", 8).streams
-    assert [(stream.path, stream.taken, stream.retired) for stream in streams] == [("a", 2, True), ("b", 4, False), ("a", 2, False)]
+    assert [(stream.path, stream.taken, stream.retired) for stream in streams] == [
+        ("a", 2, True),
+        ("b", 4, False),
+        ("a", 2, False),
+    ]
     assert streams[0].order != streams[2].order
     assert decisions(tmp_path / "run") == [{"step": 4, "action": "restart source", "path": "a", "samples_taken": 2}]
     with pytest.raises(ConfigError, match=r"--restart-source: 'c' is no dataset of this run"):
         resumed(tmp_path / "run", 9, Resume(restart_sources=("c",)), "data.train=[a, b]")
 
 
-def test_a_dataset_that_grew_is_a_new_source_said_in_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_that_grew_is_a_new_source_said_in_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(tmp_path / "run", 4, "data.train=a")
     with IndexedWriter(tmp_path / "a", "u2") as writer:
         writer.add_document([7] * 5000)
@@ -223,7 +250,9 @@ def test_a_dataset_that_grew_is_a_new_source_said_in_figures(tmp_path: Path, cap
     trained(tmp_path / "run", 6, "data.train=a", allow=["data.train"])
     said = capsys.readouterr().err
     assert re.search(
-        r"a is a new source of 5K tokens: 1\.\d+K tokens were there, of which 64 were read; it is read from its beginning", said
+        r"a is a new source of 5K tokens: 1\.\d+K tokens were there, of which 64 were read; it is read from its "
+        r"beginning",
+        said,
     ), said
     assert [stream.taken for stream in position(tmp_path / "run", 6).streams] == [4, 2]
 
@@ -242,14 +271,21 @@ def as_version_3(directory: Path, step: int, **policy: object) -> None:
 PHASES = "train.phases=[{steps: 3}, {steps: 3, batch: {global_batch: 2}}]"
 
 
-@pytest.mark.parametrize("words", [("data.train=[a, b]",), (), ("data.train=[a, b]", "data.packing=best-fit"), ("data.train=a", PHASES)])
-def test_a_checkpoint_from_before_goes_on_where_it_was(words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [("data.train=[a, b]",), (), ("data.train=[a, b]", "data.packing=best-fit"), ("data.train=a", PHASES)]
+)
+def test_a_checkpoint_from_before_goes_on_where_it_was(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = trained(tmp_path / "whole", 8, *words)
     trained(tmp_path / "run", 5, *words)
     before = position(tmp_path / "run", 5)
     as_version_3(tmp_path / "run", 5)
     assert trained(tmp_path / "run", 8, *words) == whole
-    assert "what earlier changes of batch, weights or data skipped or read twice is not recorded" in capsys.readouterr().err
+    assert (
+        "what earlier changes of batch, weights or data skipped or read twice is not recorded"
+        in capsys.readouterr().err
+    )
     assert position(tmp_path / "run", 8) == position(tmp_path / "whole", 8) and before.samples >= 5
 
 

@@ -25,7 +25,8 @@ def test_a_rank_that_waits_for_ever_at_the_start_ends(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(loop, "joined_state", stuck)
     config = load_run("quickstart", [f"train.run_dir={tmp_path}", "train.timeout_s=1"])
-    started_s, pid = time.monotonic(), os.fork()
+    started_s = time.monotonic()
+    pid = os.fork()
     if pid == 0:
         loop.train(config, None, SignalWatcher())
         os._exit(0)
@@ -36,7 +37,13 @@ def test_a_rank_that_waits_for_ever_at_the_start_ends(tmp_path: Path, monkeypatc
 def test_a_resumed_run_draws_no_weights_and_goes_on_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(run_dir: Path, steps: int) -> list[float]:
         """Losses of a run of one rank, of this call alone."""
-        words = ["model=llama-tiny", "batch.global_batch=2", "batch.micro_batch=1", "train.save_final=true", "optimizer.schedule=constant"]
+        words = [
+            "model=llama-tiny",
+            "batch.global_batch=2",
+            "batch.micro_batch=1",
+            "train.save_final=true",
+            "optimizer.schedule=constant",
+        ]
         config = load_run("bench", [*words, f"train.run_dir={run_dir}", f"train.steps={steps}"])
         with SignalWatcher() as signals:
             assert loop.train(config, None, signals) == 0
@@ -46,7 +53,9 @@ def test_a_resumed_run_draws_no_weights_and_goes_on_the_same(tmp_path: Path, mon
     whole = trained(tmp_path / "whole", 4)
     assert len(whole) == 4
     trained(tmp_path / "parts", 2)
-    monkeypatch.setattr(importlib.import_module("frontier_llm.model.initialize"), "normals", lambda *_: pytest.fail("weights are drawn"))
+    monkeypatch.setattr(
+        importlib.import_module("frontier_llm.model.initialize"), "normals", lambda *_: pytest.fail("weights are drawn")
+    )
     assert trained(tmp_path / "parts", 4) == whole
     with pytest.raises(pytest.fail.Exception, match="weights are drawn"):
         trained(tmp_path / "new", 1)

@@ -1,4 +1,6 @@
-"""On a GPU the host runs ahead of the device, unless it asks for a number: a step asks once, when it decides whether to update."""
+"""On a GPU the host runs ahead of the device, unless it asks for a number: a step asks once, when it decides whether
+to update.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("recompute", but_first(["full", "none"]))
 def test_the_host_reads_the_device_once(family: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(family, recompute=recompute)
-    config, source = case.config("fp32"), Source(case, 0)
+    config = case.config("fp32")
+    source = Source(case, 0)
     state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), source)
     reads = []
     tolist = torch.Tensor.tolist  # on the CPU not an operation of its own
@@ -52,12 +55,16 @@ def test_the_host_reads_the_device_once(family: str, recompute: str, monkeypatch
 
 
 def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int], Wish]]:
-    """Of steps as the loop makes them, the third with a wish of rank 1: (values read, other waits, calls on the world, what was agreed)."""
+    """Of steps as the loop makes them, the third with a wish of rank 1: (values read, other waits, calls on the
+    world, what was agreed).
+    """
     config = case.config("fp32")
     plan = make_plan(config, case.world_size)
     mesh = build_mesh(plan.grid, rank, plan.placement)
     state = build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
-    watch, reads, steps = StragglerWatch(mesh, plan.grid, state.device, "n0", 50), [], []
+    watch = StragglerWatch(mesh, plan.grid, state.device, "n0", 50)
+    reads = []
+    steps = []
     tolist = torch.Tensor.tolist
     torch.Tensor.tolist = lambda tensor: reads.append(tensor) or tolist(tensor)  # type: ignore[method-assign,assign,func-returns-value]
     try:
@@ -82,11 +89,14 @@ def test_an_ordinary_step_has_one_sum_over_the_world_and_one_wait(ranks: RankPoo
 
 def test_the_squared_log_sum_exp_is_logged_without_its_weight() -> None:
     case = Case("llama", settings=("train.loss_weights={output-z: 0.5}",))
-    config, source = case.config(), Source(case, 0)
+    config = case.config()
+    source = Source(case, 0)
     state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), source)
     squares = []
     for index in range(source.microbatches):
         with torch.no_grad():
             x = state.stages[0].hidden(None, state.feed.microbatch(0, index, 1))
             squares.append(state.stages[0].logits(x).logsumexp(-1).square().mean())
-    assert train_step(state).further_losses == {"output-z": pytest.approx(float(torch.stack(squares).mean()), rel=1e-12)}
+    assert train_step(state).further_losses == {
+        "output-z": pytest.approx(float(torch.stack(squares).mean()), rel=1e-12)
+    }

@@ -1,4 +1,6 @@
-"""In-context tasks during training: what each option scores in any layout, what is written down, what is refused before the start."""
+"""In-context tasks during training: what each option scores in any layout, what is written down, what is refused
+before the start.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def scores(rank: int, case: Case) -> tuple[list[float], list[Piece]]:
 def test_every_layout_scores_as_the_oracle_does(ranks: RankPool, case: Case) -> None:
     case = Case(**{**vars(case), "settings": (*case.settings, "model.sequence_length=16", "model.dropout=0.5")})
     played = ranks.run(case.world_size, scores, case)
-    params = {name: torch.from_numpy(value) for name, value in assemble([pieces for _, pieces in played], "weights")[0].items()}
+    params = {
+        name: torch.from_numpy(value)
+        for name, value in assemble([pieces for _, pieces in played], "weights")[0].items()
+    }
     for number, (context, continuation) in enumerate(PAIRS):
         text = torch.tensor([*context, *continuation][-17:])
         logits = gpt.logits(case.config().model.model_dump(), params, text[:-1]).log_softmax(-1)
@@ -61,7 +66,8 @@ def test_every_layout_scores_as_the_oracle_does(ranks: RankPool, case: Case) -> 
 def test_options_are_packed_in_order_and_none_is_lost() -> None:
     texts = PackedTexts(PAIRS, 16)
     assert len(texts) == 4 and len(PackedTexts(PAIRS, 16, most=1)) == len(PAIRS)
-    tokens, learnt = np.empty(17, np.int64), np.empty(17, np.bool_)
+    tokens = np.empty(17, np.int64)
+    learnt = np.empty(17, np.bool_)
     assert texts.fill(0, tokens, learnt).tolist() == [4, 4, 9] and tokens[:8].tolist() == [1, 2, 3, 4, 7, 8, 9, 10]
     assert np.flatnonzero(learnt).tolist() == [3, 5, 6, 7]
     assert texts.texts_of_targets(0)[:7].tolist() == [0, 0, 0, 1, 1, 1, 1]
@@ -75,7 +81,10 @@ def content(tmp_path: Path) -> dict[str, Any]:
     """A run on text that answers its questions."""
     (tmp_path / "prose.txt").write_text("the sky is blue\nthe grass is green\n" * 60)
     tokenize([tmp_path / "prose.txt"], tmp_path / "prose", "bytes")
-    questions = [{"query": f"the {thing} is", "choices": ["blue", "green"], "gold": gold} for gold, thing in enumerate(("sky", "grass"))]
+    questions = [
+        {"query": f"the {thing} is", "choices": ["blue", "green"], "gold": gold}
+        for gold, thing in enumerate(("sky", "grass"))
+    ]
     (tmp_path / "colours.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     return {
         "model": {"base": "llama-tiny", "vocab_size": 300, "sequence_length": 64},
@@ -119,5 +128,10 @@ def test_what_cannot_be_asked_is_refused_before_any_rank_starts(tmp_path: Path, 
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError) as refused:
         check(load_run(str(path)), 1)
-    for words in ("set data.tokenizer", "no such task file for 'gone'", "'odd' is no known task", "too few for 2 examples"):
+    for words in (
+        "set data.tokenizer",
+        "no such task file for 'gone'",
+        "'odd' is no known task",
+        "too few for 2 examples",
+    ):
         assert words in str(refused.value), words

@@ -31,9 +31,15 @@ def sets(tmp_path: Path) -> dict[str, str]:
 
 def run_of(tmp_path: Path, data: dict[str, Any], **train: Any) -> RunConfig:
     settings = {"run_dir": str(tmp_path / "run"), "device": "cpu", "tensorboard": False, "eval_samples": 4, **train}
-    content = {"model": {"base": "llama-tiny", "vocab_size": 300}, "batch": {"global_batch": 4}, "precision": {"dtype": "fp32"}}
+    content = {
+        "model": {"base": "llama-tiny", "vocab_size": 300},
+        "batch": {"global_batch": 4},
+        "precision": {"dtype": "fp32"},
+    }
     path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({**content, "optimizer": {"lr": 0.02, "schedule": "constant"}, "data": data, "train": settings}))
+    path.write_text(
+        json.dumps({**content, "optimizer": {"lr": 0.02, "schedule": "constant"}, "data": data, "train": settings})
+    )
     return load_run(str(path))
 
 
@@ -53,7 +59,10 @@ def test_each_set_is_reported_by_its_name_and_the_best_checkpoint_stays(
     rows = run_dir.evaluations(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 2, 4, 6, 8, 10]
     assert all(row["loss"] == row["validation/prose"] != row["validation/digits"] for row in rows)
-    assert "held-out prose after step 4: loss" in (text := capsys.readouterr().err) and "held-out digits after step 4: loss" in text
+    assert (
+        "held-out prose after step 4: loss" in (text := capsys.readouterr().err)
+        and "held-out digits after step 4: loss" in text
+    )
     best = min(rows[1:], key=lambda row: row["validation/digits"])["step"]
     assert best < 8, "the best one must be older than the two that stay anyway"
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -68,8 +77,11 @@ def test_each_set_is_reported_by_its_name_and_the_best_checkpoint_stays(
     assert "validation/digits" in page and "validation/prose" in page
 
 
-def test_what_was_best_is_known_after_a_resume_and_saved_without_being_asked(tmp_path: Path, sets: dict[str, str]) -> None:
-    data, best = {"train": sets["digits"], "validation": {"only": sets["digits"]}}, "validation/only"
+def test_what_was_best_is_known_after_a_resume_and_saved_without_being_asked(
+    tmp_path: Path, sets: dict[str, str]
+) -> None:
+    data = {"train": sets["digits"], "validation": {"only": sets["digits"]}}
+    best = "validation/only"
     for steps in (2, 4):
         train(run_of(tmp_path, data, steps=steps, eval_interval=1, keep_best=best, save_final=False))
     progress = folder.read_manifest(tmp_path / "run" / "checkpoints" / folder.step_name(4))[0].progress

@@ -27,11 +27,28 @@ from frontier_llm.topology import make_plan
 CONFIG = load_run("bench", ["parallel.tensor=2"])
 TRUTH = replace(
     rates(load_machine("local")),
-    peak_flops=2e11, gemm_efficiency=0.8, gemm_k_half=50.0, hbm_bytes_s=2e10, hbm_efficiency=0.5, kernel_s=8e-6, launch_s=2e-5,
-    flash_efficiency=0.15, flash_backward=0.5, fabric_size=(2, 3), fabric_bytes_s=(2e9, 2e9), fabric_latency_s=1e-4, fabric_hop_s=0.0,
-    microbatch_s=0.0, step_s=8e-3, optimizer_bytes=40.0, accumulate_bytes=0.0, node_devices=2, host_executes=True,
-)  # fmt: skip
-TENSOR, SHARDED = ParallelConfig(tensor=2), ParallelConfig(data=2, data_mode="fsdp")
+    peak_flops=2e11,
+    gemm_efficiency=0.8,
+    gemm_k_half=50.0,
+    hbm_bytes_s=2e10,
+    hbm_efficiency=0.5,
+    kernel_s=8e-6,
+    launch_s=2e-5,
+    flash_efficiency=0.15,
+    flash_backward=0.5,
+    fabric_size=(2, 3),
+    fabric_bytes_s=(2e9, 2e9),
+    fabric_latency_s=1e-4,
+    fabric_hop_s=0.0,
+    microbatch_s=0.0,
+    step_s=8e-3,
+    optimizer_bytes=40.0,
+    accumulate_bytes=0.0,
+    node_devices=2,
+    host_executes=True,
+)
+TENSOR = ParallelConfig(tensor=2)
+SHARDED = ParallelConfig(data=2, data_mode="fsdp")
 STEPS = ((4, 1), (4, 3), (1, 3))
 
 
@@ -39,9 +56,15 @@ def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Samples:
     """`in_step`: how much longer a whole step takes than its kernels one by one."""
     shapes = [(M, N, K) for M in (256, 1024, 2048) for N in (384, 1536) for K in (192, 384, 1536)]
     passes = elementwise(CONFIG.model, steps_layout(CONFIG, TENSOR, 4, 1), truth, CONFIG.model.ffn_hidden)[0]
-    attention = [(B, 6, 256, 64, *(flash_s(FlashCore(B, 6, 256, 256, 64, backward), truth) for backward in (False, True))) for B in (4, 8)]
+    attention = [
+        (B, 6, 256, 64, *(flash_s(FlashCore(B, 6, 256, 256, 64, backward), truth) for backward in (False, True)))
+        for B in (4, 8)
+    ]
     return Samples(
-        2, "cpu", "bf16", 4e9,
+        2,
+        "cpu",
+        "bf16",
+        4e9,
         [(*shape, product_s(Product(*shape), truth)) for shape in shapes],
         attention,
         memory_s(passes.moved_bytes, passes.kernels, truth),
@@ -51,10 +74,13 @@ def samples(truth: Rates = TRUTH, in_step: float = 1.0) -> Samples:
         (1e6, 1e6 * truth.optimizer_bytes / (truth.hbm_bytes_s * truth.hbm_efficiency)),
         [(name, 2, size, float(node_s(truth, 2, size, name))) for size in (1024, 2**16, 2**24) for name in PLANNED],
         [(1, 0.9), (2, 1.0)],
-        [(B, m, in_step * float(step_s(CONFIG.model, steps_layout(CONFIG, ParallelConfig(), B, m), truth))) for B, m in STEPS],
+        [
+            (B, m, in_step * float(step_s(CONFIG.model, steps_layout(CONFIG, ParallelConfig(), B, m), truth)))
+            for B, m in STEPS
+        ],
         [(B, m, float(step_s(CONFIG.model, steps_layout(CONFIG, TENSOR, B, m), truth))) for B, m in STEPS[1:]],
         [(B, m, float(step_s(CONFIG.model, steps_layout(CONFIG, SHARDED, B, m), truth))) for B, m in STEPS[1:]],
-    )  # fmt: skip
+    )
 
 
 def calibrated(made: Samples) -> Rates:
@@ -85,7 +111,9 @@ def test_host_time_that_is_not_there_is_not_invented() -> None:
 
 
 def test_kernels_that_are_slower_within_a_step_are_told_from_host_time() -> None:
-    """All kernels take a quarter longer in a step than in a loop: found as such, so that it does not grow with the microbatches."""
+    """All kernels take a quarter longer in a step than in a loop: found as such, so that it does not grow with the
+    microbatches.
+    """
     made = samples(replace(TRUTH, launch_s=0.0, step_s=0.0), in_step=1.25)
     found = calibrated(made)
     assert found.launch_s < 0.2 * TRUTH.launch_s
@@ -94,14 +122,18 @@ def test_kernels_that_are_slower_within_a_step_are_told_from_host_time() -> None
 
 
 def test_ranks_that_wait_for_each_other_are_told_from_slow_collectives() -> None:
-    """Steps over tp tell waiting by the meeting from waiting by the compute between; sharded steps then show their own collectives."""
+    """Steps over tp tell waiting by the meeting from waiting by the compute between; sharded steps then show their
+    own collectives.
+    """
     late = replace(TRUTH, meeting_s=3e-4, spread=0.06, sharded_slowdown=4.0)
     found = calibrated(samples(late))
     assert found.sharded_slowdown > 2 * calibrated(samples()).sharded_slowdown
     for ranks, B, m in ((2, 2, 4), (2, 1, 16)):
         for sp in (False, True):
             w = replace(steps_layout(CONFIG, ParallelConfig(tensor=ranks), B, m), sequence_parallel=sp)
-            assert float(step_s(CONFIG.model, w, found)) == pytest.approx(float(step_s(CONFIG.model, w, late)), rel=0.03)
+            assert float(step_s(CONFIG.model, w, found)) == pytest.approx(
+                float(step_s(CONFIG.model, w, late)), rel=0.03
+            )
             assert float(step_s(CONFIG.model, w, found)) > 1.05 * float(step_s(CONFIG.model, w, TRUTH))
     w = steps_layout(CONFIG, SHARDED, 2, 4)
     assert float(step_s(CONFIG.model, w, found)) == pytest.approx(float(step_s(CONFIG.model, w, late)), rel=0.05)
@@ -112,7 +144,9 @@ def test_ranks_that_wait_for_each_other_are_told_from_slow_collectives() -> None
 
 def test_collectives_are_priced_by_their_own_measurements() -> None:
     made = samples()
-    slow = [(name, n, size, seconds * (3 if name == "all_gather" else 1)) for name, n, size, seconds in made.collectives]
+    slow = [
+        (name, n, size, seconds * (3 if name == "all_gather" else 1)) for name, n, size, seconds in made.collectives
+    ]
     made.collectives = slow
     found = calibrated(made)
     for name, ranks, size, seconds in slow:
@@ -120,7 +154,10 @@ def test_collectives_are_priced_by_their_own_measurements() -> None:
     plain, sequence = (replace(steps_layout(CONFIG, TENSOR, 4, 4), sequence_parallel=flag) for flag in (False, True))
     gain = float(step_s(CONFIG.model, sequence, found)) - float(step_s(CONFIG.model, sequence, calibrated(samples())))
     assert gain > 0
-    assert float(step_s(CONFIG.model, plain, found)) - float(step_s(CONFIG.model, plain, calibrated(samples()))) < 0.5 * gain
+    assert (
+        float(step_s(CONFIG.model, plain, found)) - float(step_s(CONFIG.model, plain, calibrated(samples())))
+        < 0.5 * gain
+    )
 
 
 def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
@@ -130,7 +167,8 @@ def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
     found = calibrated(made)
     free = replace(found, contention=())
     config = load_run("bench", ["parallel.pipeline=2"])
-    plan, layout = make_plan(config, 2), layout_of(config, 2)
+    plan = make_plan(config, 2)
+    layout = layout_of(config, 2)
     shared, apart = (play(config.model, layout, numbers, plan.stages) for numbers in (found, free))
     assert shared.pipeline_s == pytest.approx(sum(apart.busy_s) / 2, rel=1e-6)
     assert apart.pipeline_s > 1.1 * shared.pipeline_s
@@ -139,7 +177,8 @@ def test_devices_that_share_cores_run_faster_while_others_wait() -> None:
 def test_the_file_loads_and_gives_back_every_calibrated_number(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(machine_content(samples(), CONFIG, "2026-01-02")))
-    machine, found = load_machine(str(path)), calibrated(samples())
+    machine = load_machine(str(path))
+    found = calibrated(samples())
     assert machine.devices_per_node == 2
     assert machine.stacks["frontier-llm"].gemm_efficiency.tag == "measured"
     assert "2 ranks at once, cpu, bf16" in machine.device.peak_tflops.source
@@ -153,6 +192,8 @@ def test_the_file_loads_and_gives_back_every_calibrated_number(tmp_path: Path) -
     assert "all-reduce over 2 ranks" in report(samples(), CONFIG)
 
 
-@pytest.mark.parametrize(("b", "expected"), [([1.0, 2.0], [1.0, 2.0]), ([-1.0, 2.0], [0.0, 2.0]), ([-1.0, -1.0], [0.0, 0.0])])
+@pytest.mark.parametrize(
+    ("b", "expected"), [([1.0, 2.0], [1.0, 2.0]), ([-1.0, 2.0], [0.0, 2.0]), ([-1.0, -1.0], [0.0, 0.0])]
+)
 def test_least_squares_below_zero_is_zero(b: list[float], expected: list[float]) -> None:
     assert non_negative(np.eye(2), np.array(b)) == pytest.approx(expected)

@@ -37,10 +37,14 @@ def verdict_of(code: str, folder: Path, limit_s: float) -> Verdict:
     return watch([sys.executable, "-c", write + code], dict(os.environ), "many", 2, limit_s, folder)
 
 
-def test_a_mode_is_safe_when_all_steps_end_and_a_late_one_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_is_safe_when_all_steps_end_and_a_late_one_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert verdict_of("say('2')", tmp_path, 60.0).safe
     late = verdict_of("say('1'); import time; time.sleep(300)", tmp_path, 1.0)
-    assert not late.safe and late.fault == "step 2 of 2 hung for 1 s" and "many: NOT SAFE: step 2 of 2" in late.describe()
+    assert (
+        not late.safe and late.fault == "step 2 of 2 hung for 1 s" and "many: NOT SAFE: step 2 of 2" in late.describe()
+    )
     failed = verdict_of("say('1'); raise SystemExit('rank 1 sees no GPU')", tmp_path, 60.0)
     assert failed.fault == "ended after 1 of 2 steps with exit code 1: rank 1 sees no GPU"
     monkeypatch.setattr(hang, "START_S", 0.2)
@@ -55,7 +59,9 @@ def test_many_is_taken_where_it_is_safe_with_its_overlaps() -> None:
 
 
 @pytest.mark.thorough  # starts ranks three times
-def test_a_planted_hang_is_found_and_the_machine_file_says_what_is_safe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planted_hang_is_found_and_the_machine_file_says_what_is_safe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "plant.py").write_text(PLANT)
     content = {
         "model": "llama-tiny",
@@ -66,7 +72,16 @@ def test_a_planted_hang_is_found_and_the_machine_file_says_what_is_safe(tmp_path
         "plugins": [str(tmp_path / "plant.py")],
     }
     (tmp_path / "run.yaml").write_text(json.dumps(content))
-    options = ["--hang-test", "--times", "3", "--step-limit", "15", "--machine-file", str(tmp_path / "here.yaml"), "--json"]
+    options = [
+        "--hang-test",
+        "--times",
+        "3",
+        "--step-limit",
+        "15",
+        "--machine-file",
+        str(tmp_path / "here.yaml"),
+        "--json",
+    ]
     assert main(["bench", "comm", str(tmp_path / "run.yaml"), *options]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {row["mode"]: row["safe"] for row in result["modes"]} == {"many": True, "many-waiting": True, "one": False}

@@ -29,7 +29,13 @@ def test_bandwidths_are_those_of_rccl_tests() -> None:
     def bus(operation: str) -> float:
         return LinkTime("dp", operation, 8, "flat", "together", 2_000_000_000, 0.5).bus_gbps
 
-    assert [bus(name) for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")] == [7.0, 3.5, 3.5, 4.0, 4.0]
+    assert [bus(name) for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")] == [
+        7.0,
+        3.5,
+        3.5,
+        4.0,
+        4.0,
+    ]
 
 
 def test_sizes() -> None:
@@ -57,11 +63,23 @@ def test_a_slow_link_is_one_among_its_like() -> None:
 def test_kinds_of_links_are_the_machines() -> None:
     kind = link_kind(8, "mi250x")
     assert kind(0, 1) == kind(14, 15) == "200 GB/s of Infinity Fabric" and kind(0, 6) == "100 GB/s of Infinity Fabric"
-    assert kind(0, 3) == "routed over other GCDs" and kind(7, 8) == "between nodes" and link_kind(8, None)(0, 3) == "inside a node"
+    assert (
+        kind(0, 3) == "routed over other GCDs"
+        and kind(7, 8) == "between nodes"
+        and link_kind(8, None)(0, 3) == "inside a node"
+    )
 
 
 def test_a_machine_file_takes_the_groups_of_a_node(tmp_path: Path) -> None:
-    def row(axis: str, operation: str, ranks: int, size: int, seconds: float, mode: str = "together", algorithm: str = "flat") -> LinkTime:
+    def row(
+        axis: str,
+        operation: str,
+        ranks: int,
+        size: int,
+        seconds: float,
+        mode: str = "together",
+        algorithm: str = "flat",
+    ) -> LinkTime:
         return LinkTime(axis, operation, ranks, algorithm, mode, size, seconds)
 
     operations = ("all_reduce", "reduce_scatter", "all_gather")
@@ -91,8 +109,18 @@ def test_a_measured_table_says_what_was_measured(tmp_path: Path) -> None:
     def row(size: int, algorithm: str, seconds: float) -> LinkTime:
         return LinkTime("dp", "reduce_scatter", 8, algorithm, "together", size, seconds)
 
-    measured = [row(1000, "flat", 1.0), row(1000, "hierarchical", 2.0), row(2000, "flat", 4.0), row(2000, "hierarchical", 2.0)]
-    measured += [row(3000, "flat", 5.0), row(3000, "hierarchical", 2.0), row(4000, "flat", 5.0), row(4000, "hierarchical", 6.0)]
+    measured = [
+        row(1000, "flat", 1.0),
+        row(1000, "hierarchical", 2.0),
+        row(2000, "flat", 4.0),
+        row(2000, "hierarchical", 2.0),
+    ]
+    measured += [
+        row(3000, "flat", 5.0),
+        row(3000, "hierarchical", 2.0),
+        row(4000, "flat", 5.0),
+        row(4000, "hierarchical", 6.0),
+    ]
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({"rules": algorithm_rules(measured, {"dp": 4}, "here")}))
     table = load_algorithms(str(path))
@@ -103,7 +131,10 @@ def test_a_measured_table_says_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_contention_compares_together_with_alone() -> None:
-    rows = [LinkTime("tp", "all_reduce", 2, "flat", mode, 100, seconds) for mode, seconds in (("alone", 2.0), ("together", 5.0))]
+    rows = [
+        LinkTime("tp", "all_reduce", 2, "flat", mode, 100, seconds)
+        for mode, seconds in (("alone", 2.0), ("together", 5.0))
+    ]
     assert contention(rows) == [("tp", "all_reduce", 100, 2.5)]
 
 
@@ -117,12 +148,15 @@ class _Clock:
 
 
 def _measure(rank: int) -> tuple[list[LinkTime], list[Pair], int]:
-    """Two pretended nodes, each with a pair of tp; the messages between ranks 1 and 2 are made to take three times as long as others."""
+    """Two pretended nodes, each with a pair of tp; the messages between ranks 1 and 2 are made to take three times
+    as long as others.
+    """
     grid = Grid(2, 1, 2)
     mesh = build_mesh(grid, rank, timeout_s=30.0, comm=CommConfig(algorithms="hierarchical"), ranks_per_node=2)
     measurements = bench_comm(mesh, torch.device("cpu"), [4096, 100_000], seconds_per_size=0.01)
     busy = mesh.ledger.calls["tp", "all_reduce"]
-    ping_pong, clock = links._ping_pong, _Clock()
+    ping_pong = links._ping_pong
+    clock = _Clock()
 
     def timed(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], None]:
         def run() -> None:
@@ -139,22 +173,43 @@ def test_a_mesh_is_measured_and_its_slow_link_named(ranks: RankPool) -> None:
     (measurements, pairs, busy), *_, (_, _, busy_in_the_other_group) = ranks.run(4, _measure)
     assert 0 < busy_in_the_other_group < busy, "it rests while the first group is measured alone"
     operations = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "message"}
-    ways = [("tp", "flat", "alone"), ("tp", "flat", "together"), ("world", "flat", "together"), ("world", "hierarchical", "together")]
+    ways = [
+        ("tp", "flat", "alone"),
+        ("tp", "flat", "together"),
+        ("world", "flat", "together"),
+        ("world", "hierarchical", "together"),
+    ]
     ways += [("dp", algorithm, mode) for algorithm in ("flat", "hierarchical") for mode in ("alone", "together")]
     for axis, algorithm, mode in ways:
         seen = [m.operation for m in measurements if (m.axis, m.algorithm, m.mode) == (axis, algorithm, mode)]
-        assert sorted(seen) == sorted([*operations - ({"message"} if algorithm == "hierarchical" else set())] * 2), "both sizes"
+        assert sorted(seen) == sorted([*operations - ({"message"} if algorithm == "hierarchical" else set())] * 2), (
+            "both sizes"
+        )
     assert len(measurements) == 2 * sum(6 if algorithm == "flat" else 5 for _, algorithm, _ in ways)
-    assert {(axis, operation) for axis, operation, _, _ in contention(measurements)} == {(a, o) for a in ("tp", "dp") for o in operations}
+    assert {(axis, operation) for axis, operation, _, _ in contention(measurements)} == {
+        (a, o) for a in ("tp", "dp") for o in operations
+    }
     assert all(m.seconds > 0 and m.bytes in (4096, 100_000) for m in measurements)
     assert [(pair.a, pair.b) for pair in pairs] == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert [(pair.a, pair.b, round(pair.seconds, 6)) for pair in slow_links(pairs, lambda a, b: "any")] == [(1, 2, 0.03)]
+    assert [(pair.a, pair.b, round(pair.seconds, 6)) for pair in slow_links(pairs, lambda a, b: "any")] == [
+        (1, 2, 0.03)
+    ]
 
 
 @pytest.mark.thorough
 def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "pairs.html"
-    arguments = ["bench", "comm", "bench", "parallel.tensor=2", f"train.run_dir={tmp_path}/run", "--min", "64KiB", "--max", "128KiB"]
+    arguments = [
+        "bench",
+        "comm",
+        "bench",
+        "parallel.tensor=2",
+        f"train.run_dir={tmp_path}/run",
+        "--min",
+        "64KiB",
+        "--max",
+        "128KiB",
+    ]
     machine = tmp_path / "mine.yaml"
     assert main([*arguments, "--json", "--heatmap", str(figure), "--machine-file", str(machine)]) == 0
     measured = load_machine(str(machine))
@@ -162,8 +217,13 @@ def test_the_command_prints_json_and_draws(tmp_path: Path, capfd: pytest.Capture
     result = json.loads(capfd.readouterr().out)
     assert {(row["operation"], row["pieces"]) for row in result["pieces"]} == {("all_reduce", 2), ("all_reduce", 4)}
     overlap = measured.stacks["frontier-llm"].chunk_overlap
-    assert overlap.tag == "measured" and overlap.value == pytest.approx(median(row["overlap"] for row in result["pieces"]), rel=1e-4)
+    assert overlap.tag == "measured" and overlap.value == pytest.approx(
+        median(row["overlap"] for row in result["pieces"]), rel=1e-4
+    )
     assert {row["operation"] for row in result["rows"]} == {*OPERATIONS}
     assert {pair["kind"] for pair in result["pairs"]} == {"inside a node"}
-    assert all(row["busbw_gbps"] > 0 and row["bytes"] in (65_536, 131_072) for row in result["rows"]) and len(result["pairs"]) == 1
+    assert (
+        all(row["busbw_gbps"] > 0 and row["bytes"] in (65_536, 131_072) for row in result["rows"])
+        and len(result["pairs"]) == 1
+    )
     assert '"type": "heatmap"' in figure.read_text()

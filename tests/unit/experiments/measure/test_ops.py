@@ -65,7 +65,11 @@ def test_both_sides_of_a_case_compute_the_same(model, tp):
     ):
         case = CASES[name](ops, shapes)
         torch.testing.assert_close(
-            case.ours(*case.inputs), case.eager(*case.inputs), rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            case.ours(*case.inputs),
+            case.eager(*case.inputs),
+            rtol=1e-4,
+            atol=1e-4,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
     assert CASES["linear"](ops, shapes).flops == 2 * shapes.rows * shapes.model.hidden * shapes.model.ffn_hidden / tp
 
@@ -73,7 +77,8 @@ def test_both_sides_of_a_case_compute_the_same(model, tp):
 def test_json_holds_no_nan_for_what_cannot_run(capsys, monkeypatch):
     failed = Timing("attention", "sdpa-cudnn", float("nan"), 0, 0.0, "RuntimeError: no viable backend")
     monkeypatch.setattr(
-        "frontier_llm.experiments.measure.ops.compare", lambda *_: [failed, replace(failed, way="ours", seconds=0.5, error="")]
+        "frontier_llm.experiments.measure.ops.compare",
+        lambda *_: [failed, replace(failed, way="ours", seconds=0.5, error="")],
     )
     assert main(["bench", "ops", "--model", "llama-tiny", "--json"]) == 0
     ops = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["ops"]
@@ -111,4 +116,8 @@ def test_kernels_prints_the_report_or_how_to_build(capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2 + sum(line["dtype"] == "bf16" for line in lines)
     assert all(1 <= line["waves_per_simd"] <= 8 for line in lines)
-    assert sum("unaligned" in line for line in printed) == sum(line["dtype"] == "bf16" and not line["aligned"] for line in lines) > 0
+    assert (
+        sum("unaligned" in line for line in printed)
+        == sum(line["dtype"] == "bf16" and not line["aligned"] for line in lines)
+        > 0
+    )

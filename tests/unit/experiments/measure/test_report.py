@@ -67,7 +67,13 @@ def test_the_page_needs_nothing_from_elsewhere(page):
 def test_a_curve_with_gaps_is_strict_json(tmp_path):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
-        row = {"step": 41, "loss": float("nan"), "gradient_norm": float("inf"), "learning_rate": 0.0, "tokens_per_s": 1.0}
+        row = {
+            "step": 41,
+            "loss": float("nan"),
+            "gradient_norm": float("inf"),
+            "learning_rate": 0.0,
+            "tokens_per_s": 1.0,
+        }
         file.write("\n" + json.dumps({"kind": "step", "consumed_tokens": 1, "skipped_steps": 1, **row}) + "\n")
     text = write_report([run], tmp_path / "report.html").read_text()
     drawings = re.findall(r'<script type="application/json" class=figure>(.*?)</script>', text)
@@ -93,26 +99,36 @@ def test_the_page_says_what_the_runs_did(page):
 def test_the_page_shows_the_latencies_of_each_axis(page):
     text = page.read_text()
     assert "<td>dp</td><td>reduce_scatter</td><td>8</td><td>3.0 MiB</td>" in text
-    assert text.count("10 calls below 64 us") == 2 and text.count("6 calls below 256 us") == 2  # both operations, in both runs
+    # both operations, in both runs
+    assert text.count("10 calls below 64 us") == 2 and text.count("6 calls below 256 us") == 2
 
 
 def test_runs_of_one_layout_are_told_apart_by_their_names(tmp_path):
     (tmp_path / "deeper").mkdir()
     runs = [make_run(tmp_path / "warm"), make_run(tmp_path / "cold")]
     text = write_report(runs, tmp_path / "report.html").read_text()
-    assert all(text.count(f'"name": "{name}, TP2 x PP2 x DP1"') == 4 for name in ("warm", "cold"))  # in the legend of each figure
+    # in the legend of each figure
+    assert all(text.count(f'"name": "{name}, TP2 x PP2 x DP1"') == 4 for name in ("warm", "cold"))
     runs.append(make_run(tmp_path / "deeper" / "cold"))
     assert f'"name": "{runs[2]}, TP2 x PP2 x DP1"' in write_report(runs, tmp_path / "report.html").read_text()
 
 
 def test_a_run_that_changed_its_layout_has_each_part_labelled(tmp_path):
     before = ["parallel.tensor=1", "parallel.data=2", "parallel.sequence_parallel=false", "batch.micro_batch=2"]
-    # a rule of the last attempt's configuration (nothing to cut without tensor parallelism) does not concern the one before
+    # a rule of the last attempt's configuration (nothing to cut without tensor parallelism) does not concern the one
+    # before
     run = make_run(tmp_path / "run", "comm.tensor_chunks=2")
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines()
     starts = [
-        json.dumps({"kind": "start", "step": step, "incarnation": number, "layout": layout_of(load_run("quickstart", overrides), 4)})
+        json.dumps(
+            {
+                "kind": "start",
+                "step": step,
+                "incarnation": number,
+                "layout": layout_of(load_run("quickstart", overrides), 4),
+            }
+        )
         for number, step, overrides in ((1, 0, before), (2, 30, []))
     ]
     place = next(index for index, line in enumerate(lines) if '"step": 31' in line)
@@ -133,7 +149,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def test_the_load_of_experts_is_drawn_where_there_are_any() -> None:
-    routing = {"rows_per_expert": [5, 3], "largest_over_mean": [1.25, 1.5], "smallest_over_mean": [0.75, 0.5], "entropy": [0.6, 0.4]}
+    routing = {
+        "rows_per_expert": [5, 3],
+        "largest_over_mean": [1.25, 1.5],
+        "smallest_over_mean": [0.75, 0.5],
+        "entropy": [0.6, 0.4],
+    }
     record = SimpleNamespace(name="moe", steps=[{"step": 1, "routing": routing}, {"step": 2}])
     page = _experts([record])  # type: ignore[list-item]
     dense = SimpleNamespace(name="dense", steps=[{"step": 1}])
@@ -147,14 +168,18 @@ schedule.register("of-a-plugin", schedule.rule("1f1b"))
 """
 
 
-@pytest.mark.parametrize("words", [["report"], ["plan", "--machine=local", "--measured"]], ids=["report", "plan --measured"])
+@pytest.mark.parametrize(
+    "words", [["report"], ["plan", "--machine=local", "--measured"]], ids=["report", "plan --measured"]
+)
 def test_a_run_with_a_plugins_schedule_is_read(tmp_path, words):
     """In processes of their own, because what is registered stays."""
     run = make_run(tmp_path / "run", "parallel.tensor=1")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
             "\n"
-            + json.dumps({"kind": "step", "step": 41, "step_time_s": 1.0, "loss": 1.0, "consumed_tokens": 1, "tokens_per_s": 1.0})
+            + json.dumps(
+                {"kind": "step", "step": 41, "step_time_s": 1.0, "loss": 1.0, "consumed_tokens": 1, "tokens_per_s": 1.0}
+            )
             + "\n"
         )
     (tmp_path / "mine.py").write_text(PLUGIN)
@@ -169,5 +194,7 @@ def test_a_run_with_a_plugins_schedule_is_read(tmp_path, words):
     assert refused.returncode == 2 and "needs the plugin mine.py" in refused.stderr and "--plugin" in refused.stderr
     (tmp_path / "given").mkdir()
     (tmp_path / "elsewhere.py").rename(tmp_path / "given" / "mine.py")
-    given = subprocess.run([*command, "--plugin", str(tmp_path / "given" / "mine.py")], capture_output=True, text=True, check=False)
+    given = subprocess.run(
+        [*command, "--plugin", str(tmp_path / "given" / "mine.py")], capture_output=True, text=True, check=False
+    )
     assert given.returncode == 0, given.stderr

@@ -56,7 +56,9 @@ def test_large_runs_as_shipped_are_short_benchmarks(name: str) -> None:
     assert config.data.train == "synthetic" and config.train.steps == 5
 
 
-@pytest.mark.parametrize("name", [*LARGE, *(name for name in available("runs") if "scaling" in name or name == "bench")])
+@pytest.mark.parametrize(
+    "name", [*LARGE, *(name for name in available("runs") if "scaling" in name or name == "bench")]
+)
 def test_benchmarks_write_no_checkpoint(name: str) -> None:
     assert saves_nothing(load_run(name).train)
 
@@ -73,7 +75,9 @@ def test_production_runs_save_at_the_planners_interval(script: str) -> None:
     assert done.returncode == 0, "run python scripts/pretrain_intervals.py"
 
 
-@pytest.mark.parametrize("unsaved", ["train.steps=21", "data.train=[{path: DATA}]", "train.phases=[{steps: 5, data: {train: DATA}}]"])
+@pytest.mark.parametrize(
+    "unsaved", ["train.steps=21", "data.train=[{path: DATA}]", "train.phases=[{steps: 5, data: {train: DATA}}]"]
+)
 def test_a_benchmark_that_became_a_run_is_refused_with_the_production_script(
     allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], unsaved: str
 ) -> None:
@@ -84,17 +88,24 @@ def test_a_benchmark_that_became_a_run_is_refused_with_the_production_script(
     words = [unsaved.replace("DATA", str(tmp_path / "tokens")), f"train.run_dir={tmp_path}/r"]
     assert main([*SUBMIT_1T, *words]) == 2
     refusal = capsys.readouterr().err
-    assert "no checkpoint is written" in refusal and "slurm/pretrain_1t.sbatch (configs/runs/pretrain_1t.yaml)" in refusal
+    assert (
+        "no checkpoint is written" in refusal and "slurm/pretrain_1t.sbatch (configs/runs/pretrain_1t.yaml)" in refusal
+    )
     with pytest.raises(ConfigError, match=r"no checkpoint is written[^$]*slurm/pretrain_1t\.sbatch"):
         admit_job(make_job(("train_1t", *words)))
     main([*SUBMIT_1T, *words, "train.save_final=true"])  # these data are too few for a batch
     assert "no checkpoint is written" not in capsys.readouterr().err
 
 
-def test_a_benchmark_that_does_not_fit_its_walltime_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_benchmark_that_does_not_fit_its_walltime_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*SUBMIT_1T, f"train.run_dir={tmp_path}/r", "--time", "0:30:00"]
     assert main(words) == 2
-    assert "5 steps and the start take about 61 minutes" in (said := capsys.readouterr().err) and "--time 01:01:00 or more" in said
+    assert (
+        "5 steps and the start take about 61 minutes" in (said := capsys.readouterr().err)
+        and "--time 01:01:00 or more" in said
+    )
     assert main([*words, "--time", "1:01:00"]) == 0
 
 
@@ -114,9 +125,17 @@ def test_checkpoints_are_counted(train: dict[str, Any], done: int, until: int, c
     assert saves_between(TrainConfig(**train), done, until) == count
 
 
-@pytest.mark.parametrize("words", [["train.steps=9", "train.save_interval=3"], ["train.steps=4", "train.save_final=false"]])
+@pytest.mark.parametrize(
+    "words", [["train.steps=9", "train.save_interval=3"], ["train.steps=4", "train.save_final=false"]]
+)
 def test_as_many_checkpoints_are_written_as_counted(tmp_path: Path, words: list[str]) -> None:
-    toy = ["model=gpt-tiny", "train.tensorboard=false", "train.device=cpu", "optimizer.warmup_steps=0", "train.keep_checkpoints=9"]
+    toy = [
+        "model=gpt-tiny",
+        "train.tensorboard=false",
+        "train.device=cpu",
+        "optimizer.warmup_steps=0",
+        "train.keep_checkpoints=9",
+    ]
     layout = ["parallel.tensor=1", "parallel.pipeline=1", "batch.micro_batch=1", "batch.global_batch=2"]
     words = [*toy, *layout, f"train.run_dir={tmp_path}/r", "train.save_lag_steps=0", *words]
     assert main(["train", "train_small", *words]) == 0
@@ -134,21 +153,32 @@ def test_submit_refuses_a_long_run_on_synthetic_data(tmp_path: Path, capsys: pyt
     assert "ends when 5,000.0 node-hours are used" in capsys.readouterr().err
 
 
-def test_the_preview_says_nodes_minutes_node_hours_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_preview_says_nodes_minutes_node_hours_and_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*SUBMIT_1T, f"train.run_dir={tmp_path}/r", "--time", "2:00:00"]) == 0
     err = capsys.readouterr().err
-    assert re.search(r"this job takes 384 nodes for about 58 minutes, 373\.\d node-hours: 10 minutes to start \(assumed\), 5 steps", err)
+    assert re.search(
+        r"this job takes 384 nodes for about 58 minutes, 373\.\d node-hours: 10 minutes to start \(assumed\), 5 steps",
+        err,
+    )
     assert f"this job writes no checkpoint (0 bytes), only logs and metrics, to {tmp_path}/r\n" in err
-    assert "at most 1 job of 2 h, 768 node-hours" in err and "no limit is set" not in err  # a run that saves nothing is not continued
+    # a run that saves nothing is not continued
+    assert "at most 1 job of 2 h, 768 node-hours" in err and "no limit is set" not in err
     production = ["submit", "pretrain_1t", *ON_384_NODES, f"train.run_dir={tmp_path}/p", *SYNTHETIC]
     assert main(production) == 0
     err = capsys.readouterr().err
     assert "for about 687 minutes" in err and "70 steps of about 580 s" in err
     # every second step of 70, and one at the walltime; 12 bytes of each of 1.008e12 parameters
-    assert f"396.1 TiB, 36 checkpoints of 11.0 TiB, to {tmp_path}/p/checkpoints, and keeps 2 (train.keep_checkpoints)" in err
+    assert (
+        f"396.1 TiB, 36 checkpoints of 11.0 TiB, to {tmp_path}/p/checkpoints, and keeps 2 (train.keep_checkpoints)"
+        in err
+    )
 
 
-def test_a_bare_sbatch_makes_the_same_checks(allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bare_sbatch_makes_the_same_checks(
+    allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("train_1t", f"train.run_dir={tmp_path}/r")
     with pytest.raises(ConfigError, match=r"15259 steps on synthetic data, about [\d,]+ node-hours"):
         admit_job(make_job(("pretrain_1t", f"train.run_dir={tmp_path}/r", "data.train=synthetic")))
@@ -164,13 +194,19 @@ def test_a_bare_sbatch_makes_the_same_checks(allocation: None, tmp_path: Path, c
 def test_a_chain_pays_for_each_start_and_each_save() -> None:
     config = load_run("pretrain_1t", ["train.steps=3250"])
     cost = Cost(config, Path("r"), done=10, step_s=10.0, nodes=100, slice_hours=2.0, lead_s=600.0, chained=True)
-    assert cost.node_hours == 900.0 and cost.chain() == (6, 1200.0)  # of each job ten minutes start and ten minutes wait for its end
-    assert cost.job_steps == 600 and cost.job_saves == 301 and cost.job_minutes == 110  # 2 h less the start and the lead
+    # of each job ten minutes start and ten minutes wait for its end
+    assert cost.node_hours == 900.0 and cost.chain() == (6, 1200.0)
+    # 2 h less the start and the lead
+    assert cost.job_steps == 600 and cost.job_saves == 301 and cost.job_minutes == 110
     assert replace(cost, slice_hours=0.1).chain() is None
 
 
-def test_a_lead_time_shorter_than_a_step_is_pointed_out(allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As with `sbatch slurm/train_1t.sbatch train.save_final=true`: the benchmark's script warns 60 s before the walltime."""
+def test_a_lead_time_shorter_than_a_step_is_pointed_out(
+    allocation: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with `sbatch slurm/train_1t.sbatch train.save_final=true`: the benchmark's script warns 60 s before the
+    walltime.
+    """
     job = make_job(("train_1t", f"train.run_dir={tmp_path}/r", "train.save_final=true"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "60")
@@ -181,17 +217,27 @@ def test_a_lead_time_shorter_than_a_step_is_pointed_out(allocation: None, tmp_pa
 
 
 @pytest.mark.parametrize(("words", "continuation"), [((), "never"), (("train.save_final=true",), "requeue")])
-def test_a_run_that_saves_nothing_is_not_continued(allocation: None, tmp_path: Path, words: tuple[str, ...], continuation: str) -> None:
+def test_a_run_that_saves_nothing_is_not_continued(
+    allocation: None, tmp_path: Path, words: tuple[str, ...], continuation: str
+) -> None:
     assert make_job(("train_1t", f"train.run_dir={tmp_path}/r", *words)).continue_with == continuation
 
 
-def test_a_chain_ends_when_its_node_hours_are_used(allocation: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_ends_when_its_node_hours_are_used(
+    allocation: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FRONTIER_LLM_MAX_NODE_HOURS", "1000")
     job = make_job(("pretrain_1t", f"train.run_dir={tmp_path}"))
     assert nothing_to_do(job) == "" and job.budget_left_s == pytest.approx(1000 * 3600 / 384)
-    ended = run_dir.Attempt(1, "6", job.allocation.nodes, 0, 0, 75, "interrupted", started_unix_s=0.0, ended_unix_s=2 * 3600.0)
+    ended = run_dir.Attempt(
+        1, "6", job.allocation.nodes, 0, 0, 75, "interrupted", started_unix_s=0.0, ended_unix_s=2 * 3600.0
+    )
     run_dir.record(tmp_path, ended)
-    assert job.budget_left_s == pytest.approx(232 * 3600 / 384) and job.budget_left_s > job.lead_s and nothing_to_do(job) == ""
+    assert (
+        job.budget_left_s == pytest.approx(232 * 3600 / 384)
+        and job.budget_left_s > job.lead_s
+        and nothing_to_do(job) == ""
+    )
     run_dir.record(tmp_path, ended)
     assert "1,536.0 of 1,000.0 node-hours are used" in nothing_to_do(job)
     for hours in ("many", "nan", "inf", "-1", "0"):
@@ -201,21 +247,36 @@ def test_a_chain_ends_when_its_node_hours_are_used(allocation: None, tmp_path: P
 
 
 def test_a_run_without_a_final_checkpoint_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [f"train.run_dir={tmp_path}/r", "train.steps=2", "train.save_final=false", "model=gpt-tiny", "train.tensorboard=false"]
+    words = [
+        f"train.run_dir={tmp_path}/r",
+        "train.steps=2",
+        "train.save_final=false",
+        "model=gpt-tiny",
+        "train.tensorboard=false",
+    ]
     layout = ["parallel.tensor=1", "parallel.pipeline=1", "batch.micro_batch=1", "batch.global_batch=2"]
     assert main(["train", "train_small", *words, *layout, "optimizer.warmup_steps=0", "train.device=cpu"]) == 0
     assert run_dir.latest_step(tmp_path / "r") == 0 and len(run_dir.steps(tmp_path / "r")) == 2
 
 
 def test_a_benchmark_that_is_stopped_saves_nothing_unless_it_saves_in_between(tmp_path: Path) -> None:
-    words = ["train.steps=100000", "train.save_final=false", "model=gpt-tiny", "train.tensorboard=false", "train.device=cpu"]
+    words = [
+        "train.steps=100000",
+        "train.save_final=false",
+        "model=gpt-tiny",
+        "train.tensorboard=false",
+        "train.device=cpu",
+    ]
     layout = ["parallel.tensor=1", "parallel.pipeline=1", "batch.micro_batch=1", "batch.global_batch=2"]
 
     def saves(interval: int) -> bool:
         run = tmp_path / str(interval)
         stop = threading.Thread(target=stop_after_a_step, args=(run,))
         stop.start()
-        assert main(["train", "train_small", *words, *layout, f"train.run_dir={run}", f"train.save_interval={interval}"]) == 75
+        assert (
+            main(["train", "train_small", *words, *layout, f"train.run_dir={run}", f"train.save_interval={interval}"])
+            == 75
+        )
         stop.join()
         return run_dir.latest_step(run) > 0
 
@@ -231,5 +292,8 @@ def stop_after_a_step(run: Path) -> None:
 def test_a_job_whose_run_writes_no_final_checkpoint_is_finished(allocation: None, tmp_path: Path) -> None:
     job = make_job(("train_1t", f"train.run_dir={tmp_path}"))
     assert nothing_to_do(job) == ""
-    run_dir.record(tmp_path, run_dir.Attempt(1, "7", job.allocation.nodes, 0, 0, 0, "finished", started_unix_s=0.0, ended_unix_s=1.0))
+    run_dir.record(
+        tmp_path,
+        run_dir.Attempt(1, "7", job.allocation.nodes, 0, 0, 0, "finished", started_unix_s=0.0, ended_unix_s=1.0),
+    )
     assert "without a final checkpoint" in nothing_to_do(job)

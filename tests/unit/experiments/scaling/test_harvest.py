@@ -21,7 +21,8 @@ from frontier_llm.planner.figures import PUBLISHED
 from frontier_llm.planner.predict import predict
 from frontier_llm.run import run_dir
 
-LOCAL, FRONTIER = load_site("local"), load_site("frontier")
+LOCAL = load_site("local")
+FRONTIER = load_site("frontier")
 
 
 def points(root: Path, nodes: list[int], repeats: int = 1) -> list[Point]:
@@ -31,12 +32,16 @@ def points(root: Path, nodes: list[int], repeats: int = 1) -> list[Point]:
 
 def finish(point: Point, step_time_s: float, steps: int = 8) -> None:
     announce(point)
-    rows = [{"kind": "step", "step": step, "loss": 1.0, "step_time_s": 9.0 if step <= 3 else step_time_s} for step in range(1, steps + 1)]
+    rows = [
+        {"kind": "step", "step": step, "loss": 1.0, "step_time_s": 9.0 if step <= 3 else step_time_s}
+        for step in range(1, steps + 1)
+    ]
     (point.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_throughput_efficiency_and_interval(tmp_path: Path) -> None:
-    small, large = points(tmp_path, [1, 2], repeats=3)[:3], points(tmp_path, [1, 2], repeats=3)[3:]
+    small = points(tmp_path, [1, 2], repeats=3)[:3]
+    large = points(tmp_path, [1, 2], repeats=3)[3:]
     for point, seconds in zip([*small, *large], [1.0, 1.0, 1.0, 1.0, 1.25, 1.6], strict=True):
         finish(point, seconds)
     first, second = harvest(tmp_path)
@@ -58,10 +63,16 @@ def test_failed_and_unfinished_points_stay_in_the_table(tmp_path: Path, capsys: 
     done, broken, never = points(tmp_path, [1, 2, 4])
     finish(done, 1.0)
     finish(broken, 1.0, steps=2)
-    run_dir.record(broken.directory, run_dir.Attempt(1, "7", ("n0",), 0, 0, 1, "crash", "rank 5 on n0 failed first: Killed"))
+    run_dir.record(
+        broken.directory, run_dir.Attempt(1, "7", ("n0",), 0, 0, 1, "crash", "rank 5 on n0 failed first: Killed")
+    )
     announce(never)
     rows = harvest(tmp_path)
-    assert [row.status for row in rows] == ["ok", "failed: rank 5 on n0 failed first: Killed", "incomplete: 0 of 8 steps"]
+    assert [row.status for row in rows] == [
+        "ok",
+        "failed: rank 5 on n0 failed first: Killed",
+        "incomplete: 0 of 8 steps",
+    ]
     assert [row.efficiency for row in rows] == [1.0, None, None]
     assert main(["scaling", "report", str(tmp_path)]) == 1
     assert "failed: rank 5" in capsys.readouterr().out

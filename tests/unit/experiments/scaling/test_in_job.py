@@ -1,4 +1,6 @@
-"""A series inside one allocation: which points run when, what becomes of dead nodes and of a walltime that ends; and what a dry run promises."""
+"""A series inside one allocation: which points run when, what becomes of dead nodes and of a walltime that ends; and
+what a dry run promises.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ class FourNodes:
     """An allocation whose n1 dies in the first run that has it."""
 
     def __init__(self, left_s: float = 1e9) -> None:
-        self.nodes, self.left_s, self.bad, self.starts = 4, left_s, set[str](), list[tuple[str, tuple[str, ...]]]()
+        self.nodes = 4
+        self.left_s = left_s
+        self.bad = set[str]()
+        self.starts = list[tuple[str, tuple[str, ...]]]()
 
     def time_left_s(self) -> float:
         return self.left_s
@@ -58,13 +63,17 @@ class FourNodes:
         self.starts.append((run.directory.name, nodes))
         if "n1" in nodes:
             self.bad.add("n1")
-            return RunEnd(1.0, 1, Failure("n1 failed", Evidence.ENDS, "node failure", host="n1", host_suspect=True), True)
+            return RunEnd(
+                1.0, 1, Failure("n1 failed", Evidence.ENDS, "node failure", host="n1", host_suspect=True), True
+            )
         finish_steps(run)
         return RunEnd(1.0, 0, None, True)
 
 
 def finish_steps(run: ShortRun) -> None:
-    rows = [{"kind": "step", "step": step, "loss": 1.0, "step_time_s": 1.0} for step in range(1, run.config.train.steps + 1)]
+    rows = [
+        {"kind": "step", "step": step, "loss": 1.0, "step_time_s": 1.0} for step in range(1, run.config.train.steps + 1)
+    ]
     (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -91,7 +100,19 @@ def test_what_the_walltime_leaves_no_room_for_stays_in_the_table(tmp_path: Path)
 
 
 def test_a_dry_run_prices_every_point(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["scaling", "strong", "--model", "gpt-175b", "--nodes", "64,128", "--site", "frontier", "-A", "ABC1", "--dry-run"]
+    words = [
+        "scaling",
+        "strong",
+        "--model",
+        "gpt-175b",
+        "--nodes",
+        "64,128",
+        "--site",
+        "frontier",
+        "-A",
+        "ABC1",
+        "--dry-run",
+    ]
     assert main([*words, "--json"]) == 0
     text = capsys.readouterr()
     rows = json.loads(text.out)
@@ -100,8 +121,13 @@ def test_a_dry_run_prices_every_point(capsys: pytest.CaptureFixture[str]) -> Non
         rows[0]["predicted_step_s"] / 2, rel=0.1
     )
     for row in rows:
-        assert row["predicted_node_hours"] == pytest.approx(row["nodes"] * (600 + row["steps"] * row["predicted_step_s"]) / 3600)
-        assert row["predicted_node_hours"] < row["nodes"] * row["minutes"] / 60 and row["peak_gib"] < row["limit_gib"] == 64
+        assert row["predicted_node_hours"] == pytest.approx(
+            row["nodes"] * (600 + row["steps"] * row["predicted_step_s"]) / 3600
+        )
+        assert (
+            row["predicted_node_hours"] < row["nodes"] * row["minutes"] / 60
+            and row["peak_gib"] < row["limit_gib"] == 64
+        )
     assert "node-hours with their starts (predicted)" in text.err
     assert main(words) == 0 and "of 64" in capsys.readouterr().out
 
@@ -126,12 +152,32 @@ def test_a_point_saves_and_evaluates_nothing(monkeypatch: pytest.MonkeyPatch, tm
     assert [config.data.validation for config in configs] == [None, None]
 
 
-def test_a_layout_that_does_not_fit_is_refused_before_anything_is_queued(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_layout_that_does_not_fit_is_refused_before_anything_is_queued(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     config = load_run("train_175b", ["parallel.pipeline=4", "train.recompute=none", "machine=frontier"])
     points = make_series("strong", config, load_site("frontier"), [64, 128], 8000, tmp_path)
     with pytest.raises(ConfigError) as caught:
         forecasts([(point, None) for point in points])
     assert [problem.where for problem in caught.value.problems] == ["64 nodes: memory", "128 nodes: memory"]
-    words = ["scaling", "strong", "--model", "gpt-175b", "--nodes", "64", "--site", "frontier", "-A", "ABC1", "--dry-run"]
-    assert main([*words, "parallel.pipeline=4", "train.recompute=none"]) == 2 and "64 nodes: memory" in capsys.readouterr().err
-    assert main(["scaling", "strong", "--model", "gpt-175b", "--nodes", "64"]) == 2 and "--site frontier" in capsys.readouterr().err
+    words = [
+        "scaling",
+        "strong",
+        "--model",
+        "gpt-175b",
+        "--nodes",
+        "64",
+        "--site",
+        "frontier",
+        "-A",
+        "ABC1",
+        "--dry-run",
+    ]
+    assert (
+        main([*words, "parallel.pipeline=4", "train.recompute=none"]) == 2
+        and "64 nodes: memory" in capsys.readouterr().err
+    )
+    assert (
+        main(["scaling", "strong", "--model", "gpt-175b", "--nodes", "64"]) == 2
+        and "--site frontier" in capsys.readouterr().err
+    )

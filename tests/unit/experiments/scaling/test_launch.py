@@ -55,7 +55,9 @@ def test_nothing_starts_on_nodes_that_all_share_a_fault_or_are_too_few(
         ranks.preflight(tmp_path)
 
 
-def test_a_short_run_ends_before_slurm_may_warn_its_ranks(ranks: AllocationRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_ends_before_slurm_may_warn_its_ranks(
+    ranks: AllocationRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slurm, "time_left_s", lambda job_id: 600.0)
     monkeypatch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "120")
     assert ranks.time_left_s() == 600 - 120 - 60 - GRACE_S  # a warning may come a minute early

@@ -38,7 +38,9 @@ def test_illegal_points_name_the_nearest_node_counts(config: RunConfig, tmp_path
         make_series("strong", config, FRONTIER, [8, 12, 24], 8000, tmp_path)
     text = str(caught.value)
     assert "12 nodes" in text and "use 8 or 16 nodes" in text
-    assert "24 nodes: --global-batch: 8000 is not a multiple" in text and "fix: give --global-batch 7998 or 8001" in text
+    assert (
+        "24 nodes: --global-batch: 8000 is not a multiple" in text and "fix: give --global-batch 7998 or 8001" in text
+    )
     assert "8 nodes: " not in text.replace("use 8", "")
 
 
@@ -46,7 +48,9 @@ def test_a_batch_per_replica_is_answered_as_such(tmp_path: Path) -> None:
     run = load_run("train_175b", ["train.steps=20", "batch.micro_batch=4"])
     with pytest.raises(LayoutError) as caught:
         make_series("weak", run, FRONTIER, [16], 6, tmp_path)
-    assert str(caught.value).startswith("16 nodes: --batch-per-replica: 12 is not a multiple of micro_batch 4 x dp 2 = 8")
+    assert str(caught.value).startswith(
+        "16 nodes: --batch-per-replica: 12 is not a multiple of micro_batch 4 x dp 2 = 8"
+    )
     assert "fix: give a multiple of batch.micro_batch, 4" in str(caught.value)
 
 

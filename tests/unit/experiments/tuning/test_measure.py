@@ -35,11 +35,19 @@ def steps(directory: Path, losses: list[float]) -> None:
         (ended(), [2.0] * 6, "ok"),
         (ended("exit code 1; torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2 GiB"), [], "out of memory"),
         (ended("killed by SIGKILL; lost a peer"), [2.0], "out of memory"),
-        (ended("exit code 1", message="RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory"), [], "out of memory"),
+        (
+            ended("exit code 1", message="RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            [],
+            "out of memory",
+        ),
         (ended(in_time=False), [], "hang"),
         (ended("nothing moved for 540 s: watchdog", code=70), [2.0], "hang"),
         (ended(in_time=False), [2.0] * 6, "ok"),
-        (ended("6 steps in a row were skipped; at the last one loss was nan", code=2, cause="refused"), [], "not finite"),
+        (
+            ended("6 steps in a row were skipped; at the last one loss was nan", code=2, cause="refused"),
+            [],
+            "not finite",
+        ),
         (ended(), [float("nan")] * 6, "not finite"),
         (ended("n0 failed", cause="node failure"), [2.0] * 3, "node failure"),
         (ended("needs 2 GiB more", code=2, cause="refused"), [], "refused"),
@@ -53,7 +61,14 @@ def test_failures_are_told_apart(tmp_path: Path, end: RunEnd, losses: list[float
 
 
 def test_ranks_of_this_machine_end_at_their_limit_and_a_refusal_is_read(tmp_path: Path) -> None:
-    words = ("train_small", *TINY, "parallel.tensor=1", "parallel.pipeline=1", "train.steps=100000", f"train.run_dir={tmp_path}/run")
+    words = (
+        "train_small",
+        *TINY,
+        "parallel.tensor=1",
+        "parallel.pipeline=1",
+        "train.steps=100000",
+        f"train.run_dir={tmp_path}/run",
+    )
     end = LocalRanks(1).start(ShortRun(words), 0.2)
     assert not end.in_time and judge(tmp_path / "run", end)[0] == "hang"
     words = (*words, "batch.micro_batch=3")
@@ -75,7 +90,12 @@ def test_the_dry_run_lists_the_space_and_what_a_trial_costs(tmp_path: Path, caps
 
 def table(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """trials.csv as if the planner's order were the wrong way round, without a single trial."""
-    assert main(["tune", "train_small", *TINY, *SPACE, "--budget-node-hours", "1", "--output", str(directory), "--dry-run"]) == 0
+    assert (
+        main(
+            ["tune", "train_small", *TINY, *SPACE, "--budget-node-hours", "1", "--output", str(directory), "--dry-run"]
+        )
+        == 0
+    )
     capsys.readouterr()
     from frontier_llm.experiments.tuning.space import make_space
     from frontier_llm.experiments.tuning.trials import Trial, write_trials
@@ -99,7 +119,9 @@ def table(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [str(trial.layout) for trial in trials]
 
 
-def test_the_report_and_the_fastest_layout_come_from_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_and_the_fastest_layout_come_from_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table(tmp_path, capsys)
     assert (tmp_path / "trials.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
     words = ["tune", "train_small", *TINY, *SPACE, "--budget-node-hours", "0", "--output", str(tmp_path)]
@@ -116,7 +138,19 @@ def test_the_report_and_the_fastest_layout_come_from_the_table(tmp_path: Path, c
 
 @pytest.mark.thorough
 def test_a_search_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["tune", "train_small", *TINY, *SPACE, "--budget-node-hours", "1", "--output", str(tmp_path), "--steps", "5", "--json"]
+    words = [
+        "tune",
+        "train_small",
+        *TINY,
+        *SPACE,
+        "--budget-node-hours",
+        "1",
+        "--output",
+        str(tmp_path),
+        "--steps",
+        "5",
+        "--json",
+    ]
     assert main([*words, "--trials", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["trials"] == 2
     assert main([*words, "--trials", "3"]) == 0

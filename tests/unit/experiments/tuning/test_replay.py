@@ -1,4 +1,6 @@
-"""Searches of several seeds on docs/results/tune.csv: every layout of a small space, measured once on a local Slurm of four nodes."""
+"""Searches of several seeds on docs/results/tune.csv: every layout of a small space, measured once on a local Slurm
+of four nodes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ SEEDS = range(8)
 
 @pytest.mark.thorough
 def test_a_quarter_of_the_trials_beats_random_order_and_the_planner() -> None:
-    """The planner's order is nearly the wrong way round there (ranks share cores), so this is what the trials have taught."""
+    """The planner's order is nearly the wrong way round there (ranks share cores), so this is what the trials have
+    taught.
+    """
     space, seconds = measured_space()
     assert len(seconds) >= 40
     quarter = len(seconds) // 4

@@ -1,4 +1,6 @@
-"""The search on tables of step times: what it tries first, what it makes of failures, when it ends, and how it goes on after a walltime."""
+"""The search on tables of step times: what it tries first, what it makes of failures, when it ends, and how it goes
+on after a walltime.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +28,36 @@ NUMBERS = rates(load_machine("local"))
 @pytest.fixture(scope="module")
 def space() -> Space:
     config = load_run("train_small", ["batch.global_batch=16"])
-    return make_space(config, NUMBERS, 8, 2, {"recompute": "none", "sharding": "optimizer", "cp": 1, "chunks": 1}, most=60)
+    return make_space(
+        config, NUMBERS, 8, 2, {"recompute": "none", "sharding": "optimizer", "cp": 1, "chunks": 1}, most=60
+    )
 
 
 def trial_of(search: Tuner, proposal: Proposal, step_s: float | None, status: str = "ok") -> Trial:
     plan = search.space.plans[proposal.number]
     steps = 0 if step_s is None else 9
     wall_s = 20 + 9 * (step_s or 0)
-    return Trial(len(search.trials) + 1, plan.layout, proposal.why, plan.step_s, status, step_s, steps, wall_s, wall_s / 3600)
+    return Trial(
+        len(search.trials) + 1, plan.layout, proposal.why, plan.step_s, status, step_s, steps, wall_s, wall_s / 3600
+    )
 
 
 def true_times(space: Space) -> np.ndarray:
     """A machine on which messages are slow and pipelines better than the planner thinks."""
-    return np.array([plan.step_s * (1.3 + 0.2 * (plan.layout.tp > 1) - 0.35 * (plan.layout.pp > 1)) for plan in space.plans])
+    return np.array(
+        [plan.step_s * (1.3 + 0.2 * (plan.layout.tp > 1) - 0.35 * (plan.layout.pp > 1)) for plan in space.plans]
+    )
 
 
 def play(space: Space, trials: int, seed: int = 0, failing: tuple[int, ...] = ()) -> Tuner:
-    search, seconds = Tuner(space, [], seed), true_times(space)
+    search = Tuner(space, [], seed)
+    seconds = true_times(space)
 
     def measure(proposal: Proposal, limit_s: float) -> Trial:
         bad = proposal.number in failing
-        return trial_of(search, proposal, None if bad else float(seconds[proposal.number]), "out of memory" if bad else "ok")
+        return trial_of(
+            search, proposal, None if bad else float(seconds[proposal.number]), "out of memory" if bad else "ok"
+        )
 
     run_search(search, 9, Limits(1e9, 1, trials), measure, lambda rows: None)
     return search
@@ -93,8 +104,12 @@ def test_it_never_starts_what_it_cannot_pay(space: Space) -> None:
 
     run_search(search, 9, Limits(0.1, 1), measure, lambda rows: None)
     used = np.cumsum([0.02] * len(granted))
-    assert 1 <= len(granted) <= 5 and all(limit <= (0.1 - before + 0.02) * 3600 + 1e-6 for limit, before in zip(granted, used, strict=True))
-    assert "walltime" in run_search(Tuner(space, []), 9, Limits(1e9, 1, time_left_s=lambda: 30.0), pytest.fail, lambda rows: None)
+    assert 1 <= len(granted) <= 5 and all(
+        limit <= (0.1 - before + 0.02) * 3600 + 1e-6 for limit, before in zip(granted, used, strict=True)
+    )
+    assert "walltime" in run_search(
+        Tuner(space, []), 9, Limits(1e9, 1, time_left_s=lambda: 30.0), pytest.fail, lambda rows: None
+    )
 
 
 def test_a_slow_layout_need_not_finish_and_a_shortened_hang_says_nothing(space: Space) -> None:
@@ -109,27 +124,38 @@ def test_a_slow_layout_need_not_finish_and_a_shortened_hang_says_nothing(space: 
         lambda proposal, limit_s: trial_of(search, proposal, None, "hang"),
         lambda rows: None,
     )
-    assert why == "told to stop; start the same again to go on" and search.trials[-1].status == "interrupted" and len(search.tried) == 1
+    assert (
+        why == "told to stop; start the same again to go on"
+        and search.trials[-1].status == "interrupted"
+        and len(search.tried) == 1
+    )
 
 
 def test_nodes_that_fail_end_the_search_and_say_nothing_of_layouts(space: Space) -> None:
     search = Tuner(space, [])
     why = run_search(
-        search, 9, Limits(1e9, 1), lambda proposal, limit_s: trial_of(search, proposal, None, "node failure"), lambda rows: None
+        search,
+        9,
+        Limits(1e9, 1),
+        lambda proposal, limit_s: trial_of(search, proposal, None, "node failure"),
+        lambda rows: None,
     )
     assert "nodes failed in 3 trials" in why and not search.tried
 
 
 def test_it_goes_on_from_its_table(space: Space, tmp_path: Path) -> None:
-    whole, path = play(space, 12, seed=3), tmp_path / "trials.csv"
+    whole = play(space, 12, seed=3)
+    path = tmp_path / "trials.csv"
     assert read_trials(path, space.plans[0].layout) == []
     write_trials(path, [replace(trial, detail='a "quoted",\nbroken line') for trial in play(space, 6, seed=3).trials])
     trials = read_trials(path, space.plans[0].layout)
     assert [trial.layout for trial in trials] == [trial.layout for trial in whole.trials[:6]]
-    other = replace(space.plans[0].layout, gradient_wire="bf16", data_shard=2)  # as of a search with other choices fixed
+    # as of a search with other choices fixed
+    other = replace(space.plans[0].layout, gradient_wire="bf16", data_shard=2)
     assert read_trials(path, other) == trials
     assert trials[0].detail == 'a "quoted", broken line'
-    search, seconds = Tuner(space, trials, 3), true_times(space)
+    search = Tuner(space, trials, 3)
+    seconds = true_times(space)
     run_search(
         search,
         9,
@@ -146,7 +172,11 @@ def test_it_goes_on_from_its_table(space: Space, tmp_path: Path) -> None:
 def test_everything_is_tried_once(space: Space) -> None:
     search = Everything(space, [])
     why = run_search(
-        search, 9, Limits(1e9, 1), lambda proposal, limit_s: trial_of(search, proposal, 1.0 + proposal.number), lambda rows: None
+        search,
+        9,
+        Limits(1e9, 1),
+        lambda proposal, limit_s: trial_of(search, proposal, 1.0 + proposal.number),
+        lambda rows: None,
     )
     assert why == "every layout is tried" and len(search.trials) == len(space.plans) == len(search.tried)
 
@@ -161,7 +191,9 @@ def test_the_space_is_what_the_planner_prices_and_each_layout_can_be_said_in_wor
         make_space(space.config, NUMBERS, 7, 2, {"tp": 2})
 
 
-@pytest.mark.parametrize(("run", "overrides", "axis"), [("moe_small", [], "ep"), ("train_small", ["model.sequence_length=131072"], "cp")])
+@pytest.mark.parametrize(
+    ("run", "overrides", "axis"), [("moe_small", [], "ep"), ("train_small", ["model.sequence_length=131072"], "cp")]
+)
 def test_a_layout_with_every_axis_is_run_as_what_it_is(run: str, overrides: list[str], axis: str) -> None:
     """Also over a run file with choices of its own: of those none is left."""
     own = ["parallel.context=2", "parallel.tensor=2", "parallel.expert=2" if axis == "ep" else "comm.tensor_chunks=2"]
@@ -197,7 +229,10 @@ def test_constants_that_have_changed_are_found_and_written(space: Space, tmp_pat
     errors = [
         [
             abs(
-                math.log(simulate_layout(space.config.model, layout, one).step_s / simulate_layout(space.config.model, layout, true).step_s)
+                math.log(
+                    simulate_layout(space.config.model, layout, one).step_s
+                    / simulate_layout(space.config.model, layout, true).step_s
+                )
             )
             for layout in layouts
         ]

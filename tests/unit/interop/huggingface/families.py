@@ -1,4 +1,6 @@
-"""Tiny random models of transformers, one per family and variant, saved to disk; every parameter random, norms and biases too."""
+"""Tiny random models of transformers, one per family and variant, saved to disk; every parameter random, norms and
+biases too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from pathlib import Path
 import torch
 import transformers
 
-V, S, H, L, A = 61, 24, 48, 2, 6
+V = 61
+S = 24
+H = 48
+L = 2
+A = 6
 
 
 LLAMA_3 = {
@@ -21,9 +27,17 @@ ROPE_HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor
 def llama(kind: str = "Llama", **over: object) -> transformers.PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 500.0}
     values = {
-        "vocab_size": V, "max_position_embeddings": S, "hidden_size": H, "num_hidden_layers": L, "num_attention_heads": A,
-        "num_key_value_heads": 2, "intermediate_size": 80, "rms_norm_eps": 1e-5, "rope_parameters": rope, "tie_word_embeddings": False,
-    } | over  # fmt: skip
+        "vocab_size": V,
+        "max_position_embeddings": S,
+        "hidden_size": H,
+        "num_hidden_layers": L,
+        "num_attention_heads": A,
+        "num_key_value_heads": 2,
+        "intermediate_size": 80,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": rope,
+        "tie_word_embeddings": False,
+    } | over
     config = getattr(transformers, f"{kind}Config")(**values)
     config._experts_implementation = "eager"  # its grouped product knows no float64
     return getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -40,9 +54,14 @@ def gpt2(**over: object) -> transformers.PreTrainedModel:
 def neox(**over: object) -> transformers.PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
     values = {
-        "vocab_size": V, "max_position_embeddings": S, "hidden_size": H, "num_hidden_layers": L, "num_attention_heads": A,
-        "intermediate_size": 80, "rope_parameters": rope,
-    } | over  # fmt: skip
+        "vocab_size": V,
+        "max_position_embeddings": S,
+        "hidden_size": H,
+        "num_hidden_layers": L,
+        "num_attention_heads": A,
+        "intermediate_size": 80,
+        "rope_parameters": rope,
+    } | over
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**values))
 
 
@@ -89,7 +108,12 @@ VARIANTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     # not all of a head rotates, as in Phi-4-mini: else it would go out as a Llama or, with a window, as a Mistral
     "phi3": lambda: llama("Phi3", rope_parameters=ROPE_HALF, pad_token_id=None, eos_token_id=None),
     "phi3-window-tied": lambda: llama(
-        "Phi3", rope_parameters=ROPE_HALF, sliding_window=5, tie_word_embeddings=True, pad_token_id=None, eos_token_id=None
+        "Phi3",
+        rope_parameters=ROPE_HALF,
+        sliding_window=5,
+        tie_word_embeddings=True,
+        pad_token_id=None,
+        eos_token_id=None,
     ),
     "gemma2": gemma2,
     "gemma2-untied-wide-heads": lambda: gemma2(tie_word_embeddings=False, head_dim=16, query_pre_attn_scalar=8),
@@ -127,11 +151,15 @@ def build(variant: str, dtype: torch.dtype = torch.float32) -> transformers.PreT
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) + (parameter.dim() == 1))
+            parameter.copy_(
+                0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64) + (parameter.dim() == 1)
+            )
     return model
 
 
-def saved(variant: str, directory: Path, dtype: torch.dtype = torch.float32, **options: object) -> transformers.PreTrainedModel:
+def saved(
+    variant: str, directory: Path, dtype: torch.dtype = torch.float32, **options: object
+) -> transformers.PreTrainedModel:
     model = build(variant, dtype)
     model.save_pretrained(directory, **options)
     return model

@@ -1,4 +1,6 @@
-"""Configuration in old and new spellings, names in old files, and everything that is refused: named, with what was expected."""
+"""Configuration in old and new spellings, names in old files, and everything that is refused: named, with what was
+expected.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from frontier_llm.checkpoint.weights import write_checkpoint
 from frontier_llm.comm import single
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, RunConfig, TrainConfig, available, load_model
 from frontier_llm.errors import CheckpointError
-from frontier_llm.interop.huggingface import Companions, HuggingFaceModel, export_huggingface, family_for, read_model_config
+from frontier_llm.interop.huggingface import (
+    Companions,
+    HuggingFaceModel,
+    export_huggingface,
+    family_for,
+    read_model_config,
+)
 from frontier_llm.interop.huggingface.export import write_config
 from frontier_llm.interop.huggingface.families import FAMILIES
 from frontier_llm.interop.huggingface.files import INDEX, SINGLE
@@ -44,7 +52,8 @@ def declared(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-tiny", "llama-tiny", "llama-tiny qkv_bias", "mpt-tiny", "gpt-22b", "llama-3-8b", "mpt-1b", "bench-l8-h384"]
+    "name",
+    ["gpt-tiny", "llama-tiny", "llama-tiny qkv_bias", "mpt-tiny", "gpt-22b", "llama-3-8b", "mpt-1b", "bench-l8-h384"],
 )
 def test_rules_cover_exactly_what_the_model_declares(name: str) -> None:
     model = load_model(name.split()[0], dict.fromkeys(name.split()[1:], True))
@@ -53,7 +62,8 @@ def test_rules_cover_exactly_what_the_model_declares(name: str) -> None:
 
 
 def test_every_shipped_model_has_a_family() -> None:
-    two_matrices = [name for name in available("models") if name.startswith("xmoe-")]  # experts as X-MoE's authors counted them
+    # experts as X-MoE's authors counted them
+    two_matrices = [name for name in available("models") if name.startswith("xmoe-")]
     shapes = set(available("models")) - set(two_matrices)
     assert len(two_matrices) == 4
     assert {family_for(load_model(name)).model_type for name in shapes} == {"llama", "gpt2", "mpt", "mixtral"}
@@ -74,10 +84,20 @@ def test_their_shapes_need_no_memory_and_join_undoes_cut(family: Any) -> None:
         "qwen3_moe": {"qk_norm": "head", "moe": {"normalise": False, "dense_layers": 2}},
         "olmoe": {"qk_norm": "full"},
         "olmo2": {"qk_norm": "full", "norm_placement": "post"},
-        "gemma2": {"activation": "geglu_tanh", "norm_placement": "both", "norm_plus_one": True, "scaled_embedding": True},
-        "dots1": {"qk_norm": "head", "moe": {"score": "sigmoid", "selection_bias": True, "shared_hidden": 192, "dense_layers": 1}},
+        "gemma2": {
+            "activation": "geglu_tanh",
+            "norm_placement": "both",
+            "norm_plus_one": True,
+            "scaled_embedding": True,
+        },
+        "dots1": {
+            "qk_norm": "head",
+            "moe": {"score": "sigmoid", "selection_bias": True, "shared_hidden": 192, "dense_layers": 1},
+        },
     }
-    base = {"gpt2": "gpt-tiny", "mpt": "mpt-tiny"}.get(family.model_type, "moe-tiny" if family.routing is not None else "llama-tiny")
+    base = {"gpt2": "gpt-tiny", "mpt": "mpt-tiny"}.get(
+        family.model_type, "moe-tiny" if family.routing is not None else "llama-tiny"
+    )
     model = load_model(base, changes.get(family.model_type, {}))
     assert not family.refusals(model)
     for rule in family.names.rules(model):
@@ -100,10 +120,15 @@ def test_what_only_training_keeps_is_not_written() -> None:
 def test_rope_theta_is_written_in_both_spellings_and_either_is_read(tmp_path: Path) -> None:
     model = load_model("llama-tiny", {"rope_theta": 500000.0})
     config = write_config(family_for(model), model, torch.bfloat16, eos_token_id=7)
-    assert config["rope_theta"] == 500000.0 and config["rope_parameters"] == {"rope_type": "default", "rope_theta": 500000.0}
+    assert config["rope_theta"] == 500000.0 and config["rope_parameters"] == {
+        "rope_type": "default",
+        "rope_theta": 500000.0,
+    }
     assert config["torch_dtype"] == config["dtype"] == "bfloat16" and config["eos_token_id"] == 7
     for dropped in ("rope_theta", "rope_parameters"):
-        (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != dropped}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({key: value for key, value in config.items() if key != dropped})
+        )
         assert read_model_config(tmp_path).rope_theta == 500000.0
 
 
@@ -113,7 +138,9 @@ def test_llama_3s_scaling_is_written_in_both_spellings_and_either_is_read(tmp_pa
     config = write_config(family_for(model), model, torch.bfloat16, eos_token_id=7)
     assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == "llama3"
     for dropped in ("rope_scaling", "rope_parameters"):
-        (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != dropped}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({key: value for key, value in config.items() if key != dropped})
+        )
         assert read_model_config(tmp_path).rope_scaling == model.rope_scaling
 
 
@@ -123,7 +150,9 @@ def test_neox_keys_are_written_in_both_spellings_and_either_is_read(tmp_path: Pa
     for dropped in (["rope_parameters"], ["rotary_pct", "rotary_emb_base"]):
         config = json.loads((tmp_path / "ours" / "config.json").read_text())
         assert config["rotary_pct"] == 0.25 and config["rotary_emb_base"] == 500.0
-        (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in dropped}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({key: value for key, value in config.items() if key not in dropped})
+        )
         model = read_model_config(tmp_path)
         assert (model.rope_theta, model.rope_fraction) == (500.0, 0.25)
 
@@ -242,8 +271,16 @@ def test_all_values_without_counterpart_are_named_at_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("variant", "values", "word"),
     [
-        ("llama-gqa", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "rope_fraction"),
-        ("llama-gqa", {"rope_parameters": None, "rope_scaling": {"factor": 2.0}}, "rope_parameters.factor: 2.0 has no counterpart"),
+        (
+            "llama-gqa",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}},
+            "rope_fraction",
+        ),
+        (
+            "llama-gqa",
+            {"rope_parameters": None, "rope_scaling": {"factor": 2.0}},
+            "rope_parameters.factor: 2.0 has no counterpart",
+        ),
         ("llama-gqa", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "llama-gqa",
@@ -268,20 +305,37 @@ def test_all_values_without_counterpart_are_named_at_once(tmp_path: Path) -> Non
         ("mpt", {"no_bias": False}, "no_bias"),
     ],
 )
-def test_what_our_model_does_not_compute_is_refused(variant: str, values: dict[str, Any], word: str, tmp_path: Path) -> None:
+def test_what_our_model_does_not_compute_is_refused(
+    variant: str, values: dict[str, Any], word: str, tmp_path: Path
+) -> None:
     saved(variant, tmp_path)
     edit(tmp_path, **values)
     assert word in refusal(tmp_path)
 
 
 FOUNDRY = {
-    "architectures": ["MPTForCausalLM"], "no_bias": True, "norm_type": "low_precision_layernorm", "learned_pos_emb": True,
+    "architectures": ["MPTForCausalLM"],
+    "no_bias": True,
+    "norm_type": "low_precision_layernorm",
+    "learned_pos_emb": True,
     "attn_config": {
-        "alibi": True, "alibi_bias_max": 8, "attn_impl": "flash", "attn_type": "multihead_attention", "clip_qkv": None, "prefix_lm": False,
-        "qk_ln": False, "softmax_scale": None, "attn_uses_sequence_id": False, "rope": False, "sliding_window_size": -1,
+        "alibi": True,
+        "alibi_bias_max": 8,
+        "attn_impl": "flash",
+        "attn_type": "multihead_attention",
+        "clip_qkv": None,
+        "prefix_lm": False,
+        "qk_ln": False,
+        "softmax_scale": None,
+        "attn_uses_sequence_id": False,
+        "rope": False,
+        "sliding_window_size": -1,
     },
-    "ffn_config": {"ffn_type": "mptmlp"}, "resid_pdrop": 0, "residual_modification": None, "fc_type": "torch",
-}  # fmt: skip
+    "ffn_config": {"ffn_type": "mptmlp"},
+    "resid_pdrop": 0,
+    "residual_modification": None,
+    "fc_type": "torch",
+}
 
 
 def test_an_mpt_of_llm_foundry_is_the_one_of_transformers(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""An export uploaded by the real client to a local server that plays the Hub, and refused before anything is written."""
+"""An export uploaded by the real client to a local server that plays the Hub, and refused before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ class _Hub(BaseHTTPRequestHandler):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             self._answer(
-                {"success": True, "commitOid": "0" * 40, "commitUrl": "https://huggingface.co/me/model/commit/0", "hookOutput": ""}
+                {
+                    "success": True,
+                    "commitOid": "0" * 40,
+                    "commitUrl": "https://huggingface.co/me/model/commit/0",
+                    "hookOutput": "",
+                }
             )
 
     def do_GET(self) -> None:
@@ -79,9 +86,14 @@ def test_every_file_of_an_export_arrives(server: type[_Hub], tmp_path: Path) -> 
     assert server.created[0]["name"] == "model" and "private" in json.dumps(server.created[0])
 
 
-def test_a_refusal_comes_before_the_export(server: type[_Hub], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_comes_before_the_export(
+    server: type[_Hub], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.refuses = True
     with pytest.raises(CheckpointError, match=r"(?s)me/model.*HF_TOKEN"):
         HubRepository("me/model")
-    assert main(["checkpoint", "export-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--push-to-hub", "not a name"]) == 2
+    assert (
+        main(["checkpoint", "export-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--push-to-hub", "not a name"])
+        == 2
+    )
     assert "not a name" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -51,13 +51,20 @@ def compare(ours: InferenceModel, theirs: torch.nn.Module, tolerance: float) -> 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_loss_equal_transformers_in_float32(variant: str, tmp_path: Path) -> None:
     theirs = saved(variant, tmp_path)
-    # tied, this one's logits reach 6, where 1e-5 is twenty roundings; ours are the nearer to fp64 (7.0e-6 against 1.09e-5)
+    # tied, this one's logits reach 6, where 1e-5 is twenty roundings; ours are the nearer to fp64 (7.0e-6 against
+    # 1.09e-5)
     # the same for Gemma 2, whose caps are taken of logits that reach some tens
-    compare(imported(tmp_path, "fp32"), theirs, 2e-5 if variant == "llama-3.2-tied" or variant.startswith("gemma2") else 1e-5)
+    compare(
+        imported(tmp_path, "fp32"),
+        theirs,
+        2e-5 if variant == "llama-3.2-tied" or variant.startswith("gemma2") else 1e-5,
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_loss_equal_transformers_in_float64(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_loss_equal_transformers_in_float64(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = saved(variant, tmp_path, torch.float64)
     ours = imported(tmp_path, "fp64")
     # transformers casts norms, softmax and rotary tables to float32 by name; here that name means float64
@@ -97,7 +104,10 @@ def test_logits_of_two_by_two_ranks_are_those_of_one(ranks: RankPool, variant: s
 def test_a_phi_3_without_window_goes_out_as_the_llama_that_it_is(tmp_path: Path) -> None:
     theirs = llama("Phi3", pad_token_id=None, eos_token_id=None).eval()
     theirs.save_pretrained(tmp_path / "theirs")
-    assert export_huggingface(HuggingFaceModel(tmp_path / "theirs"), tmp_path / "ours", torch.float32).model_type == "llama"
+    assert (
+        export_huggingface(HuggingFaceModel(tmp_path / "theirs"), tmp_path / "ours", torch.float32).model_type
+        == "llama"
+    )
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     with torch.inference_mode():
         assert torch.allclose(back(tokens()).logits, theirs(tokens()).logits, rtol=0, atol=1e-6)
@@ -115,23 +125,26 @@ def test_a_swapped_key_and_value_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_import_then_export_gives_back_the_same_bytes_and_configuration(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_import_then_export_gives_back_the_same_bytes_and_configuration(
+    variant: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     theirs = saved(variant, tmp_path / "theirs", dtype)
     family = export_huggingface(HuggingFaceModel(tmp_path / "theirs"), tmp_path / "ours", dtype)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(back).__name__ == family.architecture and back.dtype == dtype
     expected = theirs.state_dict()
     assert list(back.state_dict()) == list(expected)
-    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")  # .to(bf16) had rounded its rotary table, too
+    # .to(bf16) had rounded its rotary table, too
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     for name, tensor in back.state_dict().items():
         # transformers loads some parameters (router weights, depending on its version) as float32
         wanted = expected[name].to(reloaded.state_dict()[name].dtype)
         assert torch.equal(tensor.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)), name
     with torch.inference_mode():
         assert torch.equal(back.eval()(tokens()).logits, reloaded.eval()(tokens()).logits)
-    assert HuggingFaceModel(tmp_path / "ours").model.model_dump(exclude={"name"}) == HuggingFaceModel(tmp_path / "theirs").model.model_dump(
-        exclude={"name"}
-    )
+    assert HuggingFaceModel(tmp_path / "ours").model.model_dump(exclude={"name"}) == HuggingFaceModel(
+        tmp_path / "theirs"
+    ).model.model_dump(exclude={"name"})
 
 
 @pytest.mark.parametrize("variant", ["llama-gqa", "gpt2", "neox", "mpt"])

@@ -13,7 +13,16 @@ from safetensors.torch import load_file
 from frontier_llm.checkpoint import CheckpointManager, DamagedCheckpoint, Progress
 from frontier_llm.checkpoint.weights import CheckpointWeights, compare_models, write_checkpoint
 from frontier_llm.comm import build_mesh, serial_mesh
-from frontier_llm.config import BatchConfig, DataConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainConfig, load_model
+from frontier_llm.config import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+    load_model,
+)
 from frontier_llm.config.load import parse_overrides
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import CheckpointError
@@ -28,7 +37,9 @@ from tests.unit.interop.huggingface.families import saved
 LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2)]
 
 
-def run_config(model: ModelConfig, run_dir: Path, layout: tuple[int, int, int] = (1, 1, 1), dtype: str = "fp32") -> RunConfig:
+def run_config(
+    model: ModelConfig, run_dir: Path, layout: tuple[int, int, int] = (1, 1, 1), dtype: str = "fp32"
+) -> RunConfig:
     tensor, pipeline, data = layout
     return RunConfig(
         model=model,
@@ -44,7 +55,9 @@ def state_on(rank: int, config: RunConfig) -> TrainState:
     layout = config.parallel
     world_size = layout.tensor * layout.pipeline * (layout.data or 1)
     plan = make_plan(config, world_size)
-    mesh = serial_mesh() if world_size == 1 else build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings)
+    mesh = (
+        serial_mesh() if world_size == 1 else build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings)
+    )
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
     return build_state(config, plan, mesh, torch.device("cpu"), batches)
 
@@ -77,13 +90,17 @@ def global_weights(rank: int, config: RunConfig) -> dict[str, tuple[tuple[int, .
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_initial_weights_come_back_whatever_layout_saved_them(ranks: RankPool, layout: tuple[int, int, int], tmp_path: Path) -> None:
+def test_initial_weights_come_back_whatever_layout_saved_them(
+    ranks: RankPool, layout: tuple[int, int, int], tmp_path: Path
+) -> None:
     config = run_config(load_model("gpt-tiny"), tmp_path, layout)
     ranks.run(torch.Size(layout).numel(), save, config, 0)
     source = CheckpointWeights(tmp_path / "checkpoints" / "step_00000000", verified=True)
     assert source.model == config.model
     state = state_on(0, run_config(config.model, tmp_path / "serial"))
-    specs = {parameter.spec.name: parameter.spec for bucket in state.optimizer.buckets for parameter in bucket.parameters}
+    specs = {
+        parameter.spec.name: parameter.spec for bucket in state.optimizer.buckets for parameter in bucket.parameters
+    }
     for name, spec in specs.items():
         found = source.rectangle(name, spec.offset, spec.shape)
         expected = torch.empty(spec.shape)
@@ -110,7 +127,9 @@ def test_export_of_a_trained_checkpoint_is_the_same_for_every_layout(ranks: Rank
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", ["llama-gqa", "mpt-power-of-two-heads"])
-def test_an_imported_model_is_trained_on_any_layout(ranks: RankPool, variant: str, layout: tuple[int, int, int], tmp_path: Path) -> None:
+def test_an_imported_model_is_trained_on_any_layout(
+    ranks: RankPool, variant: str, layout: tuple[int, int, int], tmp_path: Path
+) -> None:
     saved(variant, tmp_path / "hf")
     source = HuggingFaceModel(tmp_path / "hf", vocab_multiple=16)
     config = run_config(source.model, tmp_path / "run", layout)
@@ -147,7 +166,9 @@ LLAMA_3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.
 
 def test_every_field_in_which_a_run_differs_is_named() -> None:
     imported = load_model("llama-tiny", {"heads": 8, "rope_theta": 500.0})
-    problems = compare_models(load_model("llama-tiny", {"vocab_multiple": 128, "sequence_length": 64, "init_std": 0.1}), imported)
+    problems = compare_models(
+        load_model("llama-tiny", {"vocab_multiple": 128, "sequence_length": 64, "init_std": 0.1}), imported
+    )
     assert {problem.where for problem in problems} == {"model.heads", "model.head_dim", "model.rope_theta"}
     stretched = load_model("llama-tiny", {"rope_scaling": LLAMA_3_SCALING})
     (problem,) = compare_models(stretched, load_model("llama-tiny"))

@@ -1,7 +1,8 @@
-"""A program: build a GPT with megatron-core itself on the CPU, save it as Megatron-LM does, and what it computes beside it.
+"""A program: build a GPT with megatron-core itself on the CPU, save it as Megatron-LM does, and what it computes beside
+it.
 
-megatron-core expects CUDA; scripts/peers/megatron_core_step.py::run_on_cpu is what it takes to do without. It patches torch, so this
-runs in a process of its own: `python -m tests.unit.interop.megatron.core_model KIND FOLDER`.
+megatron-core expects CUDA; scripts/peers/megatron_core_step.py::run_on_cpu is what it takes to do without. It patches
+torch, so this runs in a process of its own: `python -m tests.unit.interop.megatron.core_model KIND FOLDER`.
 """
 
 import argparse
@@ -17,16 +18,28 @@ KINDS = {
     "gpt": ({}, {"position_embedding_type": "learned_absolute"}),
     "llama": (
         {"num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False},
-        {"position_embedding_type": "rope", "rotary_base": 500, "rotary_percent": 0.5, "share_embeddings_and_output_weights": False},
+        {
+            "position_embedding_type": "rope",
+            "rotary_base": 500,
+            "rotary_percent": 0.5,
+            "share_embeddings_and_output_weights": False,
+        },
     ),
 }
 ARGUMENTS = {
     "gpt": {"bias_gelu_fusion": False},
     "llama": {
-        "group_query_attention": True, "num_query_groups": 2, "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
-        "position_embedding_type": "rope", "rotary_base": 500, "rotary_percent": 0.5, "untie_embeddings_and_output_weights": True,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "rotary_base": 500,
+        "rotary_percent": 0.5,
+        "untie_embeddings_and_output_weights": True,
     },
-}  # fmt: skip
+}
 
 
 def main(kind: str, folder: Path) -> None:
@@ -46,12 +59,22 @@ def main(kind: str, folder: Path) -> None:
     if kind == "llama":
         transformer = {**transformer, "activation_func": torch.nn.functional.silu}
     config = TransformerConfig(
-        **SHAPE, **transformer, use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False, bias_activation_fusion=False,
+        **SHAPE,
+        **transformer,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
         apply_rope_fusion=False,
-    )  # fmt: skip
+    )
     local = get_gpt_layer_local_spec(normalization=transformer.get("normalization", "LayerNorm"))
-    model = GPTModel(config, local, vocab_size=64, max_sequence_length=24, **{"share_embeddings_and_output_weights": True, **outer}).eval()
+    model = GPTModel(
+        config, local, vocab_size=64, max_sequence_length=24, **{"share_embeddings_and_output_weights": True, **outer}
+    ).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,13 +82,20 @@ def main(kind: str, folder: Path) -> None:
         tokens = torch.randint(0, 64, (3, 20), generator=generator)
         logits = model(tokens, torch.arange(20).expand(3, -1), torch.ones(1, 1, 20, 20).tril() < 0.5)
     arguments = argparse.Namespace(
-        **SHAPE, seq_length=24, max_position_embeddings=24, padded_vocab_size=64, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        **SHAPE,
+        seq_length=24,
+        max_position_embeddings=24,
+        padded_vocab_size=64,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
         **ARGUMENTS[kind],
-    )  # fmt: skip
+    )
     target = folder / "iter_0000001" / "mp_rank_00"
     target.mkdir(parents=True)
     state = model.state_dict_for_save_checkpoint()
-    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 1, "model": state}, target / "model_optim_rng.pt")
+    torch.save(
+        {"args": arguments, "checkpoint_version": 3.0, "iteration": 1, "model": state}, target / "model_optim_rng.pt"
+    )
     torch.save({"tokens": tokens, "logits": logits.float()}, folder / "witness.pt")
 
 

@@ -21,10 +21,18 @@ from frontier_llm.errors import CheckpointError
 from frontier_llm.interop.megatron.archive import Namespace, Opaque, StoredTensor, TorchArchive
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
 def test_tensors_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     base = torch.arange(60).reshape(3, 4, 5).to(dtype)
-    saved = {"whole": base, "view": base[1:, ::2], "turned": base.permute(2, 0, 1), "scalar": base[0, 0, 1], "empty": base[:0]}
+    saved = {
+        "whole": base,
+        "view": base[1:, ::2],
+        "turned": base.permute(2, 0, 1),
+        "scalar": base[0, 0, 1],
+        "empty": base[:0],
+    }
     torch.save(saved, tmp_path / "x.pt")
     content = TorchArchive(tmp_path / "x.pt").content
     assert content.keys() == saved.keys()
@@ -36,7 +44,13 @@ def test_tensors_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_plain_things_come_back(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    plain = {"a": 1, "b": [None, True, 2.5, "é", b"\x00\xff"], "c": OrderedDict(x=(1, 2)), "d": {3}, "size": torch.ones(2, 3).shape}
+    plain = {
+        "a": 1,
+        "b": [None, True, 2.5, "é", b"\x00\xff"],
+        "c": OrderedDict(x=(1, 2)),
+        "d": {3},
+        "size": torch.ones(2, 3).shape,
+    }
     torch.save({**plain, "args": argparse.Namespace(lr=1e-4, dtype=torch.bfloat16), "p": parameter}, tmp_path / "x.pt")
     content = TorchArchive(tmp_path / "x.pt").content
     assert {key: content[key] for key in plain} == plain
@@ -50,7 +64,8 @@ def test_records_of_known_packages_are_kept_closed(tmp_path: Path, monkeypatch: 
     module.PositionEmbeddingType = kind  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.enums", module)
     state = np.random.default_rng(0).bit_generator.state["state"]
-    kinds = {"by value": Attack(kind, 3), "by name": Attack(getattr, kind, "alibi")}  # as one Python or another writes kind.alibi
+    # as one Python or another writes kind.alibi
+    kinds = {"by value": Attack(kind, 3), "by name": Attack(getattr, kind, "alibi")}
     torch.save({"kind": kind.alibi, **kinds, "rng": np.arange(5), "state": state}, tmp_path / "x.pt")
     monkeypatch.delitem(sys.modules, "megatron.enums")
     content = TorchArchive(tmp_path / "x.pt").content
@@ -75,7 +90,8 @@ class Attack:
         (eval, ("open('{marker}', 'w')",), "builtins.eval"),
         (getattr, (str, "join"), "builtins.unicode"),  # what protocol 2 calls str
         (getattr, (OrderedDict, "fromkeys"), "builtins.getattr"),
-        (subprocess.check_output, (["touch", "{marker}"],), "commands.check_output"),  # pickle's own name for it in protocol 2
+        # pickle's own name for it in protocol 2
+        (subprocess.check_output, (["touch", "{marker}"],), "commands.check_output"),
         (torch.load, ("{marker}",), "torch.serialization.load"),
         (pickle.loads, (b"cos\nsystem\n(S'touch {marker}'\ntR.",), "pickle.loads"),
     ],

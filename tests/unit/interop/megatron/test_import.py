@@ -19,7 +19,15 @@ from frontier_llm.interop.megatron import MegatronModel
 from frontier_llm.interop.megatron.archive import Opaque
 from frontier_llm.interop.megatron.arguments import read_model
 from tests.harness.pool import RankPool
-from tests.unit.interop.megatron.written import CORE, LEGACY, TRANSFORMER_ENGINE, TRUE_VOCAB, Natural, write_deepspeed, write_megatron
+from tests.unit.interop.megatron.written import (
+    CORE,
+    LEGACY,
+    TRANSFORMER_ENGINE,
+    TRUE_VOCAB,
+    Natural,
+    write_deepspeed,
+    write_megatron,
+)
 
 TOKENS_SB = torch.randint(0, TRUE_VOCAB, (20, 3), generator=torch.Generator().manual_seed(2))
 
@@ -102,7 +110,9 @@ def test_without_a_vocabulary_the_padding_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_gelu_is_the_one_that_ran(tmp_path: Path) -> None:
-    for number, (over, expected) in enumerate([({}, "gelu_tanh"), ({"bias_gelu_fusion": False}, "gelu"), ({"swiglu": False}, "gelu_tanh")]):
+    for number, (over, expected) in enumerate(
+        [({}, "gelu_tanh"), ({"bias_gelu_fusion": False}, "gelu"), ({"swiglu": False}, "gelu_tanh")]
+    ):
         write_megatron(tmp_path / str(number), Natural("gpt2"), 1, 1, **over)
         assert MegatronModel(tmp_path / str(number)).model.activation == expected
 
@@ -174,7 +184,9 @@ def test_copies_that_differ_are_named(tmp_path: Path) -> None:
     content = torch.load(path, weights_only=False)
     content["model"]["language_model"]["encoder"]["layers.1.input_layernorm.weight"] += 0.25
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match=r"attention_norm.weight: differs by up to 0.25 between tensor ranks 0 and 1"):
+    with pytest.raises(
+        CheckpointError, match=r"attention_norm.weight: differs by up to 0.25 between tensor ranks 0 and 1"
+    ):
         logits(MegatronModel(tmp_path))
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints as Megatron-LM and Megatron-DeepSpeed write them, from models of transformers, for any layout, naming and version.
+"""Checkpoints as Megatron-LM and Megatron-DeepSpeed write them, from models of transformers, for any layout, naming and
+version.
 
 Written from the formats' description, with torch.save, and sharing no code with the reader.
 """
@@ -16,16 +17,25 @@ from torch import Tensor
 
 from tests.unit.interop.huggingface.families import build
 
-TRUE_VOCAB, PADDED_VOCAB = 61, 64
+TRUE_VOCAB = 61
+PADDED_VOCAB = 64
 LEGACY = {
-    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "qkv": "self_attention.query_key_value",
-    "out": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
-}  # fmt: skip
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "qkv": "self_attention.query_key_value",
+    "out": "self_attention.dense",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
 CORE = {
     "attention_norm": "input_layernorm", "mlp_norm": "pre_mlp_layernorm", "qkv": "self_attention.linear_qkv",
     "out": "self_attention.linear_proj", "up": "mlp.linear_fc1", "down": "mlp.linear_fc2",
 }  # fmt: skip
-TRANSFORMER_ENGINE = {**CORE, "attention_norm": "self_attention.linear_qkv.layer_norm", "mlp_norm": "mlp.linear_fc1.layer_norm"}
+TRANSFORMER_ENGINE = {
+    **CORE,
+    "attention_norm": "self_attention.linear_qkv.layer_norm",
+    "mlp_norm": "mlp.linear_fc1.layer_norm",
+}
 
 
 class Natural:
@@ -51,7 +61,10 @@ class Natural:
 
     def _llama(self, state: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
         D = self.config.hidden_size // self.config.num_attention_heads
-        parts = {name: state[f"{layer}.self_attn.{name}_proj.weight"].reshape(-1, D, self.config.hidden_size) for name in "qkv"}
+        parts = {
+            name: state[f"{layer}.self_attn.{name}_proj.weight"].reshape(-1, D, self.config.hidden_size)
+            for name in "qkv"
+        }
         parts |= {name: state[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")}
         biases = {name: f"{layer}.self_attn.{name}_proj.bias" for name in "qkv"}
         parts |= {f"{name}_bias": state[bias].reshape(-1, D) for name, bias in biases.items() if bias in state}
@@ -60,9 +73,13 @@ class Natural:
         return {**parts, "out": state[f"{layer}.self_attn.o_proj.weight"]}
 
     def _gpt2(self, state: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
-        heads, H = self.config.n_head, self.config.n_embd
+        heads = self.config.n_head
+        H = self.config.n_embd
         parts = dict(zip("qkv", state[f"{layer}.attn.c_attn.weight"].T.reshape(3, heads, H // heads, H), strict=True))
-        parts |= {f"{n}_bias": b for n, b in zip("qkv", state[f"{layer}.attn.c_attn.bias"].reshape(3, heads, H // heads), strict=True)}
+        parts |= {
+            f"{n}_bias": b
+            for n, b in zip("qkv", state[f"{layer}.attn.c_attn.bias"].reshape(3, heads, H // heads), strict=True)
+        }
         for ours, theirs in {"out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}.items():
             parts |= {ours: state[f"{layer}.{theirs}.weight"].T, f"{ours}_bias": state[f"{layer}.{theirs}.bias"]}
         for ours, theirs in {"attention_norm": "ln_1", "mlp_norm": "ln_2"}.items():
@@ -73,19 +90,38 @@ class Natural:
         """What Megatron would have been started with."""
         c = self.config
         common = {
-            "num_layers": len(self.layers), "hidden_size": c.hidden_size, "num_attention_heads": c.num_attention_heads, "seq_length": 24,
-            "max_position_embeddings": 24, "padded_vocab_size": PADDED_VOCAB, "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp, "params_dtype": torch.float32, "iteration": 1000, "data_path": ["a", 0.5],
-        }  # fmt: skip
+            "num_layers": len(self.layers),
+            "hidden_size": c.hidden_size,
+            "num_attention_heads": c.num_attention_heads,
+            "seq_length": 24,
+            "max_position_embeddings": 24,
+            "padded_vocab_size": PADDED_VOCAB,
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "params_dtype": torch.float32,
+            "iteration": 1000,
+            "data_path": ["a", 0.5],
+        }
         if self.llama:
             common |= {
-                "ffn_hidden_size": c.intermediate_size, "group_query_attention": True, "num_query_groups": c.num_key_value_heads,
-                "position_embedding_type": "rope", "rotary_base": 500, "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
+                "ffn_hidden_size": c.intermediate_size,
+                "group_query_attention": True,
+                "num_query_groups": c.num_key_value_heads,
+                "position_embedding_type": "rope",
+                "rotary_base": 500,
+                "normalization": "RMSNorm",
+                "swiglu": True,
+                "add_bias_linear": False,
                 "add_qkv_bias": "q_bias" in self.layers[0],
-                "untie_embeddings_and_output_weights": "head" in self.ends, "norm_epsilon": c.rms_norm_eps,
-            }  # fmt: skip
+                "untie_embeddings_and_output_weights": "head" in self.ends,
+                "norm_epsilon": c.rms_norm_eps,
+            }
         else:
-            common |= {"ffn_hidden_size": c.n_inner, "bias_gelu_fusion": True, "layernorm_epsilon": c.layer_norm_epsilon}
+            common |= {
+                "ffn_hidden_size": c.n_inner,
+                "bias_gelu_fusion": True,
+                "layernorm_epsilon": c.layer_norm_epsilon,
+            }
         return argparse.Namespace(**(common | over))
 
     def layer(self, index: int, rank: int, tp: int, names: dict[str, str], version: float) -> dict[str, Tensor]:
@@ -94,7 +130,10 @@ class Natural:
         cut = {name: layer[name].chunk(tp)[rank] for name in layer if name[0] in "qkv"}
         result = {f"{names['qkv']}.weight": interleaved(cut["q"], cut["k"], cut["v"], version)}
         up = [layer[name].chunk(tp)[rank] for name in ("gate", "up") if name in layer]
-        result |= {f"{names['up']}.weight": torch.cat(up), f"{names['down']}.weight": layer["down"].chunk(tp, dim=1)[rank]}
+        result |= {
+            f"{names['up']}.weight": torch.cat(up),
+            f"{names['down']}.weight": layer["down"].chunk(tp, dim=1)[rank],
+        }
         result[f"{names['out']}.weight"] = layer["out"].chunk(tp, dim=1)[rank]
         if "q_bias" in layer:
             result[f"{names['qkv']}.bias"] = interleaved(cut["q_bias"], cut["k_bias"], cut["v_bias"], version)
@@ -127,7 +166,14 @@ def interleaved(q: Tensor, k: Tensor, v: Tensor, version: float) -> Tensor:
 
 
 def write_megatron(
-    directory: Path, weights: Natural, tp: int, pp: int, version: float = 3.0, names: dict[str, str] = LEGACY, chunks: int = 1, **over: Any
+    directory: Path,
+    weights: Natural,
+    tp: int,
+    pp: int,
+    version: float = 3.0,
+    names: dict[str, str] = LEGACY,
+    chunks: int = 1,
+    **over: Any,
 ) -> None:
     """iter_0001000/mp_rank_*; one layer per stage and chunk for two layers."""
     step = directory / "iter_0001000"
@@ -148,7 +194,8 @@ def write_megatron(
                     for n in range(per_chunk)
                     for name, value in weights.layer(first + n, rank, tp, names, version).items()
                 }
-                is_first, is_last = stage == chunk == 0, stage == pp - 1 and chunk == chunks - 1
+                is_first = stage == chunk == 0
+                is_last = stage == pp - 1 and chunk == chunks - 1
                 make = _legacy_model if names is LEGACY else _core_model
                 content[f"model{chunk}" if chunks > 1 else "model"] = make(weights, layers, rank, tp, is_first, is_last)
             folder = step / (f"mp_rank_{rank:02d}" if pp == 1 else f"mp_rank_{rank:02d}_{stage:03d}")
@@ -157,7 +204,9 @@ def write_megatron(
     (directory / "latest_checkpointed_iteration.txt").write_text("1000")
 
 
-def _legacy_model(weights: Natural, layers: dict[str, Tensor], rank: int, tp: int, is_first: bool, is_last: bool) -> dict[str, Any]:
+def _legacy_model(
+    weights: Natural, layers: dict[str, Tensor], rank: int, tp: int, is_first: bool, is_last: bool
+) -> dict[str, Any]:
     language: dict[str, Any] = {"encoder": OrderedDict(layers)}
     result: dict[str, Any] = {"language_model": language}
     embedding = weights.ends["embedding"].chunk(tp)[rank].clone()
@@ -166,7 +215,9 @@ def _legacy_model(weights: Natural, layers: dict[str, Tensor], rank: int, tp: in
         if "positions" in weights.ends:
             language["embedding"]["position_embeddings"] = {"weight": weights.ends["positions"]}
     if is_last:
-        language["encoder"] |= {f"final_layernorm.{k[11:]}": v for k, v in weights.ends.items() if k.startswith("final_norm")}
+        language["encoder"] |= {
+            f"final_layernorm.{k[11:]}": v for k, v in weights.ends.items() if k.startswith("final_norm")
+        }
         if "head" in weights.ends:
             language["output_layer"] = {"weight": weights.ends["head"].chunk(tp)[rank].clone()}
         elif not is_first:
@@ -174,7 +225,9 @@ def _legacy_model(weights: Natural, layers: dict[str, Tensor], rank: int, tp: in
     return result
 
 
-def _core_model(weights: Natural, layers: dict[str, Tensor], rank: int, tp: int, is_first: bool, is_last: bool) -> dict[str, Any]:
+def _core_model(
+    weights: Natural, layers: dict[str, Tensor], rank: int, tp: int, is_first: bool, is_last: bool
+) -> dict[str, Any]:
     result: dict[str, Any] = OrderedDict((f"decoder.{name}", value) for name, value in layers.items())
     result["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
     if is_first:
@@ -182,7 +235,9 @@ def _core_model(weights: Natural, layers: dict[str, Tensor], rank: int, tp: int,
         if "positions" in weights.ends:
             result["embedding.position_embeddings.weight"] = weights.ends["positions"]
     if is_last:
-        result |= {f"decoder.final_layernorm.{k[11:]}": v for k, v in weights.ends.items() if k.startswith("final_norm")}
+        result |= {
+            f"decoder.final_layernorm.{k[11:]}": v for k, v in weights.ends.items() if k.startswith("final_norm")
+        }
         if "head" in weights.ends:
             result["output_layer.weight"] = weights.ends["head"].chunk(tp)[rank].clone()
     return result
@@ -196,7 +251,9 @@ def write_deepspeed(
     step.mkdir(parents=True)
     last = first_layer + len(weights.layers)
     for rank in range(tp):
-        files: dict[int, dict[str, Tensor]] = {1: {"word_embeddings.weight": weights.ends["embedding"].chunk(tp)[rank].clone()}}
+        files: dict[int, dict[str, Tensor]] = {
+            1: {"word_embeddings.weight": weights.ends["embedding"].chunk(tp)[rank].clone()}
+        }
         if "positions" in weights.ends:
             files[1]["position_embeddings.weight"] = weights.ends["positions"]
         for index in range(len(weights.layers)):
@@ -206,7 +263,12 @@ def write_deepspeed(
             files[last + 2] = {"lm_head.weight": weights.ends["head"].chunk(tp)[rank].clone()}
         for layer, content in files.items():
             torch.save(OrderedDict(content), step / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
-    content = {"args": weights.arguments(tp, 1, num_experts=[1]), "checkpoint_version": 3.0, "module": None, "iteration": 1000}
+    content = {
+        "args": weights.arguments(tp, 1, num_experts=[1]),
+        "checkpoint_version": 3.0,
+        "module": None,
+        "iteration": 1000,
+    }
     content["args"].__dict__.pop("pipeline_model_parallel_size")
     change(content)
     torch.save(content, step / "mp_rank_00_model_states.pt")

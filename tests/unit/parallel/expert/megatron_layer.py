@@ -1,7 +1,9 @@
-"""A program, one rank of EP: megatron-core's own MoE layer on the CPU in float64, forward and backward, and all that it computed in a file.
+"""A program, one rank of EP: megatron-core's own MoE layer on the CPU in float64, forward and backward, and all that it
+computed in a file.
 
-megatron-core expects CUDA; scripts/peers/megatron_core_step.py::run_on_cpu is what it takes to do without. It patches torch, so this
-runs in processes of its own: `python -m tests.unit.parallel.expert.megatron_layer VARIANT FOLDER RANK RANKS`.
+megatron-core expects CUDA; scripts/peers/megatron_core_step.py::run_on_cpu is what it takes to do without. It patches
+torch, so this runs in processes of its own: `python -m tests.unit.parallel.expert.megatron_layer VARIANT FOLDER RANK
+RANKS`.
 """
 
 import sys
@@ -12,23 +14,39 @@ from torch import Tensor
 
 from scripts.peers.megatron_core_step import experts_on_cpu, run_on_cpu
 
-S, B, H, EXPERTS, TOP_K, EXPERT_HIDDEN, SHARED_HIDDEN = 12, 4, 32, 8, 3, 20, 28
-BALANCE, Z = 0.3, 0.1  # large enough to matter in every gradient
+S = 12
+B = 4
+H = 32
+EXPERTS = 8
+TOP_K = 3
+EXPERT_HIDDEN = 20
+SHARED_HIDDEN = 28
+# large enough to matter in every gradient
+BALANCE = 0.3
+Z = 0.1
 VARIANTS = {
     "softmax-after-top-k": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": BALANCE},
     "softmax-before-top-k": {
-        "moe_router_pre_softmax": True, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": BALANCE,
+        "moe_router_pre_softmax": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": BALANCE,
         "moe_z_loss_coeff": Z,
     },
     "sigmoid-with-bias": {
-        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "none",
-        "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": SHARED_HIDDEN,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": SHARED_HIDDEN,
     },
     "sigmoid-with-gated-shared": {
-        "moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": BALANCE,
-        "moe_shared_expert_intermediate_size": SHARED_HIDDEN, "moe_shared_expert_gate": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": BALANCE,
+        "moe_shared_expert_intermediate_size": SHARED_HIDDEN,
+        "moe_shared_expert_gate": True,
     },
-}  # fmt: skip
+}
 
 
 def whole_weights(generator: torch.Generator) -> dict[str, Tensor]:
@@ -41,18 +59,23 @@ def whole_weights(generator: torch.Generator) -> dict[str, Tensor]:
     return {name: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def counterparts(layer: torch.nn.Module, weights: dict[str, Tensor], rank: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+def counterparts(
+    layer: torch.nn.Module, weights: dict[str, Tensor], rank: int
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """By our name: megatron-core's tensors, and what of ours belongs there."""
     experts = layer.experts.local_experts
     own = slice(rank * len(experts), (rank + 1) * len(experts))
-    up, down = weights["experts.up.weight"].flatten(1, 2)[own], weights["experts.down.weight"][own]
+    up = weights["experts.up.weight"].flatten(1, 2)[own]
+    down = weights["experts.down.weight"][own]
     pairs = {
         "router.weight": [(layer.router.weight, weights["router.weight"])],
         "experts.up.weight": [(one.linear_fc1.weight, part) for one, part in zip(experts, up, strict=True)],
         "experts.down.weight": [(one.linear_fc2.weight, part) for one, part in zip(experts, down, strict=True)],
     }
     if layer.shared_experts is not None:
-        pairs["shared.up.weight"] = [(layer.shared_experts.linear_fc1.weight, weights["shared.up.weight"].flatten(0, 1))]
+        pairs["shared.up.weight"] = [
+            (layer.shared_experts.linear_fc1.weight, weights["shared.up.weight"].flatten(0, 1))
+        ]
         pairs["shared.down.weight"] = [(layer.shared_experts.linear_fc2.weight, weights["shared.down.weight"])]
         if layer.shared_experts.gate_weight is not None:
             pairs["shared_gate.weight"] = [(layer.shared_experts.gate_weight, weights["shared_gate.weight"])]
@@ -74,11 +97,25 @@ def main(variant: str, folder: Path, rank: int, ranks: int) -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
-        num_layers=1, hidden_size=H, num_attention_heads=4, ffn_hidden_size=40, gated_linear_unit=True, add_bias_linear=False,
-        activation_func=torch.nn.functional.silu, num_moe_experts=EXPERTS, moe_router_topk=TOP_K, moe_ffn_hidden_size=EXPERT_HIDDEN,
-        moe_token_dispatcher_type="alltoall", moe_router_dtype="fp64", expert_model_parallel_size=ranks, params_dtype=torch.float64,
-        use_cpu_initialization=True, gradient_accumulation_fusion=False, bias_activation_fusion=False, **VARIANTS[variant],
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=4,
+        ffn_hidden_size=40,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        activation_func=torch.nn.functional.silu,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_ffn_hidden_size=EXPERT_HIDDEN,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_dtype="fp64",
+        expert_model_parallel_size=ranks,
+        params_dtype=torch.float64,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        **VARIANTS[variant],
+    )
     layer = build_module(get_moe_module_spec(use_te=False, num_experts=EXPERTS), config=config)
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(1)
@@ -92,12 +129,22 @@ def main(variant: str, folder: Path, rank: int, ranks: int) -> None:
     x = x_SBH[:, own].clone().requires_grad_()
     y, _ = layer(x)
     y.backward(upstream_SBH[:, own])
-    gradients = {name: torch.stack([theirs.grad for theirs, _ in each]) for name, each in pairs.items() if each[0][0].grad is not None}
+    gradients = {
+        name: torch.stack([theirs.grad for theirs, _ in each])
+        for name, each in pairs.items()
+        if each[0][0].grad is not None
+    }
     torch.save(
-        {"weights": {name: weights[name] for name in pairs}, "x": x_SBH, "upstream": upstream_SBH, "y": y.detach(), "x_gradient": x.grad,
-         "gradients": gradients},
+        {
+            "weights": {name: weights[name] for name in pairs},
+            "x": x_SBH,
+            "upstream": upstream_SBH,
+            "y": y.detach(),
+            "x_gradient": x.grad,
+            "gradients": gradients,
+        },
         folder / f"rank{rank}.pt",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Rows reach the ranks of their experts and come back summed, whatever the routers choose; no rank is ever left without a row."""
+"""Rows reach the ranks of their experts and come back summed, whatever the routers choose; no rank is ever left
+without a row.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from frontier_llm.parallel.expert import RouterChoice, ToNodes, combine, dispatc
 from frontier_llm.topology import Grid
 from tests.harness.pool import RankPool
 
-EXPERTS, WIDTH = 4, 3
+EXPERTS = 4
+WIDTH = 3
 OPS = select_ops(OpsConfig(), "cpu", torch.float64)
 
 
@@ -21,10 +24,16 @@ def chosen(kind: str, rank: int, tokens: int) -> torch.Tensor:
     if kind == "one":  # all that anybody has goes to expert 1, so that the last ranks get nothing
         return torch.tensor([[1, 0]]).repeat(tokens, 1)
     generator = torch.Generator().manual_seed(rank)
-    return torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(tokens)]) if tokens else torch.empty(0, 2).long()
+    return (
+        torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(tokens)])
+        if tokens
+        else torch.empty(0, 2).long()
+    )
 
 
-def there_and_back(rank: int, size: int, etp: int, kind: str, transport: str) -> tuple[list[int], list[int], bool, bool]:
+def there_and_back(
+    rank: int, size: int, etp: int, kind: str, transport: str
+) -> tuple[list[int], list[int], bool, bool]:
     """(rows sent, rows that experts have, whether each saw its own rows, whether the sums are right)."""
     grid = Grid(1, 1, size, ep=size // etp, etp=etp)
     axis = build_mesh(grid, rank, timeout_s=30.0, comm=CommConfig(transport=transport), experts=True).ep  # type: ignore[arg-type]
@@ -51,14 +60,22 @@ def there_and_back(rank: int, size: int, etp: int, kind: str, transport: str) ->
 @pytest.mark.parametrize("transport", ["shm", "torch"])
 @pytest.mark.parametrize("kind", ["one", "any"])
 @pytest.mark.parametrize(("size", "etp"), [(4, 1), (2, 2), (4, 2)])
-def test_every_row_reaches_its_expert_and_comes_back(ranks: RankPool, size: int, etp: int, kind: str, transport: str) -> None:
+def test_every_row_reaches_its_expert_and_comes_back(
+    ranks: RankPool, size: int, etp: int, kind: str, transport: str
+) -> None:
     for sent, rows, own, right in ranks.run(size, there_and_back, size, etp, kind, transport):
         assert own and right and min(sent) >= 1
-        assert kind == "any" or sum(rows) in (0, sum(5 * rank for rank in range(size)), 2 * sum(5 * rank for rank in range(size)))
+        assert kind == "any" or sum(rows) in (
+            0,
+            sum(5 * rank for rank in range(size)),
+            2 * sum(5 * rank for rank in range(size)),
+        )
 
 
 def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tuple[int, bool, bool]:
-    """(fewest rows that a stage has sent, whether a token went once to each node, whether sums and gradients are those of one stage)."""
+    """(fewest rows that a stage has sent, whether a token went once to each node, whether sums and gradients are
+    those of one stage).
+    """
     grid = Grid(1, 1, 4, ep=4 // etp, etp=etp)
     axis = build_mesh(grid, rank, ranks_per_node=per_node, timeout_s=30.0, experts=True, by_node=True).ep
     assert axis.levels is not None and axis.nodes == 4 // per_node
@@ -85,7 +102,11 @@ def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tupl
     }
     empty = rail.size - len({number for _, number in pairs})
     once = sum(to_nodes.plan.sent) == len(pairs) + empty  # one row that nobody reads to each node that is not needed
-    return min(*to_nodes.plan.sent, *plan.sent), once, torch.allclose(y_NH, expected) and all(map(torch.allclose, ours, theirs))
+    return (
+        min(*to_nodes.plan.sent, *plan.sent),
+        once,
+        torch.allclose(y_NH, expected) and all(map(torch.allclose, ours, theirs)),
+    )
 
 
 @pytest.mark.parametrize(("per_node", "etp"), [(2, 1), (2, 2), (1, 1)])

@@ -1,4 +1,6 @@
-"""How often the host asks the device for a number between the router and the experts' sum: on a GPU it waits there for all that it has queued."""
+"""How often the host asks the device for a number between the router and the experts' sum: on a GPU it waits there
+for all that it has queued.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,18 @@ class Waits(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         super().__exit__(kind, error, trace)
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-        by_mask = name.startswith("index") and any(isinstance(one, Tensor) and one.dtype is torch.bool for one in _indices(args))
+        name = func._schema.name.removeprefix("aten::")
+        kwargs = kwargs or {}
+        by_mask = name.startswith("index") and any(
+            isinstance(one, Tensor) and one.dtype is torch.bool for one in _indices(args)
+        )
         if name in WAIT or by_mask or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             self.names.append(name)
         return func(*args, **kwargs)
@@ -65,7 +72,8 @@ def waits(rank: int, case: Case) -> tuple[list[str], list[str]]:
     x = torch.randn(12, case.micro_batch, 32, generator=torch.Generator().manual_seed(rank), requires_grad=True)
     with Waits() as forward:
         y, routed = layer(x)
-    assert y.isfinite().all() and routed.load[-1] > 0 if layer.router.moe.capacity else routed.load[-1] == 0  # rows are dropped
+    # rows are dropped
+    assert y.isfinite().all() and routed.load[-1] > 0 if layer.router.moe.capacity else routed.load[-1] == 0
     with Waits() as backward:
         (y.sum() + routed.balance).backward()
     assert x.grad is not None and x.grad.isfinite().all()
@@ -76,7 +84,8 @@ def experts(ep: int, *more: str) -> tuple[str, ...]:
     return (f"parallel.expert={ep}", "ops.experts=cpu", *more)
 
 
-HIERARCHICAL, CAPACITY = "parallel.expert_all_to_all=hierarchical", "model.moe.capacity=0.75"
+HIERARCHICAL = "parallel.expert_all_to_all=hierarchical"
+CAPACITY = "model.moe.capacity=0.75"
 
 
 @pytest.mark.parametrize(

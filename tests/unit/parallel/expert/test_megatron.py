@@ -1,4 +1,6 @@
-"""One rank of our layer computes what megatron-core's MoE layer computes, on one rank and with its experts over two: outputs and all gradients."""
+"""One rank of our layer computes what megatron-core's MoE layer computes, on one rank and with its experts over two:
+outputs and all gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def megatron(variant: str, ranks: int, folder: Path) -> list[dict]:
     """What each rank of megatron-core computed."""
     command = [sys.executable, "-m", "tests.unit.parallel.expert.megatron_layer", variant, str(folder)]
     started = [
-        subprocess.Popen([*command, str(rank), str(ranks)], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(ranks)], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
         for rank in range(ranks)
     ]
     for process in started:
@@ -47,11 +51,18 @@ def megatron(variant: str, ranks: int, folder: Path) -> list[dict]:
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def our_layer(variant: str, weights: dict[str, Tensor], x: Tensor, upstream: Tensor, microbatch: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output, and gradients by name; megatron-core means its auxiliary losses over a rank's microbatch, of `microbatch` sequences."""
+def our_layer(
+    variant: str, weights: dict[str, Tensor], x: Tensor, upstream: Tensor, microbatch: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output, and gradients by name; megatron-core means its auxiliary losses over a rank's microbatch, of
+    `microbatch` sequences.
+    """
     moe = {"experts": EXPERTS, "top_k": TOP_K, "expert_hidden": EXPERT_HIDDEN, **OURS[variant]}
-    model = ModelConfig(layers=1, hidden=H, heads=4, ffn_hidden=40, vocab_size=16, vocab_multiple=16, sequence_length=S, moe=moe)
-    mesh, accumulation = serial_mesh(), WeightGradients()
+    model = ModelConfig(
+        layers=1, hidden=H, heads=4, ffn_hidden=40, vocab_size=16, vocab_multiple=16, sequence_length=S, moe=moe
+    )
+    mesh = serial_mesh()
+    accumulation = WeightGradients()
     ops = select_ops(OpsConfig(), "cpu", torch.float64)
     context = LayerContext(mesh.tp, False, ops, accumulation, torch.float64)
     declared = {parameter.name: context.declare(parameter) for parameter in block_parameters(model, 0)}
@@ -59,7 +70,9 @@ def our_layer(variant: str, weights: dict[str, Tensor], x: Tensor, upstream: Ten
     layer = MixtureOfExperts(model, context, declared, "layers.0.moe", shared)
     buckets = build_buckets([layer], ADAMW, mesh.dp, 1, torch.device("cpu"), 10**6)
     named = {
-        parameter.spec.parameter.name.removeprefix("layers.0.moe."): parameter for bucket in buckets for parameter in bucket.parameters
+        parameter.spec.parameter.name.removeprefix("layers.0.moe."): parameter
+        for bucket in buckets
+        for parameter in bucket.parameters
     }
     assert named.keys() == weights.keys()
     for name, parameter in named.items():
@@ -101,7 +114,10 @@ def test_the_layer_computes_what_megatron_cores_computes(variant: str, ranks: in
     }
     assert gradients.keys() - {"router.bias"} == theirs[0]["gradients"].keys()
     for name, parts in ((name, [one["gradients"][name] for one in theirs]) for name in theirs[0]["gradients"]):
-        whole = torch.cat(parts) if name.startswith("experts.") else sum(parts)  # each rank has all that went to its experts
+        # each rank has all that went to its experts
+        whole = torch.cat(parts) if name.startswith("experts.") else sum(parts)
         pairs[name] = gradients[name], whole.reshape(gradients[name].shape)
-    apart = {name: float((ours - expected).abs().max() / expected.abs().max()) for name, (ours, expected) in pairs.items()}
+    apart = {
+        name: float((ours - expected).abs().max() / expected.abs().max()) for name, (ours, expected) in pairs.items()
+    }
     assert max(apart.values()) < CLOSE, apart

@@ -1,4 +1,6 @@
-"""Two microbatches of a pair: rows of one, and their numbers, travel beside the compute of the other, with the same bits as one after the other."""
+"""Two microbatches of a pair: rows of one, and their numbers, travel beside the compute of the other, with the same
+bits as one after the other.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,17 @@ def off(case: Case) -> Case:
 
 def two_steps(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], int]:
     """Losses and norms, weights after two steps, and how often the baton changed hands."""
-    state, turns = build_case(rank, case, "fp32"), []
+    state = build_case(rank, case, "fp32")
+    turns = []
     state.pipeline.on_action = lambda action: turns.append(action)
     results = [train_step(state) for _ in range(2)]
     state.optimizer.settle()
     computed = [action for action in turns if action is not None and action.kind.computes]
-    return [n for r in results for n in (r.loss, r.gradient_norm)], [b.weights.clone() for b in state.optimizer.buckets], len(computed)
+    return (
+        [n for r in results for n in (r.loss, r.gradient_norm)],
+        [b.weights.clone() for b in state.optimizer.buckets],
+        len(computed),
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +53,7 @@ def two_steps(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], i
     [
         PAIRED,
         thorough(replace(PAIRED, settings=(*PAIRED.settings, "comm.in_flight=one"))),
-        thorough(Case("mixtral", tp=2, pp=2, dp=2, schedule="dualpipe-v", settings=("parallel.expert=2",), transport="torch")),
+        thorough(Case("mixtral", tp=2, pp=2, dp=2, schedule="dualpipe-v", settings=("parallel.expert=2",), transport="torch")),  # noqa: E501
         thorough(Case(
             "olmoe", pp=2, dp=4, schedule="dualpipe-v", recompute="full", ranks_per_node=2,
             settings=("parallel.expert=4", "parallel.expert_all_to_all=hierarchical", "batch.global_batch=24"),
@@ -70,19 +77,26 @@ class Flight(NamedTuple):
 
 
 def flights(rank: int, case: Case) -> list[Flight]:
-    """Of one step's rows and numbers of rows, in the order in which they were waited for; by the order of what one rank does, which no load of the machine changes."""
+    """Of one step's rows and numbers of rows, in the order in which they were waited for; by the order of what one
+    rank does, which no load of the machine changes.
+    """
     state = build_case(rank, case)
     log: list[Action | Call] = []
     ended: list[Flight] = []
     state.pipeline.on_action = lambda action: log.append(action) if action else None
-    start_rows, start_numbers = dispatch.start_all_to_all_rows, dispatch.start_all_to_all_into
+    start_rows = dispatch.start_all_to_all_rows
+    start_numbers = dispatch.start_all_to_all_into
 
     class Noted:
         def __init__(self, what: str, pending: Pending) -> None:
-            self.what, self.pending, self.begun = what, pending, len(log) - 1
+            self.what = what
+            self.pending = pending
+            self.begun = len(log) - 1
 
         def wait(self) -> None:
-            ended.append(Flight(self.what, log[self.begun], [action for action in log[self.begun + 1 :] if action.kind.computes]))
+            ended.append(
+                Flight(self.what, log[self.begun], [action for action in log[self.begun + 1 :] if action.kind.computes])
+            )
             self.pending.wait()
 
     def noted_rows(x: torch.Tensor, received: list[int], sent: list[int], axis: Axis) -> tuple[torch.Tensor, Pending]:
@@ -92,13 +106,18 @@ def flights(rank: int, case: Case) -> list[Flight]:
     def noted_numbers(arriving: torch.Tensor, x: torch.Tensor, axis: Axis) -> Pending:
         return Noted("numbers", start_numbers(arriving, x, axis))
 
-    with patch.object(dispatch, "start_all_to_all_rows", noted_rows), patch.object(dispatch, "start_all_to_all_into", noted_numbers):
+    with (
+        patch.object(dispatch, "start_all_to_all_rows", noted_rows),
+        patch.object(dispatch, "start_all_to_all_into", noted_numbers),
+    ):
         train_step(state)
     return ended
 
 
 def test_rows_and_their_numbers_are_on_their_way_while_the_other_microbatch_computes(ranks: RankPool) -> None:
-    """With experts in every layer all of a pair are; one after the other none. Outside of pairs nobody else has a turn."""
+    """With experts in every layer all of a pair are; one after the other none. Outside of pairs nobody else has a
+    turn.
+    """
     case = replace(PAIRED, family="mixtral")
     of = beside(build("dualpipe-v", 2, 4, 2, pairs=True))
     partner = of | {forward: backward for backward, forward in of.items()}
@@ -123,7 +142,9 @@ def turns_and_calls(rank: int, case: Case) -> list[tuple[Action, list[dry_run.Ca
 
 
 def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool) -> None:
-    """A pair is one event of it: the same calls in the same sequence on all ranks and for all pairs alike, and no message among them."""
+    """A pair is one event of it: the same calls in the same sequence on all ranks and for all pairs alike, and no
+    message among them.
+    """
     schedule = build("dualpipe-v", 2, 4, 2, pairs=True)
     inside: dict[tuple[tuple[Kind, int], ...], list[dry_run.Call]] = {}
     instead: dict[Action, list[dry_run.Call]] = {}
@@ -146,7 +167,8 @@ def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool) -> None:
 
 def failing(rank: int, kind: Kind) -> str:
     """What a step says of an error where rows leave, in the first pair's forward or backward."""
-    state, turns = build_case(rank, replace(PAIRED, family="mixtral")), list[Action]()
+    state = build_case(rank, replace(PAIRED, family="mixtral"))
+    turns = list[Action]()
     state.pipeline.on_action = lambda action: turns.append(action) if action else None
     pairs = beside(build("dualpipe-v", 2, 4, 2, pairs=True))
     halves = pairs.keys() if kind is Kind.BACKWARD else pairs.values()

@@ -15,9 +15,12 @@ from frontier_llm.topology import shard
 
 
 def test_each_product_lets_go_of_its_factors_before_the_next_but_one() -> None:
-    parameter = ShardedParameter.create(torch.zeros(2), shard(Parameter("weight", (2,), ParameterKind.VECTOR)), layer_accumulates=True)
+    parameter = ShardedParameter.create(
+        torch.zeros(2), shard(Parameter("weight", (2,), ParameterKind.VECTOR)), layer_accumulates=True
+    )
     parameter.main_grad = torch.zeros(2)
-    gradients, factors = WeightGradients(), []
+    gradients = WeightGradients()
+    factors = []
 
     def submit(value: float) -> None:
         saved = torch.full((2,), value, requires_grad=True) * 2  # part of a graph, as what was saved for backward is
@@ -56,7 +59,8 @@ class _Doubled(torch.autograd.Function):
 
 def test_what_autograd_brings_reaches_the_fp32_buffer_unrounded() -> None:
     shape = shard(Parameter("weight", (2,), ParameterKind.VECTOR))
-    parameter, gradients = ShardedParameter.create(torch.zeros(2, dtype=torch.bfloat16), shape), WeightGradients()
+    parameter = ShardedParameter.create(torch.zeros(2, dtype=torch.bfloat16), shape)
+    gradients = WeightGradients()
     parameter.main_grad = torch.zeros(2)
     gradients.collect_from_autograd(parameter, Tensor.add_)
     for _ in range(3):

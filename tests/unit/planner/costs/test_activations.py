@@ -22,7 +22,9 @@ from frontier_llm.training.build import build_state
 
 
 class Source:
-    reset_at_documents, masks_targets, microbatches = False, False, 1
+    reset_at_documents = False
+    masks_targets = False
+    microbatches = 1
 
     def __init__(self, config: RunConfig) -> None:
         self.shape = (config.batch.micro_batch, config.model.sequence_length + 1)
@@ -116,18 +118,24 @@ def test_a_layer_keeps_what_the_list_says(recompute: str, micro_batch: int) -> N
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_dropout_keeps_no_masks(recompute: str) -> None:
-    measured = (kept_bytes(config_of(4, recompute, 1, dropout=0.1)) - kept_bytes(config_of(2, recompute, 1, dropout=0.1))) / 2
+    measured = (
+        kept_bytes(config_of(4, recompute, 1, dropout=0.1)) - kept_bytes(config_of(2, recompute, 1, dropout=0.1))
+    ) / 2
     assert listed(config_of(4, recompute, 1)) == pytest.approx(measured, rel=0.02)
 
 
-@pytest.mark.parametrize("shape", [{"norm_placement": "post"}, {"norm_placement": "both", "activation": "geglu_tanh"}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{"norm_placement": "post"}, {"norm_placement": "both", "activation": "geglu_tanh"}], ids=str
+)
 def test_a_norm_keeps_its_input_wherever_it_stands_and_geglu_its_gate(shape: dict[str, object]) -> None:
     measured = (kept_bytes(config_of(4, "none", 1, **shape)) - kept_bytes(config_of(2, "none", 1, **shape))) / 2
     assert listed(config_of(4, "none", 1, **shape)) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    "shape", [{"position": "rope"}, {"position": "rope", "kv_heads": 2}, {"position": "learned", "kv_heads": 2}], ids=str
+    "shape",
+    [{"position": "rope"}, {"position": "rope", "kv_heads": 2}, {"position": "learned", "kv_heads": 2}],
+    ids=str,
 )
 def test_queries_that_are_copied_leave_nothing_of_the_product_behind(shape: dict[str, object]) -> None:
     """A view of v alone would keep the whole qkv beside rotated queries and keys."""
@@ -141,7 +149,9 @@ def test_experts_keep_their_rows_and_no_outputs(activation: str) -> None:
     """With the C++ activations: autograd through the reference's keeps products before they are weighted."""
 
     def layers(count: int) -> RunConfig:
-        config = config_of(count, "none", 1, activation=activation, bias=False, moe={"experts": 4, "top_k": 2, "expert_hidden": 128})
+        config = config_of(
+            count, "none", 1, activation=activation, bias=False, moe={"experts": 4, "top_k": 2, "expert_hidden": 128}
+        )
         return config.model_copy(update={"ops": config.ops.model_copy(update={"activation": "cpu"})})
 
     assert listed(layers(4)) == pytest.approx((kept_bytes(layers(4)) - kept_bytes(layers(2))) / 2, rel=0.02)
@@ -152,7 +162,9 @@ def test_a_gated_shared_expert_keeps_its_output() -> None:
 
     def gate_bytes(layers: int) -> tuple[float, float]:
         moe = {"experts": 4, "top_k": 2, "expert_hidden": 128, "shared_hidden": 64}
-        plain, gated = (config_of(layers, "none", 1, bias=False, moe={**moe, "shared_gate": gate}) for gate in (False, True))
+        plain, gated = (
+            config_of(layers, "none", 1, bias=False, moe={**moe, "shared_gate": gate}) for gate in (False, True)
+        )
         return kept_bytes(gated) - kept_bytes(plain), layers * (listed(gated) - listed(plain))
 
     measured, expected = gate_bytes(2)

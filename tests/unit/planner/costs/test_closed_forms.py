@@ -1,4 +1,6 @@
-"""Closed forms against independent counts: FLOPs, parameters, memory, collectives, and the schedule's own in-flight numbers."""
+"""Closed forms against independent counts: FLOPs, parameters, memory, collectives, and the schedule's own in-flight
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,21 @@ def layer(**changes: Any) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("name", ["gpt-22b", "gpt-175b", "gpt-1t"])
 def test_flops_are_megatrons_formula_for_gpt_shapes(name: str) -> None:
     model = load_model(name)
-    L, h, s, V = model.layers, model.hidden, model.sequence_length, model.vocab_size
-    assert model_flops_per_token(model) == pytest.approx(72 * L * h * h * (1 + s / (6 * h) + V / (12 * L * h)), rel=1e-12)
+    L = model.layers
+    h = model.hidden
+    s = model.sequence_length
+    V = model.vocab_size
+    assert model_flops_per_token(model) == pytest.approx(
+        72 * L * h * h * (1 + s / (6 * h) + V / (12 * L * h)), rel=1e-12
+    )
     padded = model.padded_vocab_size
     recomputed = hardware_flops_per_token(model, layout(recompute="full"))
     assert recomputed == pytest.approx(96 * L * h * h * (1 + s / (6 * h) + padded / (16 * L * h)), rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("name", "published"), [("llama-2-7b", 6_738_415_616), ("llama-3-8b", 8_030_261_248), ("llama-2-70b", 68_976_648_192)]
+    ("name", "published"),
+    [("llama-2-7b", 6_738_415_616), ("llama-3-8b", 8_030_261_248), ("llama-2-70b", 68_976_648_192)],
 )
 def test_parameter_counts_equal_the_published_checkpoints(name: str, published: int) -> None:
     model = load_model(name)
@@ -82,7 +90,9 @@ def test_rank_parameters_tile_the_model(name: str, tp: int, pp: int) -> None:
     assert [float(stage_numel(model, tp, stage.num_layers, stage.embedding, stage.head)) for stage in stages] == held
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)]
+)
 @pytest.mark.parametrize(("pp", "m"), [(4, 8), (4, 2), (8, 32), (3, 7)])
 def test_in_flight_is_what_the_action_list_holds(schedule: str, chunks: int, pp: int, m: int) -> None:
     if chunks > 1 and m % pp:
@@ -99,7 +109,9 @@ def test_in_flight_is_what_the_action_list_holds(schedule: str, chunks: int, pp:
 
 
 def test_activations_follow_korthikanti() -> None:
-    """Table 2 of the paper: S·B·H·(10 + 24/t) with tensor parallelism and no attention scores, both dropout masks included."""
+    """Table 2 of the paper: S·B·H·(10 + 24/t) with tensor parallelism and no attention scores, both dropout masks
+    included.
+    """
     dropout, (S, H, A) = replace(FRONTIER, dropout=True), (GPT_22B.sequence_length, GPT_22B.hidden, GPT_22B.heads)
 
     def kept(mode: str, **changes: Any) -> float:
@@ -116,7 +128,9 @@ def test_the_table_is_met_exactly_and_monotone_between() -> None:
     table = machine.allreduce
     for nodes, row in table.time_us.items():
         for size, microseconds in zip(table.message_bytes, row, strict=True):
-            assert float(table_s(FRONTIER.all_reduce_table, nodes, size)) == pytest.approx(microseconds * 1e-6, rel=1e-9)
+            assert float(table_s(FRONTIER.all_reduce_table, nodes, size)) == pytest.approx(
+                microseconds * 1e-6, rel=1e-9
+            )
     between = table_s(FRONTIER.all_reduce_table, 384, np.array([2.0**20, 2.0**24, 2.0**30]))
     assert np.all(np.diff(between) > 0)
     assert (
@@ -124,7 +138,9 @@ def test_the_table_is_met_exactly_and_monotone_between() -> None:
         < float(table_s(FRONTIER.all_reduce_table, 384, 2**28))
         < float(table_s(FRONTIER.all_reduce_table, 512, 2**28))
     )
-    assert float(table_s(FRONTIER.all_reduce_table, 8, 2**33)) == pytest.approx(2 * float(table_s(FRONTIER.all_reduce_table, 8, 2**32)))
+    assert float(table_s(FRONTIER.all_reduce_table, 8, 2**33)) == pytest.approx(
+        2 * float(table_s(FRONTIER.all_reduce_table, 8, 2**32))
+    )
 
 
 def test_collectives_of_one_rank_cost_nothing_and_sharing_costs() -> None:
@@ -139,14 +155,17 @@ def test_collectives_of_one_rank_cost_nothing_and_sharing_costs() -> None:
 
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 64))
 def test_products_never_beat_the_peak(rows: int, columns: int, inner: int) -> None:
-    M, N, K = 64 * rows, 64 * columns, 64 * inner
+    M = 64 * rows
+    N = 64 * columns
+    K = 64 * inner
     assert product_s(Product(M, N, K), FRONTIER) >= 2.0 * M * N * K / (FRONTIER.peak_flops * FRONTIER.gemm_efficiency)
 
 
 def test_kernels_know_shapes() -> None:
     good, ragged = (product_s(Product(rows, 8192, 8192), FRONTIER) for rows in (8192, 8192 + 8))
     assert good < ragged < 1.2 * good
-    odd, even = Product(2048, 2048, 108, 64, aligned=False), Product(2048, 2048, 112, 64)
+    odd = Product(2048, 2048, 108, 64, aligned=False)
+    even = Product(2048, 2048, 112, 64)
     assert product_s(odd, FRONTIER) > 1.5 * product_s(even, FRONTIER)
     forward, backward = (flash_s(FlashCore(1, 16, 4096, 4096, 128, backward), FRONTIER) for backward in (False, True))
     assert 2 * forward < backward < 6 * forward
@@ -160,7 +179,16 @@ def test_sequence_parallelism_cuts_the_elementwise_work_and_recompute_adds_a_for
 
 
 MANY = [
-    layout(tp=tp, micro_batch=B, schedule=schedule, recompute=mode, sequence_parallel=tp > 2, sharding=sharding, pp=pp, axis_order=order)
+    layout(
+        tp=tp,
+        micro_batch=B,
+        schedule=schedule,
+        recompute=mode,
+        sequence_parallel=tp > 2,
+        sharding=sharding,
+        pp=pp,
+        axis_order=order,
+    )
     for tp, B, schedule, mode, sharding, pp, order in (
         (1, 1, "1f1b", "none", "optimizer", 4, "tp-dp-pp"),
         (2, 2, "1f1b", "selective", "none", 4, "tp-pp-dp"),
@@ -181,7 +209,9 @@ def test_one_layout_and_many_go_through_the_same_formulas(price: Callable[..., A
 
 
 def test_zero_2_scatters_after_every_microbatch_and_holds_a_part_of_the_gradients() -> None:
-    """DeepSpeed's: without a pipeline the gradients of each microbatch leave at once; only state and gradients are cut, not the weights."""
+    """DeepSpeed's: without a pipeline the gradients of each microbatch leave at once; only state and gradients are
+    cut, not the weights.
+    """
     slow = replace(FRONTIER, node_network_bytes_s=1e7, all_reduce_table=None, dp_overlap=0.0, hierarchical=False)
     alone = layout(tp=1, pp=1, dp=32)
     whole, parts = (replace(alone, sharding=name) for name in ("optimizer", "gradients"))

@@ -28,7 +28,9 @@ def test_xmoes_shapes_have_the_parameters_that_its_authors_count() -> None:
     for name, published in (("small", 10.1), ("medium", 55.2), ("large", 201.4), ("super", 545.4)):
         model = load_model(f"xmoe-{name}")
         small = ("embedding", "head", "norm", "router")
-        counted = sum(one.numel for one in model_parameters(model).values() if not any(part in one.name for part in small))
+        counted = sum(
+            one.numel for one in model_parameters(model).values() if not any(part in one.name for part in small)
+        )
         assert counted / 2**30 == pytest.approx(published, abs=0.05)
 
 
@@ -62,12 +64,17 @@ def test_rows_that_leave_the_node_cost_more_and_a_pipeline_may_stand_between_nei
     inside, across = (float(times(LARGE, replace(layout, ep=ep), FRONTIER).block.forward_s) for ep in (8, 64))
     assert across > 1.5 * inside
     assert float(times(LARGE, replace(layout, imbalance=1.5), FRONTIER).block.forward_s) > 1.1 * inside
-    seats = [int(experts_inside(replace(layout, tp=2, pp=8, dp=8, axis_order=order), FRONTIER)) for order in ("tp-dp-pp", "tp-pp-dp")]
+    seats = [
+        int(experts_inside(replace(layout, tp=2, pp=8, dp=8, axis_order=order), FRONTIER))
+        for order in ("tp-dp-pp", "tp-pp-dp")
+    ]
     assert seats == [8, 2]
 
 
 def test_two_stages_save_the_share_that_x_moe_measured_and_are_taken_where_they_are_faster() -> None:
-    """54.8 % of rows were redundant on 4 nodes with 8 of 256 experts, which cut what leaves a node by 52.5 % (arXiv:2508.13337)."""
+    """54.8 % of rows were redundant on 4 nodes with 8 of 256 experts, which cut what leaves a node by 52.5 %
+    (arXiv:2508.13337).
+    """
     assert 1 - nodes_of_a_token(256, 8, 4) / 8 == pytest.approx(0.548, abs=0.01)
     layout = Layout(dp=64, ep=32)
     taken = over_nodes(LARGE, layout, FRONTIER)
@@ -76,7 +83,8 @@ def test_two_stages_save_the_share_that_x_moe_measured_and_are_taken_where_they_
     assert by_node < 0.95 * flat
     assert over_nodes(LARGE, Layout(dp=64, ep=8), FRONTIER, "hierarchical").expert_nodes == 1  # nothing leaves the node
     one_choice = LARGE.model_copy(update={"moe": LARGE.moe.model_copy(update={"top_k": 1})})  # type: ignore[union-attr]
-    assert over_nodes(one_choice, layout, FRONTIER).expert_nodes == 1  # nothing is redundant, and inside the node it moves twice
+    # nothing is redundant, and inside the node it moves twice
+    assert over_nodes(one_choice, layout, FRONTIER).expert_nodes == 1
 
 
 def test_rows_travel_beside_the_shared_expert() -> None:
@@ -84,19 +92,26 @@ def test_rows_travel_beside_the_shared_expert() -> None:
     layout = Layout(dp=64, ep=8)
     dispatch_s = [
         sum(by_cause(block_work(model, layout, FRONTIER), layout, FRONTIER)[DISPATCH])
-        for model in (LARGE.model_copy(update={"moe": LARGE.moe.model_copy(update={"shared_hidden": width})}) for width in (0, 512, 2048))  # type: ignore[union-attr]
+        for model in (
+            LARGE.model_copy(update={"moe": LARGE.moe.model_copy(update={"shared_hidden": width})})
+            for width in (0, 512, 2048)
+        )  # type: ignore[union-attr]
     ]
     assert dispatch_s[0] > dispatch_s[1] > dispatch_s[2] > 0
 
 
 def test_a_layer_keeps_what_xmoes_theory_allows_without_the_experts_outputs() -> None:
-    """Their table 4, Large at EP64: 1.125 GiB of activations in theory, 1.21 in X-MoE, 1.95 in Tutel, 2.81 in DeepSpeed-MoE (arXiv:2508.13337).
+    """Their table 4, Large at EP64: 1.125 GiB of activations in theory, 1.21 in X-MoE, 1.95 in Tutel, 2.81 in
+    DeepSpeed-MoE (arXiv:2508.13337).
 
-    The theory is rows before and after the experts and twice between their matrices, 2 k S (2 H + 2 F). Weights are applied between the matrices here,
-    so that outputs need not be kept; the router's input and its scores are, which that formula leaves out.
+    The theory is rows before and after the experts and twice between their matrices, 2 k S (2 H + 2 F). Weights are
+    applied between the matrices here, so that outputs need not be kept; the router's input and its scores are, which
+    that formula leaves out.
     """
     assert LARGE.moe is not None
-    rows, H, F = LARGE.moe.top_k * LARGE.sequence_length, LARGE.hidden, LARGE.expert_hidden
+    rows = LARGE.moe.top_k * LARGE.sequence_length
+    H = LARGE.hidden
+    F = LARGE.expert_hidden
     assert 2 * rows * (2 * H + 2 * F) / GIB == pytest.approx(1.125)
     ours = kept_bytes(expert_work(LARGE, Layout(dp=64, ep=64), Software()), "none")
     assert ours == pytest.approx(2 * rows * (H + 2 * F), rel=0.15) and ours < 1.125 * GIB
@@ -105,10 +120,13 @@ def test_a_layer_keeps_what_xmoes_theory_allows_without_the_experts_outputs() ->
 def test_the_host_waits_for_numbers_of_rows_once_a_stage_unless_a_capacity_bounds_them() -> None:
     def waits_s(model: ModelConfig, layout: Layout) -> float:
         return sum(
-            work_s(item.work, layout, FRONTIER, {}) for item in expert_work(model, layout, Software()) if isinstance(item.work, HostWait)
+            work_s(item.work, layout, FRONTIER, {})
+            for item in expert_work(model, layout, Software())
+            if isinstance(item.work, HostWait)
         )
 
-    flat, by_node = Layout(dp=64, ep=32), Layout(dp=64, ep=32, expert_nodes=4)
+    flat = Layout(dp=64, ep=32)
+    by_node = Layout(dp=64, ep=32, expert_nodes=4)
     assert waits_s(LARGE, by_node) == 2 * waits_s(LARGE, flat) == pytest.approx(20 * FRONTIER.launch_s)
     assert waits_s(bounded(1.25), by_node) == waits_s(bounded(1.25), flat) == waits_s(LARGE, Layout(dp=64)) == 0
 
@@ -120,8 +138,11 @@ def bounded(capacity: float) -> ModelConfig:
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_with_a_capacity_as_many_rows_travel_as_may_and_no_expert_computes_more(nodes: int) -> None:
     layout = Layout(dp=64, ep=32, expert_nodes=nodes, imbalance=2.0)
-    even, rows = even_rows(LARGE, replace(layout, imbalance=1.0)), even_rows(bounded(1.25), layout)
-    assert rows.sent == rows.received == pytest.approx(1.25 * even.sent) and rows.computed == pytest.approx(1.25 * even.computed)
+    even = even_rows(LARGE, replace(layout, imbalance=1.0))
+    rows = even_rows(bounded(1.25), layout)
+    assert rows.sent == rows.received == pytest.approx(1.25 * even.sent) and rows.computed == pytest.approx(
+        1.25 * even.computed
+    )
     assert (
         rows.to_nodes == rows.from_nodes == (0 if nodes == 1 else 4 * LARGE.sequence_length)
     )  # 8 choices at 1.25 times: any token to any node

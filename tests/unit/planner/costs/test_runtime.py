@@ -1,4 +1,6 @@
-"""What `costs` says equals what the runtime does: bytes in the ledger, parameters and optimizer state in memory (gloo, CPU)."""
+"""What `costs` says equals what the runtime does: bytes in the ledger, parameters and optimizer state in memory
+(gloo, CPU).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from tests.harness.traffic import buckets, step_traffic
 
 
 def config_of(model: str, parallel: dict, batch: dict, recompute: str = "none", dtype: str = "fp32") -> RunConfig:
-    content = {"model": load_model(model).model_dump(), "parallel": parallel, "batch": batch, "train": {"recompute": recompute}}
+    content = {
+        "model": load_model(model).model_dump(),
+        "parallel": parallel,
+        "batch": batch,
+        "train": {"recompute": recompute},
+    }
     return build(RunConfig, merge(content, {"precision": {"dtype": dtype}}))
 
 
@@ -26,7 +33,8 @@ class RandomSource:
     reset_at_documents = masks_targets = False
 
     def __init__(self, config: RunConfig, microbatches: int) -> None:
-        self.config, self.microbatches = config, microbatches
+        self.config = config
+        self.microbatches = microbatches
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
         shape = (self.config.batch.micro_batch, self.config.model.sequence_length + 1)
@@ -57,26 +65,46 @@ def measure(rank: int, config: RunConfig, world: int) -> tuple[dict, dict, int, 
 LAYOUTS = [
     ("gpt-tiny", {"tensor": 2}, {"global_batch": 4, "micro_batch": 2}, "none"),
     ("gpt-tiny", {"tensor": 2, "pipeline": 2}, {"global_batch": 4, "micro_batch": 1}, "full"),
-    ("gpt-tiny", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {"global_batch": 4, "micro_batch": 1}, "full"),
+    (
+        "gpt-tiny",
+        {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
+        {"global_batch": 4, "micro_batch": 1},
+        "full",
+    ),
     ("llama-tiny", {"tensor": 2, "sequence_parallel": True}, {"global_batch": 4, "micro_batch": 1}, "selective"),
-    ("llama-tiny", {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}, {"global_batch": 8, "micro_batch": 1}, "none"),
+    (
+        "llama-tiny",
+        {"pipeline": 2, "chunks": 2, "schedule": "interleaved"},
+        {"global_batch": 8, "micro_batch": 1},
+        "none",
+    ),
     ("gpt-tiny", {"pipeline": 2, "schedule": "zb-h1"}, {"global_batch": 4, "micro_batch": 1}, "none"),
     ("mpt-tiny", {"pipeline": 2, "zero": 0}, {"global_batch": 8, "micro_batch": 1}, "none"),
 ]
 V = {"tensor": 2, "pipeline": 2, "chunks": 2, "sequence_parallel": True}  # with backwards that are all split, or some
-LAYOUTS += [("llama-tiny", {**V, "schedule": name}, {"global_batch": 5, "micro_batch": 1}, "none") for name in ("zb-v", "dualpipe-v")]
-SWITCHES = {"comm": {"overlap_weights": True, "overlap_messages": False, "bucket_elements": 50_000}, "precision": {"gradient_wire": "bf16"}}
+LAYOUTS += [
+    ("llama-tiny", {**V, "schedule": name}, {"global_batch": 5, "micro_batch": 1}, "none")
+    for name in ("zb-v", "dualpipe-v")
+]
+SWITCHES = {
+    "comm": {"overlap_weights": True, "overlap_messages": False, "bucket_elements": 50_000},
+    "precision": {"gradient_wire": "bf16"},
+}
 
 
 def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
-    """One training step on `world` ranks: calls and bytes by axis and operation, parameters, gradient buffers, optimizer state. The bytes of every rank."""
+    """One training step on `world` ranks: calls and bytes by axis and operation, parameters, gradient buffers,
+    optimizer state. The bytes of every rank.
+    """
     plan = make_plan(config, world)
     found = ranks.run(world, measure, config, world)
     for moved, calls, parameters, gradients, optimizer, pp_rank in found:
         expected = step_traffic(config, plan, pp_rank)
         assert moved == dict(expected.bytes)
         assert calls == dict(expected.calls)
-        assert parameters == sum(one.rank_numel({"tp": plan.grid.tp}) for one in rank_parameters(config.model, plan.stages_of(pp_rank)))
+        assert parameters == sum(
+            one.rank_numel({"tp": plan.grid.tp}) for one in rank_parameters(config.model, plan.stages_of(pp_rank))
+        )
         padded = sum(bucket.numel for bucket in buckets(config, plan, pp_rank))
         assert gradients == 4 * padded
         assert optimizer == 8 * padded // (plan.grid.dp if plan.zero else 1)
@@ -85,8 +113,12 @@ def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
 
 @pytest.mark.parametrize(("model", "parallel", "batch", "recompute"), LAYOUTS)
 @pytest.mark.parametrize("switched", [False, True], ids=["plain", "switched"])
-def test_ledger_and_memory(ranks: RankPool, model: str, parallel: dict, batch: dict, recompute: str, switched: bool) -> None:
-    """`switched` turns every overlap round, sends gradients in 16 bits and cuts tensor parallelism's collectives into chunks."""
+def test_ledger_and_memory(
+    ranks: RankPool, model: str, parallel: dict, batch: dict, recompute: str, switched: bool
+) -> None:
+    """`switched` turns every overlap round, sends gradients in 16 bits and cuts tensor parallelism's collectives
+    into chunks.
+    """
     config = config_of(model, parallel, batch, recompute)
     if switched:
         content = merge(config.model_dump(), SWITCHES)
@@ -119,13 +151,22 @@ def test_buckets_are_those_that_the_optimizer_fills(zero: int, monkeypatch: pyte
 
     monkeypatch.setitem(_RULES, RULE.name, RULE)
     config = config_of("llama-tiny", {"zero": zero}, {"global_batch": 4, "micro_batch": 1})
-    config = build(RunConfig, merge(config.model_dump(), {"optimizer": {"name": RULE.name}, "comm": {"bucket_elements": 20_000}}))
+    config = build(
+        RunConfig, merge(config.model_dump(), {"optimizer": {"name": RULE.name}, "comm": {"bucket_elements": 20_000}})
+    )
     plan = make_plan(config, 2)
     context = LayerContext(
-        single("tp"), False, select_ops(config.ops, "cpu", torch.float32), gradient_destination(config), torch.float32, 1
+        single("tp"),
+        False,
+        select_ops(config.ops, "cpu", torch.float32),
+        gradient_destination(config),
+        torch.float32,
+        1,
     )
     stages = build_stages(config.model, plan.stages_of(0), context, torch.device("meta"), "none", {})
-    filled = build_buckets(stages, RULE, Axis("dp", 0, 2, (0, 1)), zero, torch.device("cpu"), config.comm.bucket_elements)
+    filled = build_buckets(
+        stages, RULE, Axis("dp", 0, 2, (0, 1)), zero, torch.device("cpu"), config.comm.bucket_elements
+    )
     assert [(one.gradients.numel(), one.partial_axes) for one in filled] == [
         (bucket.numel, bucket.members[0].partial_axes()) for bucket in buckets(config, plan, 0)
     ]

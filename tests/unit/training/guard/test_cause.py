@@ -88,7 +88,13 @@ def test_when_all_live_the_one_furthest_behind_is_named(board: Board, tmp_path: 
 
 def test_a_cause_that_a_rank_tells_of_itself_wins(board: Board, tmp_path: Path) -> None:
     board.silent_since[2] = 99.9
-    other = Inquiry(board, 3, RANKS, tmp_path, lambda what: Failure(what, Evidence.SYMPTOM, rank=3, host="n3", step=7, section="train"))  # type: ignore[arg-type]
+    other = Inquiry(
+        board,
+        3,
+        RANKS,
+        tmp_path,
+        lambda what: Failure(what, Evidence.SYMPTOM, rank=3, host="n3", step=7, section="train"),
+    )  # type: ignore[arg-type]
     assert other.explain(ValueError("boom")).rank == 3
     assert found(board, tmp_path)[0].what == "ValueError: boom"
 

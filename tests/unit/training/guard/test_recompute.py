@@ -1,4 +1,6 @@
-"""Wrong arithmetic: found, told transient from persistent, the rank named; silence when all is well, and an op with noise is noticed."""
+"""Wrong arithmetic: found, told transient from persistent, the rank named; silence when all is well, and an op with
+noise is noticed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tests.harness.pool import RankPool
 
 def examine(rank: int, world_size: int, wrong: dict[int, tuple[float, float]]) -> list[UntrustedRank] | str:
     """`wrong[rank]`: what is added to the first and to the second result of that rank."""
-    mesh, additions = build_mesh(Grid(1, 1, world_size), rank), iter(wrong.get(rank, (0.0, 0.0)))
+    mesh = build_mesh(Grid(1, 1, world_size), rank)
+    additions = iter(wrong.get(rank, (0.0, 0.0)))
 
     def compute() -> dict[str, torch.Tensor]:
         gradients = torch.full((8,), 1.5)

@@ -22,7 +22,8 @@ def routing(share: float) -> dict:
 
 
 def test_the_figures_of_a_step() -> None:
-    even, collapsed = routing(0.25), routing(1.0)
+    even = routing(0.25)
+    collapsed = routing(1.0)
     assert even["largest_over_mean"] == [1.0] * 4 and even["entropy"] == [2.0] * 4
     assert round(collapsed["largest_over_mean"][2], 9) == 4.0 and abs(sum(collapsed["rows_per_expert"]) - 4 * 200) < 8
 

@@ -30,18 +30,28 @@ class FakeManager:
         return None
 
     def wait(self, audit: bool) -> Path | None:
-        done, self.pending = self.pending, False
+        done = self.pending
+        self.pending = False
         return self.directory / str(self.started[-1]) if done else None
 
 
 def at(step: int) -> Progress:
-    zero: dict[str, Any] = dict.fromkeys(("consumed_samples", "tokens", "optimizer_updates", "scaler_clean_steps", "skipped_steps"), 0)
+    zero: dict[str, Any] = dict.fromkeys(
+        ("consumed_samples", "tokens", "optimizer_updates", "scaler_clean_steps", "skipped_steps"), 0
+    )
     return Progress(step=step, loss_scale=1.0, **zero)
 
 
 def made(lag_steps: int = 100) -> tuple[Saves, FakeManager, list[tuple[int, Path]], list[int]]:
-    manager, saved, checked = FakeManager(), list[tuple[int, Path]](), list[int]()
-    return Saves(manager, lag_steps, checked.append, lambda step, path: saved.append((step, path))), manager, saved, checked  # type: ignore[arg-type]
+    manager = FakeManager()
+    saved = list[tuple[int, Path]]()
+    checked = list[int]()
+    return (
+        Saves(manager, lag_steps, checked.append, lambda step, path: saved.append((step, path))),
+        manager,
+        saved,
+        checked,
+    )  # type: ignore[arg-type]
 
 
 def test_the_second_failure_in_a_row_is_raised() -> None:

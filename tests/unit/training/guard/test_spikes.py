@@ -32,7 +32,8 @@ def test_off_remembers_nothing() -> None:
 
 
 def test_state_survives_json_bit_for_bit() -> None:
-    policy, losses = SpikePolicy(2.0, 8), [2.0 + math.sin(step * 12.9898) / 3 for step in range(60)]
+    policy = SpikePolicy(2.0, 8)
+    losses = [2.0 + math.sin(step * 12.9898) / 3 for step in range(60)]
     whole = [SpikePolicy(2.0, 8).is_spike(loss, 1.0) for loss in losses[:0]]
     undisturbed = SpikePolicy(2.0, 8)
     whole = [undisturbed.is_spike(loss, 1.0) for loss in losses]

@@ -21,18 +21,25 @@ def wrong(*ranks: int) -> WrongResults:
 
 
 def test_failure_names_rank_host_and_tensor_and_the_host_is_excluded(tmp_path: Path) -> None:
-    inquiry = Inquiry(None, 0, 6, tmp_path, lambda what: Failure(what, Evidence.SYMPTOM, rank=0, host="n0", step=17, section="train"))
+    inquiry = Inquiry(
+        None, 0, 6, tmp_path, lambda what: Failure(what, Evidence.SYMPTOM, rank=0, host="n0", step=17, section="train")
+    )
     inquiry.accuse(wrong(3))
     record = read_failure(tmp_path)
-    assert record is not None and (record.cause, record.rank, record.host, record.step) == ("wrong results", 3, "n1", 17)
+    assert record is not None and (record.cause, record.rank, record.host, record.step) == (
+        "wrong results",
+        3,
+        "n1",
+        17,
+    )
     assert record.suspects == (Suspect(3, "n1", "layers.2.mlp_norm.weight"),) and record.excluded_hosts == ("n1",)
     assert run_dir.untrusted_hosts(tmp_path) == run_dir.bad_hosts(tmp_path) == ["n1"]
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
-    Inquiry(None, 1, 6, tmp_path, lambda what: Failure(what, Evidence.SYMPTOM, rank=1, host="n0", step=17, section="train")).accuse(
-        wrong(3)
-    )
+    Inquiry(
+        None, 1, 6, tmp_path, lambda what: Failure(what, Evidence.SYMPTOM, rank=1, host="n0", step=17, section="train")
+    ).accuse(wrong(3))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -40,7 +47,10 @@ class Board:
     """The store's, in this process; `late` looks find nothing yet."""
 
     def __init__(self, run_dir: Path, late: int = 0) -> None:
-        self.run_dir, self.late, self.files_at_claim, self.first = run_dir, late, [], None
+        self.run_dir = run_dir
+        self.late = late
+        self.files_at_claim = []
+        self.first = None
 
     def claim(self, name: str, value: str) -> str:
         self.files_at_claim = sorted(path.name for path in self.run_dir.iterdir())
@@ -54,7 +64,11 @@ class Board:
 
 def inquiry(board: Board, rank: int) -> Inquiry:
     return Inquiry(
-        board, rank, 6, board.run_dir, lambda what: Failure(what, Evidence.SYMPTOM, rank=rank, host=HOSTS[rank], step=17, section="train")
+        board,
+        rank,
+        6,
+        board.run_dir,
+        lambda what: Failure(what, Evidence.SYMPTOM, rank=rank, host=HOSTS[rank], step=17, section="train"),
     )  # type: ignore[arg-type]
 
 
@@ -98,12 +112,18 @@ def test_no_host_is_excluded_when_most_are_suspects(ranks: tuple[int, ...], excl
 
 
 def test_a_run_on_one_host_excludes_it() -> None:
-    assert WrongResults([Problem("", "")], [Suspect(0, "n7", "w"), Suspect(1, "n7", "w")], ["n7", "n7"]).hosts_to_exclude == ["n7"]
+    assert WrongResults(
+        [Problem("", "")], [Suspect(0, "n7", "w"), Suspect(1, "n7", "w")], ["n7", "n7"]
+    ).hosts_to_exclude == ["n7"]
 
 
 def test_a_disk_that_fails_does_not_hide_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inquiry = Inquiry(
-        None, 0, 1, tmp_path / "gone", lambda what: Failure(what, Evidence.SYMPTOM, rank=0, host="n0", step=1, section="train")
+        None,
+        0,
+        1,
+        tmp_path / "gone",
+        lambda what: Failure(what, Evidence.SYMPTOM, rank=0, host="n0", step=1, section="train"),
     )
     assert inquiry.explain(ValueError("boom")).what == "ValueError: boom"
     assert "cannot write failure.json" in capsys.readouterr().err
