@@ -55,9 +55,21 @@ def source_notes() -> dict[tuple[str, str], tuple[str, str]]:
                 continue
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    _, _, comment = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")
-                    notes[node.name, field.target.id] = ast.unparse(field.annotation), comment.strip()
+                    notes[node.name, field.target.id] = ast.unparse(field.annotation), comment_of(lines, field)
     return notes
+
+
+def comment_of(lines: list[str], field: ast.AnnAssign) -> str:
+    """The comment behind a field, or else the comment lines directly above it; '' without one."""
+    _, _, behind = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")
+    if behind:
+        return behind.strip()
+    above: list[str] = []
+    row = field.lineno - 2
+    while row >= 0 and lines[row].strip().startswith("# "):
+        above.insert(0, lines[row].strip().removeprefix("# "))
+        row -= 1
+    return " ".join(above)
 
 
 def sections(
