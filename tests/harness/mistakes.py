@@ -335,6 +335,7 @@ def _submit(cluster: LocalSlurm, place: Place, mistake: Mistake, words: list[str
 def _sbatch(cluster: LocalSlurm, place: Place, mistake: Mistake, words: list[str], run: Path) -> Refusal:
     options = [
         "--partition=local",
+        f"--nodelist=n[0-{mistake.nodes - 1}]",
         f"--nodes={mistake.nodes}",
         "--ntasks-per-node=1",
         "--time=20",
