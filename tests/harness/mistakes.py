@@ -360,7 +360,7 @@ def told(refusal: Refusal, mistake: Mistake, directory: Path) -> str:
     line = next((line for line in refusal.text.splitlines() if mistake.message in line), "")
     for name, written in ((directory / "checkout", ""), (directory, ""), (Path(sys.executable), "python")):
         line = line.replace(f"{name}/", written).replace(str(name), written)
-    return line.strip().removeprefix("error: ").removeprefix("warning: ")
+    return line.strip().removeprefix("error: ").removeprefix("warning: ").strip()
 
 
 HEAD = """\
@@ -378,6 +378,7 @@ No row reaches a training step.
 The first row of the table below is the control: nothing is planted.
 Only the GPU is missing, because the test machine has none.
 "After s" is the time of the whole command for `submit`, and the time from the job's start to its end for the others.
+The test machine has two cores, and other tests ran at the same time.
 Other builds of torch are small packages in front of the CPU build, and so is the GPU of the nodes that have one.
 No MI250X was used.
 
