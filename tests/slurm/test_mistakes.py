@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness.mistakes import MISTAKES, Mistake, meet
-from tests.harness.slurm import LocalSlurm
+from tests.harness.slurm import ROOT, LocalSlurm
 
+PAGE = ROOT / "docs" / "results" / "planted_mistakes.md"
 EVERY_DAY = ("CUDA torch on an AMD site", "a module that is gone")
 ROWS = [pytest.param(row, id=row.name, marks=() if row.name in EVERY_DAY else pytest.mark.thorough) for row in MISTAKES]
 
@@ -29,3 +30,13 @@ def test_each_planted_mistake_is_refused_before_a_training_step(
         assert refusal.exit_code != 0 or mistake.cause == "node failure", refusal.text
     assert outcome.step_count == 0
     assert cluster.queued() == []
+
+
+def test_the_page_has_a_row_for_each_refusal() -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    table = lines[lines.index("| mistake | refused by | after s | message |") + 2 :]
+    rows = [line.strip("| ").split(" | ") for line in table]
+    assert [(row[0], row[1]) for row in rows] == [
+        (mistake.name, by) for mistake in MISTAKES for by in mistake.refused_by
+    ]
+    assert all(len(row) == 4 for row in rows), "a message is missing"
