@@ -31,7 +31,7 @@ def not_installed(package: str, where: str = "") -> Problem:
     """A package that is needed and not there; torch and what only some commands need (plots, models of others) are
     not requirements of ours.
     """
-    which = "  (docs/frontier.md has the index of the build for ROCm)" if package == "torch" else ""
+    which = "  (docs/first_day.md has the index of the build for ROCm)" if package == "torch" else ""
     return Problem(where, f"{package} is not installed", f"pip install {package}{which}")
 
 

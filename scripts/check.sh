@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Everything that a machine can say about the code without running it: format, lint, types, import layers, shell scripts.
+# Checks the code without running it: format, lint, types, import layers, density, shell scripts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ruff format --check .
 ruff check .
 mypy
 lint-imports
+python scripts/code_density.py --check
 if command -v shellcheck >/dev/null; then
   git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck --external-sources
 else

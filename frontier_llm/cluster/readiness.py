@@ -27,7 +27,8 @@ from frontier_llm.run.rank_env import environ, environment, rank_python
 from frontier_llm.units import format_bytes
 
 OLDEST_TORCH = (2, 10)  # setup.py refuses to build for an older one
-FRONTIER_PAGE = "docs/frontier.md, section 1"
+INSTALL_PAGE = "docs/first_day.md, section 1"
+ARCHIVE_PAGE = "docs/frontier.md, section 1"
 CHECKED = (
     "torch and its build, the C++ libraries, the GPU kernels, the op back-ends, data, tokenizer, and the run directory"
 )
@@ -87,7 +88,7 @@ def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: 
         )
         if not Path(archive).is_file():
             return Readiness(
-                (Problem("FRONTIER_LLM_ENV_ARCHIVE", f"no file {archive}", f"conda-pack makes it ({FRONTIER_PAGE})"),)
+                (Problem("FRONTIER_LLM_ENV_ARCHIVE", f"no file {archive}", f"conda-pack makes it ({ARCHIVE_PAGE})"),)
             )
     return Readiness(_problems_as_rank(site, config, directory, variables), tuple(open_points))
 
@@ -171,7 +172,7 @@ def problems_of(
             f"frontier_llm.ops cannot be imported with {facts.torch.describe()} of {facts.executable}: "
             f"{facts.ops_error}"
         )
-        yield Problem("torch", what, f"install torch again ({FRONTIER_PAGE})")
+        yield Problem("torch", what, f"install torch again ({INSTALL_PAGE})")
     yield from _library_problems(facts)
     if config is not None:
         yield from _provider_problems(facts, config)
@@ -199,7 +200,7 @@ def _op_groups(config: RunConfig) -> list[str]:
 def _torch_problems(facts: Installation, site: Site, device: Device, on_gpus: bool) -> Iterator[Problem]:
     torch = facts.torch
     install = (
-        f"activate the environment that has the site's torch, or install it ({FRONTIER_PAGE}), or export "
+        f"activate the environment that has the site's torch, or install it ({INSTALL_PAGE}), or export "
         f"FRONTIER_LLM_PYTHON"
     )
     if torch.error:

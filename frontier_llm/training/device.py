@@ -131,7 +131,7 @@ def _check_build(config: RunConfig, expected: Device) -> None:
         "torch of another vendor",
         f"{build.describe()} on {node_name()} cannot use {VENDOR_NAMES[expected.vendor]} GPUs; "
         f"{_expectation(config, expected)}",
-        f"install the {_BUILDS[expected.vendor]} build of torch (docs/frontier.md), or point FRONTIER_LLM_PYTHON at "
+        f"install the {_BUILDS[expected.vendor]} build of torch (docs/first_day.md), or point FRONTIER_LLM_PYTHON at "
         f"the Python that has it; "
         "on a computer that is not this machine: machine=local; train.device=cpu computes on CPUs without any check",
     )

@@ -99,7 +99,7 @@ class _Session:
         self.datasets = _datasets(config, state)
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
-        self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
+        self.recompute: Recompute | None = None
         self.stragglers = StragglerWatch(
             state.mesh, state.plan.grid, state.device, node_name(), self.config.guard.straggler_interval
         )
@@ -235,7 +235,7 @@ class _Session:
         position = position.leave_out(left_out_samples)
         state.enter(phase, open_run_batches(phase.config, position, state.current_step, dp.rank, dp.size), position)
         self.validation = _validation(state)
-        self.recompute = _recompute(state) if self.recompute is not None else None
+        self.recompute = _recompute(state) if self.config.guard.recompute_interval else None
         if self.metrics is not None:
             self.metrics.enter(state)
             self.metrics.data(state)

@@ -1,11 +1,10 @@
-"""Mistakes of an installation, planted one at a time; each is met by `submit` and by a shipped batch script on a local
-Slurm.
+"""Mistakes of an installation, planted one at a time and given to `submit` and to a shipped batch script.
 
     python -m tests.harness.mistakes [--write docs/results/planted_mistakes.md]      run all rows, print the table
 
-The site expects AMD GPUs (machine: frontier). Another torch is a small package in front of the real one, which renames
-the real one's build or fails to be imported. Everything else is as it would be: the package is a copy, some of its GPU
-kernels are built, Slurm is real.
+The jobs run on a local Slurm whose site expects AMD GPUs (machine: frontier).
+Another torch is a small package in front of the real torch. It renames the real torch's build, or cannot be imported.
+The package is a copy of this checkout with some GPU kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,46 +27,59 @@ import yaml
 from frontier_llm.cluster.sbatch import render_site
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.run import run_dir
+from frontier_llm.run.failure import Failure, read_failure
 from frontier_llm.tables import markdown
 from tests.harness.slurm import ROOT, LocalSlurm
 
-# The real torch under another name. {patch} runs after it was imported.
+# The real torch under another name. {patch} runs after the import.
 RENAMED = """\
 import importlib.machinery, importlib.util, os, sys
 here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-spec = importlib.machinery.PathFinder.find_spec("torch", [path for path in sys.path if os.path.abspath(path or ".") != here])
-torch = sys.modules["torch"] = importlib.util.module_from_spec(spec)
+others = [path for path in sys.path if os.path.abspath(path or ".") != here]
+spec = importlib.machinery.PathFinder.find_spec("torch", others)
+torch = importlib.util.module_from_spec(spec)
+sys.modules["torch"] = torch
 spec.loader.exec_module(torch)
 {patch}
-"""  # noqa: E501
+"""
+NO_TORCH = "raise ModuleNotFoundError(\"No module named 'torch'\")\n"
 ROCM = "torch.version.hip, torch.version.cuda = '7.1.25424', None\n"
 CUDA = "torch.version.hip, torch.version.cuda = None, '12.8'\n"
 VERSION = "torch.__version__ = '2.11.0+rocm7.1'\n"
+# Every node except n1 has one GPU of the site's architecture. Its tensors are on the CPU.
+GPUS = """\
+from types import SimpleNamespace
+has_gpu = os.environ.get("SLURMD_NODENAME") != "n1"
+ones = torch.ones
+torch.ones = lambda *shape, device=None, **options: ones(*shape, **options)
+torch.cuda.is_available = lambda: has_gpu
+torch.cuda.device_count = lambda: int(has_gpu)
+torch.cuda.set_device = lambda index: None
+torch.cuda.get_device_name = lambda index: "a planted GPU"
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(gcnArchName="gfx90a", major=9, minor=0)
+"""
 TOY = (
-    *(
-        "model.layers=2",
-        "model.hidden=64",
-        "model.heads=8",
-        "model.ffn_hidden=128",
-        "model.vocab_size=250",
-        "model.vocab_multiple=64",
-    ),
-    *(
-        "model.sequence_length=16",
-        "parallel.tensor=1",
-        "parallel.pipeline=1",
-        "batch.global_batch=24",
-        "batch.micro_batch=1",
-    ),
-    *("train.steps=2", "train.save_interval=1", "train.tensorboard=false", "optimizer.warmup_steps=0"),
+    "model.layers=2",
+    "model.hidden=64",
+    "model.heads=8",
+    "model.ffn_hidden=128",
+    "model.vocab_size=250",
+    "model.vocab_multiple=64",
+    "model.sequence_length=16",
+    "parallel.tensor=1",
+    "parallel.pipeline=1",
+    "batch.global_batch=24",
+    "batch.micro_batch=1",
+    "train.steps=2",
+    "train.save_interval=1",
+    "train.tensorboard=false",
+    "optimizer.warmup_steps=0",
 )
 
 
 @cache
 def some_kernels() -> Path:
-    """A folder with a valid manifest of a few gfx90a kernels: all 300 take a minute, and which there are does not
-    matter here.
-    """
+    """Build two gfx90a kernels with a valid manifest. Returns their folder. All 300 kernels would take a minute."""
     folder = Path(tempfile.mkdtemp(prefix="fl-kernels-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     subprocess.run([sys.executable, "-c", COMPILE, str(folder)], check=True, cwd=ROOT, timeout=280)
@@ -90,13 +102,13 @@ write_manifest(folder, "gfx90a", codes)
 
 @dataclass(frozen=True)
 class Place:
-    """A site of its own: a copy of the checkout, stubs, and file systems."""
+    """A planted site: a copy of the checkout, stub packages, and run directories."""
 
     directory: Path
 
     @property
     def checkout(self) -> Path:
-        """The copy."""
+        """Copy of the package, the scripts and the configurations."""
         return self.directory / "checkout"
 
     @property
@@ -105,7 +117,7 @@ class Place:
         return self.checkout / "frontier_llm" / "_native" / "gpu"
 
     def build(self, torch: str, modules: tuple[str, ...]) -> None:
-        """Make everything. `torch`: the planted package's source; '' leaves the real torch."""
+        """Create all files. `torch` is the source of the stub package; '' keeps the real torch."""
         for name in ("frontier_llm", "launch", "slurm", "configs"):
             shutil.copytree(ROOT / name, self.checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.rmtree(self.kernels, ignore_errors=True)
@@ -127,7 +139,7 @@ class Place:
         path.with_suffix(".sh").write_text(render_site(load_site(str(path))))
 
     def environment(self) -> dict[str, str]:
-        """For `submit` and sbatch. `module` is a shell function, as at a site."""
+        """Return the variables for `submit` and sbatch. `module` is a shell function, as at a site."""
         gone = 'echo "Lmod has detected the following error: these module(s) are unknown: $2" >&2; return 1'
         return {
             "FRONTIER_LLM_ROOT": str(self.checkout),
@@ -140,7 +152,7 @@ class Place:
         }
 
 
-def _leave(place: Place) -> None:
+def _change_nothing(place: Place) -> None:
     """Plant nothing in the files."""
 
 
@@ -153,64 +165,125 @@ def _rename_kernels(place: Place) -> None:
     (place.kernels / "gfx90a").rename(place.kernels / "gfx942")
 
 
+def _change_a_kernel(place: Place) -> None:
+    with (place.checkout / "frontier_llm" / "ops" / "triton" / "norm.py").open("a") as file:
+        file.write("# changed after the build\n")
+
+
+def _write_half_a_tokenizer(place: Place) -> None:
+    (place.directory / "orion" / "tokenizer.json").write_text('{"model": ')
+
+
 @dataclass(frozen=True)
 class Mistake:
-    """One row."""
+    """A planted mistake, and how it has to be refused."""
 
     name: str
-    message: str  # that every refusal holds
+    message: str  # part of the text of every refusal
     torch: str = RENAMED.format(patch=ROCM)
-    plant: Callable[[Place], None] = _leave
+    plant: Callable[[Place], None] = _change_nothing
     modules: tuple[str, ...] = ("rocm/7.1.1",)
     words: tuple[str, ...] = ()  # overrides of the run; {place} is the directory
     run_dir: str = "{place}/orion/run"
     full: bool = False  # mount a file system of 64 KiB at {place}/orion/full
     nodes: int = 1
     refused_by: tuple[str, ...] = ("submit", "batch script")
+    cause: str = ""  # in failure.json, if the ranks refuse
 
 
 MISTAKES = (
     Mistake(
-        "no torch",
-        "cannot import torch: ModuleNotFoundError",
-        torch="raise ModuleNotFoundError(\"No module named 'torch'\")\n",
+        name="none: only the GPU is missing",
+        message="n0 sees no GPU",
+        refused_by=("ranks",),
+        cause="refused",
     ),
-    Mistake("CPU torch", "for CPUs; planted has amd GPUs (MI250X GCD)", torch=""),
-    Mistake("CUDA torch on an AMD site", "for CUDA 12.8; planted has amd GPUs", torch=RENAMED.format(patch=CUDA)),
+    Mistake(name="no torch", message="cannot import torch: ModuleNotFoundError", torch=NO_TORCH),
+    Mistake(name="CPU torch", message="for CPUs; planted has amd GPUs (MI250X GCD)", torch=""),
     Mistake(
-        "another torch version", "libfrontier_ops.so was built for torch", torch=RENAMED.format(patch=ROCM + VERSION)
+        name="CUDA torch on an AMD site",
+        message="for CUDA 12.8; planted has amd GPUs",
+        torch=RENAMED.format(patch=CUDA),
     ),
-    Mistake("no extension", "libfrontier_ops.so has not been built", plant=_remove_libraries),
-    Mistake("kernels of another architecture", "the ops for gfx90a have not been built", plant=_rename_kernels),
-    Mistake("missing data", "tokens.bin: no such file", words=("data.train=[{{path: {place}/orion/tokens}}]",)),
-    Mistake("run directory full", "No space left on device", run_dir="{place}/orion/full/run", full=True),
-    Mistake("run directory on the wrong file system", "/home/run is not on ", run_dir="{place}/home/run"),
-    Mistake("a module that is gone", "the module gone/1.0 cannot be loaded", modules=("rocm/7.1.1", "gone/1.0")),
+    Mistake(
+        name="another torch version",
+        message="libfrontier_ops.so was built for torch",
+        torch=RENAMED.format(patch=ROCM + VERSION),
+    ),
+    Mistake(name="no extension", message="libfrontier_ops.so has not been built", plant=_remove_libraries),
+    Mistake(
+        name="kernels of another architecture",
+        message="the ops for gfx90a have not been built",
+        plant=_rename_kernels,
+    ),
+    Mistake(
+        name="stale kernels",
+        message="other kernel sources than these: norm.py; stale are ",
+        plant=_change_a_kernel,
+    ),
+    Mistake(
+        name="missing data",
+        message="tokens.bin: no such file",
+        words=("data.train=[{{path: {place}/orion/tokens}}]",),
+    ),
+    Mistake(
+        name="unreadable tokenizer",
+        message="is no Hugging Face tokenizer",
+        plant=_write_half_a_tokenizer,
+        words=("data.tokenizer={place}/orion/tokenizer.json",),
+    ),
+    Mistake(
+        name="run directory full",
+        message="No space left on device",
+        run_dir="{place}/orion/full/run",
+        full=True,
+    ),
+    Mistake(
+        name="run directory on the wrong file system",
+        message="/home/run is not on ",
+        run_dir="{place}/home/run",
+    ),
+    Mistake(
+        name="one node without a GPU",
+        message="n1 sees no GPU",
+        torch=RENAMED.format(patch=ROCM + GPUS),
+        nodes=3,
+        refused_by=("ranks",),
+        cause="node failure",
+    ),
+    Mistake(
+        name="a module that is gone",
+        message="the module gone/1.0 cannot be loaded",
+        modules=("rocm/7.1.1", "gone/1.0"),
+    ),
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Refusal:
-    """How one program met the mistake."""
+    """How one program refused the mistake."""
 
     by: str
     exit_code: int
     seconds: float
     text: str
-    started_ranks: bool = False
-    steps: int = 0  # of training, that were recorded
+    failure: Failure | None = None  # failure.json
 
 
 @dataclass
 class Outcome:
-    """How all programs met one mistake."""
+    """How all programs reacted to one mistake."""
 
     mistake: Mistake
     refusals: list[Refusal] = field(default_factory=list)
+    step_count: int = 0  # training steps that were recorded
 
 
 def meet(cluster: LocalSlurm, mistake: Mistake, directory: Path) -> Outcome:
-    """Plant a mistake, and let `submit` and then the shipped batch script meet it."""
+    """Plant a mistake, and give it to `submit` and then to the shipped batch script.
+
+    If only the ranks can refuse, `submit --dry-run` has to accept. Raises AssertionError if it does not.
+    """
     place = Place(directory)
     place.build(mistake.torch, mistake.modules)
     mistake.plant(place)
@@ -219,13 +292,17 @@ def meet(cluster: LocalSlurm, mistake: Mistake, directory: Path) -> Outcome:
     outcome = Outcome(mistake)
     with _mounted(directory / "orion" / "full", mistake.full):
         if "submit" in mistake.refused_by:
-            outcome.refusals.append(_submit(cluster, place, mistake, words, run))
+            outcome.refusals.append(_submit(cluster, place, mistake, words))
+        else:
+            accepted = _submit(cluster, place, mistake, [*words, "--dry-run"])
+            assert accepted.exit_code == 0, accepted.text
         outcome.refusals.append(_sbatch(cluster, place, mistake, words, run))
+        outcome.step_count = len(run_dir.steps(run))
     return outcome
 
 
 @contextmanager
-def _mounted(path: Path, wanted: bool):
+def _mounted(path: Path, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
@@ -237,33 +314,28 @@ def _mounted(path: Path, wanted: bool):
         subprocess.run(["umount", str(path)], check=True)
 
 
-def _submit(cluster: LocalSlurm, place: Place, mistake: Mistake, words: list[str], run: Path) -> Refusal:
+def _submit(cluster: LocalSlurm, place: Place, mistake: Mistake, words: list[str]) -> Refusal:
     environment = {**cluster.env, **place.environment()}
     environment["PYTHONPATH"] = f"{place.checkout}:{environment['PYTHONPATH']}"
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "frontier_llm.cli.main",
-        "submit",
-        "train_small",
-        "--site",
-        "planted",
-        "--nodes",
-        "1",
-    ]
+    program = [sys.executable, "-P", "-m", "frontier_llm.cli.main"]
+    arguments = ["submit", "train_small", "--site", "planted", "--nodes", str(mistake.nodes)]
     started_s = time.monotonic()
     done = subprocess.run(
-        [*command, *words], env=environment, cwd=place.directory, capture_output=True, text=True, timeout=300
+        [*program, *arguments, *words],
+        env=environment,
+        cwd=place.directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     seconds = time.monotonic() - started_s
-    queued = done.returncode == 0
-    return Refusal("submit", done.returncode, seconds, done.stderr, queued, len(run_dir.steps(run)))
+    return Refusal(by="submit", exit_code=done.returncode, seconds=seconds, text=done.stderr)
 
 
 def _sbatch(cluster: LocalSlurm, place: Place, mistake: Mistake, words: list[str], run: Path) -> Refusal:
     options = [
         "--partition=local",
+        f"--nodelist=n[0-{mistake.nodes - 1}]",
         f"--nodes={mistake.nodes}",
         "--ntasks-per-node=1",
         "--time=20",
@@ -272,38 +344,52 @@ def _sbatch(cluster: LocalSlurm, place: Place, mistake: Mistake, words: list[str
     script = str(place.checkout / "slurm" / "train_small.sbatch")
     job_id = cluster.submit(*options, script, *words, cwd=place.checkout, env=place.environment())
     job = cluster.wait_job(job_id, 400)
-    times = [datetime.fromisoformat(job[name]) for name in ("StartTime", "EndTime")]
-    started = len(run_dir.attempts(run)) > 0
-    by = "ranks" if started else "batch script"
-    code = int(job["ExitCode"].split(":")[0])
-    text = (place.directory / "job.out").read_text(errors="replace")
-    return Refusal(by, code, (times[1] - times[0]).total_seconds(), text, started, len(run_dir.steps(run)))
+    started = datetime.fromisoformat(job["StartTime"])
+    ended = datetime.fromisoformat(job["EndTime"])
+    return Refusal(
+        by="ranks" if run_dir.attempts(run) else "batch script",
+        exit_code=int(job["ExitCode"].split(":")[0]),
+        seconds=(ended - started).total_seconds(),
+        text=(place.directory / "job.out").read_text(errors="replace"),
+        failure=read_failure(run),
+    )
 
 
 def told(refusal: Refusal, mistake: Mistake, directory: Path) -> str:
-    """The line of a refusal that names the mistake, without this run's own folders."""
+    """Return the line of a refusal that names the mistake, without the folders of this test."""
     line = next((line for line in refusal.text.splitlines() if mistake.message in line), "")
     for name, written in ((directory / "checkout", ""), (directory, ""), (Path(sys.executable), "python")):
         line = line.replace(f"{name}/", written).replace(str(name), written)
-    return line.strip().removeprefix("error: ").removeprefix("warning: ")
+    return line.strip().removeprefix("error: ").removeprefix("warning: ").strip()
 
 
 HEAD = """\
 # Planted mistakes
 
 Each row is a mistake of an installation, planted on a local Slurm whose site expects AMD GPUs (`machine: frontier`).
-"submit" is `frontier-llm submit`; "batch script" is a shipped script, queued by `sbatch`, before its first `srun`; No row reaches a training step.
-Other builds of torch are small packages in front of the CPU build; no MI250X was used. Seconds are those of this test machine: of the whole command for
-`submit`, and from the job's start to its end for the others.
+No row reaches a training step.
 
-Generated by `python -m tests.harness.mistakes --write docs/results/planted_mistakes.md` (Slurm 22.05, as root); `tests/slurm/test_mistakes.py` holds who refuses
-and the message.
+| refused by | when |
+| --- | --- |
+| submit | `frontier-llm submit`, before the job is queued |
+| batch script | a shipped script, queued by `sbatch`, before its first `srun` |
+| ranks | before the first collective; `submit --dry-run` and the batch script have accepted the installation |
 
-"""  # noqa: E501
+The first row of the table below is the control: nothing is planted.
+Only the GPU is missing, because the test machine has none.
+"After s" is the time of the whole command for `submit`, and the time from the job's start to its end for the others.
+The test machine has two cores, and other tests ran at the same time.
+Other builds of torch are small packages in front of the CPU build, and so is the GPU of the nodes that have one.
+No MI250X was used.
+
+`python -m tests.harness.mistakes --write docs/results/planted_mistakes.md` writes this page (Slurm 22.05, as root).
+`tests/slurm/test_mistakes.py` tests who refuses, and the message.
+
+"""
 
 
 def table(rows: list[tuple[Outcome, Path]]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     cells = [
         [outcome.mistake.name, refusal.by, f"{refusal.seconds:.0f}", told(refusal, outcome.mistake, directory)]
         for outcome, directory in rows

@@ -1,13 +1,15 @@
 """Every command of docs/first_day.md, in order, on a local Slurm whose nodes have Frontier's shape.
 
-What this machine has not is stood in for: modules and conda (the environment is the tests' own, with its CPU wheel in
-place of the ROCm wheel), git clone (a copy of this checkout), and the build of GPU kernels. Jobs of the large models
-are checked by `sbatch --test-only`.
+Small scripts replace what this machine does not have: modules, conda, and git clone (a copy of this checkout).
+The environment is the tests' own, with its CPU wheel in place of the ROCm wheel.
+`scripts/install_site.sh` is the real one. pip and the build of GPU kernels, which it calls, are only recorded.
+Jobs of the large models are checked by `sbatch --test-only`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -40,7 +42,7 @@ MACHINE_CHANGES = {"device": {"vendor": "none"}}
 
 
 def site_changes(place: Path) -> dict[str, Any]:
-    """What a machine without GPUs, Slingshot and Orion has instead."""
+    """Return the keys of the site file that a machine without GPUs, Slingshot and Orion needs."""
     return {
         "bind": "none",  # this machine has fewer cores than a Frontier node
         "interface": None,
@@ -76,7 +78,7 @@ def write_command(path: Path, text: str) -> None:
 
 
 def stand_ins(place: Path, cluster: LocalSlurm) -> Path:
-    """Commands that this machine has not, in a folder for PATH."""
+    """Write the commands that this machine does not have. Returns their folder, for PATH."""
     folder = place / "bin"
     python = shlex.quote(sys.executable)
     modules = " ".join(load_site("frontier").modules)
@@ -85,22 +87,28 @@ def stand_ins(place: Path, cluster: LocalSlurm) -> Path:
         f'[[ "$1" == load ]]\nfor name in "${{@:2}}"; do\n'
         f'    [[ " {modules} " == *" $name "* ]] || {{ echo "module: $name is not known" >&2; exit 1; }}\ndone\n',
     )
-    environment = f"""[[ "$1 $2 $3" == "create --yes --prefix" && "$5" == python=3.12 ]]
+    write_command(
+        folder / "conda",
+        f"""[[ "$1 $2 $3" == "create --yes --prefix" && "$5" == python=3.12 ]]
 mkdir -p "$4/bin"
-printf '#!/bin/bash\\nif [[ "${{1:-}} ${{2:-}}" == "setup.py build_ops" ]]; then exit 0; fi\\nexec {python} "$@"\\n' >"$4/bin/python"
-cp "$4/bin/python" "$4/bin/python3"
-printf '#!/bin/bash\\nexec {python} -m frontier_llm.cli.main "$@"\\n' >"$4/bin/frontier-llm"
-chmod 755 "$4"/bin/*
-"""  # noqa: E501
-    write_command(folder / "conda", environment)
+cp {place}/python "$4/bin/python"
+cp {place}/python "$4/bin/python3"
+cp {place}/frontier-llm "$4/bin/frontier-llm"
+""",
+    )
+    write_command(
+        place / "python",
+        f"""case "$*" in
+"-m pip install "* | "setup.py "*) echo "$*" >>{place}/installed ;;
+*) exec {python} "$@" ;;
+esac
+""",
+    )
+    write_command(place / "frontier-llm", f'exec {python} -m frontier_llm.cli.main "$@"\n')
     (folder / "activate").write_text('export CONDA_PREFIX="$1" PATH="$1/bin:$PATH"\n', encoding="utf-8")
     write_command(folder / "conda-pack", '[[ "$2 $4" == "--prefix --output" ]]\ntar -czf "$5" -C "$3" .\n')
-    write_command(
-        folder / "pip",
-        f'[[ "$1" == install ]]\n{python} -c \'import torch; assert torch.version.hip is None and '
-        f"torch.version.cuda is None'\n"
-        'if [[ "$*" == *" -e ." ]]; then ls frontier_llm/_native/*.so >/dev/null; fi\n',
-    )
+    is_cpu_build = "import torch; assert torch.version.hip is None and torch.version.cuda is None"
+    write_command(folder / "pip", f'[[ "$1 $2" == "install torch==2.10.0" ]]\n{python} -c "{is_cpu_build}"\n')
     write_command(folder / "git", f'[[ "$1" == clone ]]\nmv {shlex.quote(str(place / "prepared"))} "$3"\n')
     # jobs of the large models: Slurm checks the script against a partition of Frontier's size
     sbatch = shutil.which("sbatch", path=cluster.env["PATH"])
@@ -147,20 +155,43 @@ def test_site_and_machine_differ_in_the_named_keys_only(place: Path) -> None:
     assert changed_keys(machine, load_machine("frontier").model_dump(mode="json")) == {"device.vendor"}
 
 
+def sections(text: str) -> list[str]:
+    """Parts of the page that begin with a heading of the second or third level."""
+    return re.split(r"^###? ", text, flags=re.MULTILINE)[1:]
+
+
+def commands_of(section: str) -> list[str]:
+    """Commands in the fences of a section; `a && b` are two."""
+    found = re.findall(r"^```(?:bash|console)\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+    return [part for line in "".join(found).splitlines() for part in line.split(" && ")]
+
+
+def described_commands(section: str) -> list[str]:
+    """Code spans in the first cells of the section's table, each the beginning of a command and its options."""
+    rows = re.findall(r"^\| (`.*?) \| .*\w.* \|$", section, flags=re.MULTILINE)
+    return [span for row in rows for span in re.findall(r"`(.*?)`", row)]
+
+
+def describes(span: str, command: str) -> bool:
+    """Whether a span has words of the command. A dry run is another command."""
+    words = re.split(r"[\s=]+", command)
+    return set(span.split()) <= set(words) and ("--dry-run" in span) == ("--dry-run" in command)
+
+
 def test_each_command_says_what_it_checks() -> None:
-    """A command of the first three sections has a row in a table, or a paragraph beneath it."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name in (
-        "module load",
-        "conda create",
-        "pip install torch",
-        "git clone",
-        "build_ops",
-        "sbatch --wait",
-        "status",
-        "plan --measured",
-    ):
-        assert any(line.startswith("| `") and name in line.split(" | ")[0] for line in text.splitlines()), name
+    """Each command has a row in a table of its section, and each row has a command."""
+    found = sections(PAGE.read_text(encoding="utf-8"))
+    without_row = []
+    without_command = []
+    for section in found:
+        lines = commands_of(section)
+        spans = described_commands(section)
+        without_row += [line for line in lines if not any(describes(span, line) for span in spans)]
+        without_command += [span for span in spans if not any(describes(span, line) for line in lines)]
+    assert without_row == []
+    assert without_command == []
+    tested = [part for line in page_commands() for part in line.split(" && ")]
+    assert [line for section in found for line in commands_of(section)] == tested
 
 
 @pytest.mark.timeout(900)
@@ -197,6 +228,10 @@ def test_every_command_runs(frontier: LocalSlurm, place: Path) -> None:
     assert [row["step"] for row in run_dir.steps(run)] == list(range(1, 11)) and run_dir.latest_step(run) == 10
     assert json.loads((run / "plan.json").read_text())["grid"]["dp"] == 2
     assert outputs.index("this job takes 1 node") < outputs.index("attempt 1:")
+    installed = (place / "installed").read_text().splitlines()
+    assert "-m pip install --no-build-isolation --editable ." in installed
+    assert installed[-1] == "setup.py build_ops --arch gfx90a"
+    assert "everything that ranks need is installed" in done.stdout + done.stderr
     queued = (place / "queued").read_text()
     large = ("first", "train_22b", "tune", "weak_series", "train_175b", "train_1t")
     assert [name for name in large if name not in queued] == []

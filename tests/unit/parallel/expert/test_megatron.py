@@ -26,7 +26,7 @@ from frontier_llm.parallel.tensor import LayerContext, WeightGradients
 from tests.harness.marks import thorough
 from tests.unit.parallel.expert.megatron_layer import BALANCE, EXPERT_HIDDEN, EXPERTS, SHARED_HIDDEN, TOP_K, B, H, S, Z
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 OURS = {  # the keys of docs/moe.md that mean what megatron_layer.VARIANTS means
     "softmax-after-top-k": {"balance": "microbatch"},
     "softmax-before-top-k": {"normalise": False},

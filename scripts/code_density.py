@@ -1,0 +1,141 @@
+"""Measure how much a line of Python says, by folder, and refuse more than the bounds below.
+
+    python scripts/code_density.py [--check]
+
+A line of code is not blank, a comment, a docstring or an import.
+Tokens are those of Python's tokenizer without comments and layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import sys
+import tokenize
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_COLUMNS = 120
+LEFT_OUT = {"cdna2", "_native"}  # the simulator of gfx90a has tables of instructions
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+@dataclass
+class Measure:
+    """Totals of a folder."""
+
+    tokens: int = 0
+    code_lines: int = 0
+    tuples: int = 0  # a, b, c = x, y, z with three values or more
+    pairs: int = 0  # a, b = x, y
+    starred: int = 0  # *(a, b) and *(a if c else b)
+    wide: int = 0  # lines over MOST_COLUMNS
+
+    @property
+    def tokens_per_line(self) -> float:
+        """Tokens per line of code."""
+        return self.tokens / max(1, self.code_lines)
+
+    def add(self, other: Measure) -> None:
+        """Add the totals of another file."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Most that a folder may have."""
+
+    tokens_per_line: float
+    tuples: int
+    pairs: int
+    starred: int
+    wide: int
+
+
+BOUNDS = {
+    "frontier_llm": Bound(tokens_per_line=10.5, tuples=10, pairs=30, starred=58, wide=13),
+    "tests": Bound(tokens_per_line=12.2, tuples=1, pairs=15, starred=7, wide=40),
+    "scripts": Bound(tokens_per_line=10.5, tuples=1, pairs=5, starred=4, wide=7),
+}
+
+
+def measure(source: str) -> Measure:
+    """Totals of one file."""
+    lines = source.splitlines()
+    result = Measure(wide=sum(len(line) > MOST_COLUMNS for line in lines))
+    no_code: set[int] = set()  # numbers of lines of imports and docstrings
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            no_code |= _lines_of(node)
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node) is not None:
+                no_code |= _lines_of(node.body[0])
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and len(target.elts) == 2:
+                    result.pairs += 1
+                elif isinstance(target, ast.Tuple):
+                    result.tuples += 1
+        elif isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.IfExp):
+            result.starred += 1
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        result.code_lines += bool(text) and not text.startswith("#") and number not in no_code
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    result.tokens = sum(token.type not in LAYOUT for token in tokens)
+    return result
+
+
+def _lines_of(node: ast.stmt) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+def measure_folder(folder: Path) -> Measure:
+    """Totals of a folder's Python files."""
+    total = Measure()
+    for path in folder.rglob("*.py"):
+        if not LEFT_OUT & set(path.parts):
+            total.add(measure(path.read_text(encoding="utf-8")))
+    return total
+
+
+def excesses(found: Measure, bound: Bound) -> list[str]:
+    """What is above its bound."""
+    return [
+        f"{name} is {getattr(found, name):.4g}, at most {most} allowed"
+        for name, most in asdict(bound).items()
+        if round(getattr(found, name), 1) > most
+    ]
+
+
+def main() -> int:
+    """Print the totals; with --check return 1 if a folder is above a bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a folder is above a bound")
+    check = parser.parse_args().check
+    too_dense = False
+    for name, bound in BOUNDS.items():
+        found = measure_folder(ROOT / name)
+        print(
+            f"{name}: {found.tokens} tokens, {found.tokens_per_line:.1f} per line of code; tuple assignments of three "
+            f"and more {found.tuples}, of two {found.pairs}; starred tuples {found.starred}; wide lines {found.wide}"
+        )
+        for excess in excesses(found, bound):
+            too_dense = True
+            print(f"{name}: {excess}: write one thing per line (CONTRIBUTING.md)", file=sys.stderr)
+    return int(check and too_dense)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
