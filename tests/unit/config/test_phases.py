@@ -131,6 +131,10 @@ def test_a_phase_in_tokens_ends_after_its_tokens(tmp_path: Path) -> None:
     doubled = resolved(run(tmp_path, phases, "batch.global_batch=8"), [(6, 256)])
     assert [(phase.first, phase.end) for phase in phases_of(doubled)] == [(0, 8), (8, 11)]
     assert doubled.train.steps == 11
+    phases = "train.phases=[{steps: 4}, {steps: 6, batch: {global_batch: 8}}]"
+    halved = resolved(run(tmp_path, phases, "optimizer.warmup_steps=2_560 tokens"), [(2, 128)])
+    # 2 x 128 done, then 2 x 256 to the end of the first phase, and 4 x 512
+    assert halved.optimizer.warmup_steps == 8
 
 
 def test_the_same_tokens_are_no_change_whatever_the_steps(tmp_path: Path) -> None:

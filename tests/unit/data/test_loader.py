@@ -24,6 +24,7 @@ from frontier_llm.data.meta import DatasetMeta, write_meta
 from frontier_llm.data.position import START
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SyntheticSamples
 from frontier_llm.data.tokenize import tokenize
+from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError
 
 
@@ -313,43 +314,62 @@ def test_a_token_beyond_the_vocabulary_names_dataset_document_and_place(tmp_path
     samples = DocumentSamples(IndexedDataset(tmp_path / "d"), 6, order_key("concatenate", 1, 0))
     batches = Batches(samples, 10, 10, vocab_size=256, read_ahead=0)
     with pytest.raises(
-        DataError, match=rf"{tmp_path}/d: document 7, token 4: sample \d+ holds token 300, the vocabulary has 256"
+        DataError, match=rf"{tmp_path}/d: document 7, token 4: sample 1\d holds token 300, the vocabulary has 256"
     ):
-        batches.microbatch(0, 0)
+        batches.microbatch(1, 0)  # the second epoch, in which no row has the number of its sample
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["null", "named"])
 @pytest.mark.parametrize("split", ["train", "validation", "phase"])
-def test_another_tokenizer_in_any_source_is_refused_although_the_run_names_none(tmp_path: Path, split: str) -> None:
-    for name, digest in (("a", "a" * 64), ("b", "b" * 64)):
+def test_another_tokenizer_in_any_source_is_refused(tmp_path: Path, split: str, named: bool) -> None:
+    """Also if the run names no tokenizer."""
+    tokenizers = {"a": ("bytes", load_tokenizer("bytes").digest), "b": ("b.model", "b" * 64)}
+    for name, (tokenizer, digest) in tokenizers.items():
         with IndexedWriter(tmp_path / name, "<u2") as writer:
             writer.add_document(list(range(100)))
-        write_meta(tmp_path / name, DatasetMeta(f"{name}.model", digest, 100, 99, 1, 100, 400))
+        write_meta(tmp_path / name, DatasetMeta(tokenizer, digest, 257, 256, 1, 100, 400))
     a, b = ({"path": str(tmp_path / name)} for name in "ab")
-    data = {"train": [a], **({"validation": [b]} if split == "validation" else {})}
-    data["train"] = [a, b] if split == "train" else [a]
+    data: dict[str, object] = {"train": [a, b] if split == "train" else [a]}
+    if split == "validation":
+        data["validation"] = [b]
+    if named:
+        data["tokenizer"] = "bytes"
     phases = [{"steps": 1}, {"steps": 1, "data": {"train": [b]}}] if split == "phase" else []
-    model = {"base": "llama-tiny", "vocab_size": 100, "sequence_length": 16}
+    model = {"base": "llama-tiny", "vocab_size": 257, "sequence_length": 16}
     (tmp_path / "run.yaml").write_text(
         yaml.safe_dump(
             {"model": model, "batch": {"global_batch": 1}, "data": data, "train": {"phases": phases, "steps": 2}}
         )
     )
     (problem,) = data_problems(load_run(str(tmp_path / "run.yaml")))
-    assert problem.where == ("data.validation" if split == "validation" else "data.train")
-    assert (
-        f"{tmp_path}/b was made by the tokenizer b.model (sha256 bbbbbbbbbbbb), {tmp_path}/a by a.model (sha256 "
-        f"aaaaaaaaaaaa)" in problem.what
-    )
+    bytes_digest = tokenizers["a"][1][:12]
+    if named:
+        assert problem.where == "data.tokenizer"
+        assert problem.what == (
+            f"bytes (sha256 {bytes_digest}) did not make {tmp_path}/b: that was b.model (bbbbbbbbbbbb)"
+        )
+    else:
+        assert problem.where == ("data.validation" if split == "validation" else "data.train")
+        assert (
+            f"{tmp_path}/b was made by the tokenizer b.model (sha256 bbbbbbbbbbbb), {tmp_path}/a by bytes (sha256 "
+            f"{bytes_digest})" in problem.what
+        )
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_dataset_whose_largest_id_the_model_lacks_is_refused_before_the_start(tmp_path: Path, recorded: bool) -> None:
-    """As recorded, or of a small dataset without a record as it is read."""
+def test_a_dataset_whose_largest_id_the_model_lacks_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    """As recorded, even of a dataset that is too large to read; or of a small dataset without a record as it is
+    read.
+    """
     with IndexedWriter(tmp_path / "d", "<u2") as writer:
         writer.add_document([*range(90), 400, *range(90)])
+        writer.add_document([5])
     assert writer.largest_id == 400
     if recorded:
-        write_meta(tmp_path / "d", DatasetMeta("t", "a" * 64, 257, 256, 1, 181, 400, largest_id=writer.largest_id))
+        write_meta(tmp_path / "d", DatasetMeta("t", "a" * 64, 257, 256, 2, 182, 400, largest_id=writer.largest_id))
+        monkeypatch.setattr("frontier_llm.data.ids.SCANNED_TOKENS", 100)
     model = {"base": "llama-tiny", "vocab_size": 257, "sequence_length": 16}
     run = {"model": model, "batch": {"global_batch": 1}, "data": {"train": str(tmp_path / "d")}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
