@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     "failed before are excluded.",
     examples=(
         "frontier-llm submit train_small --site lumi --nodes 1 -A project_465 --dry-run",
-        "frontier-llm submit pretrain_1t --site frontier --nodes 384 --spares 4 -A ABC123 data.train=/lustre/tokens",
+        "frontier-llm submit pretrain_1t data.train=TOKENS --site frontier --nodes 384",
     ),
 )
 def submit(args: argparse.Namespace) -> int:

@@ -277,6 +277,7 @@ def data_problems(run: RunConfig, position: Position = START) -> list[Problem]:
             problems += _too_short(phase.config, split, open_samples(phase.config, split))
         except FrontierError as error:
             problems += (replace(problem, where=f"{_key(split)}: {problem.where}") for problem in error.problems)
+            continue
         for source in sources:
             try:
                 problems += _mismatch(run, source.path, digest)

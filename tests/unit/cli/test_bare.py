@@ -49,6 +49,7 @@ READERS = (
     "data tokenizer",
     "evaluate",
     "checkpoint import-hf",
+    "data check",
     "data inspect",
     "bench step",
     "bench comm",

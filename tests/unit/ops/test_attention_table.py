@@ -62,7 +62,7 @@ def test_mistakes_in_a_table_are_named_at_once(tmp_path: Path) -> None:
             "'cudn'",
             "did you mean 'cudnn'",
             "'guessed'",
-            "head_dim: must be a whole number",
+            "head_dim: must be a number; got True",
             "true or false; got 'no'",
             "rules.1",
         )

@@ -16,7 +16,7 @@ from frontier_llm.machine import load_machine
 
 # with one communication in flight the first stage waits for its first gradient before it has sent anything
 PLANT = """
-from frontier_llm.parallel.pipeline import engine
+from frontier_llm.parallel import pipeline as engine
 from frontier_llm.schedule import Kind
 
 original = engine.Engine.__init__

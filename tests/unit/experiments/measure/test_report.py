@@ -15,6 +15,7 @@ from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.report import _experts, write_report
 from frontier_llm.topology import make_plan
 from frontier_llm.training.metrics import layout_of
+from frontier_llm.units import strict_json
 
 SAMPLE = "def f(x):\n    return x < 3 and x > 1  # <script>alert(1)</script>"
 
@@ -74,7 +75,8 @@ def test_a_curve_with_gaps_is_strict_json(tmp_path):
             "learning_rate": 0.0,
             "tokens_per_s": 1.0,
         }
-        file.write("\n" + json.dumps({"kind": "step", "consumed_tokens": 1, "skipped_steps": 1, **row}) + "\n")
+        line = {"kind": "step", "consumed_tokens": 1, "skipped_steps": 1, **row}
+        file.write("\n" + strict_json(line, indent=None) + "\n")
     text = write_report([run], tmp_path / "report.html").read_text()
     drawings = re.findall(r'<script type="application/json" class=figure>(.*?)</script>', text)
     charts = [json.loads(drawing, parse_constant=lambda constant: pytest.fail(constant)) for drawing in drawings]

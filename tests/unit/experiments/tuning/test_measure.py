@@ -14,6 +14,7 @@ from frontier_llm.config import load_run
 from frontier_llm.experiments.scaling.launch import LocalRanks, RunEnd, ShortRun, judge
 from frontier_llm.experiments.tuning.trials import COLUMNS
 from frontier_llm.run.failure import Evidence, Failure
+from frontier_llm.units import strict_json
 
 TINY = ["model=gpt-tiny", "precision.dtype=fp32", "batch.global_batch=8"]
 SPACE = ["--fix", "recompute=none", "--fix", "zero=1", "--ranks", "2"]
@@ -26,7 +27,7 @@ def ended(what: str = "", *, in_time: bool = True, code: int = 1, cause: str = "
 
 def steps(directory: Path, losses: list[float]) -> None:
     rows = [{"kind": "step", "step": number, "loss": loss, "step_time_s": 0.5} for number, loss in enumerate(losses, 1)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "metrics.jsonl").write_text("".join(strict_json(row, indent=None) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize(
