@@ -77,6 +77,7 @@ def test_a_plugin_s_observer_and_a_profile_on_two_ranks(tmp_path: Path) -> None:
     )
     assert [line for line in first if line[0] not in ("before", "after")] == [
         ["start", 0],
+        ["data", 0],
         ["evaluation", 0],
         ["step", 1],
         ["step", 2],
