@@ -8,6 +8,7 @@ import itertools
 import sys
 import types
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -267,14 +268,16 @@ def test_flash_attn_built_for_triton_is_refused_before_it_compiles(monkeypatch, 
     (package / "__init__.py").write_text("from flash_attn import flash_attn_interface")
     (package / "flash_attn_interface.py").write_text("USE_TRITON_ROCM = True")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert "Triton build" in providers.PROVIDERS["flash_attn"].missing()
-    (package / "flash_attn_interface.py").write_text("USE_TRITON_ROCM = False  # the CK build")
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    importlib.invalidate_caches()
-    assert providers.PROVIDERS["flash_attn"].missing() == ""
+    names = ("flash_attn", "flash_attn.flash_attn_interface")
+    with patch.dict(sys.modules):  # leaves no stub behind for later tests
+        for name in names:
+            sys.modules.pop(name, None)
+        assert "Triton build" in providers.PROVIDERS["flash_attn"].missing()
+        (package / "flash_attn_interface.py").write_text("USE_TRITON_ROCM = False  # the CK build")
+        for name in names:
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        assert providers.PROVIDERS["flash_attn"].missing() == ""
 
 
 def test_apex_of_pypi_is_recognised_and_refused(monkeypatch, tmp_path):
