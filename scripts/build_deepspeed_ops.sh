@@ -17,13 +17,15 @@ trap 'rm -rf "$wheels"' EXIT
 
 # build NAME OP ...: a wheel with these ops, in $wheels/NAME; its log in $logs/NAME.log. Without pip's cache, which ignores the settings.
 build() {
-  local name="$1" op settings=(DS_BUILD_OPS=0)
+  local name="$1" op contents settings=(DS_BUILD_OPS=0)
   shift
   for op in "$@"; do settings+=("DS_BUILD_${op^^}=1"); done
   env "${settings[@]}" "$python" -m pip wheel --no-deps --no-build-isolation --no-cache-dir --no-binary deepspeed \
     --wheel-dir "$wheels/$name" "$package" >"$logs/$name.log" 2>&1 || return 1
+  # Not piped into grep -q, which closes the pipe at its first match: Python would then fail with a broken pipe.
+  contents="$("$python" -m zipfile -l "$wheels/$name"/deepspeed-*.whl)" || return 1
   for op in "$@"; do # DeepSpeed leaves out an op that calls itself incompatible, and goes on
-    "$python" -m zipfile -l "$wheels/$name"/deepspeed-*.whl | grep -q "/${op}_op[^/]*\.so " || return 1
+    grep -q "/${op}_op[^/]*\.so " <<<"$contents" || return 1
   done
 }
 
