@@ -1,20 +1,23 @@
-"""The part of a documentation page that a script writes: between `<!-- measured: written by scripts/NAME.py -->` and
-`<!-- /measured -->`.
-"""
+"""What the benchmarks share: the folders that they write to, and the measured part of a documentation page."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-END = "<!-- /measured -->"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def write_measured(page: Path, script: str, text: str) -> None:
-    """Replace what stands there."""
-    mark = f"<!-- measured: written by scripts/{Path(script).name} -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(mark + "\n")
-    _, end, after = rest.partition(END)
-    if not end:
-        sys.exit(f"{page} has no place for the results: {mark} … {END}")
+def write_measured(page: Path, program: str, text: str) -> None:
+    """Replace the part of `page` between `<!-- measured: written by PROGRAM -->` and `<!-- /measured -->`.
+
+    `program` is the file that measured; PROGRAM is its path in the checkout. Raises SystemExit if the page has no such
+    part.
+    """
+    mark = f"<!-- measured: written by {Path(program).resolve().relative_to(ROOT)} -->"
+    before, begin, rest = page.read_text(encoding="utf-8").partition(mark)
+    _, end, after = rest.partition("<!-- /measured -->")
+    if not begin or not end:
+        raise SystemExit(f"{page} has no place for the results: write {mark} and <!-- /measured --> around it")
     page.write_text(f"{before}{mark}\n{text}{end}{after}", encoding="utf-8")

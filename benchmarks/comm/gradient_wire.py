@@ -1,7 +1,7 @@
 """What does sending gradients in 16 bits cost in accuracy? Two runs of one model side by side: precision.gradient_wire
 full and bf16.
 
-python scripts/measure_gradient_wire.py [--ranks 2] [--steps 30] [key=value …]
+python -m benchmarks.comm.gradient_wire [--ranks 2] [--steps 30] [key=value …]
 Prints the relative error of the first step's summed gradient (L2, over all elements), and both loss curves with their
 difference. As a yardstick, the same for a third run whose weights differ from the first's by one rounding of fp32
 (relative 6e-8) at the start.

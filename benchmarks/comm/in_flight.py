@@ -1,7 +1,7 @@
 """What one communication in flight costs a pipeline: real engine, real gloo messages, against what the simulator says.
 CPU only.
 
-    python scripts/bench_in_flight.py [--forward-ms 40] [--rounds 5] [--json FILE]
+    python -m benchmarks.comm.in_flight [--forward-ms 40] [--rounds 5] [--json FILE]
 
 Compute is sleep, so that four ranks share few cores without slowing each other down; a message goes through gloo, and
 takes both its ends until a *simulated* link would have delivered it. Steps with `many` and with `one` take turns.

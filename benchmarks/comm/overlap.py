@@ -1,6 +1,6 @@
 """Does an overlap pay on this machine, or over a link of a given speed? Steps with and without it alternate in one run.
 
-python scripts/bench_overlap.py all|gradients|weights|messages|chunks|sums|experts [key=value …] [--link-gbps 0.5]
+python -m benchmarks.comm.overlap all|gradients|weights|messages|chunks|sums|experts [key=value …] [--link-gbps 0.5]
 [--rounds 6] [--json f] [--trace t.json] [--figure t.png] Two ranks, for `experts` four. A round plays two steps each
 way and times the second, which pays for what the first left under way. Prints a Markdown table: median and fastest step
 of the slowest rank, and by axis what rank 0's last step exposed and hid. Without --link-gbps the ranks' own transport
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured_timeline import Timeline, draw, write_chrome_trace
-from simulated_link import Link, linked
 
+from benchmarks.comm.simulated_link import Link, linked
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
+from frontier_llm.experiments.measure.timeline import Timeline, draw, write_chrome_trace
 from frontier_llm.run.launchers import free_port
 from frontier_llm.schedule import Action
 from frontier_llm.topology import make_plan

@@ -1,7 +1,7 @@
 """How long do rendezvous and groups take, and what follows for a whole machine? Real code and processes, then a
 formula.
 
-python scripts/bench_rendezvous.py [--ranks 2 4 8 16] [--store torch authenticated] [--per-node 8]
+python -m benchmarks.comm.rendezvous [--ranks 2 4 8 16] [--store torch authenticated] [--per-node 8]
 Each rank joins the store, builds the mesh of TP2 x DP (every axis, local synchronisation) and sends the store simple
 operations. Then it reads the ids of some communicators as torch does for RCCL: one id for each 128 ranks, read together
 by every rank. The server's CPU time is read from the kernel, so other work on the machine matters little. Extrapolated
@@ -138,13 +138,15 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     print(
-        f"{'store':<14}{'ranks':>6}{'join s':>10}{'mesh s':>10}{'connections':>13}{'server us/operation':>21}{'us/id of all ranks':>20}"  # noqa: E501
+        f"{'store':<14}{'ranks':>6}{'join s':>10}{'mesh s':>10}{'connections':>13}{'server us/operation':>21}"
+        f"{'us/id of all ranks':>20}"
     )
     for kind in arguments.store:
         for ranks in arguments.ranks:
             row = measure(ranks, kind, arguments)
             print(
-                f"{kind:<14}{ranks:>6}{row.join_s:>10.3f}{row.mesh_s:>10.3f}{row.connections:>13}{row.server_us_per_operation:>21.2f}{row.server_us_per_id:>20.2f}"
+                f"{kind:<14}{ranks:>6}{row.join_s:>10.3f}{row.mesh_s:>10.3f}{row.connections:>13}"
+                f"{row.server_us_per_operation:>21.2f}{row.server_us_per_id:>20.2f}"
             )
         extrapolate(kind, row, row.server_us_per_id / ranks)
 

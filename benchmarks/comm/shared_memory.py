@@ -1,6 +1,6 @@
 """Shared memory against gloo's sockets on this machine, interleaved in one run, for the sizes that CPU training sends.
 
-python scripts/bench_comm_cpu.py --ranks 2 [--rounds 30] [--json out.json]
+python -m benchmarks.comm.shared_memory --ranks 2 [--rounds 30] [--json out.json]
 Each (operation, size) is timed in rounds that alternate between the transports, so that a busy machine hurts both
 alike; the median and the minimum of the slowest rank's times are printed. Ranks start together from a barrier before
 every call.
@@ -115,9 +115,8 @@ def main() -> None:
     print(f"{'operation':16}{'tensor':22}{'gloo':>22}{'shared memory':>22}{'gain':>8}")
     for row in rows:
         gloo, shm = (f"{row[f'{name}_median_us']:10.0f} ({row[f'{name}_min_us']:.0f})" for name in ("torch", "shm"))
-        print(
-            f"{row['operation']:16}{row['tensor']:22}{gloo:>22}{shm:>22}{row['torch_median_us'] / row['shm_median_us']:8.1f}"  # noqa: E501
-        )
+        gain = row["torch_median_us"] / row["shm_median_us"]
+        print(f"{row['operation']:16}{row['tensor']:22}{gloo:>22}{shm:>22}{gain:8.1f}")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump({"ranks": arguments.ranks, "rows": rows}, file, indent=1)

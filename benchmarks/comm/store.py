@@ -1,8 +1,9 @@
 """Can the job's store take a large job's heartbeats, and do torch's C++ threads wait for the interpreter lock when they
 ask it?
 
-    python scripts/bench_store.py heartbeats [--ranks 3072] [--period-s 0.25] [--seconds 20] [--processes 4] [--ids 24]
-    python scripts/bench_store.py lock [--store torch authenticated] [--hold-s 4]
+    python -m benchmarks.comm.store heartbeats [--ranks 3072] [--period-s 0.25] [--seconds 20] [--processes 4]
+    [--ids 24]
+    python -m benchmarks.comm.store lock [--store torch authenticated] [--hold-s 4]
 
 `heartbeats` starts the store's process as rank 0 does. A few processes then play all ranks: each rank has its own
 connection and its own C++ thread of frontier_llm/comm/heartbeat.py, which posts a notice of a run's size at the usual

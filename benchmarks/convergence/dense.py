@@ -3,7 +3,7 @@ compute, and its fit.
 
 Besides the ladder: one rung in fp32 against bf16, in three layouts, with another seed and with other learning rates.
 Every run is resumable: killed and started again, the script goes on from the runs' own checkpoints, and a finished run
-is only read. Writes docs/results/convergence.json, docs/figures/convergence_*.png and the measured part of
+is only read. Writes benchmarks/results/convergence.json, docs/figures/convergence_*.png and the measured part of
 docs/convergence.md.
 """
 
@@ -20,14 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.convergence.power_law import find_irreducible, fit_power_law
+from benchmarks.harness import DOCS, RESULTS, write_measured
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.config import load_model
 from frontier_llm.planner.costs.flops import model_flops_per_token
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from measured_page import write_measured
-from power_law import find_irreducible, fit_power_law
 
 LADDER = ("ladder-30k", "ladder-70k", "ladder-170k", "ladder-360k", "ladder-840k")
 COMPARED = "ladder-170k"  # the rung for precision, layouts, seeds and learning rates
@@ -227,7 +224,7 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "## Measured: loss against compute",
         "",
-        f"`scripts/convergence.py --ladder {' '.join(rung['model'] for rung in result['ladder'])}`",
+        f"`python -m benchmarks.convergence.dense --ladder {' '.join(rung['model'] for rung in result['ladder'])}`",
         "",
         "| parameters | bytes | FLOPs | steps x batch | learning rate | held-out, nats | bits per byte | off the fit |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|",
@@ -351,9 +348,8 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="RUN", help="train these and stop, e.g. to spread the runs over two shells"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs"), help="results/, figures/ and convergence.md are written below it"
-    )
+    parser.add_argument("--out", type=Path, default=DOCS, help="figures/ and convergence.md are written below it")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="convergence.json is written there")
     options = parser.parse_args()
     if not (options.data / "validation.idx").exists():
         command = [
@@ -377,7 +373,7 @@ def main() -> None:
 
     matplotlib.use("Agg")
     result = study(planned, options)
-    target = options.out / "results" / "convergence.json"
+    target = options.results / "convergence.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     figures = options.out / "figures"

@@ -4,8 +4,8 @@ rate; several seeds, two optimizers.
 The mixture has 8 experts of which each token takes 2, of the greatest width with which a token costs no more FLOPs than
 in the dense model, the router included. Its two halves of an MLP are summed, not averaged (`scale: 2`): with weights
 that sum to 1 it starts with half the output and learns at half the rate, and was 0.35 nats behind after 100 steps.
-Resumable like scripts/convergence.py, whose rules, data and runs these are. Writes docs/results/convergence_moe.json,
-docs/figures/convergence_moe.png and its measured part of docs/moe.md.
+Resumable like benchmarks/convergence/dense.py, whose rules, data and runs these are. Writes
+benchmarks/results/convergence_moe.json, docs/figures/convergence_moe.png and its measured part of docs/moe.md.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.convergence.dense import TOKENS_PER_PARAMETER, Run, recipe, thin, train
+from benchmarks.harness import DOCS, RESULTS, write_measured
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.config import ModelConfig, load_model
 from frontier_llm.planner.costs.flops import model_flops_per_token
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from convergence import TOKENS_PER_PARAMETER, Run, recipe, thin, train
-from measured_page import write_measured
 
 EXPERTS = 8
 TOP_K = 2
@@ -146,11 +143,10 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "### Measured: loss at equal active FLOPs",
         "",
-        f"`scripts/convergence_moe.py --tokens-per-parameter {result['tokens_per_parameter_of_the_dense']:g}`: rungs "
-        f"of [the ladder](convergence.md) and the same with experts, of the greatest width with which a token costs "
-        f"no more "
-        f"FLOPs, router included. Bytes, batch and schedule are the dense model's by the ladder's rules ({budgets}), "
-        f"and so is the learning rate: "
+        f"`python -m benchmarks.convergence.experts --tokens-per-parameter "
+        f"{result['tokens_per_parameter_of_the_dense']:g}`: rungs of [the ladder](convergence.md) and the same "
+        f"with experts, of the greatest width with which a token costs no more FLOPs, router included. Bytes, batch "
+        f"and schedule are the dense model's by the ladder's rules ({budgets}), and so is the learning rate: "
         + " and ".join(f"{factor:g} times the rule's under {name}" for name, factor in RATES.items())
         + ". Nothing was tuned for the mixture. Held-out loss in nats per byte, by seed of weights and sample order; "
         "two cores.",
@@ -212,9 +208,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=Path("runs/convergence-moe"), help="of the runs")
     parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs"), help="results/, figures/ and moe.md are written below it"
-    )
+    parser.add_argument("--out", type=Path, default=DOCS, help="figures/ and moe.md are written below it")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="convergence_moe.json is written there")
     options = parser.parse_args()
     if not (options.data / "validation.idx").exists():
         command = [
@@ -234,7 +229,7 @@ def main() -> None:
             for kind in KINDS:
                 train(one.runs[kind][seed], options)
     result = study(rungs, options)
-    (options.out / "results" / "convergence_moe.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (options.results / "convergence_moe.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     plot(result, options.out / "figures" / "convergence_moe.png")
     write_measured(options.out / "moe.md", __file__, page(result))
     print(page(result))

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.convergence.dense import EVALUATED_SAMPLES, FINAL, MICRO_BATCH, WARMUP, Recipe, recipe
+from benchmarks.harness import DOCS, RESULTS, write_measured
 from frontier_llm.blueprint import block_parameters
 from frontier_llm.blueprint.matrices import Part, is_matrix, matrices_of
 from frontier_llm.blueprint.parameters import model_parameters
@@ -32,12 +34,6 @@ from frontier_llm.config import load_model
 from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
 from frontier_llm.planner.costs.update import products, update_flops
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from convergence import EVALUATED_SAMPLES, FINAL, MICRO_BATCH, WARMUP, Recipe, recipe
-from measured_page import write_measured
-
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "optimizers.md"
 FACTORS = {
     "adamw": (0.5, 1.0, 2.0),
@@ -323,14 +319,14 @@ def main() -> None:
         if run is not None:
             trained.append(run)
     result = study(trained, options.data)
-    (DOCS / "results" / "muon.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "muon.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(result, DOCS / "figures" / "muon.png")
     sizes = {model: sum(one.numel for one in model_parameters(load_model(model)).values()) for model in options.ladder}
     lines = [
         "## Measured: loss",
         "",
-        "`scripts/muon.py`: the ladder of [convergence](convergence.md) (20 bytes per parameter, the same data, "
-        "batch and decay; "
+        "`benchmarks/convergence/muon.py`: the ladder of [convergence](convergence.md) (20 bytes per parameter, the "
+        "same data, batch and decay; "
         + ", ".join(f"{model} has {size:,} parameters" for model, size in sizes.items())
         + "), Muon for matrices, seeds for weights and sample order alike. Nats per byte. Steps were timed by the "
         "processor's seconds, one thread, in turns.",

@@ -1,7 +1,7 @@
 """How fast the data room is on this machine: text to .bin/.idx, documents per second of the sample index, samples of
 the loader.
 
-    python scripts/bench_data.py [--documents 100000000] [--sequence-length 2048] [--text-mb 4] [--repeats 5]
+    python -m benchmarks.data.loader [--documents 100000000] [--sequence-length 2048] [--text-mb 4] [--repeats 5]
 
 Tokenizing: JSONL of this Python's standard library, in one process, with a tokenizer of each kind; beside it, in turn,
 what its library alone does with the same texts in memory (`encode` of tokenizers and of sentencepiece), reading and

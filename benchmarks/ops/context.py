@@ -1,7 +1,7 @@
 """What does splitting a sequence cost, and what does it save? CPU seconds and memory of a training step on 1, 2 and 4
 local ranks.
 
-python scripts/bench_context.py [--core] [--tokens 16384 32768] [--ranks 1 2 4] [--ways gather ring heads] [--json f]
+python -m benchmarks.ops.context [--core] [--tokens 16384 32768] [--ranks 1 2 4] [--ways gather ring heads] [--json f]
 [--figure f] [--page] [key=value …] Each case runs in fresh processes of one thread each, once to warm up and once
 measured. The efficiency is the CPU time of one rank over that of all ranks together: with as many cores as ranks it
 would be the speed-up over the ranks. Memory is each process's peak. --core measures attention alone, forward and
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured_page import write_measured
 from torch import Tensor, distributed
 
+from benchmarks.harness import DOCS, write_measured
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, serial_mesh
 from frontier_llm.config import RunConfig, build
 from frontier_llm.config.load import load_model, merge, parse_overrides
@@ -237,7 +237,7 @@ def main() -> None:
     if arguments.figure:
         draw(rows, arguments.figure)
     if arguments.page:
-        write_measured(Path(__file__).resolve().parents[1] / "docs" / "long_context.md", __file__, table(rows) + "\n")
+        write_measured(DOCS / "long_context.md", __file__, table(rows) + "\n")
     print(table(rows))
 
 

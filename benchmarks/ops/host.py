@@ -1,8 +1,8 @@
 """What the host needs per kernel launch, layer, microbatch and step: below this a GPU would wait for its host.
 
-    OMP_NUM_THREADS=1 python scripts/bench_host.py [--rounds 40] [--dtype fp32]
-    python scripts/bench_host.py --limit MS    # given its time of a layer and microbatch, for which models is the host
-    the limit? The cost model's answer python scripts/bench_host.py --launches MODEL [MODEL…]    # what a layer
+    OMP_NUM_THREADS=1 python -m benchmarks.ops.host [--rounds 40] [--dtype fp32]
+    python -m benchmarks.ops.host --limit MS    # given its time of a layer and microbatch, for which models is the host
+    the limit? The cost model's answer python -m benchmarks.ops.host --launches MODEL [MODEL…]    # what a layer
     launches, by operation
 
 Launches go the whole way to a driver that only takes notes (tests/unit/ops/fake_driver.c; its harness adds 0.1 us per
@@ -14,7 +14,6 @@ differ by. CPU microseconds of the process, median and best of the rounds.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +24,6 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -40,8 +37,8 @@ from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import layer_s
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.step import train_step
-from tests.unit.ops.fake_gpu import fake_gpu
-from tests.unit.ops.launches import of_a_layer, without_numbers
+from tests.harness.fake_gpu import fake_gpu
+from tests.harness.launches import of_a_layer, without_numbers
 
 LAUNCHES = 500  # timed together
 # layers, microbatches

@@ -1,7 +1,7 @@
 """What each op is worth in the whole training step: the step with all fused ops, with one group off, and with all off,
 taking turns.
 
-    OMP_NUM_THREADS=1 python scripts/bench_ops_in_step.py [--dtype bf16,fp32] [--rounds 4] [--update]
+    OMP_NUM_THREADS=1 python -m benchmarks.ops.in_step [--dtype bf16,fp32] [--rounds 4] [--update]
 
 One rank on the CPU, model bench-l8-h384, 4 microbatches of 4; about 2 minutes for bf16 and 3 for fp32 on an idle
 machine. Times are CPU seconds of the process (one thread), best of the rounds, so that other work on the machine moves
@@ -14,16 +14,16 @@ import argparse
 import re
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
+from benchmarks.harness import DOCS
 from frontier_llm.config import load_run
 from frontier_llm.ops.reference import GROUPS
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.step import train_step
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "ops.md"
+DOCUMENT = DOCS / "ops.md"
 TOKENS = 16 * 256
 
 

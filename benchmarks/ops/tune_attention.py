@@ -1,9 +1,11 @@
 """Finds the block sizes of the attention kernels: compiles candidates on any machine, times them on one with the GPU.
 
-    python scripts/tune_attention.py build --arch sm_90 [--dims 64,128] [--out build/tune]   needs Triton, no GPU
-    python scripts/tune_attention.py run --arch sm_90 [--out build/tune]                     needs the GPU, no Triton;
-    takes a minute python scripts/tune_attention.py simulate [--out build/tune]                             gfx90a
-    without a GPU: seconds for each candidate
+    python -m benchmarks.ops.tune_attention build --arch sm_90 [--variants d64,d128] [--out build/tune]
+    python -m benchmarks.ops.tune_attention run --arch sm_90 [--out build/tune]
+    python -m benchmarks.ops.tune_attention simulate [--out build/tune]
+
+`build` needs Triton and no GPU. `run` needs the GPU and no Triton, and takes a minute. `simulate` is for gfx90a, needs
+no GPU, and takes seconds for each candidate.
 
 `run` times each candidate inside the whole op, the other kernels as they are shipped. `simulate` executes one block of
 each in tests/cdna2 and times it there. Both print the best in the words of frontier_llm/ops/kernel_table.py, where they

@@ -2,7 +2,7 @@
 """The training step against megatron-core and DeepSpeed, side by side: same model, same layout, one thread per rank,
 interleaved rounds.
 
-    python scripts/bench_peers.py --peers-python PEERS_VENV/bin/python [--rounds 3] [--layouts tp1,tp2,pp2,dp2,tp2pp2]
+    python -m benchmarks.peers.gpt --peers-python PEERS_VENV/bin/python [--rounds 3] [--layouts tp1,tp2,pp2,dp2,tp2pp2]
     [--json FILE]
 
 PEERS_VENV holds torch==2.13.0, megatron-core==0.16.1 and deepspeed==0.19.8 (pip install --no-build-isolation); this
@@ -23,7 +23,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-SCRIPTS = Path(__file__).resolve().parent
+from benchmarks.harness import ROOT
+
 LAYOUTS = {
     "serial": (1, 1, 1),
     "tp2": (2, 1, 1),
@@ -43,7 +44,10 @@ SHAPE = {
     "global_batch": 16,
 }
 TOKENS = SHAPE["global_batch"] * SHAPE["sequence"]
-PEERS = {"megatron-core": "megatron_core_step.py", "deepspeed": "deepspeed_pipeline_step.py"}
+PEERS = {
+    "megatron-core": "benchmarks.peers.megatron_core_step",
+    "deepspeed": "benchmarks.peers.deepspeed_pipeline_step",
+}
 
 
 def ours(layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
@@ -67,7 +71,7 @@ def peer(name: str, python: str, layout: tuple[int, int, int], dtype: str, steps
         f"--{key}={value}" for key, value in {**SHAPE, "tp": tp, "pp": pp, "steps": steps, "warmup": 2}.items()
     ]
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp * pp * dp}"]
-    result = run([*command, str(SCRIPTS / "peers" / PEERS[name]), f"--dtype={dtype}", *arguments])
+    result = run([*command, "--module", PEERS[name], f"--dtype={dtype}", *arguments])
     match = re.search(r"^RESULT (.*)$", result, re.M)
     assert match, result
     return json.loads(match[1])["step_s"]
@@ -77,7 +81,7 @@ def run(command: list[str]) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     # ninja, for the op that DeepSpeed compiles at start-up
     environment["PATH"] = f"{Path(command[0]).parent}:{environment['PATH']}"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return done.stdout

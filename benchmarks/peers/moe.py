@@ -2,13 +2,13 @@
 """A small mixture of experts (L8 H384, 16 experts of 384, top 4) against megatron-core's dropless all-to-all dispatcher
 and our dense model.
 
-    python scripts/bench_moe.py --peers-python PEERS_VENV/bin/python [--rounds 2] [--layouts serial,ep2,ep4,ep2tp2]
+    python -m benchmarks.peers.moe --peers-python PEERS_VENV/bin/python [--rounds 2] [--layouts serial,ep2,ep4,ep2tp2]
 
 The dense model is bench-l8-h384, whose MLP of 1,536 is the four experts of a token: equal active work. All three take
 turns, one thread per rank, bf16. Processor seconds are of all ranks together; on a machine that others use, or that has
 fewer cores than a layout ranks, they are what can be compared, and wall seconds are given beside.
-Layouts are added to docs/results/moe_step.json as they are measured, and the measured part of docs/moe.md is written
-from it.
+Layouts are added to benchmarks/results/moe_step.json as they are measured, and the measured part of docs/moe.md is
+written from it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,17 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
-from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from bench_peers import SCRIPTS, SHAPE, TOKENS, run
-from measured_page import write_measured
-
+from benchmarks.harness import DOCS, RESULTS, write_measured
+from benchmarks.peers.gpt import PEERS, SHAPE, TOKENS, run
 from frontier_llm.config import load_run
 from frontier_llm.planner.costs.flops import model_flops_per_token
 
 EXPERTS = {"experts": 16, "top_k": 4, "expert_hidden": 384}
 MOE = f"model.moe={json.dumps(EXPERTS)}"
 BARE = "model.bias=false"  # of all three: our experts have none, nor then has megatron-core
-DOCS = SCRIPTS.parent / "docs"
 
 
 class Degrees(NamedTuple):
@@ -88,7 +83,8 @@ def megatron(python: str, layout: Degrees, steps: int) -> dict[str, list[float]]
     output = run(
         [
             *command,
-            str(SCRIPTS / "peers" / "megatron_core_step.py"),
+            "--module",
+            PEERS["megatron-core"],
             *(f"--{key}={value}" for key, value in arguments.items()),
         ]
     )
@@ -98,7 +94,7 @@ def megatron(python: str, layout: Degrees, steps: int) -> dict[str, list[float]]
     return {"wall": result["step_s"], "cpu": result["cpu_s"]}
 
 
-def page(result: dict) -> str:
+def page(result: dict[str, Any]) -> str:
     """The measured part of docs/moe.md."""
     rows = []
     for name, row in result["layouts"].items():
@@ -112,8 +108,8 @@ def page(result: dict) -> str:
     lines = [
         "### Measured: the step",
         "",
-        f"`scripts/bench_moe.py`: L8 H384 A6 S256 V8192, {EXPERTS['experts']} experts of {EXPERTS['expert_hidden']}, "
-        f"top {EXPERTS['top_k']}, {TOKENS:,} tokens a "
+        f"`benchmarks/peers/moe.py`: L8 H384 A6 S256 V8192, {EXPERTS['experts']} experts of "
+        f"{EXPERTS['expert_hidden']}, top {EXPERTS['top_k']}, {TOKENS:,} tokens a "
         "step, bf16, one thread per rank; megatron-core 0.16.1 with its all-to-all dispatcher (dropless, experts one "
         "after the other: its grouped product needs a "
         "GPU). Two cores **shared with other jobs**, so processor seconds of all ranks are the measure and wall "
@@ -137,8 +133,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     options = parser.parse_args()
-    target = DOCS / "results" / "moe_step.json"
-    result = json.loads(target.read_text()) if target.exists() else {"shape": {**SHAPE, **EXPERTS}, "layouts": {}}
+    target = RESULTS / "moe_step.json"
+    result: dict[str, Any] = {"shape": {**SHAPE, **EXPERTS}, "layouts": {}}
+    if target.exists():
+        result = json.loads(target.read_text(encoding="utf-8"))
     flops = {
         name: model_flops_per_token(load_run("bench", more).model)
         for name, more in (("experts", [BARE, MOE]), ("dense", [BARE]))

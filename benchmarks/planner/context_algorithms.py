@@ -1,17 +1,16 @@
 """Which way of attention over split sequences is cheapest where: milliseconds of a layer, forward and backward, beside
 its arithmetic. Simulated.
 
-python scripts/context_ways.py [--models llama-3-8b llama-2-7b] [--tokens 131072] [--machine frontier] [--page]
+    python -m benchmarks.planner.context_algorithms [--models llama-3-8b llama-2-7b] [--tokens 131072]
+    [--machine frontier] [--page]
 """
 
 from __future__ import annotations
 
 import argparse
 from itertools import product
-from pathlib import Path
 
-from measured_page import write_measured
-
+from benchmarks.harness import DOCS, write_measured
 from frontier_llm.blueprint.context import context_way
 from frontier_llm.blueprint.items import EXCHANGE
 from frontier_llm.blueprint.layout import Layout
@@ -56,9 +55,7 @@ def main() -> None:
             f"| {name} | {tp} | {cp} | {' | '.join(cells)} | {1e3 * else_s:.0f} | {context_way(model, tp, cp)} |"
         )
     if arguments.page:
-        write_measured(
-            Path(__file__).resolve().parents[1] / "docs" / "long_context.md", __file__, "\n".join(lines) + "\n"
-        )
+        write_measured(DOCS / "long_context.md", __file__, "\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -1,6 +1,6 @@
 """Fit the clusters' constants on the stated half of the published rows and write them into configs/machines/*.yaml.
 
-    python scripts/fit_machines.py [--dry-run | --leave-models-out] [MACHINE ...]
+    python -m benchmarks.planner.fit_machines [--dry-run | --leave-models-out] [MACHINE ...]
 
 Robust least squares on log(predicted / measured): a residual beyond `KNEE` counts linearly, because published tables
 hold stalled runs that no constant should bend towards. A weak prior keeps constants that the data do not determine
@@ -199,7 +199,8 @@ def main() -> None:
             value = value_of(best, key)
             print(f"    {key} = {value:.4g}")
             if not args.dry_run:
-                source = f"fitted on {len(train)} of {len(rows)} rows of {train[0].dataset} (scripts/fit_machines.py)"
+                share = f"{len(train)} of {len(rows)} rows of {train[0].dataset}"
+                source = f"fitted on {share} (benchmarks/planner/fit_machines.py)"
                 rewrite(configs_dir() / "machines" / f"{name}.yaml", stack, key, value, source)
 
 

@@ -1,6 +1,6 @@
-"""Measure every layout of a small space on a local Slurm of four nodes: the table docs/results/tune.csv.
+"""Measure every layout of a small space on a local Slurm of four nodes: the table benchmarks/results/tune.csv.
 
-    python scripts/measure_layouts.py DIR [--minutes M] [WORD …]
+    python -m benchmarks.planner.measure_layouts DIR [--minutes M] [WORD …]
 
 Starts slurmctld and four slurmds on this machine (tests/harness/slurm.py; needs root), queues slurm/tune.sbatch with
 --exhaustive and ends after M minutes of walltime; the same command goes on where that ended. WORDs are further words of
@@ -41,8 +41,10 @@ SPACE = [*(word for choice in FIXED for word in ("--fix", choice)), "--within", 
 PLUGIN = """
 import os, threading, time
 
-core = int(os.environ.get("SLURM_PROCID", 0)) % os.cpu_count()  # or the scheduler's balancing of two ranks per core would be what varies
-with open("/proc/self/autogroup", "w") as group:  # sessions share the cores alike, whatever their processes' nice values are
+# otherwise the scheduler's balancing of two ranks per core would be what varies
+core = int(os.environ.get("SLURM_PROCID", 0)) % os.cpu_count()
+# login sessions share the cores equally, whatever the nice values of their processes
+with open("/proc/self/autogroup", "w") as group:
     group.write("-15")
 
 def prefer():
@@ -55,7 +57,7 @@ def prefer():
         time.sleep(0.5)
 
 threading.Thread(target=prefer, daemon=True).start()
-"""  # noqa: E501
+"""
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Predicted beside measured step time on this computer, over a spread of layouts. On an otherwise idle computer (4
 minutes):
 
-    python scripts/bench_plan.py [--rounds 3] [--machine calibrated.yaml] [--json FILE]
+    python -m benchmarks.planner.plan [--rounds 3] [--machine calibrated.yaml] [--json FILE]
 
 Calibrates first unless a machine file is given. Predictions simulate the schedule under that file; measurements are the
 medians of `frontier-llm bench step`, one process per rank, layouts taking turns so that a disturbance does not fall on

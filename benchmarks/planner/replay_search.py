@@ -1,8 +1,9 @@
 """What a measured search would have found: searches of many seeds on a table of every layout of a small space.
 
-    python scripts/replay_search.py [TABLE] [--seeds N] [--figure F]
+    python -m benchmarks.planner.replay_search [TABLE] [--seeds N] [--figure F]
 
-TABLE (docs/results/tune.csv) comes from scripts/measure_layouts.py. Prints the best step so far over the table's best,
+TABLE (benchmarks/results/tune.csv) comes from benchmarks/planner/measure_layouts.py. Prints the best step so far over
+the table's best,
 after each number of trials: of searches, of random order, and of the planner's choice alone.
 """
 
@@ -15,15 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness import RESULTS
+from benchmarks.planner.measure_layouts import FIXED, RUN, WITHIN
 from frontier_llm.config import load_run
 from frontier_llm.experiments.tuning.search import Limits, Proposal, Tuner, run_search
 from frontier_llm.experiments.tuning.space import Space, make_space
 from frontier_llm.experiments.tuning.trials import Trial, read_trials
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.candidates import parse_fixed
-from scripts.measure_layouts import FIXED, RUN, WITHIN
 
-TABLE = Path(__file__).parents[1] / "docs" / "results" / "tune.csv"
+TABLE = RESULTS / "tune.csv"
 STEPS = TABLE.with_name("tune_steps.csv")  # the nine steps of each trial, whose median the table has
 ORDERS = 2000  # of random search
 

@@ -1,17 +1,17 @@
 """Writes what the planner misses on vTrain's multi-node runs into docs/planner.md: by bubble, message per NIC, host,
 memory, tensor degree and microbatch; and how many pairs it ranks right, by how far they lie apart.
 
-python -m scripts.residuals
+python -m benchmarks.planner.residuals
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness import DOCS, write_measured
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine import Rates
@@ -21,12 +21,11 @@ from frontier_llm.planner.costs.time import p2p_bytes
 from frontier_llm.planner.published.datasets import shipped
 from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
 from frontier_llm.planner.published.validate import groups, is_fitted
-from scripts.measured_page import write_measured
 
 DATASET = "vTrain multi-node"
 # of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart
 APART = (0.0, 0.02, 0.05, 0.1)
-PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
+PAGE = DOCS / "planner.md"
 
 
 def bubble(model: ModelConfig, layout: Layout, rates: Rates) -> float:

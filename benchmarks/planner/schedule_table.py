@@ -6,21 +6,16 @@ Writes the tables of docs/schedules.md.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from benchmarks.harness import DOCS, write_measured
 from frontier_llm.config import load_model
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.search import Plan, search
 from frontier_llm.schedule import Action, Kind, build, one_end, peak_in_flight, rule, simulate
 from frontier_llm.units import GIB
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from measured_page import write_measured
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
+PAGE = DOCS / "schedules.md"
 UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 SCHEDULES = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "v-half", "v-min")
 # (stages - 1) units, of one F of a whole stage, in the step and between a rank's first and last action; activations, in

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from scripts.measured_page import write_measured
-
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "results" / "convergence.json"
+from benchmarks.convergence import dense
+from benchmarks.harness import DOCS, RESULTS, ROOT, write_measured
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convergence", ROOT / "scripts" / "convergence.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["convergence"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_rung_gets_its_budget(script: ModuleType) -> None:
-    recipes = [script.recipe(name, script.TOKENS_PER_PARAMETER) for name in script.LADDER]
+def test_every_rung_gets_its_budget() -> None:
+    recipes = [dense.recipe(name, dense.TOKENS_PER_PARAMETER) for name in dense.LADDER]
     assert len(recipes) >= 4 and [r.parameters for r in recipes] == sorted(r.parameters for r in recipes)
     for recipe in recipes:
         assert recipe.tokens / recipe.parameters == pytest.approx(20, rel=0.005)
         assert recipe.tokens == recipe.steps * recipe.global_batch * 256
-        assert script.EVALUATED_SAMPLES % recipe.global_batch == recipe.global_batch % script.MICRO_BATCH == 0
+        assert dense.EVALUATED_SAMPLES % recipe.global_batch == recipe.global_batch % dense.MICRO_BATCH == 0
     assert [r.lr for r in recipes] == sorted((r.lr for r in recipes), reverse=True)
     # equation 1 of arXiv:2401.02954, by hand for C = 1e12: 0.3118 * 10**-1.5 and 0.292 * 10**3.9252
     assert pytest.approx(0.00986, rel=1e-3) == 0.3118 * 1e12**-0.125 and recipes[1].lr == pytest.approx(
@@ -40,9 +25,9 @@ def test_every_rung_gets_its_budget(script: ModuleType) -> None:
     )
 
 
-def test_curves_are_compared_and_thinned(script: ModuleType) -> None:
+def test_curves_are_compared_and_thinned() -> None:
     reference = [3.0 - 0.01 * step for step in range(100)]
-    apart = script.apart(
+    apart = dense.apart(
         [value + (0.5 if step == 3 else 0.1 * (step >= 90)) for step, value in enumerate(reference)], reference
     )
     assert apart == {
@@ -50,24 +35,25 @@ def test_curves_are_compared_and_thinned(script: ModuleType) -> None:
         "largest": pytest.approx(0.5),
         "mean_of_last_tenth": pytest.approx(0.1),
     }
-    thinned = script.thin(reference, 10)
+    thinned = dense.thin(reference, 10)
     assert thinned[-1][0] == 100 and thinned[0] == [1, 3.0] and len(thinned) <= 10
 
 
 def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    mark = "<!-- measured: written by scripts/any.py -->"
+    mark = "<!-- measured: written by benchmarks/data/any.py -->"
+    program = str(ROOT / "benchmarks" / "data" / "any.py")
     page.write_text(f"before\n{mark}\nold\n<!-- /measured -->\nafter\n")
-    write_measured(page, "/elsewhere/any.py", "new\n")
-    write_measured(page, "/elsewhere/any.py", "newer\n")
+    write_measured(page, program, "new\n")
+    write_measured(page, program, "newer\n")
     assert page.read_text() == f"before\n{mark}\nnewer\n<!-- /measured -->\nafter\n"
     page.write_text("no marker")
     with pytest.raises(SystemExit, match="no place for the results"):
-        write_measured(page, "/elsewhere/any.py", "new\n")
+        write_measured(page, program, "new\n")
 
 
-def test_the_page_says_what_was_measured(script: ModuleType) -> None:
-    result = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert script.page(result) in (ROOT / "docs" / "convergence.md").read_text(encoding="utf-8")
+def test_the_page_says_what_was_measured() -> None:
+    result = json.loads((RESULTS / "convergence.json").read_text(encoding="utf-8"))
+    assert dense.page(result) in (DOCS / "convergence.md").read_text(encoding="utf-8")
     losses = [rung["loss"] for rung in result["ladder"]]
     assert len(losses) >= 4 and losses == sorted(losses, reverse=True)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.planner.fit_machines import fit, soften, starting_point
 from frontier_llm.planner.published.datasets import shipped
 from frontier_llm.planner.published.predict import cluster_rates, predict
-from scripts.fit_machines import fit, soften, starting_point
 
 
 def test_the_fit_recovers_constants_that_made_the_data() -> None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-PATH = Path(__file__).resolve().parents[3] / "scripts" / "bench_ops_in_step.py"
-spec = importlib.util.spec_from_file_location("bench_ops_in_step", PATH)
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+from benchmarks.ops import in_step as script
 
 
 def test_the_tables_are_refreshed_and_nothing_else():

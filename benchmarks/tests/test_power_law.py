@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "scripts"))
-
-from power_law import find_irreducible, fit_power_law
+from benchmarks.convergence.power_law import find_irreducible, fit_power_law
 
 C = np.logspace(12, 15, 6)
 

@@ -1,5 +1,5 @@
-"""Searches of several seeds on docs/results/tune.csv: every layout of a small space, measured once on a local Slurm
-of four nodes.
+"""Searches of several seeds on benchmarks/results/tune.csv: every layout of a small space, measured once on a local
+Slurm of four nodes.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.replay_search import at_random, measured_space, repeatability, searched
+from benchmarks.planner.replay_search import at_random, measured_space, repeatability, searched
 
 SEEDS = range(8)
 

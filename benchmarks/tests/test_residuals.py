@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts import residuals
+from benchmarks.planner import residuals
 
 
 def test_the_page_holds_the_table_of_residuals() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.training import switch_vendors
 from frontier_llm.cli.main import main as command_line
-from scripts import switch_vendors
 
 
 @pytest.mark.thorough

@@ -1,7 +1,7 @@
 """Save and load speed against the machine's own: `dd conv=fsync` for writing, a plain read with sha256 for reading, in
 the same run.
 
-    python scripts/bench_checkpoint.py [--gib 1.0] [--repeats 3] [--directory .]
+    python -m benchmarks.training.checkpoint [--gib 1.0] [--repeats 3] [--directory .]
 
 One rank, a model of eight matrices; median and best of the repeats, which take turns; CPU seconds tell how much work it
 is on a machine that is not idle. The page cache is dropped before each read (needs root; without it both sides read

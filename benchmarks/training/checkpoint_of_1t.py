@@ -1,6 +1,6 @@
 """What the plan and the manifest of a checkpoint of the 1T model on 3072 ranks cost one rank: time and memory.
 
-    python scripts/plan_1t_checkpoint.py [--model gpt-1t --tp 8 --pp 64 --dp 6]
+    python -m benchmarks.training.checkpoint_of_1t [--model gpt-1t --tp 8 --pp 64 --dp 6]
 
 The ranks are simulated one after another in one process: each rank's real buckets (on the meta device) go through the
 code that a save and a load call; nothing is written. Timed is what a single rank does: rank 0's part (collect all
@@ -13,15 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import sys
 import time
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint.load import plan

@@ -1,7 +1,7 @@
 """Native ZeRO, DeepSpeed and FSDP side by side: the same run on the same ranks, step by step in turn, one thread per
 rank.
 
-    python scripts/bench_engines.py [RUN] [key=value …] [--engines native,zero-1,fsdp] [--rounds 6] [--json FILE]
+    python -m benchmarks.training.engines [RUN] [key=value …] [--engines native,zero-1,fsdp] [--rounds 6] [--json FILE]
 
 Each engine has rank processes of its own, which wait while the others step; so all meet the same machine, and each
 one's memory can be told. Reported: median step time, tokens per second of the job, and of the largest rank the memory
@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from frontier_llm import log
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect

@@ -13,15 +13,14 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import DOCS, RESULTS, write_measured
 from frontier_llm.cluster.local import free_port
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import CommConfig
@@ -29,15 +28,11 @@ from frontier_llm.parallel.pipeline import ActivationSpec, Engine
 from frontier_llm.schedule import Action, Follows, Kind, Schedule, ahead, build, rule, simulate, simulate_in_turn
 from frontier_llm.topology import Grid
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from measured_page import write_measured
-
 # 16 KiB
 RANKS = 4
 MESSAGE = (64, 1, 64)
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
-RESULTS = PAGE.parent / "results" / "schedules_pp4.json"
+PAGE = DOCS / "schedules.md"
+KEPT = RESULTS / "schedules_pp4.json"
 SCHEDULES = (
     "gpipe",
     "1f1b",
@@ -220,7 +215,7 @@ def main() -> None:
     parser.add_argument("--unit-ms", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
-    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": []}
+    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"rows": []}
     rows = [row for row in kept["rows"] if row["in_flight"] != arguments.in_flight] + measure(arguments)
     kept = {
         "microbatches": arguments.microbatches,
@@ -228,7 +223,7 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "rows": rows,
     }
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     write_measured(PAGE, __file__, "\n".join(lines(kept)))
     print("\n".join(lines(kept)))
 

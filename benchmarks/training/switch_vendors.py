@@ -1,6 +1,6 @@
 """One run that changes vendor and layout every few hundred steps, beside two that never do, one of each vendor.
 
-    python scripts/switch_vendors.py [--devices cpu,cuda] [--dtypes fp32,bf16] [--steps 200] [--directory
+    python -m benchmarks.training.switch_vendors [--devices cpu,cuda] [--dtypes fp32,bf16] [--steps 200] [--directory
     runs/switch_vendors] [--out docs]
 
 The experiment of MosaicML's "training LLMs with AMD MI250" (2023), whose run moved between AMD and NVIDIA GPUs. Every

@@ -1,7 +1,7 @@
 """Executes the prebuilt code objects of gfx90a on a simulated MI250X (tests/cdna2), against the reference in float64.
 Needs llvm-objdump, no GPU.
 
-    python scripts/check_gfx90a.py [--all] [--json] [--folder FOLDER]
+    python -m tests.harness.check_gfx90a [--all] [--json] [--folder FOLDER]
 
 Exit code 1 when a result is wrong, or a kernel did what it must not. On a machine with a GPU, `frontier-llm ops check`
 does the same on that.
@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the simulator is no part of the package
 
 from frontier_llm.errors import FrontierError
 from frontier_llm.ops.check import DTYPES, check
@@ -57,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         results = list(simulate(args.folder, list(DTYPES) if args.all else ["bf16"]))
     except FrontierError as error:
-        print(f"check_gfx90a.py: error\n{error}", file=sys.stderr)
+        print(f"tests.harness.check_gfx90a: error\n{error}", file=sys.stderr)
         return error.exit_code
     wrong = [result for result in results if not result["ok"]]
     if args.json:
