@@ -75,16 +75,21 @@ def words_in_code() -> frozenset[str]:
     return frozenset(words)
 
 
+@cache
+def file_names() -> frozenset[str]:
+    """Names of all files in git, without their folders."""
+    return frozenset(Path(path).name for path in tracked())
+
+
 def unknown(text: str, folder: Path) -> list[str]:
     """Names in backticks in `text` that do not exist. Paths may be relative to `folder`."""
     missing = []
-    files = {Path(path).name for path in tracked()}
     for span in re.findall(r"`([^`\n]+)`", text):
         if span in FOREIGN:
             continue
         if PATH.fullmatch(span):
             bases = [folder, *(ROOT / base for base in BASES)]
-            exists = any((base / span).exists() for base in bases) if "/" in span else span in files
+            exists = any((base / span).exists() for base in bases) if "/" in span else span in file_names()
             if not exists and span not in words_in_files():
                 missing.append(span)
         elif IDENTIFIER.fullmatch(span):
@@ -120,18 +125,23 @@ def texts(path: str) -> Iterator[str]:
             yield token.string
 
 
-PAGES = [path for path in tracked() if path.endswith(".md") and not path.startswith(LEFT_OUT)]
+def missing_names(suffix: str) -> list[str]:
+    """'path: name' for each name that does not exist, in files that end with `suffix`."""
+    found = []
+    for path in tracked():
+        if path.endswith(suffix) and not path.startswith(LEFT_OUT):
+            for text in texts(path):
+                names = unknown(text, (ROOT / path).parent)
+                found += [f"{path}: {name}" for name in names]
+    return found
 
 
-@pytest.mark.parametrize("path", PAGES)
-def test_names_on_pages_exist(path: str) -> None:
-    assert [name for text in texts(path) for name in unknown(text, (ROOT / path).parent)] == []
+def test_names_on_pages_exist() -> None:
+    assert missing_names(".md") == []
 
 
 def test_names_in_docstrings_and_comments_exist() -> None:
-    modules = [path for path in tracked() if path.endswith(".py")]
-    missing = [(path, unknown(text, (ROOT / path).parent)) for path in modules for text in texts(path)]
-    assert [f"{path}: {names}" for path, names in missing if names] == []
+    assert missing_names(".py") == []
 
 
 @pytest.mark.parametrize(
