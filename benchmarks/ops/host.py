@@ -5,7 +5,7 @@
     the limit? The cost model's answer python -m benchmarks.ops.host --launches MODEL [MODEL…]    # what a layer
     launches, by operation
 
-Launches go the whole way to a driver that only takes notes (tests/unit/ops/fake_driver.c; its harness adds 0.1 us per
+Launches go the whole way to a driver that only takes notes (tests/harness/fake_driver.c; its harness adds 0.1 us per
 argument, a real driver its own time). Steps are those of a model so small (H32, S16) that computing is a minor part, on
 the CPU: the costs of layers, microbatches and steps are what models of 2 and 10 layers with 2 and 10 microbatches
 differ by. CPU microseconds of the process, median and best of the rounds.
