@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-RESULTS = ROOT / "benchmarks" / "results"
+MEASURED = DOCS / "benchmarks"
+RESULTS = MEASURED / "results"
 
 
 def write_measured(page: Path, program: str, text: str) -> None:

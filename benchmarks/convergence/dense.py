@@ -3,8 +3,8 @@ compute, and its fit.
 
 Besides the ladder: one rung in fp32 against bf16, in three layouts, with another seed and with other learning rates.
 Every run is resumable: killed and started again, the script goes on from the runs' own checkpoints, and a finished run
-is only read. Writes benchmarks/results/convergence.json, docs/figures/convergence_*.png and the measured part of
-docs/convergence.md.
+is only read. Writes docs/benchmarks/results/convergence.json, docs/benchmarks/figures/convergence_*.png and the
+measured part of docs/benchmarks/convergence.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.convergence.power_law import find_irreducible, fit_power_law
-from benchmarks.harness import DOCS, RESULTS, write_measured
+from benchmarks.harness import MEASURED, write_measured
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.config import load_model
 from frontier_llm.planner.costs.flops import model_flops_per_token
@@ -155,7 +155,7 @@ def _final(path: Path, steps: int) -> float | None:
 
 
 def study(done: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that docs/convergence.md says, as one JSON document."""
+    """Everything that docs/benchmarks/convergence.md says, as one JSON document."""
     ladder = [done[name] for name in options.ladder]
     compute = [run.recipe.compute_flops for run in ladder]
     losses = [run.loss for run in ladder]
@@ -200,7 +200,7 @@ def study(done: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The measured part of docs/convergence.md."""
+    """The measured part of docs/benchmarks/convergence.md."""
     law = result["power_law"]
     free = result["irreducible"]
     last = result["largest_from_the_others"]
@@ -348,8 +348,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="RUN", help="train these and stop, e.g. to spread the runs over two shells"
     )
-    parser.add_argument("--out", type=Path, default=DOCS, help="figures/ and convergence.md are written below it")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="convergence.json is written there")
+    parser.add_argument(
+        "--out", type=Path, default=MEASURED, help="results/, figures/ and convergence.md are written below it"
+    )
     options = parser.parse_args()
     if not (options.data / "validation.idx").exists():
         command = [
@@ -373,7 +374,7 @@ def main() -> None:
 
     matplotlib.use("Agg")
     result = study(planned, options)
-    target = options.results / "convergence.json"
+    target = options.out / "results" / "convergence.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     figures = options.out / "figures"

@@ -5,7 +5,8 @@ The mixture has 8 experts of which each token takes 2, of the greatest width wit
 in the dense model, the router included. Its two halves of an MLP are summed, not averaged (`scale: 2`): with weights
 that sum to 1 it starts with half the output and learns at half the rate, and was 0.35 nats behind after 100 steps.
 Resumable like benchmarks/convergence/dense.py, whose rules, data and runs these are. Writes
-benchmarks/results/convergence_moe.json, docs/figures/convergence_moe.png and its measured part of docs/moe.md.
+docs/benchmarks/results/convergence_moe.json, docs/benchmarks/figures/convergence_moe.png and its measured part of
+docs/benchmarks/moe.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.convergence.dense import TOKENS_PER_PARAMETER, Run, recipe, thin, train
-from benchmarks.harness import DOCS, RESULTS, write_measured
+from benchmarks.harness import MEASURED, write_measured
 from frontier_llm.blueprint import total_parameters
 from frontier_llm.config import ModelConfig, load_model
 from frontier_llm.planner.costs.flops import model_flops_per_token
@@ -113,7 +114,7 @@ def study(rungs: list[Rung], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The measured part of docs/moe.md."""
+    """The measured part of docs/benchmarks/moe.md."""
     rows = []
     for rung in result["rungs"]:
         difference = np.subtract(rung["held_out"]["experts"], rung["held_out"]["dense"])
@@ -208,8 +209,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=Path("runs/convergence-moe"), help="of the runs")
     parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
-    parser.add_argument("--out", type=Path, default=DOCS, help="figures/ and moe.md are written below it")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="convergence_moe.json is written there")
+    parser.add_argument("--out", type=Path, default=MEASURED, help="results/, figures/ and moe.md are written below it")
     options = parser.parse_args()
     if not (options.data / "validation.idx").exists():
         command = [
@@ -229,7 +229,7 @@ def main() -> None:
             for kind in KINDS:
                 train(one.runs[kind][seed], options)
     result = study(rungs, options)
-    (options.results / "convergence_moe.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (options.out / "results" / "convergence_moe.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     plot(result, options.out / "figures" / "convergence_moe.png")
     write_measured(options.out / "moe.md", __file__, page(result))
     print(page(result))

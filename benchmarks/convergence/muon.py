@@ -1,7 +1,7 @@
 """Muon against AdamW: the overhead of a step, predicted and measured, and the loss of small models, with seeds and a
 sweep of learning rates.
 
-Resumable: a finished run is only read. Writes the measured part of docs/optimizers.md, results/muon.json and
+Resumable: a finished run is only read. Writes the measured part of docs/benchmarks/optimizers.md, results/muon.json and
 figures/muon.png beside it.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.convergence.dense import EVALUATED_SAMPLES, FINAL, MICRO_BATCH, WARMUP, Recipe, recipe
-from benchmarks.harness import DOCS, RESULTS, write_measured
+from benchmarks.harness import MEASURED, RESULTS, write_measured
 from frontier_llm.blueprint import block_parameters
 from frontier_llm.blueprint.matrices import Part, is_matrix, matrices_of
 from frontier_llm.blueprint.parameters import model_parameters
@@ -34,7 +34,7 @@ from frontier_llm.config import load_model
 from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
 from frontier_llm.planner.costs.update import products, update_flops
 
-PAGE = DOCS / "optimizers.md"
+PAGE = MEASURED / "optimizers.md"
 FACTORS = {
     "adamw": (0.5, 1.0, 2.0),
     "muon": (0.5, 1.0, 2.0, 4.0),
@@ -320,7 +320,7 @@ def main() -> None:
             trained.append(run)
     result = study(trained, options.data)
     (RESULTS / "muon.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, DOCS / "figures" / "muon.png")
+    plot(result, MEASURED / "figures" / "muon.png")
     sizes = {model: sum(one.numel for one in model_parameters(load_model(model)).values()) for model in options.ladder}
     lines = [
         "## Measured: loss",

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from benchmarks.harness import DOCS, write_measured
+from benchmarks.harness import MEASURED, write_measured
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, serial_mesh
 from frontier_llm.config import RunConfig, build
 from frontier_llm.config.load import load_model, merge, parse_overrides
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["gather", "ring", "heads"])
     parser.add_argument("--json", type=Path, help="keeps the rows of earlier calls")
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--page", action="store_true", help="write the table into docs/long_context.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/benchmarks/long_context.md")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = (
@@ -237,7 +237,7 @@ def main() -> None:
     if arguments.figure:
         draw(rows, arguments.figure)
     if arguments.page:
-        write_measured(DOCS / "long_context.md", __file__, table(rows) + "\n")
+        write_measured(MEASURED / "long_context.md", __file__, table(rows) + "\n")
     print(table(rows))
 
 

@@ -7,8 +7,8 @@ and our dense model.
 The dense model is bench-l8-h384, whose MLP of 1,536 is the four experts of a token: equal active work. All three take
 turns, one thread per rank, bf16. Processor seconds are of all ranks together; on a machine that others use, or that has
 fewer cores than a layout ranks, they are what can be compared, and wall seconds are given beside.
-Layouts are added to benchmarks/results/moe_step.json as they are measured, and the measured part of docs/moe.md is
-written from it.
+Layouts are added to docs/benchmarks/results/moe_step.json as they are measured, and the measured part of
+docs/benchmarks/moe.md is written from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.harness import DOCS, RESULTS, write_measured
+from benchmarks.harness import MEASURED, RESULTS, write_measured
 from benchmarks.peers.gpt import PEERS, SHAPE, TOKENS, run
 from frontier_llm.config import load_run
 from frontier_llm.planner.costs.flops import model_flops_per_token
@@ -95,7 +95,7 @@ def megatron(python: str, layout: Degrees, steps: int) -> dict[str, list[float]]
 
 
 def page(result: dict[str, Any]) -> str:
-    """The measured part of docs/moe.md."""
+    """The measured part of docs/benchmarks/moe.md."""
     rows = []
     for name, row in result["layouts"].items():
         ratios = [f"{row['megatron-core'][kind] / row['experts'][kind]:.2f}" for kind in ("cpu", "wall")]
@@ -161,7 +161,7 @@ def main() -> None:
             "samples_s": samples,
         }
         target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        write_measured(DOCS / "moe.md", __file__, page(result))
+        write_measured(MEASURED / "moe.md", __file__, page(result))
         print(f"{name}: {medians}", file=sys.stderr, flush=True)
     print(page(result))
 

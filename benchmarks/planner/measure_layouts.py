@@ -1,4 +1,5 @@
-"""Measure every layout of a small space on a local Slurm of four nodes: the table benchmarks/results/tune.csv.
+"""Measure every layout of a small space on a local Slurm of four nodes: the table
+docs/benchmarks/results/tune.csv.
 
     python -m benchmarks.planner.measure_layouts DIR [--minutes M] [WORD …]
 

@@ -2,9 +2,8 @@
 
     python -m benchmarks.planner.replay_search [TABLE] [--seeds N] [--figure F]
 
-TABLE (benchmarks/results/tune.csv) comes from benchmarks/planner/measure_layouts.py. Prints the best step so far over
-the table's best,
-after each number of trials: of searches, of random order, and of the planner's choice alone.
+TABLE (docs/benchmarks/results/tune.csv) comes from benchmarks/planner/measure_layouts.py. Prints the best step so far
+over the table's best, after each number of trials: of searches, of random order, and of the planner's choice alone.
 """
 
 from __future__ import annotations

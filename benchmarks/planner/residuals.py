@@ -1,5 +1,5 @@
-"""Writes what the planner misses on vTrain's multi-node runs into docs/planner.md: by bubble, message per NIC, host,
-memory, tensor degree and microbatch; and how many pairs it ranks right, by how far they lie apart.
+"""Writes what the planner misses on vTrain's multi-node runs into docs/benchmarks/planner.md: by bubble, message per
+NIC, host, memory, tensor degree and microbatch; and how many pairs it ranks right, by how far they lie apart.
 
 python -m benchmarks.planner.residuals
 """
@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from benchmarks.harness import DOCS, write_measured
+from benchmarks.harness import MEASURED, write_measured
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine import Rates
@@ -25,7 +25,7 @@ from frontier_llm.planner.published.validate import groups, is_fitted
 DATASET = "vTrain multi-node"
 # of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart
 APART = (0.0, 0.02, 0.05, 0.1)
-PAGE = DOCS / "planner.md"
+PAGE = MEASURED / "planner.md"
 
 
 def bubble(model: ModelConfig, layout: Layout, rates: Rates) -> float:

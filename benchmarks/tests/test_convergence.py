@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.convergence import dense
-from benchmarks.harness import DOCS, RESULTS, ROOT, write_measured
+from benchmarks.harness import MEASURED, RESULTS, ROOT, write_measured
 
 
 def test_every_rung_gets_its_budget() -> None:
@@ -54,6 +54,6 @@ def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> Non
 
 def test_the_page_says_what_was_measured() -> None:
     result = json.loads((RESULTS / "convergence.json").read_text(encoding="utf-8"))
-    assert dense.page(result) in (DOCS / "convergence.md").read_text(encoding="utf-8")
+    assert dense.page(result) in (MEASURED / "convergence.md").read_text(encoding="utf-8")
     losses = [rung["loss"] for rung in result["ladder"]]
     assert len(losses) >= 4 and losses == sorted(losses, reverse=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import DOCS, RESULTS, write_measured
+from benchmarks.harness import MEASURED, RESULTS, write_measured
 from frontier_llm.cluster.local import free_port
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import CommConfig
@@ -31,7 +31,7 @@ from frontier_llm.topology import Grid
 # 16 KiB
 RANKS = 4
 MESSAGE = (64, 1, 64)
-PAGE = DOCS / "schedules.md"
+PAGE = MEASURED / "schedules.md"
 KEPT = RESULTS / "schedules_pp4.json"
 SCHEDULES = (
     "gpipe",
