@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_peers import SCRIPTS, SHAPE, TOKENS, run
 from measured_page import write_measured
 
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_run
-from frontier_llm.planner.costs.flops import model_flops_per_token
 
 EXPERTS = {"experts": 16, "top_k": 4, "expert_hidden": 384}
 MOE = f"model.moe={json.dumps(EXPERTS)}"

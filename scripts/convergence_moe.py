@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import ModelConfig, load_model
-from frontier_llm.planner.costs.flops import model_flops_per_token
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

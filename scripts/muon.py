@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from frontier_llm.blueprint import block_parameters
 from frontier_llm.blueprint.matrices import Part, is_matrix, matrices_of
-from frontier_llm.blueprint.parameters import model_parameters
+from frontier_llm.blueprint.parameters import block_parameters, model_parameters
 from frontier_llm.comm import single
 from frontier_llm.config import load_model
 from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_

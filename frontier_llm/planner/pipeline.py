@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.layouts import steps_overlap
