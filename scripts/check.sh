@@ -7,6 +7,7 @@ ruff check .
 mypy
 lint-imports
 python scripts/code_density.py --check
+python scripts/prose.py --check
 if command -v shellcheck >/dev/null; then
   git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck --external-sources
 else

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-tests=(tests/unit/data/test_native.py tests/unit/data/test_samples.py tests/unit/checkpoint/test_digest.py
+tests=(tests/unit/data/test_native.py tests/unit/data/test_samples.py
     tests/unit/comm/test_shm.py tests/unit/comm/test_authenticated_store.py tests/unit/comm/test_store.py tests/attacks/test_native.py tests/unit/ops/test_cpu.py)
 copy="$(mktemp -d)"
 trap 'rm -rf "$copy"' EXIT

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/configuration.md from config/model.py and config/schema.py: every key with its type, default and meaning.
+"""Write docs/generated/configuration.md from config/model.py and schema.py: each key with type, default, meaning.
 
 A field's meaning is the comment behind it, or the comment lines above it.
     python scripts/config_reference.py [--check]
@@ -23,7 +23,7 @@ from frontier_llm.config import fields, schema
 from frontier_llm.config import model as model_keys
 from frontier_llm.config.schema import RunConfig
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "generated" / "configuration.md"
 NAMES = {
     "PositiveInt": "whole number ≥ 1",
     "NonNegativeInt": "whole number ≥ 0",
@@ -183,7 +183,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not up to date")
     if parser.parse_args().check:
         if PAGE.read_text(encoding="utf-8") != page():
-            print("docs/configuration.md is not up to date: run python scripts/config_reference.py", file=sys.stderr)
+            print(
+                "docs/generated/configuration.md is not up to date: run python scripts/config_reference.py",
+                file=sys.stderr,
+            )
             return 1
         return 0
     PAGE.write_text(page(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The position in the data of a checkpoint from before version 4, by the formulas of the program that wrote it.
+"""The position in the data of a checkpoint of version 3, by the formulas of the program that wrote it.
 
 There the position was the number of steps. A blend with a sequence length had counts of its own, orders were drawn from
 the number of the first phase that read it, and a rewind shifted all later steps. What changes of batch, weights or data

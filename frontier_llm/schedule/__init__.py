@@ -14,7 +14,7 @@ from frontier_llm.schedule.actions import (
     units,
 )
 from frontier_llm.schedule.check import check
-from frontier_llm.schedule.order import ScheduleError, ahead, posted_ahead, with_messages
+from frontier_llm.schedule.order import ScheduleError, posted_ahead, with_messages
 from frontier_llm.schedule.registry import (
     ScheduleRule,
     build,
@@ -31,21 +31,19 @@ from frontier_llm.schedule.registry import (
     split_share,
 )
 from frontier_llm.schedule.render import render_text, timeline_chart
-from frontier_llm.schedule.simulate import Follows, Timeline, simulate, simulate_in_turn
+from frontier_llm.schedule.simulate import Timeline, simulate, simulate_in_turn
 from frontier_llm.schedule.zero_bubble import v_names
 
 __all__ = [
     "FORWARD_ONLY",
     "Action",
     "Channel",
-    "Follows",
     "Kind",
     "Placement",
     "Schedule",
     "ScheduleError",
     "ScheduleRule",
     "Timeline",
-    "ahead",
     "beside",
     "build",
     "check",

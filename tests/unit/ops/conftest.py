@@ -6,8 +6,9 @@ import importlib.util
 
 import pytest
 
-from frontier_llm.errors import BackendError
-from tests.cdna2 import code_objects, disassembly
+from tests.cdna2.disassembly import find_objdump
+from tests.cdna2.fault import SimulatorError
+from tests.harness import code_objects
 from tests.harness.system import missing
 
 
@@ -23,7 +24,7 @@ def gfx90a():
 def objects(gfx90a):
     """The same, on a machine that can disassemble them."""
     try:
-        disassembly.find_objdump()
-    except BackendError as error:
+        find_objdump()
+    except SimulatorError as error:
         missing(str(error))
     return gfx90a
