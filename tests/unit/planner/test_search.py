@@ -132,7 +132,7 @@ BIG = pytest.mark.parametrize(("model", "nodes"), [("gpt-1t", 384), ("gpt-175b",
 
 @BIG
 def test_big_searches_keep_tensor_parallelism_inside_the_node(model: str, nodes: int) -> None:
-    """The whole command; `scripts/bench_plan.py` says how long it takes."""
+    """The whole command; `benchmarks/planner/plan.py` says how long it takes."""
     done = subprocess.run(
         [sys.executable, "-m", "frontier_llm.cli.main", "plan", model, "--machine", "frontier", "--nodes", str(nodes)],
         capture_output=True,
