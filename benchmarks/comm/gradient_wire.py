@@ -19,7 +19,7 @@ from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.optim import Zero
 from frontier_llm.run.launchers import free_port
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.step import train_step
 

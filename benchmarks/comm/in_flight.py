@@ -30,7 +30,7 @@ from frontier_llm.parallel.tensor import WeightGradients
 from frontier_llm.planner.pipeline import StageTimes, _simulate
 from frontier_llm.run.launchers import free_port
 from frontier_llm.schedule import build
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 
 STAGES = 4
 CASES = [

@@ -28,7 +28,7 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.experiments.measure.timeline import Timeline, draw, write_chrome_trace
 from frontier_llm.run.launchers import free_port
 from frontier_llm.schedule import Action
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.step import train_step
 

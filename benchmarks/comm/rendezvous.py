@@ -25,7 +25,7 @@ import torch.distributed as dist
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.rendezvous import CONNECTIONS, StoreKind, open_store
 from frontier_llm.run.launchers import free_port
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 
 JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the last one's set; the same per group
 OPERATIONS_PER_GROUP = 3 + 2  # and RCCL's unique id, one set or get, with its check

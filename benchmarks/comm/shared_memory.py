@@ -32,7 +32,7 @@ from frontier_llm.comm import (
 from frontier_llm.comm.axis import Axis
 from frontier_llm.config import CommConfig
 from frontier_llm.run.launchers import free_port
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 
 SHAPES = {  # name: (elements, dtype); the activation of the benchmark model, its half, a bucket of gradients, a scalar
     "scalar fp64": (1, torch.float64),

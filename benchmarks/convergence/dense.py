@@ -22,9 +22,9 @@ import numpy as np
 
 from benchmarks.convergence.power_law import find_irreducible, fit_power_law
 from benchmarks.harness import MEASURED, write_measured
-from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_model
-from frontier_llm.planner.costs.flops import model_flops_per_token
 
 LADDER = ("ladder-30k", "ladder-70k", "ladder-170k", "ladder-360k", "ladder-840k")
 COMPARED = "ladder-170k"  # the rung for precision, layouts, seeds and learning rates

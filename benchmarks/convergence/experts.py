@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmarks.convergence.dense import TOKENS_PER_PARAMETER, Run, recipe, thin, train
 from benchmarks.harness import MEASURED, write_measured
-from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import ModelConfig, load_model
-from frontier_llm.planner.costs.flops import model_flops_per_token
 
 EXPERTS = 8
 TOP_K = 2

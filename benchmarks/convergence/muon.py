@@ -26,9 +26,8 @@ import torch
 
 from benchmarks.convergence.dense import EVALUATED_SAMPLES, FINAL, MICRO_BATCH, WARMUP, Recipe, recipe
 from benchmarks.harness import MEASURED, RESULTS, write_measured
-from frontier_llm.blueprint import block_parameters
 from frontier_llm.blueprint.matrices import Part, is_matrix, matrices_of
-from frontier_llm.blueprint.parameters import model_parameters
+from frontier_llm.blueprint.parameters import block_parameters, model_parameters
 from frontier_llm.comm import single
 from frontier_llm.config import load_model
 from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_

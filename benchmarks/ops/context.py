@@ -33,7 +33,7 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.ops import Scores, select_ops, working_dtype
 from frontier_llm.parallel.context import attention_core
 from frontier_llm.run.launchers import free_port
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import train_step
 

@@ -30,7 +30,7 @@ import torch
 from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.config import RunConfig, load_model, load_run
 from frontier_llm.config.load import build
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.ops import Scores
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.planner.costs.seconds import times

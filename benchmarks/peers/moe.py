@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness import MEASURED, RESULTS, write_measured
 from benchmarks.peers.gpt import PEERS, SHAPE, TOKENS, run
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_run
-from frontier_llm.planner.costs.flops import model_flops_per_token
 
 EXPERTS = {"experts": 16, "top_k": 4, "expert_hidden": 384}
 MOE = f"model.moe={json.dumps(EXPERTS)}"

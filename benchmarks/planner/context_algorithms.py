@@ -11,12 +11,11 @@ import argparse
 from itertools import product
 
 from benchmarks.harness import DOCS, write_measured
-from frontier_llm.blueprint.context import context_way
 from frontier_llm.blueprint.items import EXCHANGE
-from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.layout import Layout, context_way
 from frontier_llm.blueprint.work import block_work
 from frontier_llm.config.load import load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.candidates import context_degrees, context_ways
 from frontier_llm.planner.costs.seconds import by_cause
 

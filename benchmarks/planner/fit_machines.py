@@ -22,8 +22,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from frontier_llm.config import configs_dir
-from frontier_llm.machine import Rates, load_machine, rates
-from frontier_llm.machine.load import PLACES
+from frontier_llm.machine.load import PLACES, load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.published.datasets import FITTED, PublishedRun, shipped
 from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, predict, rates_of

@@ -22,10 +22,11 @@ from typing import Any
 
 from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.config import RunConfig, load_run
-from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.pipeline import play
 from frontier_llm.run.rank_env import environment
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 
 RANKS = 2
 BAR = 0.15

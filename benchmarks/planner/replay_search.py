@@ -21,7 +21,7 @@ from frontier_llm.config import load_run
 from frontier_llm.experiments.tuning.search import Limits, Proposal, Tuner, run_search
 from frontier_llm.experiments.tuning.space import Space, make_space
 from frontier_llm.experiments.tuning.trials import Trial, read_trials
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.candidates import parse_fixed
 
 TABLE = RESULTS / "tune.csv"

@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.harness import MEASURED, write_measured
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
-from frontier_llm.machine import Rates
-from frontier_llm.planner.costs.seats import seats
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.costs.layouts import seats
 from frontier_llm.planner.costs.seconds import FORWARD_OPS
 from frontier_llm.planner.costs.time import p2p_bytes
 from frontier_llm.planner.published.datasets import shipped

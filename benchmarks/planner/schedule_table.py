@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.harness import DOCS, write_measured
 from frontier_llm.config import load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.search import Plan, search
 from frontier_llm.schedule import Action, Kind, build, one_end, peak_in_flight, simulate
 from frontier_llm.units import GIB

@@ -11,7 +11,7 @@ import sys
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig, load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.costs.time import step_s
 
 TERA = 1e12

@@ -25,15 +25,15 @@ from statistics import median
 
 import torch
 
-from frontier_llm.blueprint import Parameter, ParameterKind
 from frontier_llm.blueprint.optimizers import ADAMW
+from frontier_llm.blueprint.parameters import Parameter, ParameterKind
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.comm import serial_mesh, single
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, OptimizerConfig, RunConfig
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import Zero, build_buckets
 from frontier_llm.parallel.tensor import ShardedParameter
-from frontier_llm.topology import shard
+from frontier_llm.topology.shards import shard
 from frontier_llm.units import GIB
 
 

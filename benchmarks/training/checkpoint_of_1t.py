@@ -30,7 +30,8 @@ from frontier_llm.model import Stage, build_stages
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import Zero, build_buckets
 from frontier_llm.parallel.tensor import LayerContext, WeightGradients
-from frontier_llm.topology import Grid, split_layers
+from frontier_llm.topology.grid import Grid
+from frontier_llm.topology.plan import split_layers
 
 OPS = select_ops(OpsConfig(), "cpu", torch.bfloat16)  # once: each choice is logged
 

@@ -30,7 +30,7 @@ from frontier_llm.comm import Meeting, barrier, build_mesh, connect
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.run.launchers import free_port
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import train_step
 from frontier_llm.units import MIB

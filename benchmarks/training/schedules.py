@@ -26,7 +26,7 @@ from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect
 from frontier_llm.config import CommConfig
 from frontier_llm.parallel.pipeline import ActivationSpec, Engine
 from frontier_llm.schedule import Action, Kind, Schedule, build, rule, simulate, simulate_in_turn
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 
 # 16 KiB
 RANKS = 4

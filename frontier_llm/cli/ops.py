@@ -60,7 +60,7 @@ def _check(args: argparse.Namespace) -> int:
 
     import torch
 
-    from frontier_llm.cli.progress import ProgressBar
+    from frontier_llm.cli.arguments import ProgressBar
     from frontier_llm.errors import BackendError
     from frontier_llm.ops.check import DTYPES, check
     from frontier_llm.ops.gpu import GpuOps

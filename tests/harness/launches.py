@@ -22,7 +22,7 @@ from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.providers import functions_of
 from frontier_llm.optim import inputs
 from frontier_llm.schedule import Action, Kind
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training import build
 from frontier_llm.training.feed import Feed
 

@@ -36,9 +36,3 @@ def test_a_field_without_a_comment_is_an_error(reference: ModuleType, monkeypatc
     monkeypatch.setattr(reference.inspect, "getsource", lambda module: bare if module is schema else read(module))
     with pytest.raises(ValueError, match=r"OptimizerConfig.clip_norm has no comment"):
         reference.page()
-
-
-def test_what_is_new_says_since_when(reference: ModuleType) -> None:
-    rows = [line for line in reference.page().splitlines() if line.startswith("| `")]
-    new = {line.split("`")[1] for line in rows if line.endswith("| 0.2 |")}
-    assert {"optimizer.name", "train.loss_weights", "guard.straggler_interval", "plugins"} <= new
