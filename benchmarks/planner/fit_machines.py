@@ -21,13 +21,19 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from frontier_llm.config import configs_dir
+from benchmarks.published.datasets import FITTED, PublishedRun, shipped
+from benchmarks.published.predict import (
+    RowPrediction,
+    cluster_rates,
+    complete,
+    machine_path,
+    predict,
+    rates_of,
+)
+from benchmarks.published.validate import Accuracy, as_text, score
 from frontier_llm.machine.load import PLACES, load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
-from frontier_llm.planner.published.datasets import FITTED, PublishedRun, shipped
-from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, predict, rates_of
-from frontier_llm.planner.published.validate import Accuracy, as_text, score
 
 KNEE = 0.03  # of log time
 PRIOR = 0.003  # weight of (log constant - log start)² against one row
@@ -55,7 +61,7 @@ START = {
 }
 START_OF: dict[str, dict[str, float]] = {
     "llm-foundry-h100": {"gemm_efficiency": 0.65, "flash_efficiency": 0.4, "flash_backward": 0.6},
-    "eos": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
+    "h100": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
     "frontier": {"unaligned_penalty": 2.0},
 }
 # NVLink 3 on A100: what large messages reach, and the link rate, bytes/s
@@ -201,7 +207,7 @@ def main() -> None:
             if not args.dry_run:
                 share = f"{len(train)} of {len(rows)} rows of {train[0].dataset}"
                 source = f"fitted on {share} (benchmarks/planner/fit_machines.py)"
-                rewrite(configs_dir() / "machines" / f"{name}.yaml", stack, key, value, source)
+                rewrite(machine_path(name), stack, key, value, source)
 
 
 if __name__ == "__main__":

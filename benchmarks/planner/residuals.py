@@ -12,15 +12,15 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from benchmarks.harness import MEASURED, write_measured
+from benchmarks.published.datasets import shipped
+from benchmarks.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
+from benchmarks.published.validate import groups, is_fitted
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.layouts import seats
 from frontier_llm.planner.costs.seconds import FORWARD_OPS
 from frontier_llm.planner.costs.time import p2p_bytes
-from frontier_llm.planner.published.datasets import shipped
-from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
-from frontier_llm.planner.published.validate import groups, is_fitted
 
 DATASET = "vTrain multi-node"
 # of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks.planner.fit_machines import fit, soften, starting_point
-from frontier_llm.planner.published.datasets import shipped
-from frontier_llm.planner.published.predict import cluster_rates, predict
+from benchmarks.published.datasets import shipped
+from benchmarks.published.predict import cluster_rates, predict
 
 
 def test_the_fit_recovers_constants_that_made_the_data() -> None:
     rows = [row for row in shipped() if row.dataset == "Megatron SC'21 table 1"]
     keys = ("gemm_efficiency", "fabric_latency_s")
-    start = starting_point("selene", cluster_rates("selene", "megatron-lm"), keys)
+    start = starting_point("a100", cluster_rates("a100", "megatron-lm"), keys)
     truth = replace(start, gemm_efficiency=0.6, fabric_latency_s=60e-6)
     made = [replace(row, seconds=one.seconds) for row, one in zip(rows, predict(rows, truth), strict=True)]
     best = fit(made, start, keys)
