@@ -12,7 +12,6 @@ JSON file has every round.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import time
 from dataclasses import replace
@@ -22,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness import parse_arguments, run_ranks, write_json
 from frontier_llm.comm import Group, Meeting, Mesh, Pending, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.group import Sending
 from frontier_llm.config import CommConfig
 from frontier_llm.parallel.pipeline import ActivationSpec, Engine
 from frontier_llm.parallel.tensor import WeightGradients
 from frontier_llm.planner.pipeline import StageTimes, _simulate
-from frontier_llm.run.launchers import free_port
 from frontier_llm.schedule import build
 from frontier_llm.topology.grid import Grid
 
@@ -162,16 +161,8 @@ def main() -> int:
     parser.add_argument("--forward-ms", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    processes = [context.Process(target=serve, args=(rank, port, args, results)) for rank in range(STAGES)]
-    for process in processes:
-        process.start()
-    measured = results.get(timeout=900)
-    for process in processes:
-        process.join()
+    args = parse_arguments(parser, smoke=["--forward-ms", "1", "--rounds", "1"])
+    (measured,) = run_ranks(STAGES, serve, args)
     rows = []
     forward_s = args.forward_ms / 1e3
     print(
@@ -205,8 +196,7 @@ def main() -> int:
         ]
         cells += [f"{each:.1%}" for each in (times["one"] / times["many"] - 1, one / many - 1)]
         print(f"| {' | '.join(cells)} |")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    write_json(args.json, rows)
     return 0
 
 

@@ -9,15 +9,16 @@ every call.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import parse_arguments, run_ranks, write_json
 from frontier_llm.comm import (
     Meeting,
     all_gather,
@@ -31,7 +32,6 @@ from frontier_llm.comm import (
 )
 from frontier_llm.comm.axis import Axis
 from frontier_llm.config import CommConfig
-from frontier_llm.run.launchers import free_port
 from frontier_llm.topology.grid import Grid
 
 SHAPES = {  # name: (elements, dtype); the activation of the benchmark model, its half, a bucket of gradients, a scalar
@@ -59,7 +59,7 @@ def operations(size: int, rank: int) -> dict[str, Callable[[Tensor, Axis], objec
     }
 
 
-def serve(rank: int, ranks: int, port: int, rounds: int, results: multiprocessing.Queue) -> None:
+def serve(rank: int, port: int, ranks: int, rounds: int, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
     connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 120.0)
     axes = {
@@ -97,29 +97,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", help="also write the rows here")
-    arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    processes = [
-        context.Process(target=serve, args=(rank, arguments.ranks, port, arguments.rounds, results))
-        for rank in range(arguments.ranks)
-    ]
-    for process in processes:
-        process.start()
-    rows = results.get(timeout=600)
-    for process in processes:
-        process.join()
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    arguments = parse_arguments(parser, smoke=["--rounds", "1"])
+    (rows,) = run_ranks(arguments.ranks, serve, arguments.ranks, arguments.rounds, timeout_s=600)
     print(f"{arguments.ranks} ranks; microseconds, median (minimum)")
     print(f"{'operation':16}{'tensor':22}{'gloo':>22}{'shared memory':>22}{'gain':>8}")
     for row in rows:
         gloo, shm = (f"{row[f'{name}_median_us']:10.0f} ({row[f'{name}_min_us']:.0f})" for name in ("torch", "shm"))
         gain = row["torch_median_us"] / row["shm_median_us"]
         print(f"{row['operation']:16}{row['tensor']:22}{gloo:>22}{shm:>22}{gain:8.1f}")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"ranks": arguments.ranks, "rows": rows}, file, indent=1)
+    write_json(arguments.json, {"ranks": arguments.ranks, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.convergence.power_law import find_irreducible, fit_power_law
-from benchmarks.harness import MEASURED, write_measured
+from benchmarks.harness import FOLDER, MEASURED, ensure_text, parse_arguments, write_json, write_measured
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_model
@@ -351,19 +351,10 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=MEASURED, help="results/, figures/ and convergence.md are written below it"
     )
-    options = parser.parse_args()
-    if not (options.data / "validation.idx").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "frontier_llm.cli.main",
-            "data",
-            "stdlib",
-            str(options.data),
-            "--tokenizer",
-            "bytes",
-        ]
-        subprocess.run(command, check=True)
+    folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--out", FOLDER]
+    small = ["--tokens-per-parameter", "0.1", "--compared", "ladder-30k", "--only", "bf16"]
+    options = parse_arguments(parser, smoke=[*small, *folders])
+    ensure_text(options.data, options.smoke)
     planned = runs(options)
     for name, run in planned.items():
         if not options.only or name in options.only:
@@ -375,15 +366,15 @@ def main() -> None:
     matplotlib.use("Agg")
     result = study(planned, options)
     target = options.out / "results" / "convergence.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(target, result)
     figures = options.out / "figures"
     plot_ladder(result, figures / "convergence_ladder.png")
     plot_curves({"fp32": planned["one rank"].curve, "bf16": planned["bf16"].curve}, figures / "convergence_bf16.png")
     plot_curves({name: planned[name].curve for name in LAYOUTS}, figures / "convergence_layouts.png")
     if (options.out / "convergence.md").exists():
         write_measured(options.out / "convergence.md", __file__, page(result))
-    print(page(result))
+    else:
+        print(page(result))
 
 
 if __name__ == "__main__":

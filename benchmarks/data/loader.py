@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness import parse_arguments
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import cut
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--text-mb", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+    args = parse_arguments(parser, smoke=["--documents", "10000", "--text-mb", "1", "--repeats", "1"])
     results = {
         "tokenize": bench_tokenize(args.text_mb, args.repeats),
         "index": bench_index(args.documents, args.sequence_length),

@@ -13,7 +13,6 @@ cheapest of all calls counts for a case.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import resource
 import time
@@ -25,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from benchmarks.harness import MEASURED, write_measured
+from benchmarks.harness import MEASURED, parse_arguments, read_json, run_ranks, write_json, write_measured
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, serial_mesh
 from frontier_llm.config import RunConfig, build
 from frontier_llm.config.load import load_model, merge, parse_overrides
 from frontier_llm.data.loader import open_batches
 from frontier_llm.ops import Scores, select_ops, working_dtype
 from frontier_llm.parallel.context import attention_core
-from frontier_llm.run.launchers import free_port
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import train_step
@@ -113,7 +111,7 @@ def torch_ring(tensors_BaSD: Sequence[Tensor], scale: float) -> None:
 
 
 def serve(
-    rank: int, ranks: int, port: int, case: dict[str, Any], config: RunConfig, results: multiprocessing.Queue
+    rank: int, port: int, ranks: int, case: dict[str, Any], config: RunConfig, results: multiprocessing.Queue
 ) -> None:
     """One rank's process."""
     torch.set_num_threads(1)
@@ -141,16 +139,8 @@ def serve(
 def measure(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """One case."""
     ranks = case["ranks"]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
     config = config_of(case["tokens"], ranks, case["way"], overrides)
-    workers = [context.Process(target=serve, args=(rank, ranks, port, case, config, results)) for rank in range(ranks)]
-    for worker in workers:
-        worker.start()
-    rows = [results.get(timeout=3000) for _ in workers]
-    for worker in workers:
-        worker.join()
+    rows = run_ranks(ranks, serve, ranks, case, config, results=ranks, timeout_s=3000)
     greatest = {name: max(row[name] for row in rows) for name in ("wall_s", "peak_bytes", "moved_bytes")}
     return {
         **case,
@@ -220,10 +210,8 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--page", action="store_true", help="write the table into docs/benchmarks/long_context.md")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
-    arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = (
-        json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else []
-    )
+    arguments = parse_arguments(parser, smoke=["--core", "--tokens", "256", "--ranks", "2", "--ways", "ring"])
+    rows: list[dict[str, Any]] = read_json(arguments.json, [])
     for tokens, ranks in product(arguments.tokens, arguments.ranks):
         for way in arguments.ways if ranks > 1 else ["gather"]:
             case = {"core": arguments.core, "tokens": tokens, "ranks": ranks, "way": way}
@@ -232,13 +220,13 @@ def main() -> None:
             rows = sorted(
                 [best, *(row for row in rows if row not in earlier)], key=lambda row: [row[key] for key in case]
             )
-            if arguments.json:
-                arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+            write_json(arguments.json, rows)
     if arguments.figure:
         draw(rows, arguments.figure)
     if arguments.page:
         write_measured(MEASURED / "long_context.md", __file__, table(rows) + "\n")
-    print(table(rows))
+    else:
+        print(table(rows))
 
 
 if __name__ == "__main__":

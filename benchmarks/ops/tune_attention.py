@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import FOLDER, parse_arguments
 from frontier_llm.errors import FrontierError
 from frontier_llm.experiments.measure.timing import kernel_s
 from frontier_llm.ops import Scores, kernel_table
@@ -93,13 +94,13 @@ def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Bloc
     return f"{name}: {code.registers} registers"
 
 
-def build(architecture: str, wanted: list[str], out: Path) -> None:
-    """Compile all candidates for these variants."""
+def build(architecture: str, wanted: list[str], out: Path, most: int | None) -> None:
+    """Compile the candidates for these variants, `most` of each kernel and variant or all of them."""
     items = [
         (kernel, variant, blocks)
         for kernel in KERNELS
         for variant in wanted
-        for blocks in candidates(kernel, architecture)
+        for blocks in candidates(kernel, architecture)[:most]
     ]
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(os.cpu_count()) as pool:
         os.environ["TRITON_CACHE_DIR"] = cache
@@ -218,12 +219,14 @@ def main() -> None:
     parser.add_argument("action", choices=("build", "run", "simulate"))
     parser.add_argument("--arch", default="gfx90a", choices=tuple(ARCHITECTURES))
     parser.add_argument("--variants", default="d64,d64-extras,d128,d128-extras")
+    parser.add_argument("--candidates", type=int, metavar="N", help="build N of each kernel and variant (default: all)")
     parser.add_argument("--out", type=Path, default=Path("build/tune"))
     parser.add_argument("--sequence", type=int, default=1024, help="positions that `simulate` is causal over")
     parser.add_argument("--shipped", type=Path, help="code objects to compare with, if not the installed ones")
-    args = parser.parse_args()
+    small = ["build", "--variants", "d64", "--candidates", "1", "--out", FOLDER]
+    args = parse_arguments(parser, smoke=small)
     if args.action == "build":
-        build(args.arch, args.variants.split(","), args.out)
+        build(args.arch, args.variants.split(","), args.out, args.candidates)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     if args.action == "simulate":

@@ -23,7 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, last_json, parse_arguments, write_json
 
 LAYOUTS = {
     "serial": (1, 1, 1),
@@ -62,7 +62,8 @@ def ours(layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
         command = [sys.executable, "-m", "frontier_llm.cli.main", "bench", "step", "bench", *overrides]
         command += [f"train.run_dir={run_dir}", "--steps", str(steps), "--json"]
         result = run(command)
-    return json.loads(result[result.index("{") : result.rindex("}") + 1])["step_times_s"]
+    step_times_s: list[float] = last_json(result)["step_times_s"]
+    return step_times_s
 
 
 def peer(name: str, python: str, layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
@@ -95,7 +96,8 @@ def main() -> None:
     parser.add_argument("--layouts", default="serial,tp2,pp2,dp2,tp2pp2")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    small = ["--rounds", "1", "--steps", "1", "--layouts", "serial", "--dtypes", "fp32"]
+    args = parse_arguments(parser, smoke=["--peers-python", sys.executable, *small])
     seconds: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for round_index in range(args.rounds):
         for layout in args.layouts.split(","):
@@ -125,10 +127,7 @@ def main() -> None:
             cells = " | ".join(f"{rate[name]:,.0f}" if name in rate else "-" for name in ("frontier_llm", *PEERS))
             print(f"| {layout} | {dtype} | {cells} | {ratio:.2f} |")
             rows.append({"layout": layout, "dtype": dtype, "tokens_per_s": rate, "ratio": ratio})
-    if args.json:
-        args.json.write_text(
-            json.dumps({"shape": SHAPE, "rounds": args.rounds, "steps": args.steps, "rows": rows}, indent=1) + "\n"
-        )
+    write_json(args.json, {"shape": SHAPE, "rounds": args.rounds, "steps": args.steps, "rows": rows})
 
 
 if __name__ == "__main__":

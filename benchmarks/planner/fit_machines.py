@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.harness import parse_arguments
 from benchmarks.published.datasets import FITTED, PublishedRun, shipped
 from benchmarks.published.predict import (
     RowPrediction,
@@ -183,7 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--leave-models-out", action="store_true", help="score constants on models that they were not fitted on"
     )
-    args = parser.parse_args()
+    args = parse_arguments(parser, smoke=["--dry-run", "frontier"])
     if args.leave_models_out:
         print(as_text(leave_models_out(shipped())))
         return

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, parse_arguments
 from benchmarks.planner.measure_layouts import FIXED, RUN, WITHIN
 from frontier_llm.config import load_run
 from frontier_llm.experiments.tuning.search import Limits, Proposal, Tuner, run_search
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("table", type=Path, nargs="?", default=TABLE)
     parser.add_argument("--seeds", type=int, default=24)
     parser.add_argument("--figure", type=Path)
-    args = parser.parse_args()
+    args = parse_arguments(parser, smoke=["--seeds", "1"])
     space, seconds = measured_space(args.table)
     trials = len(seconds) // 4
     found = np.array([searched(space, seconds, seed, trials) for seed in range(args.seeds)])

@@ -6,12 +6,13 @@ python -m benchmarks.planner.residuals
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
 
-from benchmarks.harness import MEASURED, write_measured
+from benchmarks.harness import MEASURED, parse_arguments, write_measured
 from benchmarks.published.datasets import shipped
 from benchmarks.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
 from benchmarks.published.validate import groups, is_fitted
@@ -123,4 +124,6 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    write_measured(PAGE, __file__, table())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parse_arguments(parser, smoke=[])
+    write_measured(PAGE, __file__, table(), options.smoke)

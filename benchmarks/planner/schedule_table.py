@@ -6,9 +6,10 @@ Writes the tables of docs/schedules.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.harness import DOCS, write_measured
+from benchmarks.harness import DOCS, parse_arguments, write_measured
 from frontier_llm.config import load_model
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.search import Plan, search
@@ -63,7 +64,7 @@ def equal_passes(stages: int, microbatches: int) -> Iterator[str]:
         )
 
 
-def on_frontier() -> Iterator[str]:
+def on_frontier(models: Sequence[str]) -> Iterator[str]:
     """The planner's choice for each schedule."""
     yield (
         "| model | schedule | layout | recompute | step, s | against 1F1B | fullest rank, GiB | of which activations |"
@@ -71,6 +72,8 @@ def on_frontier() -> Iterator[str]:
     yield "|---|---|---|---|--:|--:|--:|--:|"
     numbers = rates(load_machine("frontier"))
     for model, nodes, batch in MODELS:
+        if model not in models:
+            continue
         reference = 0.0
         for name in SCHEDULES:
             if name in LEFT_OUT.get(model, ()):
@@ -102,6 +105,10 @@ def memory(plan: Plan) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name for name, _, _ in MODELS]
+    parser.add_argument("--models", nargs="+", choices=names, default=names, help="models of the table for Frontier")
+    options = parse_arguments(parser, smoke=["--models", "gpt-22b"])
     lines = [
         "## Equal passes",
         "",
@@ -114,11 +121,10 @@ def main() -> None:
         "The planner's fastest layout with a pipeline for each schedule, 64 GiB per GCD. All simulated, nothing "
         "measured there:",
         "",
-        *on_frontier(),
+        *on_frontier(options.models),
         "",
     ]
-    write_measured(PAGE, __file__, "\n".join(lines))
-    print("\n".join(lines))
+    write_measured(PAGE, __file__, "\n".join(lines), options.smoke)
 
 
 if __name__ == "__main__":

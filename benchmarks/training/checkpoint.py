@@ -25,6 +25,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.harness import FOLDER, parse_arguments
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.blueprint.parameters import Parameter, ParameterKind
 from frontier_llm.checkpoint import CheckpointManager, Progress
@@ -116,7 +117,7 @@ def summary(size: int, times: dict[str, list[float]], cpu_s: dict[str, float]) -
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = parse_arguments(parser(), smoke=["--gib", "0.01", "--repeats", "1", "--directory", FOLDER])
     folder = Path(tempfile.mkdtemp(dir=options.directory, prefix="bench-checkpoint-"))
     try:
         manager, _ = manager_of(folder / "checkpoints", options.gib)

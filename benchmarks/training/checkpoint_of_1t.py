@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import parse_arguments
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint.load import plan
 from frontier_llm.checkpoint.manifest import Progress, SavedPiece, parse, shard_name
@@ -74,8 +75,11 @@ def main() -> None:
     options.add_argument("--model", default="gpt-1t")
     for axis, size in (("tp", 8), ("pp", 64), ("dp", 6)):
         options.add_argument(f"--{axis}", type=int, default=size)
-    args = options.parse_args()
-    layout = Layout(args.model, args.tp, args.pp, args.dp)
+    args = parse_arguments(options, smoke=["--model", "gpt-tiny", "--tp", "2", "--pp", "2", "--dp", "2"])
+    tp: int = args.tp
+    pp: int = args.pp
+    dp: int = args.dp
+    layout = Layout(args.model, tp, pp, dp)
     idle_mib = peak_mib()
 
     gathered = []
@@ -124,8 +128,8 @@ def main() -> None:
     loads = {}
     for name, other in (
         ("same layout", layout),
-        ("tp 4, pp 64, dp 12", Layout(args.model, 4, 64, 12)),
-        ("tp 8, pp 32, dp 1", Layout(args.model, 8, 32, 1)),
+        (f"tp {tp // 2}, pp {pp}, dp {2 * dp}", Layout(args.model, tp // 2, pp, 2 * dp)),
+        (f"tp {tp}, pp {pp // 2}, dp 1", Layout(args.model, tp, pp // 2, 1)),
     ):
         needed = other.optimizer(other.grid.world_size // 2).state()
         started = time.process_time()

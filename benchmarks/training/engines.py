@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import platform
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import parse_arguments, write_json
 from frontier_llm import log
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect
 from frontier_llm.config import RunConfig, load_run
@@ -132,7 +132,8 @@ def main() -> None:
     parser.add_argument("--engines", default="native,zero-1,fsdp")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    small = ["model.layers=2", "model.sequence_length=64"]
+    args = parse_arguments(parser, smoke=["bench", *small, "--engines", "native,fsdp", "--rounds", "1"])
     if "=" in args.run:
         args.run, args.overrides = "bench", [args.run, *args.overrides]
     config = load_run(args.run, args.overrides)
@@ -183,7 +184,7 @@ def main() -> None:
             "torch": torch.__version__,
             "machine": platform.platform(),
         }
-        args.json.write_text(json.dumps({**about, "engines": rows}, indent=1) + "\n")
+        write_json(args.json, {**about, "engines": rows})
 
 
 if __name__ == "__main__":
