@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from frontier_llm.blueprint import model_parameters
+from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint.facts import JobFacts
 from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.manifest import Manifest
