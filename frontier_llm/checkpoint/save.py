@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from frontier_llm.checkpoint.checkpoints import Checkpoints
 
 
-class Stage(IntEnum):
+class SaveStage(IntEnum):
     """What a save does now."""
 
     WRITE = 0
@@ -67,7 +67,7 @@ class Save:
         self._checkpoints = checkpoints
         self._progress = progress
         self._late_from = progress.step + checkpoints.lag_steps
-        self._stage = Stage.WRITE
+        self._stage = SaveStage.WRITE
         from_rank_0(self._make_folder, checkpoints.world, checkpoints.device)
         checkpoints.snapshot.take()
         hit("checkpoint.copied")
@@ -76,12 +76,12 @@ class Save:
     @property
     def is_committed(self) -> bool:
         """LATEST has moved."""
-        return self._stage > Stage.COMMIT
+        return self._stage > SaveStage.COMMIT
 
     @property
     def is_over(self) -> bool:
         """Nothing is left to do: the save is complete, or has failed."""
-        return self._stage is Stage.OVER
+        return self._stage is SaveStage.OVER
 
     def advance(self, steps_done: int) -> Saved | None:
         """Start the next stage if all ranks have finished this one. To be called at every step boundary.
@@ -116,24 +116,24 @@ class Save:
         if any_failed:
             self._fail(error)
             return None
-        if self._stage is Stage.WRITE:
+        if self._stage is SaveStage.WRITE:
             files = all_gather_json(self._task.result(), world, device)
-            self._start(Stage.COMMIT, lambda: self._commit(files))
-        elif self._stage is Stage.COMMIT:
-            self._start(Stage.VERIFY, self._verify)
+            self._start(SaveStage.COMMIT, lambda: self._commit(files))
+        elif self._stage is SaveStage.COMMIT:
+            self._start(SaveStage.VERIFY, self._verify)
             self._checkpoints.failures_in_row = 0
             step = self._progress.step
             return Saved(step, self._checkpoints.directory / folder.step_name(step))
-        elif self._stage is Stage.VERIFY:
-            self._start(Stage.PRUNE, self._prune)
+        elif self._stage is SaveStage.VERIFY:
+            self._start(SaveStage.PRUNE, self._prune)
         else:
-            self._stage = Stage.OVER
+            self._stage = SaveStage.OVER
         return None
 
-    def _start(self, stage: Stage, work: Callable[[], object]) -> None:
+    def _start(self, stage: SaveStage, work: Callable[[], object]) -> None:
         """Start a stage's work, which only rank 0 has except in VERIFY. Other ranks keep their finished task."""
         self._stage = stage
-        if stage is Stage.VERIFY or self._checkpoints.world.rank == 0:
+        if stage is SaveStage.VERIFY or self._checkpoints.world.rank == 0:
             self._task = in_daemon(work, f"checkpoint-{stage.name.lower()}")
 
     def _fail(self, error: BaseException | None) -> None:
@@ -141,8 +141,8 @@ class Save:
         failure = joint_error(error, self._checkpoints.world, self._checkpoints.device)
         assert failure is not None
         stage = self._stage
-        self._stage = Stage.OVER
-        if stage > Stage.COMMIT and not isinstance(failure, Superseded):
+        self._stage = SaveStage.OVER
+        if stage > SaveStage.COMMIT and not isinstance(failure, Superseded):
             head = f"{stage.name.lower()} after step {self._progress.step}: nothing is deleted"
             log.info("\n".join([head, *map(str, failure.problems)]))
             return
