@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from frontier_llm.blueprint.context import context_way
+from frontier_llm.blueprint.layout import context_way
 from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig, RunPhase, phases_of
 from frontier_llm.data.position import START, Position
@@ -27,7 +27,7 @@ from frontier_llm.parallel.pipeline import ActivationSpec, Engine
 from frontier_llm.parallel.tensor import LayerContext
 from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
-from frontier_llm.topology import ParallelPlan
+from frontier_llm.topology.plan import ParallelPlan
 from frontier_llm.training.feed import BatchSource, Feed
 from frontier_llm.training.guard import SpikePolicy
 

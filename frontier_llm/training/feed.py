@@ -13,7 +13,7 @@ from torch import Tensor
 from frontier_llm.comm import Mesh, all_reduce_
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.model import Microbatch
-from frontier_llm.topology import held_positions
+from frontier_llm.topology.grid import held_positions
 
 
 class BatchSource(Protocol):

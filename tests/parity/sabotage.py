@@ -23,7 +23,7 @@ from frontier_llm.parallel.context.blocks import Query
 from frontier_llm.parallel.expert import Dispatch
 from frontier_llm.parallel.pipeline import Engine
 from frontier_llm.schedule import Action, Kind
-from frontier_llm.topology import ShardSpec
+from frontier_llm.topology.shards import ShardSpec
 from frontier_llm.training import step
 from frontier_llm.training.feed import Feed
 from frontier_llm.training.routing import tell_routers
