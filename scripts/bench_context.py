@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["gather", "ring", "heads"])
     parser.add_argument("--json", type=Path, help="keeps the rows of earlier calls")
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--page", action="store_true", help="write the table into docs/long_context.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/benchmarks/long_context.md")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = (
@@ -237,7 +237,8 @@ def main() -> None:
     if arguments.figure:
         draw(rows, arguments.figure)
     if arguments.page:
-        write_measured(Path(__file__).resolve().parents[1] / "docs" / "long_context.md", __file__, table(rows) + "\n")
+        benchmarks = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+        write_measured(benchmarks / "long_context.md", __file__, table(rows) + "\n")
     print(table(rows))
 
 

@@ -7,8 +7,8 @@ and our dense model.
 The dense model is bench-l8-h384, whose MLP of 1,536 is the four experts of a token: equal active work. All three take
 turns, one thread per rank, bf16. Processor seconds are of all ranks together; on a machine that others use, or that has
 fewer cores than a layout ranks, they are what can be compared, and wall seconds are given beside.
-Layouts are added to docs/results/moe_step.json as they are measured, and the measured part of docs/moe.md is written
-from it.
+Layouts are added to docs/benchmarks/results/moe_step.json as they are measured, and the measured part of
+docs/benchmarks/moe.md is written from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from frontier_llm.planner.costs.flops import model_flops_per_token
 EXPERTS = {"experts": 16, "top_k": 4, "expert_hidden": 384}
 MOE = f"model.moe={json.dumps(EXPERTS)}"
 BARE = "model.bias=false"  # of all three: our experts have none, nor then has megatron-core
-DOCS = SCRIPTS.parent / "docs"
+DOCS = SCRIPTS.parent / "docs" / "benchmarks"
 
 
 class Degrees(NamedTuple):
@@ -99,7 +99,7 @@ def megatron(python: str, layout: Degrees, steps: int) -> dict[str, list[float]]
 
 
 def page(result: dict) -> str:
-    """The measured part of docs/moe.md."""
+    """The measured part of docs/benchmarks/moe.md."""
     rows = []
     for name, row in result["layouts"].items():
         ratios = [f"{row['megatron-core'][kind] / row['experts'][kind]:.2f}" for kind in ("cpu", "wall")]

@@ -5,7 +5,8 @@ taking turns.
 
 One rank on the CPU, model bench-l8-h384, 4 microbatches of 4; about 2 minutes for bf16 and 3 for fp32 on an idle
 machine. Times are CPU seconds of the process (one thread), best of the rounds, so that other work on the machine moves
-them little. "Off" is SDPA for attention and plain torch for the rest. --update puts the tables into docs/ops.md.
+them little. "Off" is SDPA for attention and plain torch for the rest. --update puts the tables into
+docs/benchmarks/ops.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from frontier_llm.ops.reference import GROUPS
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.step import train_step
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "ops.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "ops.md"
 TOKENS = 16 * 256
 
 
@@ -57,7 +58,7 @@ def measure(dtype: str, rounds: int) -> dict[str, float]:
 
 
 def table(dtype: str, best: dict[str, float]) -> str:
-    """The table of docs/ops.md."""
+    """The table of docs/benchmarks/ops.md."""
     lines = [f"| {dtype} | CPU s per step | tokens/s | loss of speed without it |", "|---|---|---|---|"]
     for name, seconds in best.items():
         label = f"{name} (not used by this model: the noise)" if name in ("rope off", "experts off") else name
@@ -78,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bf16,fp32")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--update", action="store_true", help="put the tables into docs/ops.md")
+    parser.add_argument("--update", action="store_true", help="put the tables into docs/benchmarks/ops.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for dtype in args.dtype.split(","):

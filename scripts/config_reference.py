@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes docs/configuration.md from config/model.py and config/schema.py: every key with its type, default, meaning and
-the version that brought it.
+"""Writes docs/generated/configuration.md from config/model.py and config/schema.py: every key with its type, default,
+meaning and the version that brought it.
 
 A field's meaning is the comment behind it; `(since 0.2)` at its end is the version, without it the key is as old as the
 project.
@@ -25,7 +25,7 @@ from frontier_llm.config import fields, schema
 from frontier_llm.config import model as model_keys
 from frontier_llm.config.schema import RunConfig
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "generated" / "configuration.md"
 FIRST_VERSION = "0.1"
 NAMES = {
     "PositiveInt": "whole number ≥ 1",
@@ -191,7 +191,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not up to date")
     if parser.parse_args().check:
         if PAGE.read_text(encoding="utf-8") != page():
-            print("docs/configuration.md is not up to date: run python scripts/config_reference.py", file=sys.stderr)
+            print(
+                "docs/generated/configuration.md is not up to date: run python scripts/config_reference.py",
+                file=sys.stderr,
+            )
             return 1
         return 0
     PAGE.write_text(page(), encoding="utf-8")

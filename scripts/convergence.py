@@ -3,8 +3,8 @@ compute, and its fit.
 
 Besides the ladder: one rung in fp32 against bf16, in three layouts, with another seed and with other learning rates.
 Every run is resumable: killed and started again, the script goes on from the runs' own checkpoints, and a finished run
-is only read. Writes docs/results/convergence.json, docs/figures/convergence_*.png and the measured part of
-docs/convergence.md.
+is only read. Writes docs/benchmarks/results/convergence.json, docs/benchmarks/figures/convergence_*.png and the measured
+part of docs/benchmarks/convergence.md.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _final(path: Path, steps: int) -> float | None:
 
 
 def study(done: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that docs/convergence.md says, as one JSON document."""
+    """Everything that docs/benchmarks/convergence.md says, as one JSON document."""
     ladder = [done[name] for name in options.ladder]
     compute = [run.recipe.compute_flops for run in ladder]
     losses = [run.loss for run in ladder]
@@ -203,7 +203,7 @@ def study(done: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The measured part of docs/convergence.md."""
+    """The measured part of docs/benchmarks/convergence.md."""
     law = result["power_law"]
     free = result["irreducible"]
     last = result["largest_from_the_others"]
@@ -352,7 +352,10 @@ def main() -> None:
         "--only", nargs="+", metavar="RUN", help="train these and stop, e.g. to spread the runs over two shells"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("docs"), help="results/, figures/ and convergence.md are written below it"
+        "--out",
+        type=Path,
+        default=Path("docs/benchmarks"),
+        help="results/, figures/ and convergence.md are written below it",
     )
     options = parser.parse_args()
     if not (options.data / "validation.idx").exists():

@@ -4,8 +4,8 @@ rate; several seeds, two optimizers.
 The mixture has 8 experts of which each token takes 2, of the greatest width with which a token costs no more FLOPs than
 in the dense model, the router included. Its two halves of an MLP are summed, not averaged (`scale: 2`): with weights
 that sum to 1 it starts with half the output and learns at half the rate, and was 0.35 nats behind after 100 steps.
-Resumable like scripts/convergence.py, whose rules, data and runs these are. Writes docs/results/convergence_moe.json,
-docs/figures/convergence_moe.png and its measured part of docs/moe.md.
+Resumable like scripts/convergence.py, whose rules, data and runs these are. Writes
+docs/benchmarks/results/convergence_moe.json, docs/benchmarks/figures/convergence_moe.png and its measured part of docs/benchmarks/moe.md.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def study(rungs: list[Rung], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The measured part of docs/moe.md."""
+    """The measured part of docs/benchmarks/moe.md."""
     rows = []
     for rung in result["rungs"]:
         difference = np.subtract(rung["held_out"]["experts"], rung["held_out"]["dense"])
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("runs/convergence-moe"), help="of the runs")
     parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
     parser.add_argument(
-        "--out", type=Path, default=Path("docs"), help="results/, figures/ and moe.md are written below it"
+        "--out", type=Path, default=Path("docs/benchmarks"), help="results/, figures/ and moe.md are written below it"
     )
     options = parser.parse_args()
     if not (options.data / "validation.idx").exists():

@@ -1,4 +1,4 @@
-"""Measure every layout of a small space on a local Slurm of four nodes: the table docs/results/tune.csv.
+"""Measure every layout of a small space on a local Slurm of four nodes: the table docs/benchmarks/results/tune.csv.
 
     python scripts/measure_layouts.py DIR [--minutes M] [WORD …]
 

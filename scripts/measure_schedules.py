@@ -36,7 +36,7 @@ from measured_page import write_measured
 # 16 KiB
 RANKS = 4
 MESSAGE = (64, 1, 64)
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "schedules.md"
 RESULTS = PAGE.parent / "results" / "schedules_pp4.json"
 SCHEDULES = (
     "gpipe",

@@ -1,7 +1,7 @@
 """Muon against AdamW: the overhead of a step, predicted and measured, and the loss of small models, with seeds and a
 sweep of learning rates.
 
-Resumable: a finished run is only read. Writes the measured part of docs/optimizers.md, results/muon.json and
+Resumable: a finished run is only read. Writes the measured part of docs/benchmarks/optimizers.md, results/muon.json and
 figures/muon.png beside it.
 """
 
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from convergence import EVALUATED_SAMPLES, FINAL, MICRO_BATCH, WARMUP, Recipe, recipe
 from measured_page import write_measured
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 PAGE = DOCS / "optimizers.md"
 FACTORS = {
     "adamw": (0.5, 1.0, 2.0),

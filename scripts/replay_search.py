@@ -2,8 +2,8 @@
 
     python scripts/replay_search.py [TABLE] [--seeds N] [--figure F]
 
-TABLE (docs/results/tune.csv) comes from scripts/measure_layouts.py. Prints the best step so far over the table's best,
-after each number of trials: of searches, of random order, and of the planner's choice alone.
+TABLE (docs/benchmarks/results/tune.csv) comes from scripts/measure_layouts.py. Prints the best step so far over the
+table's best, after each number of trials: of searches, of random order, and of the planner's choice alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.candidates import parse_fixed
 from scripts.measure_layouts import FIXED, RUN, WITHIN
 
-TABLE = Path(__file__).parents[1] / "docs" / "results" / "tune.csv"
+TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "results" / "tune.csv"
 STEPS = TABLE.with_name("tune_steps.csv")  # the nine steps of each trial, whose median the table has
 ORDERS = 2000  # of random search
 

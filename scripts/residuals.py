@@ -1,5 +1,5 @@
-"""Writes what the planner misses on vTrain's multi-node runs into docs/planner.md: by bubble, message per NIC, host,
-memory, tensor degree and microbatch; and how many pairs it ranks right, by how far they lie apart.
+"""Writes what the planner misses on vTrain's multi-node runs into docs/benchmarks/planner.md: by bubble, message per
+NIC, host, memory, tensor degree and microbatch; and how many pairs it ranks right, by how far they lie apart.
 
 python -m scripts.residuals
 """
@@ -26,7 +26,7 @@ from scripts.measured_page import write_measured
 DATASET = "vTrain multi-node"
 # of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart
 APART = (0.0, 0.02, 0.05, 0.1)
-PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "planner.md"
 
 
 def bubble(model: ModelConfig, layout: Layout, rates: Rates) -> float:

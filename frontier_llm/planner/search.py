@@ -28,7 +28,8 @@ TARGET_TOKENS = 16 * 2**20  # of the default global batch
 WARN_SHARE = 0.95  # of the device's memory
 FINALISTS = 8
 NEAR = 1.06  # finalists lie within this factor of the closed form's best
-RESOLUTION = 0.03  # of a step: plans closer than this are not told apart by the data sets (3-6 % off, docs/planner.md)
+# of a step: the data sets do not separate plans that are closer than this (3-6 % off, docs/benchmarks/planner.md)
+RESOLUTION = 0.03
 # pieces of a tensor-parallel product that are worth a look: eighths are too small for the matrix units
 TENSOR_CHUNKS = (1, 2, 4)
 ACTION_BUDGET = 260_000  # compute actions that may be simulated in one search

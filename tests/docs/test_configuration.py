@@ -1,5 +1,5 @@
-"""docs/configuration.md is what scripts/config_reference.py makes of config/schema.py, and no field is without a
-meaning.
+"""docs/generated/configuration.md is what scripts/config_reference.py makes of config/schema.py, and no field is
+without a meaning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def reference() -> ModuleType:
 
 
 def test_the_page_is_up_to_date(reference: ModuleType) -> None:
-    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference.page()
+    assert (ROOT / "docs" / "generated" / "configuration.md").read_text(encoding="utf-8") == reference.page()
 
 
 def test_a_field_without_a_comment_is_an_error(reference: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from scripts.measured_page import write_measured
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "results" / "convergence.json"
+RESULTS = ROOT / "docs" / "benchmarks" / "results" / "convergence.json"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,6 @@ def test_only_what_stands_between_the_markers_is_replaced(tmp_path: Path) -> Non
 
 def test_the_page_says_what_was_measured(script: ModuleType) -> None:
     result = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert script.page(result) in (ROOT / "docs" / "convergence.md").read_text(encoding="utf-8")
+    assert script.page(result) in (ROOT / "docs" / "benchmarks" / "convergence.md").read_text(encoding="utf-8")
     losses = [rung["loss"] for rung in result["ladder"]]
     assert len(losses) >= 4 and losses == sorted(losses, reverse=True)

@@ -15,7 +15,8 @@ def table_s(table: Table, row: Number, size_bytes: Number) -> Number:
     """Measured seconds, interpolated in the logarithms of row (nodes or ranks) and bytes; linear in bytes beyond the
     largest message.
 
-    A line latency + bytes / bandwidth misses Frontier's medians by 17-46 % (docs/planner.md), so they stay a table.
+    A line latency + bytes / bandwidth misses Frontier's medians by 17-46 % (docs/benchmarks/log.md).
+    Hence they stay a table.
     """
     log_rows = np.log(table.rows)
     log_bytes = np.log(table.sizes_bytes)

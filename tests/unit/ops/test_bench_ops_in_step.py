@@ -1,4 +1,4 @@
-"""The tables of docs/ops.md can be refreshed by the script that measures them."""
+"""The tables of docs/benchmarks/ops.md can be refreshed by the script that measures them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/planner.md shows what separates the runs that the planner ranks wrongly, as the shipped rows give it today."""
+"""docs/benchmarks/planner.md shows what separates the runs that the planner ranks wrongly, as the shipped rows give
+it today.
+"""
 
 from __future__ import annotations
 

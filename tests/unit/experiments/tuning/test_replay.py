@@ -1,5 +1,5 @@
-"""Searches of several seeds on docs/results/tune.csv: every layout of a small space, measured once on a local Slurm
-of four nodes.
+"""Searches of several seeds on docs/benchmarks/results/tune.csv: every layout of a small space, measured once on a
+local Slurm of four nodes.
 """
 
 from __future__ import annotations
