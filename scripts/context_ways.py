@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama-3-8b", "llama-2-7b"])
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--machine", default="frontier")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/long_context.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/benchmarks/long_context.md")
     arguments = parser.parse_args()
     numbers = rates(load_machine(arguments.machine))
     lines = [
@@ -56,9 +56,8 @@ def main() -> None:
             f"| {name} | {tp} | {cp} | {' | '.join(cells)} | {1e3 * else_s:.0f} | {context_way(model, tp, cp)} |"
         )
     if arguments.page:
-        write_measured(
-            Path(__file__).resolve().parents[1] / "docs" / "long_context.md", __file__, "\n".join(lines) + "\n"
-        )
+        benchmarks = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+        write_measured(benchmarks / "long_context.md", __file__, "\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -1,7 +1,7 @@
 """Step time and memory by schedule, simulated: with equal passes against the papers' closed forms, and of the models on
 Frontier.
 
-Writes the tables of docs/schedules.md.
+Writes the tables of docs/benchmarks/schedules.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from measured_page import write_measured
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "schedules.md"
 UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 SCHEDULES = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "v-half", "v-min")
 # (stages - 1) units, of one F of a whole stage, in the step and between a rank's first and last action; activations, in
