@@ -3,8 +3,8 @@ compute, and its fit.
 
 Besides the ladder: one rung in fp32 against bf16, in three layouts, with another seed and with other learning rates.
 Every run is resumable: killed and started again, the script goes on from the runs' own checkpoints, and a finished run
-is only read. Writes docs/benchmarks/results/convergence.json, docs/benchmarks/figures/convergence_*.png and the measured
-part of docs/benchmarks/convergence.md.
+is only read. Writes docs/benchmarks/results/convergence.json, docs/benchmarks/figures/convergence_*.png and the
+measured part of docs/benchmarks/convergence.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ The mixture has 8 experts of which each token takes 2, of the greatest width wit
 in the dense model, the router included. Its two halves of an MLP are summed, not averaged (`scale: 2`): with weights
 that sum to 1 it starts with half the output and learns at half the rate, and was 0.35 nats behind after 100 steps.
 Resumable like scripts/convergence.py, whose rules, data and runs these are. Writes
-docs/benchmarks/results/convergence_moe.json, docs/benchmarks/figures/convergence_moe.png and its measured part of docs/benchmarks/moe.md.
+docs/benchmarks/results/convergence_moe.json, docs/benchmarks/figures/convergence_moe.png and its measured part
+of docs/benchmarks/moe.md.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from frontier_llm.cluster.local import free_port
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import CommConfig
 from frontier_llm.parallel.pipeline import ActivationSpec, Engine
-from frontier_llm.schedule import Action, Follows, Kind, Schedule, ahead, build, rule, simulate, simulate_in_turn
+from frontier_llm.schedule import Action, Kind, Schedule, build, rule, simulate, simulate_in_turn
 from frontier_llm.topology import Grid
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -50,7 +50,7 @@ SCHEDULES = (
     "v-half",
     "v-min",
 )
-CASES = [(name, "before") for name in SCHEDULES] + [(name, "after") for name in SCHEDULES if rule(name).staggered]
+OPTIMIZER_UNITS = 1.0
 UNITS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
 
@@ -110,8 +110,8 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
     """Seconds from each step's end to the next one's on this rank, by case."""
     torch.set_num_threads(1)
     connect(rank, RANKS, Meeting("127.0.0.1", port, 0, RANKS), "gloo", 120.0)
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for name, validated in CASES:
+    seconds: dict[str, list[float]] = {}
+    for name in SCHEDULES:
         schedule = schedule_of(name, arguments.microbatches)
         comm = CommConfig(in_flight=arguments.in_flight)
         mesh = build_mesh(Grid(1, RANKS, 1), rank, schedule.placement, False, 120.0, comm)
@@ -119,47 +119,32 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
         positions = schedule.placement.positions_of(rank)
         stages = [sleeps.loss if position == schedule.placement.last else sleeps.forward for position in positions]
         spec = ActivationSpec(MESSAGE, torch.float32, torch.device("cpu"))
-        engine = Engine(schedule, stages, mesh, sleeps, spec, runs_ahead=validated == "after")
+        engine = Engine(schedule, stages, mesh, sleeps, spec)
         numbers = torch.zeros(4, dtype=torch.float64)
-        batches = [(lambda microbatch, step=step: step) for step in range(arguments.steps + 2)]
         barrier(mesh.world)
         ended = []
-        for step in range(arguments.steps + 1):
-            engine.run(batches[step])
+        for _ in range(arguments.steps + 1):
+            engine.run(lambda microbatch: microbatch)
             ended.append(time.perf_counter())
-            if engine.runs_ahead:  # as train.step does
-                time.sleep(arguments.unit_ms / 1e3)
-                engine.run_ahead(batches[step + 1])
             all_reduce_(numbers, mesh.world)
-            if not engine.runs_ahead:
-                time.sleep(arguments.unit_ms / 1e3)
-        seconds[name, validated] = ended
+            time.sleep(arguments.unit_ms / 1e3)  # the optimizer
+        seconds[name] = ended
     results.put((rank, seconds))
     barrier(mesh.world)
     disconnect()
 
 
-def simulated(schedule: Schedule, validated: str, in_flight: str) -> float:
+def simulated(schedule: Schedule, in_flight: str) -> float:
     """Units from one step's end to the next one's."""
-    ends = [0.0] * RANKS
-    ended = 0.0
-    for _ in range(4):
-        ended = max(ends)
-        begins = [end + 1.0 for end in ends] if validated == "after" else [ended + 1.0] * RANKS
-        first = ahead(schedule) if validated == "after" else [0] * RANKS
-        follows = Follows(begins, first)
 
-        def duration(rank: int, action: Action) -> float:
-            return UNITS[action.kind] / schedule.chunks
+    def duration(rank: int, action: Action) -> float:
+        return UNITS[action.kind] / schedule.chunks
 
-        one = in_flight == "one"
-        played = (
-            simulate_in_turn(schedule, duration, 0.0, True, follows)
-            if one
-            else simulate(schedule, duration, 0.0, follows)
-        )
-        ends = [times[-1] for times in played.end_s]
-    return max(ends) - ended
+    if in_flight == "one":
+        timeline = simulate_in_turn(schedule, duration, 0.0, waits=True)
+    else:
+        timeline = simulate(schedule, duration)
+    return timeline.makespan_s + OPTIMIZER_UNITS
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -173,13 +158,12 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for process in processes:
         process.join()
     rows = []
-    for name, validated in CASES:
-        ended = [max(ranks) for ranks in zip(*(of[name, validated] for of in seconds), strict=True)]
+    for name in SCHEDULES:
+        ended = [max(ranks) for ranks in zip(*(of[name] for of in seconds), strict=True)]
         steps = [after - before for before, after in itertools.pairwise(ended)]
-        units = simulated(schedule_of(name, arguments.microbatches), validated, arguments.in_flight)
+        units = simulated(schedule_of(name, arguments.microbatches), arguments.in_flight)
         row = {
             "schedule": name,
-            "validated": validated,
             "in_flight": arguments.in_flight,
             "simulated_ms": units * arguments.unit_ms,
         }
@@ -200,16 +184,14 @@ def lines(kept: dict[str, Any]) -> Iterator[str]:
         "sleep: what is measured is the order of actions, not arithmetic."
     )
     yield f"Milliseconds from step to step, load of the machine {kept['load']:.0f}:\n"
-    yield (
-        "| schedule | `validated` | in flight | simulated | fastest measured | median measured | fastest / simulated |"
-    )
-    yield "|---|---|---|--:|--:|--:|--:|"
+    yield "| schedule | in flight | simulated | fastest measured | median measured | fastest / simulated |"
+    yield "|---|---|--:|--:|--:|--:|"
     for row in sorted(kept["rows"], key=lambda row: (row["in_flight"], row["simulated_ms"])):
         times = (
             f"{row['simulated_ms']:.0f} | {row['fastest_ms']:.0f} | {row['median_ms']:.0f} | "
             f"{row['fastest_ms'] / row['simulated_ms']:.3f}"
         )
-        yield f"| {row['schedule']} | {row['validated']} | {row['in_flight']} | {times} |"
+        yield f"| {row['schedule']} | {row['in_flight']} | {times} |"
     yield ""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from frontier_llm.config import load_model
 from frontier_llm.machine import load_machine, rates
 from frontier_llm.planner.search import Plan, search
-from frontier_llm.schedule import Action, Kind, build, one_end, peak_in_flight, rule, simulate
+from frontier_llm.schedule import Action, Kind, build, one_end, peak_in_flight, simulate
 from frontier_llm.units import GIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -77,28 +77,17 @@ def on_frontier() -> Iterator[str]:
     numbers = rates(load_machine("frontier"))
     for model, nodes, batch in MODELS:
         reference = 0.0
-        for name, validated in cases(LEFT_OUT.get(model, ())):
-            shape = load_model(model)
-            if validated == "after":  # a tied embedding's sum would wait for the last rank
-                shape = shape.model_copy(update={"tied_embeddings": False})
-            found = search(shape, numbers, nodes, batch, {"schedule": name}, validated=validated).plans
+        for name in SCHEDULES:
+            if name in LEFT_OUT.get(model, ()):
+                continue
+            found = search(load_model(model), numbers, nodes, batch, {"schedule": name}).plans
             plans = [plan for plan in found if plan.layout.pp > 1]
-            label = f"{name}, head untied, steps overlap" if validated == "after" else name
             if not plans:
-                yield f"| {model} | {label} | nothing fits | | | | | |"
+                yield f"| {model} | {name} | nothing fits | | | | | |"
                 continue
             plan = plans[0]
             reference = reference or plan.step_s
-            yield f"| {model} | {label} | {row(plan)} | {100 * (plan.step_s / reference - 1):+.1f} % | {memory(plan)} |"
-
-
-def cases(left_out: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(schedule, optimizer.validated)."""
-    for name in SCHEDULES:
-        if name not in left_out:
-            yield name, "before"
-            if rule(name).staggered:
-                yield name, "after"
+            yield f"| {model} | {name} | {row(plan)} | {100 * (plan.step_s / reference - 1):+.1f} % | {memory(plan)} |"
 
 
 def row(plan: Plan) -> str:

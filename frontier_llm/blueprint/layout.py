@@ -75,7 +75,6 @@ class Layout:
     dtype: str = "bf16"
     gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
     optimizer: str = "adamw"
-    validated: str = "before"  # optimizer.validated
     context_attention: str = "auto"  # of blueprint.context.WAYS, or auto
     tensor_chunks: int = 1  # pieces in which tp gathers, scatters and sums beside its products
 
@@ -147,7 +146,6 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         "expert_nodes": 1,  # how many, costs.experts.over_nodes says
         "dtype": config.precision.dtype,
         "optimizer": config.optimizer.name,
-        "validated": config.optimizer.validated,
     }
     return Layout(**{**as_written, **meant})
 

@@ -132,11 +132,7 @@ def _plan(args: argparse.Namespace) -> int:
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
-    shared = (
-        {"dtype": base.precision.dtype, "optimizer": base.optimizer.name, "validated": base.optimizer.validated}
-        if base
-        else {}
-    )
+    shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else {}
     outcome = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, **shared)
     check_found(outcome, machine, numbers)
     # how many are shown must not change the choice

@@ -90,10 +90,16 @@ class OptimizerConfig(Section):
     warmup_steps: WarmupSteps = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
     decay_steps: WarmupSteps | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
     momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's (since 0.2)
-    # after: update before all ranks are done, undo where that was wrong (since 0.2)
-    validated: Literal["before", "after"] = "before"
     # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
     heads: Literal["together", "groups"] = "together"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_validated(cls, content: Any) -> Any:
+        """Ignore `validated`, which older run files and checkpoints have: both values gave the same bits."""
+        if isinstance(content, Mapping) and content.get("validated") in ("before", "after"):
+            return {key: value for key, value in content.items() if key != "validated"}
+        return content
 
 
 class PrecisionConfig(Section):

@@ -90,10 +90,6 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
             ),
         ),
         (
-            not native and config.optimizer.validated == "after",
-            *("optimizer.validated", "only the native engine can undo an update", f"set it to before, or {instead}"),
-        ),
-        (
             config.optimizer.deepspeed_config is not None and not deepspeed,
             *(
                 "optimizer.deepspeed_config",

@@ -4,16 +4,15 @@ pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from frontier_llm.blueprint.context import context_way
 from frontier_llm.comm import Mesh
-from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
+from frontier_llm.config import RunConfig, RunPhase, phases_of
 from frontier_llm.data.position import START, Position
-from frontier_llm.model import Microbatch, Stage, build_stages, losses
+from frontier_llm.model import Stage, build_stages, losses
 from frontier_llm.ops import AttentionNeeds, AttentionShape, select_ops, working_dtype
 from frontier_llm.optim import (
     EngineInputs,
@@ -26,7 +25,7 @@ from frontier_llm.optim import (
 )
 from frontier_llm.parallel.pipeline import ActivationSpec, Engine
 from frontier_llm.parallel.tensor import LayerContext
-from frontier_llm.schedule import FORWARD_ONLY, Schedule, forward_only
+from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.topology import ParallelPlan
 from frontier_llm.training.feed import BatchSource, Feed
@@ -58,9 +57,6 @@ class TrainState:
     skipped_steps: int = 0
     position: Position = START  # in the data of the run
     best: BestLoss | None = None
-    # with optimizer.validated=after
-    calm: bool = False  # the last step's update was neither skipped nor clipped
-    ahead: Callable[[int], Microbatch] | None = None  # batches of the next step, whose first forwards have been played
     # of the phase that it is in
     config: RunConfig = field(init=False)
     pipeline: Engine = field(init=False)
@@ -90,10 +86,6 @@ class TrainState:
         activation = ActivationSpec((tokens, batch.micro_batch, config.model.hidden), context.dtype, self.device)
 
         def engine(schedule: Schedule) -> Engine:
-            moe = config.model.moe
-            # routers that are told the whole step's load: no forward may run ahead of it
-            told = moe is not None and (moe.selection_bias or moe.balance == "global")
-            runs_ahead = config.optimizer.validated == "after" and not told and schedule.name != FORWARD_ONLY
             return Engine(
                 schedule,
                 self.stages,
@@ -101,7 +93,6 @@ class TrainState:
                 context.gradients,
                 activation,
                 overlap=config.comm.overlap_messages,
-                runs_ahead=runs_ahead,
                 loss_weights=losses.weights(config),
                 shapes=losses.shapes(config.model),
             )
@@ -113,18 +104,6 @@ class TrainState:
         self.pipeline = engine(schedule)
         self.evaluator = engine(forward_only(schedule))
         self.feed = self.new_feed(source)
-        self.ahead = None
-
-    @property
-    def steps_early(self) -> bool:
-        """Whether this rank may update before all have ended the step: there is something to gain, the phase goes
-        on, and the update will probably stand.
-        """
-        return (
-            self.calm
-            and self.pipeline.runs_ahead
-            and self.current_step + 1 < phase_at(self.phases, self.current_step).end
-        )
 
     def new_feed(self, source: BatchSource) -> Feed:
         """Another stream of batches for this rank, e.g. the held-out one."""

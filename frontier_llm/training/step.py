@@ -13,7 +13,7 @@ from torch import Tensor
 from frontier_llm.comm import all_reduce_
 from frontier_llm.failpoints import hit
 from frontier_llm.model.losses import LOAD
-from frontier_llm.optim import GradientSync, Zero, learning_rate
+from frontier_llm.optim import GradientSync, learning_rate
 from frontier_llm.parallel.pipeline import LOSS
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.feed import Feed
@@ -48,15 +48,13 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     scaler = state.scaler
     config = state.config.optimizer
 
-    batch = state.ahead or state.feed.step(state.current_step)
-    state.ahead = None
+    batch = state.feed.step(state.current_step)
     state.sync.begin()
     losses = state.pipeline.run(batch, scaler.scale)
     state.sync.finish()
 
     lr = learning_rate(config, state.current_step, state.config.train.steps)
     norm_share = optimizer.squared_norm_share()
-    early = step_early(state, lr) if state.steps_early else None
     sums = global_sums(state, losses, norm_share, wish())
     load = sums[len(sums) - losses[LOAD].numel() :].view_as(losses[LOAD]) if LOAD in losses else None
     # the only time in a step that the host waits for the device
@@ -71,14 +69,9 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     )
 
     clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
-    state.calm = clip == 1.0 and not result.skipped
-    if early:
-        early.validate(stands=state.calm)
-    if not state.calm:
-        state.ahead = None
     if result.skipped:
         state.skipped_steps += 1
-    elif not (early and state.calm):
+    else:
         optimizer.step(lr, grad_scale=clip / scaler.scale)
     if load is not None and not result.skipped:
         tell_routers(state.stages, load)
@@ -86,23 +79,6 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     state.position = state.position.advance(state.config.batch.global_batch)
     state.current_step += 1
     return result
-
-
-def step_early(state: TrainState, lr: float) -> Zero:
-    """Update this rank before all have ended the step, as if its gradient were finite and need no clipping, and play
-    the next one's first forwards.
-
-    The sum over the world then comes when the rank that ends last has ended, and finds nobody waiting
-    (optimizer.validated=after; Qi et al. 2023, section 4). If the step does not stand, its update is undone and done
-    again as it should have been, and the forwards are forgotten.
-    """
-    optimizer = state.optimizer
-    assert isinstance(optimizer, Zero)
-    optimizer.keep()
-    optimizer.step(lr, grad_scale=1.0 / state.scaler.scale)
-    state.ahead = state.feed.step(state.current_step + 1)
-    state.pipeline.run_ahead(state.ahead)
-    return optimizer
 
 
 def global_sums(state: TrainState, losses: Mapping[str, Tensor], squared_norm: Tensor, wish: Wish) -> Tensor:

@@ -71,7 +71,6 @@ def make_space(
     shared = {
         "dtype": config.precision.dtype,
         "optimizer": config.optimizer.name,
-        "validated": config.optimizer.validated,
     }
     layouts = enumerate_layouts(config.model, devices, config.batch.global_batch, tp_max, fixed, **shared)
     # copies of shares are no choice of a table of trials

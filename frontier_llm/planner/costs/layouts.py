@@ -54,7 +54,7 @@ class Layouts(Layout):
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
     """Layouts that agree in what a table does not tell apart, as a table."""
-    alike = ("dtype", "gradient_wire", "optimizer", "validated", "etp", "imbalance", "tensor_chunks")
+    alike = ("dtype", "gradient_wire", "optimizer", "etp", "imbalance", "tensor_chunks")
     shared = {name: getattr(layouts[0], name) for name in alike}
     columns: dict[str, Any] = {
         field.name: np.array([getattr(one, field.name) for one in layouts])
@@ -120,15 +120,6 @@ def stage_length(layers: int, layouts: Layout) -> Number:
 def split(layouts: Layout) -> Any:
     """Whether the schedule runs weight gradients as actions of their own: a bool, or a column."""
     return by_schedule(layouts, lambda name: rule(name).splits_backward)
-
-
-def steps_overlap(layouts: Layout) -> Any:
-    """Whether a rank begins its next step before others have ended this one: a bool, or a column."""
-    return (
-        (layouts.validated == "after")
-        & (layouts.pp > 1)
-        & (by_schedule(layouts, lambda name: rule(name).staggered) > 0)
-    )
 
 
 def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage: Number | None = None) -> Number:
