@@ -262,7 +262,7 @@ setup(
             "import-linter",
             "types-PyYAML",
             "zstandard",
-            *TUNING,  # scipy: also scripts/fit_machines.py
+            *TUNING,  # scipy: also benchmarks/planner/fit_machines.py
             "matplotlib",  # the pictures of docs/
             "megatron-core==0.16.1",
             "mpi4py",

@@ -21,11 +21,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from frontier_llm.blueprint.optimizers import MASTER, STATISTIC
-from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.config.fields import first_fault
 from frontier_llm.config.plugins import PluginRecord, recorded_names
 from frontier_llm.data.position import Position
 from frontier_llm.errors import CheckpointError, Problem, first_of
+from frontier_llm.files import LIFT_HINT, lifted_bound
 from frontier_llm.run.complete import MAX_MANIFEST_BYTES
 from frontier_llm.run.records import is_count, is_number
 
@@ -181,12 +181,14 @@ def parse(content: bytes, where: str) -> Manifest:
     or values than the bounds above. Raises CheckpointError for another format version, and for a position in the data
     that cannot be true. The caller must not fall back to an older checkpoint then.
     """
-    if len(content) > lifted(MAX_MANIFEST_BYTES):
-        raise DamagedCheckpoint(f"has more bytes than any manifest ({lifted(MAX_MANIFEST_BYTES)})", LIFT, where)
-    values = sum(map(content.count, (b",", b"[", b"{")))
-    if values > lifted(MAX_MANIFEST_VALUES):
+    if len(content) > lifted_bound(MAX_MANIFEST_BYTES):
         raise DamagedCheckpoint(
-            f"lists {values} values, more than any manifest ({lifted(MAX_MANIFEST_VALUES)})", LIFT, where
+            f"has more bytes than any manifest ({lifted_bound(MAX_MANIFEST_BYTES)})", LIFT_HINT, where
+        )
+    values = sum(map(content.count, (b",", b"[", b"{")))
+    if values > lifted_bound(MAX_MANIFEST_VALUES):
+        raise DamagedCheckpoint(
+            f"lists {values} values, more than any manifest ({lifted_bound(MAX_MANIFEST_VALUES)})", LIFT_HINT, where
         )
     try:
         manifest = Manifest.model_validate_json(content)
@@ -342,8 +344,10 @@ def _coverage_problems(manifest: Manifest) -> list[str]:
     for shard in manifest.shards:
         for number, offset, shape in shard.pieces:
             boxes[len(shape)].append((1, number, *offset, *map(add, offset, shape)))
-    if (corners := sum(len(rows) << dims for dims, rows in boxes.items())) > lifted(MAX_CORNERS):
-        return [f"has pieces with {corners} corners, more than any checkpoint ({lifted(MAX_CORNERS)}); {LIFT}"]
+    if (corners := sum(len(rows) << dims for dims, rows in boxes.items())) > lifted_bound(MAX_CORNERS):
+        return [
+            f"has pieces with {corners} corners, more than any checkpoint ({lifted_bound(MAX_CORNERS)}); {LIFT_HINT}"
+        ]
     wrong = sorted(number for dims, rows in boxes.items() for number in _uncovered(np.array(rows, np.int64), dims))
     return [
         f"{manifest.tensors[n].name} {manifest.tensors[n].shape} has pieces that overlap or leave a hole"

@@ -19,8 +19,18 @@ from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.data.blend import blend_of, whole_weights
 from frontier_llm.data.identity import Dataset, wanted
-from frontier_llm.data.keys import derive_key, order_key
-from frontier_llm.data.position import START, SYNTHETIC, Position, Range, Share, Stream, Stretch, Wanted
+from frontier_llm.data.position import (
+    START,
+    SYNTHETIC,
+    Position,
+    Range,
+    Share,
+    Stream,
+    Stretch,
+    Wanted,
+    derive_key,
+    order_key,
+)
 from frontier_llm.errors import CheckpointError
 
 

@@ -44,8 +44,8 @@ from frontier_llm.config.plugins import records_of
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import created, write_all
 from frontier_llm.optim import initial_loss_scale
-from frontier_llm.topology import Rectangle
-from frontier_llm.topology.packing import packed
+from frontier_llm.topology.buckets import packed
+from frontier_llm.topology.rectangles import Rectangle
 from frontier_llm.units import format_count
 
 DAMAGE_FIX = "restore the file from a copy, or take another checkpoint; --no-verify reads it as it is"

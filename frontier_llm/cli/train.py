@@ -11,7 +11,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cli.arguments import RESUME, command, natural, option, run_options
 from frontier_llm.cli.checks import check, check_resume, check_start
-from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
+from frontier_llm.cli.ranks import local_world_size, start_local_ranks
 from frontier_llm.config import load_run
 from frontier_llm.data.position import START
 

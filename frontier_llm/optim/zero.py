@@ -21,7 +21,7 @@ from frontier_llm.optim.registry import Slice, slice_update
 from frontier_llm.optim.state import StateRectangle, state_of_run
 from frontier_llm.optim.statistics import Statistics
 from frontier_llm.optim.whole import WholeTensors
-from frontier_llm.topology import ShardSpec
+from frontier_llm.topology.shards import ShardSpec
 
 
 class Zero:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel

@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.parameters import StageSpec
+from frontier_llm.blueprint.work import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import SEARCHED, enumerate_layouts
 from frontier_llm.planner.costs.experts import over_nodes
-from frontier_llm.planner.costs.flops import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.planner.costs.layouts import Layouts
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import Played, play
 from frontier_llm.schedule import v_names
-from frontier_llm.topology import AXIS_ORDERS, split_layers
+from frontier_llm.topology.grid import AXIS_ORDERS
+from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
 TARGET_TOKENS = 16 * 2**20  # of the default global batch

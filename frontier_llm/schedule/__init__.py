@@ -2,10 +2,19 @@
 
 from frontier_llm.schedule import dual_pipe as dual_pipe  # likewise
 from frontier_llm.schedule import standard as standard  # registers the package's own schedules
-from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Channel, Kind, Placement, Schedule, round_robin
+from frontier_llm.schedule.actions import (
+    FORWARD_ONLY,
+    Action,
+    Channel,
+    Kind,
+    Placement,
+    Schedule,
+    beside,
+    round_robin,
+    units,
+)
 from frontier_llm.schedule.check import check
 from frontier_llm.schedule.order import ScheduleError, posted_ahead, with_messages
-from frontier_llm.schedule.pairs import beside, units
 from frontier_llm.schedule.registry import (
     ScheduleRule,
     build,

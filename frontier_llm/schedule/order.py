@@ -18,8 +18,7 @@ from math import inf
 from operator import itemgetter
 
 from frontier_llm.errors import FrontierError, Problem
-from frontier_llm.schedule.actions import Action, Kind, Placement
-from frontier_llm.schedule.pairs import units
+from frontier_llm.schedule.actions import Action, Kind, Placement, units
 from frontier_llm.schedule.simulate import play
 
 _LENGTH = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}

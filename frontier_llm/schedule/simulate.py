@@ -10,8 +10,7 @@ from itertools import pairwise, product
 from math import inf
 from typing import NamedTuple
 
-from frontier_llm.schedule.actions import COMPUTES, Action, Kind, Placement, Schedule
-from frontier_llm.schedule.pairs import is_pair, units
+from frontier_llm.schedule.actions import COMPUTES, Action, Kind, Placement, Schedule, is_pair, units
 
 Duration = Callable[[int, Action], float]
 Transfer = float | Callable[[int, int], float]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from frontier_llm.blueprint import model_parameters
 from frontier_llm.blueprint.optimizers import optimizer_rule
+from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest
-from frontier_llm.machine import load_machine
+from frontier_llm.machine.load import load_machine
 
 
 def in_flight(config: RunConfig) -> str:

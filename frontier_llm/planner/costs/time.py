@@ -19,12 +19,10 @@ import numpy as np
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.collectives import message_s
-from frontier_llm.planner.costs.hierarchical import collective_s
+from frontier_llm.planner.costs.collectives import collective_s, message_s
 from frontier_llm.planner.costs.kernels import memory_s
-from frontier_llm.planner.costs.layouts import Number, by_schedule, split
+from frontier_llm.planner.costs.layouts import Number, by_schedule, cut, seats, split
 from frontier_llm.planner.costs.parameters import expert_numel, stage_numel
-from frontier_llm.planner.costs.seats import cut, seats
 from frontier_llm.planner.costs.seconds import Times, times, waiting_s
 from frontier_llm.planner.costs.update import WholeUpdate, whole_update
 from frontier_llm.schedule import idle_share, one_end, rule
@@ -179,7 +177,7 @@ def layer_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number
 
 def pair_s(block: Times, layouts: Layout, rates: Rates) -> Number:
     """Seconds that a forward and a backward of a layer take less as a pair: the rows of each travel while the other
-    computes (schedule/pairs.py).
+    computes (schedule/actions.py).
 
     Of four ways two are beside attention and two beside experts. With one communication in flight attention's own
     collectives wait for the rows: those two are then counted as shown.

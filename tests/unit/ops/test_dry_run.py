@@ -13,8 +13,8 @@ import torch
 from frontier_llm.config import load_model
 from frontier_llm.ops.gpu import GpuOps, rows_per_strip
 from frontier_llm.ops.kernel_table import all_kernels
-from tests.unit.ops.fake_gpu import fake_gpu, skipped
-from tests.unit.ops.launches import of_a_layer, step_of, without_numbers
+from tests.harness.fake_gpu import fake_gpu, skipped
+from tests.harness.launches import of_a_layer, step_of, without_numbers
 
 pytestmark = skipped
 

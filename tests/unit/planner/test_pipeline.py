@@ -11,14 +11,15 @@ import pytest
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config.load import load_model
-from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner import pipeline
 from frontier_llm.planner.costs.time import step_s
+from frontier_llm.planner.links import cost_of_one, safety_words
 from frontier_llm.planner.pipeline import play
-from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.schedule import one_end
-from frontier_llm.topology import split_layers
+from frontier_llm.topology.plan import split_layers
 
 FRONTIER = rates(load_machine("frontier"))  # one communication in flight
 MANY = replace(FRONTIER, one_in_flight=False)

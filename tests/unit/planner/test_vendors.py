@@ -14,9 +14,9 @@ from statistics import fmean
 import pytest
 
 from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_model
-from frontier_llm.machine import Rates
-from frontier_llm.planner.costs.flops import model_flops_per_token
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.kernels import pace
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.published import predict
