@@ -49,12 +49,16 @@ def test_the_fitted_constants_stand_in_the_file_and_nothing_else_changes(tmp_pat
     }
 
 
-def test_the_fabric_is_written_by_group_size(tmp_path: Path) -> None:
+def test_a_number_is_written_for_its_stack_and_its_group_size(tmp_path: Path) -> None:
     path = tmp_path / "frontier.yaml"
     path.write_text((configs_dir() / "machines" / "frontier.yaml").read_text(encoding="utf-8"), encoding="utf-8")
     numbers = rates(load_machine("frontier"))
     size = numbers.fabric_size[1]
     speeds = tuple(1e9 * place for place in range(1, len(numbers.fabric_bytes_s) + 1))
-    update_machine(path, "gpt-neox", replace(numbers, fabric_bytes_s=speeds), [f"fabric_bytes_s/{size}"], "a test")
-    found = rates(load_machine(str(path)))
-    assert found.fabric_bytes_s == (numbers.fabric_bytes_s[0], 2e9, *numbers.fabric_bytes_s[2:])
+    made = replace(numbers, fabric_bytes_s=speeds, gemm_efficiency=0.123)
+    update_machine(path, "megatron-deepspeed", made, [f"fabric_bytes_s/{size}", "gemm_efficiency"], "a test")
+    written = load_machine(str(path))
+    assert rates(written, "megatron-deepspeed").gemm_efficiency == 0.123
+    own = rates(written)
+    assert own.gemm_efficiency == numbers.gemm_efficiency
+    assert own.fabric_bytes_s == (numbers.fabric_bytes_s[0], 2e9, *numbers.fabric_bytes_s[2:])
