@@ -15,8 +15,8 @@ from tests.cdna2.driver import SimulatedGpu
 
 @pytest.fixture
 def swiglu_alone(monkeypatch):
-    cases = check.cases
-    monkeypatch.setattr(check, "cases", lambda dtype: [case for case in cases(dtype) if case.op == "swiglu"])
+    checks = check.checks
+    monkeypatch.setattr(check, "checks", lambda dtype: [one for one in checks(dtype) if one.case.op == "swiglu"])
 
 
 @pytest.mark.usefixtures("swiglu_alone")
