@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the code without running it: format, lint, types, import layers, density, shell scripts.
+# Checks the code without running it: format, lint, types, import layers, density, width, shell scripts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ruff format --check .

@@ -145,7 +145,7 @@ def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.launch import AllocationRanks, LocalRanks
-    from frontier_llm.machine import load_machine
+    from frontier_llm.machine.load import load_machine
     from frontier_llm.run.rank_env import environ
 
     if environ("SLURM_JOB_ID") and environ("SLURM_JOB_NODELIST"):
@@ -168,7 +168,11 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
     from frontier_llm.experiments.tuning.search import Everything, Tuner
     from frontier_llm.experiments.tuning.space import make_space
     from frontier_llm.experiments.tuning.trials import TRIALS_FILE, read_trials
-    from frontier_llm.machine import load_machine, own_stack, rates
+    from frontier_llm.machine.load import (
+        load_machine,
+        own_stack,
+        rates,
+    )
     from frontier_llm.planner.candidates import parse_fixed
 
     config = load_run(args.run, overrides)

@@ -17,10 +17,12 @@ def render_bind_script(node: Sequence[Place] = NODE) -> str:
     return f"""\
 #!/bin/bash
 # Pin this task to the cores and memory beside its GCD: local rank = GCD. Usage: bind_gcd.sh COMMAND [ARGUMENT ...]
-# Rendered from frontier_llm/machine/affinity.py by `python -m frontier_llm.cluster.sbatch`; change that and render again.
+# Rendered from frontier_llm/machine/affinity.py by `python -m frontier_llm.cluster.sbatch`; change that and render
+# again.
 set -euo pipefail
 
-local_rank="${{SLURM_LOCALID:-${{OMPI_COMM_WORLD_LOCAL_RANK:-${{PALS_LOCAL_RANKID:-${{LOCAL_RANK:?no launcher set a local rank}}}}}}}}"
+local_rank="${{SLURM_LOCALID:-${{OMPI_COMM_WORLD_LOCAL_RANK:-${{PALS_LOCAL_RANKID:-${{LOCAL_RANK:-}}}}}}}}"
+: "${{local_rank:?no launcher set a local rank}}"
 cores=({" ".join(f"{place.usable_cores[0]}-{place.usable_cores[-1]}" for place in node)})
 numa=({" ".join(str(place.numa) for place in node)})
 
@@ -32,4 +34,4 @@ if command -v numactl >/dev/null; then
     exec numactl --physcpubind="${{cores[local_rank]}}" --preferred="${{numa[local_rank]}}" -- "$@"
 fi
 exec taskset --cpu-list "${{cores[local_rank]}}" "$@"
-"""  # noqa: E501
+"""

@@ -136,7 +136,7 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "tune",
-        "The fastest layout of GPT 22B, by trials of ten steps; queue it again to go on: slurm/tune.sbatch "
+        "The fastest layout of GPT 22B, by trials of ten steps; queue it again: slurm/tune.sbatch "
         "--budget-node-hours H",
         "configs/runs/train_22b.yaml",
         16,
@@ -250,7 +250,7 @@ def render_site(site: Site) -> str:
 def _module_load(module: str) -> str:
     """`return`, because a user may source the file in a shell of their own."""
     message = shlex.quote(f"the module {module} cannot be loaded")
-    return f"module load {shlex.quote(module)} || {{ echo {message} >&2; return 2; }}"
+    return f"module load {shlex.quote(module)} || {{\n    echo {message} >&2\n    return 2\n}}"
 
 
 def _names(names: Iterable[str], where: str) -> list[str]:

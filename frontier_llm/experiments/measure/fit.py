@@ -1,4 +1,6 @@
-"""Fit machine constants to measured times: the one fitter of `calibrate`, `tune` and scripts/fit_machines.py.
+"""Fit machine constants to measured times.
+
+The one fitter of `calibrate`, `tune` and benchmarks/planner/fit_machines.py.
 
 Each constant is its start value times exp(x). The fit minimises the squared log errors of the predicted times, softened
 beyond a knee, plus a weak prior that holds x at 0. The prior keeps constants that the measurements do not determine.
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from frontier_llm.errors import FrontierError, not_installed
-from frontier_llm.machine import Rates
+from frontier_llm.machine.rates import Rates
 
 # constants that are shares: at most 1
 SHARES = ("gemm_efficiency", "flash_efficiency", "hbm_efficiency", "network_efficiency", "network_crowding")

@@ -11,7 +11,7 @@ import numpy as np
 from frontier_llm.experiments.measure.fit import Measurements, fit
 from frontier_llm.experiments.measure.machine_file import numbers_of, value_of
 from frontier_llm.experiments.tuning.search import Tuner
-from frontier_llm.machine import load_machine, own_stack, rates
+from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
 

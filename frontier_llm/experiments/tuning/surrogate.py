@@ -2,7 +2,8 @@
 
 It learns where the planner is wrong, not what a step costs: without a trial it is the planner, and after one the
 planner times that trial's error. Coordinates are the layouts' choices and the planner's own shares of the step
-(`space.features`). The kernel is fixed: ten trials do not determine its parameters. docs/tuning.md compares kernels.
+(`space.features`). The kernel is fixed: ten trials do not determine its parameters. docs/benchmarks/tuning.md compares
+kernels.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The machine code that is shipped for gfx90a, executed: every bf16 code object here, all of them by
-`scripts/check_gfx90a.py --all`.
+`python -m tests.harness.check_gfx90a --all`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from frontier_llm.ops.cases import normal
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import variants
 from frontier_llm.ops.prebuilt import PrebuiltKernels
-from scripts.check_gfx90a import simulate
 from tests.cdna2 import launch, load
 from tests.cdna2.driver import SimulatedGpu, TracingGpu, as_bytes
 from tests.cdna2.timing import matrix_flops
+from tests.harness.check_gfx90a import simulate
 from tests.harness.marks import but_first
 
 

@@ -1,30 +1,5 @@
-"""The code objects that tests of the GPU ops look at, and execute."""
+"""The code objects of gfx90a, as fixtures."""
 
-from __future__ import annotations
+from tests.harness.objects import gfx90a, objects
 
-import importlib.util
-
-import pytest
-
-from tests.cdna2.disassembly import find_objdump
-from tests.cdna2.fault import SimulatorError
-from tests.harness import code_objects
-from tests.harness.system import missing
-
-
-@pytest.fixture(scope="session")
-def gfx90a():
-    """A folder of them, as they ship."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("pip install --no-deps triton")
-    return code_objects.folder()
-
-
-@pytest.fixture(scope="session")
-def objects(gfx90a):
-    """The same, on a machine that can disassemble them."""
-    try:
-        find_objdump()
-    except SimulatorError as error:
-        missing(str(error))
-    return gfx90a
+__all__ = ["gfx90a", "objects"]

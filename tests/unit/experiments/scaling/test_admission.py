@@ -20,7 +20,7 @@ from frontier_llm.cluster.job import nothing_to_do
 from frontier_llm.cluster.job_spec import make_job
 from frontier_llm.cluster.sbatch import JOBS
 from frontier_llm.config import TrainConfig, available, load_run, saves_between, saves_nothing
-from frontier_llm.config.saves import PRODUCTION
+from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.errors import ConfigError, FrontierError
 from frontier_llm.planner.predict import planned_saves

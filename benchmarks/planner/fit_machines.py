@@ -1,0 +1,146 @@
+"""Fit the clusters' constants on the stated half of the published rows and write them into configs/machines/*.yaml.
+
+    python -m benchmarks.planner.fit_machines [--dry-run | --leave-models-out] [MACHINE ...]
+
+Robust least squares on log(predicted / measured): a residual beyond `KNEE` counts linearly, because published tables
+hold stalled runs that no constant should bend towards. A weak prior keeps constants that the data do not determine
+where engineering puts them. Every fitted number keeps its tag `estimated` and says in its source on how many rows of
+which data set it was fitted. `--leave-models-out` fits nothing for good: every model of a fitted stack is predicted by
+constants fitted on that cluster's other models. Needs scipy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from frontier_llm.config import configs_dir
+from frontier_llm.experiments.measure.fit import Measurements, fit
+from frontier_llm.experiments.measure.machine_file import update_machine, value_of
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.costs.time import step_s
+from frontier_llm.planner.published.datasets import FITTED, PublishedRun, shipped
+from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, predict, rates_of
+from frontier_llm.planner.published.validate import Accuracy, as_text, score
+
+KNEE = 0.03
+PRIOR = 0.003
+
+# where each constant starts, and what the weak prior holds it to; the file's own value would drift from fit to fit
+START = {
+    "gemm_efficiency": 0.8,
+    "gemm_k_half": 100.0,
+    "unaligned_penalty": 4.0,
+    "flash_efficiency": 0.6,
+    "flash_backward": 0.75,
+    "hbm_efficiency": 0.75,
+    "kernel_s": 8e-6,
+    "launch_s": 30e-6,
+    "microbatch_s": 5e-4,
+    "step_s": 2e-2,
+    "fabric_latency_s": 20e-6,
+    "fabric_hop_s": 2e-6,
+    "network_efficiency": 0.8,
+    "network_crowding": 0.8,
+    "network_latency_s": 25e-6,
+    "fabric_share": 0.4,
+    "linear_speedup": 1.6,
+}
+START_OF: dict[str, dict[str, float]] = {
+    "llm-foundry-h100": {"gemm_efficiency": 0.65, "flash_efficiency": 0.4, "flash_backward": 0.6},
+    "eos": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
+    "frontier": {"unaligned_penalty": 2.0},
+}
+# NVLink 3 on A100: what large messages reach, and the link rate, bytes/s
+FABRIC_START = 240e9
+FABRIC_CEILING = 300e9
+
+
+def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
+    """`numbers` with the constants that are to be fitted set back to where every fit starts."""
+    values = {**START, **START_OF.get(machine, {})}
+    constants: dict[str, Any] = {key: values[key] for key in keys if "fabric_bytes" not in key}
+    if any("fabric_bytes" in key for key in keys):
+        constants["fabric_bytes_s"] = tuple(FABRIC_START for _ in numbers.fabric_bytes_s)
+    return replace(numbers, **constants)
+
+
+def fit_rows(rows: Sequence[PublishedRun], start: Rates, constants: Sequence[str], evaluations: int = 100) -> Rates:
+    """`start` with `constants` changed to suit `rows` best."""
+    layouts = [complete(row, rates_of(row, start)) for row in rows]
+
+    def predicted_s(numbers: Rates) -> np.ndarray:
+        pairs = zip(rows, layouts, strict=True)
+        return np.array([float(step_s(row.model, layout, rates_of(row, numbers))) for row, layout in pairs])
+
+    measurements = Measurements(
+        start=start,
+        constants=constants,
+        predicted_s=predicted_s,
+        measured_s=np.array([row.seconds for row in rows]),
+        prior=PRIOR,
+        knee=KNEE,
+        ceilings={"fabric_bytes_s": FABRIC_CEILING},
+    )
+    return fit(measurements, evaluations=evaluations, scale=0.5)
+
+
+def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
+    """Cross-validation: every model of a fitted stack predicted by constants fitted on that cluster's other models."""
+    scores = []
+    for (machine, stack), keys in FITTED.items():
+        mine = [row for row in rows if (row.machine, row.stack) == (machine, stack) and row.known]
+        models = list(dict.fromkeys(row.model.name for row in mine))
+        if len(models) < 2:
+            continue
+        predictions: list[RowPrediction] = []
+        for model in models:
+            others = [row for row in mine if row.model.name != model]
+            start = starting_point(machine, cluster_rates(machine, stack), keys)
+            constants = fit_rows(others, start, keys, evaluations=40)
+            predictions += predict([row for row in mine if row.model.name == model], constants)
+        scores.append(score(f"{mine[0].dataset} ({machine})", f"left out, {len(models)} models", predictions))
+    return scores
+
+
+def main() -> None:
+    """Fit every stack that has keys and rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("machines", nargs="*")
+    parser.add_argument("--dry-run", action="store_true", help="print, do not write")
+    parser.add_argument(
+        "--leave-models-out", action="store_true", help="score constants on models that they were not fitted on"
+    )
+    args = parser.parse_args()
+    if args.leave_models_out:
+        print(as_text(leave_models_out(shipped())))
+        return
+    for (name, stack), keys in FITTED.items():
+        if args.machines and name not in args.machines:
+            continue
+        rows = [row for row in shipped() if (row.machine, row.stack) == (name, stack)]
+        train = [row for row in rows if row.fitted]
+        unseen = [row for row in rows if not row.fitted]
+        best = fit_rows(train, starting_point(name, rates(load_machine(name), stack), keys), keys)
+        for title, part in (("fitted", train), ("unseen", unseen)):
+            if part:
+                error = np.array([one.error for one in predict(part, best)])
+                print(
+                    f"{name:20s} {stack:18s} {title} n={len(part):3d} MAPE {100 * np.mean(np.abs(error)):5.2f} % "
+                    f"median {100 * np.median(np.abs(error)):5.2f} % bias {100 * np.mean(error):+5.2f} %"
+                )
+        for key in keys:
+            print(f"    {key} = {value_of(best, key):.4g}")
+        if not args.dry_run:
+            share = f"{len(train)} of {len(rows)} rows of {train[0].dataset}"
+            source = f"fitted on {share} (benchmarks/planner/fit_machines.py)"
+            update_machine(configs_dir() / "machines" / f"{name}.yaml", stack, best, keys, source)
+
+
+if __name__ == "__main__":
+    main()
