@@ -23,7 +23,11 @@ from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.step import train_step
 
-RUNS = {"full": "full", "bf16": "bf16", "nudged": "full"}
+RUNS = {
+    "full": "full",
+    "bf16": "bf16",
+    "nudged": "full",
+}
 
 
 def build(arguments: argparse.Namespace, rank: int, wire: str) -> TrainState:
@@ -31,9 +35,22 @@ def build(arguments: argparse.Namespace, rank: int, wire: str) -> TrainState:
         arguments.run, [f"parallel.data={arguments.ranks}", f"precision.gradient_wire={wire}", *arguments.overrides]
     )
     plan = make_plan(config, arguments.ranks)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm)
+    mesh = build_mesh(
+        plan.grid,
+        rank,
+        plan.placement,
+        config.model.tied_embeddings,
+        120.0,
+        config.comm,
+    )
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-    return build_state(config, plan, mesh, torch.device("cpu"), batches)
+    return build_state(
+        config,
+        plan,
+        mesh,
+        torch.device("cpu"),
+        batches,
+    )
 
 
 def own_gradients(state: TrainState) -> torch.Tensor:
@@ -43,7 +60,13 @@ def own_gradients(state: TrainState) -> torch.Tensor:
 
 def serve(rank: int, port: int, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, arguments.ranks, Meeting("127.0.0.1", port, 0, arguments.ranks), "gloo", 120.0)
+    connect(
+        rank,
+        arguments.ranks,
+        Meeting("127.0.0.1", port, 0, arguments.ranks),
+        "gloo",
+        120.0,
+    )
     states = {name: build(arguments, rank, wire) for name, wire in RUNS.items()}
     nudged = states["nudged"].optimizer
     assert isinstance(nudged, Zero)

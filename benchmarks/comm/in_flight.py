@@ -128,7 +128,13 @@ def engine_of(mesh: Mesh, name: str, chunks: int, m: int, forward_s: float) -> E
 
 def serve(rank: int, port: int, args: argparse.Namespace, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, STAGES, Meeting("127.0.0.1", port, 0, STAGES), "gloo", 120.0)
+    connect(
+        rank,
+        STAGES,
+        Meeting("127.0.0.1", port, 0, STAGES),
+        "gloo",
+        120.0,
+    )
     forward_s = args.forward_ms / 1e3
     measured = {}
     for name, chunks, m, share in CASES:
@@ -141,7 +147,16 @@ def serve(rank: int, port: int, args: argparse.Namespace, results: multiprocessi
             channels = {
                 key: replace(axis, group=linked(axis.group, share * forward_s)) for key, axis in mesh.channels.items()
             }
-            engines[mode] = mesh, engine_of(replace(mesh, channels=channels), name, chunks, m, forward_s)
+            engines[mode] = (
+                mesh,
+                engine_of(
+                    replace(mesh, channels=channels),
+                    name,
+                    chunks,
+                    m,
+                    forward_s,
+                ),
+            )
         times: dict[str, list[float]] = {mode: [] for mode in engines}
         for _ in range(args.rounds):
             for mode, (mesh, engine) in engines.items():
@@ -176,7 +191,15 @@ def main() -> int:
             StageTimes(forward_s / chunks, 2 * forward_s / chunks, forward_s / chunks) for _ in range(STAGES * chunks)
         )
         many, one = (
-            _simulate(name, STAGES, m, chunks, stages, share * forward_s, mode).makespan_s
+            _simulate(
+                name,
+                STAGES,
+                m,
+                chunks,
+                stages,
+                share * forward_s,
+                mode,
+            ).makespan_s
             for mode in ("many", "waiting")
         )
         row = {

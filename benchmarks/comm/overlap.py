@@ -68,13 +68,25 @@ def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, 
         if arguments.link_gbps:
             mesh = linked(mesh, Link(arguments.link_gbps * 1e9, arguments.link_us * 1e-6))
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-        built[overlap] = build_state(config, plan, mesh, torch.device("cpu"), batches)
+        built[overlap] = build_state(
+            config,
+            plan,
+            mesh,
+            torch.device("cpu"),
+            batches,
+        )
     return built
 
 
 def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, RANKS[switch], Meeting("127.0.0.1", port, 0, RANKS[switch]), "gloo", 120.0)
+    connect(
+        rank,
+        RANKS[switch],
+        Meeting("127.0.0.1", port, 0, RANKS[switch]),
+        "gloo",
+        120.0,
+    )
     built = states(arguments, switch, rank)
     times: dict[bool, list[float]] = {True: [], False: []}
     timelines = {overlap: MeasuredTimeline(rank) for overlap in built}
@@ -103,9 +115,19 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
 
 def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any], list[MeasuredTimeline]]:
     """What one switch does, and the timelines of the last step with it."""
-    of_ranks = run_ranks(RANKS[switch], serve, arguments, switch, results=RANKS[switch])
+    of_ranks = run_ranks(
+        RANKS[switch],
+        serve,
+        arguments,
+        switch,
+        results=RANKS[switch],
+    )
     _, times, timelines = zip(*sorted(of_ranks, key=lambda row: row[0]), strict=True)
-    row: dict[str, Any] = {"switch": switch, "simulated_link_gbps": arguments.link_gbps, "rounds": arguments.rounds}
+    row: dict[str, Any] = {
+        "switch": switch,
+        "simulated_link_gbps": arguments.link_gbps,
+        "rounds": arguments.rounds,
+    }
     row |= {"load": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d %H:%M")}
     for overlap in (True, False):
         steps = [max(rank_times[overlap][index] for rank_times in times) for index in range(arguments.rounds)]

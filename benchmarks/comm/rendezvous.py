@@ -69,9 +69,21 @@ def serve(
     rank: int, port: int, ranks: int, kind: StoreKind, arguments: argparse.Namespace, results: multiprocessing.Queue
 ) -> None:
     torch.set_num_threads(1)
-    meeting = Meeting("127.0.0.1", port, rank - rank % arguments.per_node, arguments.per_node, store=kind)
+    meeting = Meeting(
+        "127.0.0.1",
+        port,
+        rank - rank % arguments.per_node,
+        arguments.per_node,
+        store=kind,
+    )
     start_s = time.perf_counter()
-    connect(rank, ranks, meeting, "gloo", 120.0)
+    connect(
+        rank,
+        ranks,
+        meeting,
+        "gloo",
+        120.0,
+    )
     store = open_store(60.0)  # the notice board's
     joined_s = time.perf_counter()
     mesh = build_mesh(Grid(2, 1, ranks // 2), rank, timeout_s=60.0)
@@ -100,14 +112,35 @@ def serve(
 
     per_operation_us = computed_us(operations) / arguments.operations / ranks
     per_id_us = computed_us(ids) / COMMUNICATORS / arguments.ids
-    results.put((rank, Row(joined_s - start_s, built_s - joined_s, connections(port), per_operation_us, per_id_us)))
+    results.put(
+        (
+            rank,
+            Row(
+                joined_s - start_s,
+                built_s - joined_s,
+                connections(port),
+                per_operation_us,
+                per_id_us,
+            ),
+        )
+    )
     barrier(mesh.world)
     disconnect()
 
 
 def measure(ranks: int, kind: StoreKind, arguments: argparse.Namespace) -> Row:
     """The slowest rank's times, and the server's."""
-    rows = dict(run_ranks(ranks, serve, ranks, kind, arguments, results=ranks, preload="frontier_llm.comm"))
+    rows = dict(
+        run_ranks(
+            ranks,
+            serve,
+            ranks,
+            kind,
+            arguments,
+            results=ranks,
+            preload="frontier_llm.comm",
+        )
+    )
     return rows[0]._replace(
         join_s=max(row.join_s for row in rows.values()), mesh_s=max(row.mesh_s for row in rows.values())
     )

@@ -45,7 +45,13 @@ SHAPES = {  # name: (elements, dtype); the activation of the benchmark model, it
 
 def operations(size: int, rank: int) -> dict[str, Callable[[Tensor, Axis], object]]:
     def send_and_receive(x: Tensor, axis: Axis) -> None:
-        receive = post_receive(tuple(x.shape), x.dtype, x.device, axis, (rank - 1) % size)
+        receive = post_receive(
+            tuple(x.shape),
+            x.dtype,
+            x.device,
+            axis,
+            (rank - 1) % size,
+        )
         assert axis.group is not None
         sent = axis.group.send(x, (rank + 1) % size)
         receive.wait()
@@ -61,7 +67,13 @@ def operations(size: int, rank: int) -> dict[str, Callable[[Tensor, Axis], objec
 
 def serve(rank: int, port: int, ranks: int, rounds: int, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 120.0)
+    connect(
+        rank,
+        ranks,
+        Meeting("127.0.0.1", port, 0, ranks),
+        "gloo",
+        120.0,
+    )
     axes = {
         transport: build_mesh(Grid(ranks, 1, 1), rank, timeout_s=60.0, comm=CommConfig(transport=transport)).tp
         for transport in ("torch", "shm")
@@ -82,7 +94,11 @@ def serve(rank: int, port: int, ranks: int, rounds: int, results: multiprocessin
                     slowest = float(all_reduce_(mine, axes["shm"], "max"))
                     if round_number >= 0:
                         times[transport].append(slowest * 1e6)
-            row: dict[str, object] = {"operation": name, "tensor": shape, "bytes": elements * x.element_size()}
+            row: dict[str, object] = {
+                "operation": name,
+                "tensor": shape,
+                "bytes": elements * x.element_size(),
+            }
             for transport, values in times.items():
                 row[f"{transport}_median_us"] = round(statistics.median(values), 1)
                 row[f"{transport}_min_us"] = round(min(values), 1)
@@ -99,7 +115,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parse_arguments(parser, smoke=["--rounds", "1"])
-    (rows,) = run_ranks(arguments.ranks, serve, arguments.ranks, arguments.rounds, timeout_s=600)
+    (rows,) = run_ranks(
+        arguments.ranks,
+        serve,
+        arguments.ranks,
+        arguments.rounds,
+        timeout_s=600,
+    )
     print(f"{arguments.ranks} ranks; microseconds, median (minimum)")
     print(f"{'operation':16}{'tensor':22}{'gloo':>22}{'shared memory':>22}{'gain':>8}")
     for row in rows:

@@ -258,7 +258,11 @@ def measure_lock(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 time.sleep(0.2)
                 ctypes.PyDLL(None).usleep(int(1e6 * arguments.hold_s))  # PyDLL keeps the lock
                 rows.append(
-                    {"store": kind, "lock_held_s": arguments.hold_s, "worst_check_s": round(poller.finish(), 4)}
+                    {
+                        "store": kind,
+                        "lock_held_s": arguments.hold_s,
+                        "worst_check_s": round(poller.finish(), 4),
+                    }
                 )
                 del store
     return rows

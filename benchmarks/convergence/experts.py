@@ -46,7 +46,12 @@ def mixture_of(dense: ModelConfig) -> ModelConfig:
     """The same model with experts, of the greatest width that makes a token no dearer."""
     allowed = model_flops_per_token(dense)
     for width in range(dense.ffn_hidden // TOP_K, 0, -1):
-        moe = {"experts": EXPERTS, "top_k": TOP_K, "expert_hidden": width, "scale": float(TOP_K)}
+        moe = {
+            "experts": EXPERTS,
+            "top_k": TOP_K,
+            "expert_hidden": width,
+            "scale": float(TOP_K),
+        }
         model = ModelConfig.model_validate({**dense.model_dump(exclude_unset=True), "moe": moe})
         if model_flops_per_token(model) <= allowed:
             return model

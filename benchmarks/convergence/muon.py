@@ -101,7 +101,14 @@ def train(chosen: Recipe, optimizer: str, factor: float, seed: int, options: arg
         rows = read(folder)
     steps = {row["step"]: row for row in rows if row["kind"] == "step"}
     curve = tuple(steps[step]["loss"] for step in sorted(steps))
-    return Trained(chosen, optimizer, factor, seed, final(rows, chosen) or 0.0, curve)
+    return Trained(
+        chosen,
+        optimizer,
+        factor,
+        seed,
+        final(rows, chosen) or 0.0,
+        curve,
+    )
 
 
 def read(folder: Path) -> list[dict]:
@@ -188,7 +195,11 @@ def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
         reached = [
             steps_to(ours.curve, end) / len(ours.curve) for ours, end in zip(best["muon"][1], ends, strict=False)
         ]
-        result[model] = {**rows, "share_of_tokens": float(np.mean(reached)), "cost": costs["muon"] / costs["adamw"]}
+        result[model] = {
+            **rows,
+            "share_of_tokens": float(np.mean(reached)),
+            "cost": costs["muon"] / costs["adamw"],
+        }
     return result
 
 
@@ -317,7 +328,13 @@ def main() -> None:
     # every learning rate with the first seed, then the other seeds
     rates = [(name, factor) for name, factors in FACTORS.items() for factor in options.factors or factors]
     for model, seed, (optimizer, factor) in product(options.ladder, range(1, options.seeds + 1), rates):
-        run = train(recipe(model, options.tokens_per_parameter), optimizer, factor, seed, options)
+        run = train(
+            recipe(model, options.tokens_per_parameter),
+            optimizer,
+            factor,
+            seed,
+            options,
+        )
         if run is not None:
             trained.append(run)
     result = study(trained, options.data)

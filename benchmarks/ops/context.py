@@ -62,7 +62,13 @@ def config_of(tokens: int, ranks: int, way: str, overrides: list[str]) -> RunCon
 def step_of(config: RunConfig, mesh: Mesh) -> Callable[[], object]:
     """A training step of this rank."""
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-    state = build_state(config, make_plan(config, mesh.cp.size), mesh, torch.device("cpu"), batches)
+    state = build_state(
+        config,
+        make_plan(config, mesh.cp.size),
+        mesh,
+        torch.device("cpu"),
+        batches,
+    )
     return lambda: train_step(state)
 
 
@@ -73,7 +79,13 @@ def core_of(config: RunConfig, mesh: Mesh, way: str) -> Callable[[], object]:
     rows = model.sequence_length // mesh.cp.size
     scale = model.dim_per_head**-0.5
     q, k, v, grad = (
-        torch.randn(rows, 1, heads, model.dim_per_head, dtype=dtype)
+        torch.randn(
+            rows,
+            1,
+            heads,
+            model.dim_per_head,
+            dtype=dtype,
+        )
         for heads in (model.heads, *2 * [model.num_kv_heads], model.heads)
     )
     if way == "torch":
@@ -93,8 +105,20 @@ def torch_ring(tensors_BaSD: Sequence[Tensor], scale: float) -> None:
     assert group is not None
     forward = op._scaled_dot_product_flash_attention_for_cpu
     backward = op._scaled_dot_product_flash_attention_for_cpu_backward
-    options: dict[str, Any] = {"is_causal": True, "dropout_p": 0.0, "scale": scale}
-    out, logsumexp = theirs._templated_ring_attention(group, 2, forward, q_BaSD, k_BaSD, v_BaSD, **options)
+    options: dict[str, Any] = {
+        "is_causal": True,
+        "dropout_p": 0.0,
+        "scale": scale,
+    }
+    out, logsumexp = theirs._templated_ring_attention(
+        group,
+        2,
+        forward,
+        q_BaSD,
+        k_BaSD,
+        v_BaSD,
+        **options,
+    )
     theirs._templated_ring_attention_backward(
         group,
         2,
@@ -118,8 +142,21 @@ def serve(
     plan = make_plan(config, ranks)
     mesh = serial_mesh()
     if ranks > 1:
-        connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 600.0)
-        mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 600.0, config.comm)
+        connect(
+            rank,
+            ranks,
+            Meeting("127.0.0.1", port, 0, ranks),
+            "gloo",
+            600.0,
+        )
+        mesh = build_mesh(
+            plan.grid,
+            rank,
+            plan.placement,
+            config.model.tied_embeddings,
+            600.0,
+            config.comm,
+        )
     work = core_of(config, mesh, case["way"]) if case["core"] else step_of(config, mesh)
     work()
     barrier(mesh.world)
@@ -140,7 +177,15 @@ def measure(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """One case."""
     ranks = case["ranks"]
     config = config_of(case["tokens"], ranks, case["way"], overrides)
-    rows = run_ranks(ranks, serve, ranks, case, config, results=ranks, timeout_s=3000)
+    rows = run_ranks(
+        ranks,
+        serve,
+        ranks,
+        case,
+        config,
+        results=ranks,
+        timeout_s=3000,
+    )
     greatest = {name: max(row[name] for row in rows) for name in ("wall_s", "peak_bytes", "moved_bytes")}
     return {
         **case,
@@ -214,7 +259,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = read_json(arguments.json, [])
     for tokens, ranks in product(arguments.tokens, arguments.ranks):
         for way in arguments.ways if ranks > 1 else ["gather"]:
-            case = {"core": arguments.core, "tokens": tokens, "ranks": ranks, "way": way}
+            case = {
+                "core": arguments.core,
+                "tokens": tokens,
+                "ranks": ranks,
+                "way": way,
+            }
             earlier = [row for row in rows if {key: row[key] for key in case} == case]
             best = min([measure(case, arguments.overrides), *earlier], key=lambda row: row["cpu_s"])
             rows = sorted(

@@ -166,7 +166,15 @@ def print_limit(host_ms: float) -> None:
         }
         shape = load_model(model, {"sequence_length": 2048})
         layout = layout_of(
-            build(RunConfig, {"model": shape.model_dump(), "precision": {"dtype": "bf16"}, **settings}), tp
+            build(
+                RunConfig,
+                {
+                    "model": shape.model_dump(),
+                    "precision": {"dtype": "bf16"},
+                    **settings,
+                },
+            ),
+            tp,
         )
         cells = []
         for machine in machines.values():

@@ -68,7 +68,17 @@ def candidates(kernel: str, architecture: str) -> list[Blocks]:
                 if architecture == "gfx90a" and stages == 1 and kernel != "attention_grad_q"
                 else _CDNA2_WAYS[:1]
             )
-            found += [Blocks(m, n, warps, stages, matrix, *way) for way in ways]
+            found += [
+                Blocks(
+                    m,
+                    n,
+                    warps,
+                    stages,
+                    matrix,
+                    *way,
+                )
+                for way in ways
+            ]
     return found
 
 
@@ -81,7 +91,16 @@ def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Bloc
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        code = compile_one(Build(architecture, kernel, "bf16", variant, True), folder)
+        code = compile_one(
+            Build(
+                architecture,
+                kernel,
+                "bf16",
+                variant,
+                True,
+            ),
+            folder,
+        )
     except Exception as error:  # too much shared memory, most often
         return f"{name}: {type(error).__name__}"
     machine = ARCHITECTURES[architecture]
@@ -89,7 +108,14 @@ def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Bloc
         return f"{name}: {code.spills} registers spilled, {code.shared_bytes} bytes of shared memory"
     write_manifest(folder, architecture, [code])
     (folder / "candidate.json").write_text(
-        json.dumps({**asdict(code), "variant": variant, "blocks": blocks}), encoding="utf-8"
+        json.dumps(
+            {
+                **asdict(code),
+                "variant": variant,
+                "blocks": blocks,
+            }
+        ),
+        encoding="utf-8",
     )
     return f"{name}: {code.registers} registers"
 
@@ -124,7 +150,13 @@ class WithCandidate:
 
     def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
         """Launch the shipped kernel or the candidate."""
-        (self.candidate if kernel == self.kernel else self.shipped).launch(kernel, dtype, variant, grid, **arguments)
+        (self.candidate if kernel == self.kernel else self.shipped).launch(
+            kernel,
+            dtype,
+            variant,
+            grid,
+            **arguments,
+        )
 
 
 def run(
@@ -137,11 +169,30 @@ def run(
         variant = line["variant"]
         if f"{kernel}, {variant}" not in found:
             found[f"{kernel}, {variant}"] = [
-                (time_of(GpuOps(shipped), kernel, variant, device, sequence, tokens, width), "shipped")
+                (
+                    time_of(
+                        GpuOps(shipped),
+                        kernel,
+                        variant,
+                        device,
+                        sequence,
+                        tokens,
+                        width,
+                    ),
+                    "shipped",
+                )
             ]
         mixed = WithCandidate(shipped, PrebuiltKernels(shipped.architecture, path), kernel)
         try:
-            seconds = time_of(GpuOps(mixed), kernel, variant, device, sequence, tokens, width)
+            seconds = time_of(
+                GpuOps(mixed),
+                kernel,
+                variant,
+                device,
+                sequence,
+                tokens,
+                width,
+            )
         except Exception as error:
             print(f"{path.name}: {error}", flush=True)
             continue
@@ -184,13 +235,26 @@ def simulated_share(ops: GpuOps, gpu: TracingGpu, line: dict[str, Any], sequence
     dim = constants["BLOCK_D"]
     outer = constants["BLOCK_N" if kernel == "attention_grad_kv" else "BLOCK_M"]
     extras = (torch.ones(1), torch.zeros(1, sequence, dtype=torch.int32)) if constants["EXTRAS"] else ()
-    q, k, v = (torch.randn(sequence, 1, 1, dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.randn(
+            sequence,
+            1,
+            1,
+            dim,
+            dtype=torch.bfloat16,
+        ).requires_grad_()
+        for _ in range(3)
+    )
     out = ops.attention(q, k, v, Scores(dim**-0.5, *extras))
     if kernel != "attention_forward":
         out.backward(torch.randn_like(out))
     waves = ARCHITECTURES["gfx90a"].waves_per_simd(line["warps"], line["registers"], line["shared_bytes"])
     timing = time_of_trace(*gpu.traces[kernel], int(waves))
-    products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[kernel]
+    products = {
+        "attention_forward": 2,
+        "attention_grad_kv": 4,
+        "attention_grad_q": 3,
+    }[kernel]
     flops = 2 * products * dim * outer * (sequence - outer / 2)  # below the diagonal
     return flops / (timing.cycles * line["warps"] / SIMDS * Rates().matrix_flops), timing
 

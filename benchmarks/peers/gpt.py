@@ -69,7 +69,14 @@ def ours(layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
 def peer(name: str, python: str, layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
     tp, pp, dp = layout
     arguments = [
-        f"--{key}={value}" for key, value in {**SHAPE, "tp": tp, "pp": pp, "steps": steps, "warmup": 2}.items()
+        f"--{key}={value}"
+        for key, value in {
+            **SHAPE,
+            "tp": tp,
+            "pp": pp,
+            "steps": steps,
+            "warmup": 2,
+        }.items()
     ]
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp * pp * dp}"]
     result = run([*command, "--module", PEERS[name], f"--dtype={dtype}", *arguments])
@@ -79,10 +86,22 @@ def peer(name: str, python: str, layout: tuple[int, int, int], dtype: str, steps
 
 
 def run(command: list[str]) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
     # ninja, for the op that DeepSpeed compiles at start-up
     environment["PATH"] = f"{Path(command[0]).parent}:{environment['PATH']}"
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return done.stdout
@@ -126,8 +145,23 @@ def main() -> None:
             ratio = rate["frontier_llm"] / max(value for name, value in rate.items() if name != "frontier_llm")
             cells = " | ".join(f"{rate[name]:,.0f}" if name in rate else "-" for name in ("frontier_llm", *PEERS))
             print(f"| {layout} | {dtype} | {cells} | {ratio:.2f} |")
-            rows.append({"layout": layout, "dtype": dtype, "tokens_per_s": rate, "ratio": ratio})
-    write_json(args.json, {"shape": SHAPE, "rounds": args.rounds, "steps": args.steps, "rows": rows})
+            rows.append(
+                {
+                    "layout": layout,
+                    "dtype": dtype,
+                    "tokens_per_s": rate,
+                    "ratio": ratio,
+                }
+            )
+    write_json(
+        args.json,
+        {
+            "shape": SHAPE,
+            "rounds": args.rounds,
+            "steps": args.steps,
+            "rows": rows,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,11 @@ from benchmarks.peers.gpt import PEERS, SHAPE, TOKENS, run
 from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_run
 
-EXPERTS = {"experts": 16, "top_k": 4, "expert_hidden": 384}
+EXPERTS = {
+    "experts": 16,
+    "top_k": 4,
+    "expert_hidden": 384,
+}
 MOE = f"model.moe={json.dumps(EXPERTS)}"
 BARE = "model.bias=false"  # of all three: our experts have none, nor then has megatron-core
 
@@ -50,7 +54,12 @@ class Degrees(NamedTuple):
     ep: int
 
 
-LAYOUTS = {"serial": Degrees(1, 1, 1), "ep2": Degrees(1, 2, 2), "ep4": Degrees(1, 4, 4), "ep2tp2": Degrees(2, 2, 2)}
+LAYOUTS = {
+    "serial": Degrees(1, 1, 1),
+    "ep2": Degrees(1, 2, 2),
+    "ep4": Degrees(1, 4, 4),
+    "ep2tp2": Degrees(2, 2, 2),
+}
 
 
 def ours(layout: Degrees, experts: bool, steps: int) -> dict[str, list[float]]:

@@ -58,7 +58,11 @@ START = {
     "linear_speedup": 1.6,
 }
 START_OF: dict[str, dict[str, float]] = {
-    "llm-foundry-h100": {"gemm_efficiency": 0.65, "flash_efficiency": 0.4, "flash_backward": 0.6},
+    "llm-foundry-h100": {
+        "gemm_efficiency": 0.65,
+        "flash_efficiency": 0.4,
+        "flash_backward": 0.6,
+    },
     "h100": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
     "frontier": {"unaligned_penalty": 2.0},
 }
@@ -145,7 +149,13 @@ def main() -> None:
         if not args.dry_run:
             share = f"{len(train)} of {len(rows)} rows of {train[0].dataset}"
             source = f"fitted on {share} (benchmarks/planner/fit_machines.py)"
-            update_machine(machine_path(name), stack, best, keys, source)
+            update_machine(
+                machine_path(name),
+                stack,
+                best,
+                keys,
+                source,
+            )
 
 
 if __name__ == "__main__":

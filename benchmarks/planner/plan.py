@@ -54,7 +54,13 @@ def frontier_llm(*words: str) -> str:
     threads = max(1, (os.cpu_count() or 1) // RANKS)
     command = [sys.executable, "-m", "frontier_llm.cli.main", *words]
     env = {**environment(), "OMP_NUM_THREADS": str(threads)}
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+    return subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=env,
+    ).stdout
 
 
 def predicted_s(config: RunConfig, numbers: Rates) -> float:
@@ -67,7 +73,15 @@ def predicted_s(config: RunConfig, numbers: Rates) -> float:
 
 def measured_s(run: str, overrides: list[str], steps: int) -> float:
     """Median step of one `bench step`."""
-    out = frontier_llm("bench", "step", run, *overrides, "--steps", str(steps), "--json")
+    out = frontier_llm(
+        "bench",
+        "step",
+        run,
+        *overrides,
+        "--steps",
+        str(steps),
+        "--json",
+    )
     return float(json.loads(out[out.index("{") :])["step_time_s"])
 
 
@@ -78,13 +92,28 @@ def main() -> int:
     parser.add_argument("--run", default="bench")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="measured steps per round and layout")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=LAYOUTS,
+        default=list(LAYOUTS),
+        metavar="LAYOUT",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table here")
     args = parse_arguments(parser, smoke=["--machine", "local", "--rounds", "1", "--steps", "1", "--layouts", "DP2"])
     with tempfile.TemporaryDirectory() as folder:
         machine = args.machine or f"{folder}/calibrated.yaml"
         if not args.machine:
-            print(frontier_llm("calibrate", args.run, "--ranks", str(RANKS), "--output", machine))
+            print(
+                frontier_llm(
+                    "calibrate",
+                    args.run,
+                    "--ranks",
+                    str(RANKS),
+                    "--output",
+                    machine,
+                )
+            )
         numbers = rates(load_machine(machine))
     work = {name: partial(measured_s, args.run, LAYOUTS[name], args.steps) for name in args.layouts}
     samples = take_turns(work, args.rounds)

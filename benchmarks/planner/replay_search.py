@@ -34,7 +34,14 @@ def measured_space(table: Path = TABLE) -> tuple[Space, np.ndarray]:
     not in it.
     """
     config = load_run("train_22b", ["machine=local", *RUN])
-    space = make_space(config, rates(load_machine("local")), 4, 1, parse_fixed(list(FIXED)), within=WITHIN)
+    space = make_space(
+        config,
+        rates(load_machine("local")),
+        4,
+        1,
+        parse_fixed(list(FIXED)),
+        within=WITHIN,
+    )
     seconds = {trial.layout: trial.step_s for trial in read_trials(table, space.plans[0].layout)}
     space = replace(space, plans=tuple(plan for plan in space.plans if plan.layout in seconds))
     assert len(space.plans) == len(seconds), "the planner no longer proposes some of the table's layouts"
@@ -50,9 +57,25 @@ def searched(space: Space, seconds: np.ndarray, seed: int, trials: int) -> np.nd
     def measure(proposal: Proposal, limit_s: float) -> Trial:
         plan = space.plans[proposal.number]
         step_s = float(seconds[proposal.number])
-        return Trial(len(search.trials) + 1, plan.layout, proposal.why, plan.step_s, "ok", step_s, 9, 12.0, 0.01)
+        return Trial(
+            len(search.trials) + 1,
+            plan.layout,
+            proposal.why,
+            plan.step_s,
+            "ok",
+            step_s,
+            9,
+            12.0,
+            0.01,
+        )
 
-    run_search(search, 12, Limits(1e9, 4, trials), measure, lambda rows: None)
+    run_search(
+        search,
+        12,
+        Limits(1e9, 4, trials),
+        measure,
+        lambda rows: None,
+    )
     steps = [trial.step_s or np.inf for trial in search.trials]
     return np.minimum.accumulate([*steps, *[np.inf] * (trials - len(steps))]) / seconds.min()
 

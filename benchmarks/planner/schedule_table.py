@@ -17,7 +17,12 @@ from frontier_llm.schedule import Action, Kind, build, one_end, peak_in_flight, 
 from frontier_llm.units import GIB
 
 PAGE = MEASURED / "schedules.md"
-UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+UNIT = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHT: 1.0,
+}
 SCHEDULES = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "v-half", "v-min")
 # (stages - 1) units, of one F of a whole stage, in the step and between a rank's first and last action; activations, in
 # those of 1F1B
@@ -52,7 +57,18 @@ def equal_passes(stages: int, microbatches: int) -> Iterator[str]:
         work = 3 * microbatches
         inside = max(timeline.end_s[rank][-1] - timeline.start_s[rank][0] for rank in range(stages)) - work
         held = (
-            max(float(peak_in_flight(name, stages, chunks, microbatches, rank)) for rank in range(stages))
+            max(
+                float(
+                    peak_in_flight(
+                        name,
+                        stages,
+                        chunks,
+                        microbatches,
+                        rank,
+                    )
+                )
+                for rank in range(stages)
+            )
             / chunks
             / stages
         )
@@ -78,7 +94,13 @@ def on_frontier(models: Sequence[str]) -> Iterator[str]:
         for name in SCHEDULES:
             if name in LEFT_OUT.get(model, ()):
                 continue
-            found = search(load_model(model), numbers, nodes, batch, {"schedule": name}).plans
+            found = search(
+                load_model(model),
+                numbers,
+                nodes,
+                batch,
+                {"schedule": name},
+            ).plans
             plans = [plan for plan in found if plan.layout.pp > 1]
             if not plans:
                 yield f"| {model} | {name} | nothing fits | | | | | |"
@@ -107,7 +129,13 @@ def memory(plan: Plan) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name for name, _, _ in MODELS]
-    parser.add_argument("--models", nargs="+", choices=names, default=names, help="models of the table for Frontier")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=names,
+        default=names,
+        help="models of the table for Frontier",
+    )
     options = parse_arguments(parser, smoke=["--models", "gpt-22b"])
     lines = [
         "## Equal passes",

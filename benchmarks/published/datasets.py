@@ -261,7 +261,11 @@ def _published_run(row: Row) -> PublishedRun | None:
     # rest
     half = recompute.startswith(("selective layer", "selective op"))
     software: dict[str, Any] = {"checkpoints_cut": "partition" in recompute}
-    if flash := {"y": "flash", "v": "flash", "n": "unfused"}.get(row["flash_attn"][:1]):
+    if flash := {
+        "y": "flash",
+        "v": "flash",
+        "n": "unfused",
+    }.get(row["flash_attn"][:1]):
         software["attention"] = flash
     return PublishedRun(
         key=row["id"],

@@ -41,7 +41,13 @@ def test_the_fitted_constants_stand_in_the_file_and_nothing_else_changes(tmp_pat
     before = (configs_dir() / "machines" / "frontier.yaml").read_text(encoding="utf-8")
     path = tmp_path / "frontier.yaml"
     path.write_text(before, encoding="utf-8")
-    update_machine(path, "gpt-neox", best, keys, "a test")
+    update_machine(
+        path,
+        "gpt-neox",
+        best,
+        keys,
+        "a test",
+    )
     changed = set(path.read_text(encoding="utf-8").splitlines()) - set(before.splitlines())
     assert changed == {
         '    unaligned_penalty: {value: 2.086, tag: estimated, source: "a test"}',
@@ -56,7 +62,13 @@ def test_a_number_is_written_for_its_stack_and_its_group_size(tmp_path: Path) ->
     size = numbers.fabric_size[1]
     speeds = tuple(1e9 * place for place in range(1, len(numbers.fabric_bytes_s) + 1))
     made = replace(numbers, fabric_bytes_s=speeds, gemm_efficiency=0.123)
-    update_machine(path, "megatron-deepspeed", made, [f"fabric_bytes_s/{size}", "gemm_efficiency"], "a test")
+    update_machine(
+        path,
+        "megatron-deepspeed",
+        made,
+        [f"fabric_bytes_s/{size}", "gemm_efficiency"],
+        "a test",
+    )
     written = load_machine(str(path))
     assert rates(written, "megatron-deepspeed").gemm_efficiency == 0.123
     own = rates(written)

@@ -54,9 +54,20 @@ def source(name: str) -> str:
 @pytest.mark.parametrize("name", [name for name in FILES if name not in WITHOUT])
 def test_a_short_run_ends_well_and_changes_no_file(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name.replace('/', '.')}", "--smoke"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     before = changes()
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert done.stdout.strip()
     assert changes() == before and not list(tmp_path.iterdir())
@@ -64,5 +75,11 @@ def test_a_short_run_ends_well_and_changes_no_file(name: str, tmp_path: Path) ->
 
 def changes() -> str:
     """Files of the checkout that differ from its commit."""
-    listed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "status", "--porcelain"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return listed.stdout

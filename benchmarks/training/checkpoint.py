@@ -58,7 +58,14 @@ def checkpoints_of(directory: Path, gib: float) -> tuple[Checkpoints, Zero]:
                 spec = shard(Parameter(f"weight{index}", (rows, 4096), ParameterKind.MATRIX, init_std=0.02))
                 setattr(self, f"w{index}", ShardedParameter.create(torch.empty(spec.shape, device="meta"), spec))
 
-    buckets = build_buckets([Matrices()], ADAMW, single("dp"), 1, torch.device("cpu"), 40_000_000)
+    buckets = build_buckets(
+        [Matrices()],
+        ADAMW,
+        single("dp"),
+        1,
+        torch.device("cpu"),
+        40_000_000,
+    )
     for bucket in buckets:
         bucket.weights.normal_()
     mesh = serial_mesh()
@@ -66,7 +73,14 @@ def checkpoints_of(directory: Path, gib: float) -> tuple[Checkpoints, Zero]:
     for state in optimizer.states:
         state["exp_avg"].normal_()
         state["exp_avg_sq"].normal_()
-    model = ModelConfig(layers=1, hidden=64, heads=1, ffn_hidden=64, vocab_size=128, sequence_length=8)
+    model = ModelConfig(
+        layers=1,
+        hidden=64,
+        heads=1,
+        ffn_hidden=64,
+        vocab_size=128,
+        sequence_length=8,
+    )
     config = RunConfig(model=model, batch=BatchConfig(global_batch=1))
     train = config.train.model_copy(update={"run_dir": str(directory)})
     return Checkpoints(train, mesh, optimizer, JobFacts(config.model_dump(mode="json"))), optimizer

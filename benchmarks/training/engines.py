@@ -64,14 +64,33 @@ def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe
     torch.set_num_threads(1)
     log.set_rank(1, 2)  # no rank speaks for the run
     config = load_run(run, overrides)
-    connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 300.0)
+    connect(
+        rank,
+        ranks,
+        Meeting("127.0.0.1", port, 0, ranks),
+        "gloo",
+        300.0,
+    )
     plan = make_plan(config, ranks)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 300.0, config.comm)
+    mesh = build_mesh(
+        plan.grid,
+        rank,
+        plan.placement,
+        config.model.tied_embeddings,
+        300.0,
+        config.comm,
+    )
     import_engine(config)
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
     gc.collect()
     before = host_bytes("VmRSS")
-    state = build_state(config, plan, mesh, torch.device("cpu"), batches)
+    state = build_state(
+        config,
+        plan,
+        mesh,
+        torch.device("cpu"),
+        batches,
+    )
     for _ in range(2):
         train_step(state)
     gc.collect()

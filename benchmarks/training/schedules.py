@@ -44,7 +44,12 @@ SCHEDULES = (
     "v-min",
 )
 OPTIMIZER_UNITS = 1.0
-UNITS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+UNITS = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHT: 1.0,
+}
 
 
 class Sleeps:
@@ -102,17 +107,36 @@ def schedule_of(name: str, microbatches: int) -> Schedule:
 def serve(rank: int, port: int, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
     """Seconds from each step's end to the next one's on this rank, by case."""
     torch.set_num_threads(1)
-    connect(rank, RANKS, Meeting("127.0.0.1", port, 0, RANKS), "gloo", 120.0)
+    connect(
+        rank,
+        RANKS,
+        Meeting("127.0.0.1", port, 0, RANKS),
+        "gloo",
+        120.0,
+    )
     seconds: dict[str, list[float]] = {}
     for name in SCHEDULES:
         schedule = schedule_of(name, arguments.microbatches)
         comm = CommConfig(in_flight=arguments.in_flight)
-        mesh = build_mesh(Grid(1, RANKS, 1), rank, schedule.placement, False, 120.0, comm)
+        mesh = build_mesh(
+            Grid(1, RANKS, 1),
+            rank,
+            schedule.placement,
+            False,
+            120.0,
+            comm,
+        )
         sleeps = Sleeps(arguments.unit_ms / 1e3 / schedule.chunks)
         positions = schedule.placement.positions_of(rank)
         stages = [sleeps.loss if position == schedule.placement.last else sleeps.forward for position in positions]
         spec = ActivationSpec(MESSAGE, torch.float32, torch.device("cpu"))
-        engine = Engine(schedule, stages, mesh, sleeps, spec)
+        engine = Engine(
+            schedule,
+            stages,
+            mesh,
+            sleeps,
+            spec,
+        )
         numbers = torch.zeros(4, dtype=torch.float64)
         barrier(mesh.world)
         ended = []
@@ -154,7 +178,12 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "simulated_ms": units * arguments.unit_ms,
         }
         rows.append(
-            row | {"median_ms": statistics.median(steps) * 1e3, "fastest_ms": min(steps) * 1e3, "steps": len(steps)}
+            row
+            | {
+                "median_ms": statistics.median(steps) * 1e3,
+                "fastest_ms": min(steps) * 1e3,
+                "steps": len(steps),
+            }
         )
     return rows
 

@@ -161,7 +161,13 @@ def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict
             for line in said.splitlines()
             if "differs from the checkpoint: " in line
         ]
-        segments.append({"vendor": vendor, "layout": layout, "said on resuming": changes})
+        segments.append(
+            {
+                "vendor": vendor,
+                "layout": layout,
+                "said on resuming": changes,
+            }
+        )
     curves = {name: losses(run_dir, total) for name, run_dir in folders.items()}
     first, *others = (curves[name] for name in sides)
     for number, segment in enumerate(segments):
@@ -210,7 +216,14 @@ def plot(curves: dict[str, dict[str, np.ndarray]], steps: int, names: list[str],
             )
         for number, name in enumerate(names):
             top.axvline(number * steps, color="grey", linewidth=0.5)
-            top.text((number + 0.05) * steps, first.max(), name, rotation=90, verticalalignment="top", fontsize=7)
+            top.text(
+                (number + 0.05) * steps,
+                first.max(),
+                name,
+                rotation=90,
+                verticalalignment="top",
+                fontsize=7,
+            )
         top.set(title=dtype, ylabel="loss, nats per byte")
         bottom.set(ylabel="difference", xlabel="step")
         top.legend(fontsize=7, loc="center right")
@@ -225,7 +238,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options.add_argument("--steps", type=int, default=200, help="of each segment")
     options.add_argument("--devices", default="cpu", help="comma-separated, one after another: cpu,cuda")
     options.add_argument("--dtypes", default="fp32,bf16", help="working types, each a rehearsal of its own")
-    options.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="LAYOUT", help="one after another")
+    options.add_argument(
+        "--layouts",
+        nargs="+",
+        default=list(LAYOUTS),
+        metavar="LAYOUT",
+        help="one after another",
+    )
     options.add_argument("--directory", type=Path, default=Path("runs/switch_vendors"), help="of the runs")
     options.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
     options.add_argument(
