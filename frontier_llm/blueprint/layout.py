@@ -188,4 +188,6 @@ def context_way(model: ModelConfig, tp: int, cp: int, wanted: str = "auto") -> s
         return wanted
     heads = model.heads // tp
     kv_heads = model.num_kv_heads // tp
-    return "heads" if kv_heads % cp == 0 and 4 * (heads + kv_heads) < 6 * kv_heads * cp else "gather"
+    if kv_heads % cp == 0 and 4 * (heads + kv_heads) < 6 * kv_heads * cp:
+        return "heads"
+    return "gather"

@@ -38,7 +38,9 @@ class Matrices:
     @property
     def transposed(self) -> bool:
         """Whether rows are the longer side; of a square the side that tp cuts counts as the longer one."""
-        return self.split == 1 if self.rows == self.columns else self.rows > self.columns
+        if self.rows == self.columns:
+            return self.split == 1
+        return self.rows > self.columns
 
     @property
     def short(self) -> int:

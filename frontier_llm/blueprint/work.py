@@ -138,7 +138,11 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
         return
 
     def send(
-        phase: Phase, operation: str, under: Under = Under.PRODUCT, beside: Product | None = None, apart: bool = False
+        phase: Phase,
+        operation: str,
+        under: Under = Under.PRODUCT,
+        beside: Product | None = None,
+        apart: bool = False,
     ) -> Item:
         size = T * model_width * DTYPE_BYTES[layout.dtype]
         repeated = again if phase is Phase.F else ()
@@ -167,7 +171,18 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
         return [
             *context_exchange(model, layout),
             Item(Phase.F, ATTENTION, FlashCore(B, a, queries, S, D), ANY),
-            Item(Phase.I, ATTENTION, FlashCore(B, a, queries, S, D, backward=True)),
+            Item(
+                Phase.I,
+                ATTENTION,
+                FlashCore(
+                    batch=B,
+                    heads=a,
+                    queries=queries,
+                    keys=S,
+                    head_dim=D,
+                    backward=True,
+                ),
+            ),
             # log-sum-exp
             Item(Phase.F, ATTENTION, Keep(float(statistics_bytes(layout.dtype)) * B * queries * a, modes)),
         ]
@@ -220,7 +235,10 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
     def send(phase: Phase, operation: str, size: int, under: Under = Under.NOTHING, calls: int = 1) -> Item:
         return Item(
-            phase, EXCHANGE, Collective("cp", operation, size, under, calls=calls), ANY if phase is Phase.F else ()
+            phase,
+            EXCHANGE,
+            Collective("cp", operation, size, under, calls=calls),
+            ANY if phase is Phase.F else (),
         )
 
     way = context_way(model, layout.tp, cp, layout.context_attention)

@@ -86,11 +86,15 @@ def _profile_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if profile.range[-1] > steps:
         yield Problem(
-            "train.profile.steps", f"{profile.steps} is not over when the run ends after {steps}", f"end at {steps}"
+            "train.profile.steps",
+            f"{profile.steps} is not over when the run ends after {steps}",
+            f"end at {steps}",
         )
     if missing := [rank for rank in profile.ranks if rank >= world_size]:
         yield Problem(
-            "train.profile.ranks", f"the run has no rank {missing[0]}", f"name ranks of 0 to {world_size - 1}"
+            "train.profile.ranks",
+            f"the run has no rank {missing[0]}",
+            f"name ranks of 0 to {world_size - 1}",
         )
 
 
@@ -136,7 +140,9 @@ def check_start(config: RunConfig, world_size: int) -> None:
     stop = Path(config.train.run_dir) / STOP_FILE
     if stop.exists():  # in a job it keeps the next attempt from going on
         raise ConfigError(
-            "ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop)
+            "ends a run at its next step, and has been here since before this start",
+            f"rm {stop}",
+            str(stop),
         )
     has_gpu = any(Path(gpu).exists() for gpu in GPU_FILES.values())
     _check_driver(config)
@@ -156,7 +162,9 @@ def check_start(config: RunConfig, world_size: int) -> None:
         )
         fix = "take a smaller model, or a machine for it: frontier-llm plan --run RUN --machine frontier"
         raise ConfigError(
-            f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU", fix, "model"
+            f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU",
+            fix,
+            "model",
         )
 
 
@@ -207,7 +215,9 @@ def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
 
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            "deepspeed is not installed", f"{INSTALL}, or set optimizer.engine=native", "optimizer.engine"
+            "deepspeed is not installed",
+            f"{INSTALL}, or set optimizer.engine=native",
+            "optimizer.engine",
         )
     deepspeed_settings(config, microbatches)
     if problems := list(missing_ops(config, environment())):

@@ -35,7 +35,11 @@ INPUTS = option(
     help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS",
 )
 BOUND = option(
-    "--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)"
+    "--max-mib",
+    type=positive,
+    default=128,
+    metavar="N",
+    help="of a line or an unpacked MDS shard (default: 128)",
 )
 OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
 TEXT_OPTIONS = (
@@ -54,8 +58,20 @@ TEXT_OPTIONS = (
 @command(
     INPUTS,
     option("--output", required=True, metavar="FILE", help="NAME.model (sentencepiece) or NAME.json (Hugging Face)"),
-    option("--vocab-size", type=positive, default=32000, metavar="N", help="ids (default: 32000)"),
-    option("--sample-mib", type=positive, default=64, metavar="N", help="MiB of text to train on (default: 64)"),
+    option(
+        "--vocab-size",
+        type=positive,
+        default=32000,
+        metavar="N",
+        help="ids (default: 32000)",
+    ),
+    option(
+        "--sample-mib",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="MiB of text to train on (default: 64)",
+    ),
     option(
         "--overwrite",
         action="store_true",
@@ -71,7 +87,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
 
     if not args.output.endswith((".model", ".json")):
         raise DataError(
-            f"--output {args.output} names no kind", fix="end it in .model (sentencepiece) or .json (Hugging Face)"
+            f"--output {args.output} names no kind",
+            fix="end it in .model (sentencepiece) or .json (Hugging Face)",
         )
     train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
     options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, max_bytes=args.max_mib << 20)
@@ -99,12 +116,26 @@ def _tokenizer(args: argparse.Namespace) -> int:
 
 @command(
     INPUTS,
-    option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
     option(
-        "--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`"
+        "--output",
+        required=True,
+        type=dataset_prefix,
+        metavar="PREFIX",
+        help="path without .bin/.idx",
+    ),
+    option(
+        "--tokenizer",
+        required=True,
+        help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`",
     ),
     option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
-    option("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)"),
+    option(
+        "--shard-mib",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="MiB of input per resumable part (default: 32)",
+    ),
     OVERWRITE,
     option("--prompt-key", metavar="NAME", help="JSON field that comes before the text, is read and not learnt"),
     JSON,
@@ -116,17 +147,40 @@ def _tokenize(args: argparse.Namespace) -> int:
 
     shard_bytes = args.shard_mib << 20
     max_bytes = args.max_mib << 20
-    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, shard_bytes, args.prompt_key, max_bytes)
-    meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers, args.overwrite)
+    options = TokenizeOptions(
+        text_key=args.text_key,
+        documents=args.documents,
+        skip_damaged=args.skip_damaged,
+        shard_bytes=shard_bytes,
+        prompt_key=args.prompt_key,
+        max_bytes=max_bytes,
+    )
+    meta = tokenize(
+        inputs=args.inputs,
+        prefix=args.output,
+        tokenizer=args.tokenizer,
+        options=options,
+        workers=args.workers,
+        overwrite=args.overwrite,
+    )
     show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 
 
 @command(
     option(
-        "inputs", nargs="+", metavar="INPUT", help="files, joined in this order, directories or URLs of .mds/.npy/.bin"
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files, joined in this order, directories or URLs of .mds/.npy/.bin",
     ),
-    option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
+    option(
+        "--output",
+        required=True,
+        type=dataset_prefix,
+        metavar="PREFIX",
+        help="path without .bin/.idx",
+    ),
     option("--tokenizer", required=True, help="the one that made the tokens"),
     option(
         "--dtype",
@@ -143,7 +197,13 @@ def _import(args: argparse.Namespace) -> int:
 
     bound = args.max_mib << 20
     meta = import_tokens(
-        args.inputs, args.output, args.tokenizer, args.dtype, args.column, bound, overwrite=args.overwrite
+        inputs=args.inputs,
+        prefix=args.output,
+        tokenizer=args.tokenizer,
+        dtype=args.dtype,
+        column=args.column,
+        max_bytes=bound,
+        overwrite=args.overwrite,
     )
     print(f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
@@ -169,8 +229,20 @@ def _index(args: argparse.Namespace) -> int:
 @command(
     option("prefix", type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
     option("--tokenizer", help="to decode with (default: the one that made the data)"),
-    option("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)"),
-    option("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)"),
+    option(
+        "--samples",
+        type=natural,
+        default=3,
+        metavar="N",
+        help="documents to show (default: 3)",
+    ),
+    option(
+        "--top",
+        type=natural,
+        default=20,
+        metavar="N",
+        help="most frequent tokens to show (default: 20)",
+    ),
     option(
         "--sequence-length",
         type=natural,
@@ -190,7 +262,13 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 @command(
-    option("prefixes", nargs="+", type=dataset_prefix, metavar="PREFIX", help="paths without .bin/.idx"),
+    option(
+        "prefixes",
+        nargs="+",
+        type=dataset_prefix,
+        metavar="PREFIX",
+        help="paths without .bin/.idx",
+    ),
     option(
         "--vocab-size",
         type=positive,
@@ -248,7 +326,14 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         shares = [f"{count / report['tokens']:.2%}" for count in counts]
         bars = ["█" * max(1, round(20 * count / counts[0])) for count in counts]
         yield "most frequent tokens"
-        rows = zip((token["id"] for token in tokens), texts, counts, shares, bars, strict=True)
+        rows = zip(
+            (token["id"] for token in tokens),
+            texts,
+            counts,
+            shares,
+            bars,
+            strict=True,
+        )
         yield aligned((">id", "text", ">count", ">share", ""), rows, indent="  ")
     for sample in report["samples"]:
         body = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["first_ids"]))
@@ -262,7 +347,13 @@ def _words(value: Any) -> str:
 
 @command(
     option("directory", metavar="DIR", help="where to write them"),
-    option("--vocab-size", type=positive, default=4096, metavar="N", help="ids (default: 4096)"),
+    option(
+        "--vocab-size",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="ids (default: 4096)",
+    ),
     option("--tokenizer", help="use this one, e.g. `bytes`, instead of training one"),
     option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
     JSON,
@@ -286,9 +377,27 @@ def _stdlib(args: argparse.Namespace) -> int:
 
 @command(
     option("run", metavar="RUN_DIR", help="a run directory"),
-    option("--step", type=positive, required=True, metavar="N", help="counted from 1, as the log does"),
-    option("--samples", type=positive, default=8, metavar="N", help="samples to show (default: 8)"),
-    option("--characters", type=positive, default=60, metavar="N", help="of each sample's text (default: 60)"),
+    option(
+        "--step",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="counted from 1, as the log does",
+    ),
+    option(
+        "--samples",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="samples to show (default: 8)",
+    ),
+    option(
+        "--characters",
+        type=positive,
+        default=60,
+        metavar="N",
+        help="of each sample's text (default: 60)",
+    ),
     JSON,
     line="source, sample, documents and text of what a step read",
 )

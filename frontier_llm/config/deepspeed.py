@@ -124,7 +124,9 @@ def _read(path: str | None) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"cannot be read: {error.strerror}", "name a DeepSpeed JSON file", f"optimizer.deepspeed_config: {path}"
+            f"cannot be read: {error.strerror}",
+            "name a DeepSpeed JSON file",
+            f"optimizer.deepspeed_config: {path}",
         ) from error
     except ValueError as error:
         raise ConfigError(f"is not JSON: {error}", where=path) from error

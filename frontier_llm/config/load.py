@@ -34,7 +34,9 @@ MAXIMUM_NODES = 100_000  # of a file or value of YAML, aliases unfolded; the shi
 def configs_dir() -> Path:
     """The shipped configs/: beside the package in a checkout, under the prefix when installed from a wheel."""
     checkout = Path(__file__).resolve().parents[2] / "configs"
-    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "frontier_llm" / "configs"
+    if checkout.is_dir():
+        return checkout
+    return Path(sys.prefix) / "share" / "frontier_llm" / "configs"
 
 
 def available(kind: str) -> list[str]:
@@ -80,7 +82,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         reason = str(error).replace('in "<unicode string>", ', "")
         raise ConfigError(
-            f"cannot read: {reason}", where=str(path), fix="check that the file is UTF-8 YAML and readable"
+            f"cannot read: {reason}",
+            where=str(path),
+            fix="check that the file is UTF-8 YAML and readable",
         ) from error
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"a {type(content).__name__}"
@@ -163,7 +167,8 @@ def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, fi
     files.append(path)
     if path in files[:-1]:
         raise ConfigError(
-            f"`base:` goes in a circle: {' -> '.join(map(str, files))}", fix="remove one of these `base:` lines"
+            f"`base:` goes in a circle: {' -> '.join(map(str, files))}",
+            fix="remove one of these `base:` lines",
         )
     below = _on_its_bases(_expanded(path), kind, path.parent, files)
     return merge(below, {key: value for key, value in content.items() if key != "base"})
@@ -305,7 +310,8 @@ def _joined(problems: list[Problem]) -> list[Problem]:
         other = by_place.get(problem.where)
         if other is not None and "; got " in problem.what:
             problem = replace(
-                other, what=f"{other.what.partition('; got ')[0]}, or {problem.what.removeprefix('must be ')}"
+                other,
+                what=f"{other.what.partition('; got ')[0]}, or {problem.what.removeprefix('must be ')}",
             )
         by_place[problem.where] = problem
     return list(by_place.values())
@@ -365,7 +371,9 @@ def own_plugins(run_dir: Path) -> tuple[str, ...]:
     """The plugins that the run file of the user's own run directory names; none if it is not the user's own."""
     path = own_run_file(run_dir)
     names = compose(path, "runs")[0].get("plugins", ()) if path is not None else ()
-    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list | tuple) else ()
+    if isinstance(names, list | tuple):
+        return tuple(name for name in names if isinstance(name, str))
+    return ()
 
 
 def _within(key: str, others: Iterable[str]) -> bool:

@@ -133,11 +133,9 @@ def _sources(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _sources(one) for name, one in value.items()}
     paths = [value] if isinstance(value, str) and value != "synthetic" else value
-    return (
-        [{"path": item} if isinstance(item, str) else item for item in paths]
-        if isinstance(paths, (list, tuple))
-        else paths
-    )
+    if isinstance(paths, (list, tuple)):
+        return [{"path": item} if isinstance(item, str) else item for item in paths]
+    return paths
 
 
 class DataConfig(Section):
@@ -327,11 +325,9 @@ class EvalTask(Section):
 
 def _tasks(value: Any) -> Any:
     """A path alone is a task without examples."""
-    return (
-        {name: {"path": task} if isinstance(task, str) else task for name, task in value.items()}
-        if isinstance(value, Mapping)
-        else value
-    )
+    if isinstance(value, Mapping):
+        return {name: {"path": task} if isinstance(task, str) else task for name, task in value.items()}
+    return value
 
 
 class TrainConfig(Section):

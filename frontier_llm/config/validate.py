@@ -46,7 +46,9 @@ def model_problems(model: ModelConfig) -> list[Problem]:
     if model.norm == "layernorm" and model.norm_plus_one:
         problems.append(
             Problem(
-                "model.norm_plus_one", "layernorm's weight stands alone", "set norm_plus_one: false or norm: rmsnorm"
+                "model.norm_plus_one",
+                "layernorm's weight stands alone",
+                "set norm_plus_one: false or norm: rmsnorm",
             )
         )
     if model.full_attention_every and model.sliding_window is None:
@@ -69,7 +71,9 @@ def _moe_problems(model: ModelConfig, moe: MoeConfig) -> list[Problem]:
     if moe.shared_gate and not moe.shared_hidden:
         problems.append(
             Problem(
-                "model.moe.shared_gate", "there is no shared expert", "set moe.shared_hidden, or shared_gate: false"
+                "model.moe.shared_gate",
+                "there is no shared expert",
+                "set moe.shared_hidden, or shared_gate: false",
             )
         )
     return problems
@@ -124,11 +128,10 @@ def fp16_note(precision: PrecisionConfig, flushes_fp16: bool) -> str:
     """A warning for a run in fp16 on a device that flushes; '' where there is nothing to say."""
     if precision.dtype != "fp16" or not flushes_fp16:
         return ""
-    scale = (
-        ""
-        if precision.initial_loss_scale is None
-        else "; else leave precision.initial_loss_scale out, so that it follows the batch"
-    )
+    if precision.initial_loss_scale is None:
+        scale = ""
+    else:
+        scale = "; else leave precision.initial_loss_scale out, so that it follows the batch"
     return (
         "precision.dtype=fp16: MI250X's matrix products take numbers below 6.1e-5 for zero, small gradients among "
         "them (docs/numerics.md). "

@@ -80,11 +80,10 @@ def find_inputs(
         if [str(file) for file in files] == [str(located(path))] and not inside:
             problems.append(Problem(str(files[0]), f"unknown kind {files[0].suffix!r}", known))
         elif not inside:
-            others = (
-                f"{known}; of a dataset of the Hub try &revision=refs/convert/parquet"
-                if path.startswith(DATASET)
-                else known
-            )
+            if path.startswith(DATASET):
+                others = f"{known}; of a dataset of the Hub try &revision=refs/convert/parquet"
+            else:
+                others = known
             problems.append(Problem(str(located(path)), f"holds no {content} files", others))
         elif len(inside) < len(files):
             other = next(file.name for file in files if file not in inside)
@@ -172,11 +171,9 @@ def open_parquet(path: str | Path) -> Any:
 
 def open_packed(path: Path | RemoteFile) -> Any:
     """The content of a compressed file, as a binary file: gzip members or zstd frames, one after another."""
-    return (
-        gzip.open(_readable(path))
-        if path.suffix == ".gz"
-        else _pyarrow("pyarrow", path).input_stream(_readable(path), compression="zstd")
-    )
+    if path.suffix == ".gz":
+        return gzip.open(_readable(path))
+    return _pyarrow("pyarrow", path).input_stream(_readable(path), compression="zstd")
 
 
 def _readable(path: Path | RemoteFile) -> Any:
@@ -189,5 +186,7 @@ def _pyarrow(module: str, path: Path | RemoteFile) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise BackendError(
-            f"reading this needs pyarrow: {error}", where=str(path), fix="pip install 'frontier-llm[data]'"
+            f"reading this needs pyarrow: {error}",
+            where=str(path),
+            fix="pip install 'frontier-llm[data]'",
         ) from error

@@ -167,7 +167,8 @@ def open_samples(run: RunConfig, split: str = "train") -> BlendedSamples:
     seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
     if isinstance(sources, str):
         return BlendedSamples(
-            [SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)], lambda k: (0, k)
+            [SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)],
+            lambda k: (0, k),
         )
     # held-out sets are cut as ever, so that losses of runs that pack differently compare
     packing = run.data.packing if split == "train" else "concatenate"
@@ -184,7 +185,8 @@ def open_run(run: RunConfig, position: Position) -> BlendedSamples:
     """
     first = position.samples
     return BlendedSamples(
-        [open_stream(run, stream) for stream in position.current], lambda k: position.sample(k - first)
+        [open_stream(run, stream) for stream in position.current],
+        lambda k: position.sample(k - first),
     )
 
 
@@ -215,14 +217,19 @@ def open_run_batches(run: RunConfig, position: Position, step: int, dp_rank: int
 
 
 def _batches(
-    run: RunConfig, samples: SampleStream, dp_rank: int, dp: int, read_ahead: int = 4, first_sample: int = 0
+    run: RunConfig,
+    samples: SampleStream,
+    dp_rank: int,
+    dp: int,
+    read_ahead: int = 4,
+    first_sample: int = 0,
 ) -> Batches:
     return Batches(
-        samples,
-        run.batch.global_batch,
-        run.batch.micro_batch,
-        dp_rank,
-        dp,
+        samples=samples,
+        global_batch=run.batch.global_batch,
+        micro_batch=run.batch.micro_batch,
+        dp_rank=dp_rank,
+        dp=dp,
         vocab_size=run.model.vocab_size,
         reset_at_documents=run.data.reset_at_documents,
         read_ahead=read_ahead,
@@ -295,7 +302,9 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
     """What is no list of datasets at all."""
     if not paths:
         return Problem(
-            _key(split), "is an empty list", "name a dataset" + (", or write null" if split != "train" else "")
+            _key(split),
+            "is an empty list",
+            "name a dataset" + (", or write null" if split != "train" else ""),
         )
     for path in paths:
         if re.match(r"[\d.]+ \S", path):

@@ -169,7 +169,9 @@ def remote_files(url: str) -> list[RemoteFile]:
 def _stat(name: str, info: dict[str, Any]) -> Stat:
     if info.get("size") is None:
         raise UnreachableError(
-            "its server does not say how large it is", where=name, fix="download it first, and give its path"
+            "its server does not say how large it is",
+            where=name,
+            fix="download it first, and give its path",
         )
     marks = (info[key] for key in VERSIONS if info.get(key) is not None)
     return Stat(int(info["size"]), str(next(marks, "")))
@@ -185,7 +187,9 @@ def _file_system(url: str) -> tuple[Any, str]:
     if "::" in url:
         what = "is a chain of URLs: what is unpacked inside of fsspec has no bounds"
         raise FrontierError(
-            what, where=without_secrets(url), fix="give the file itself; gzip and zstd are unpacked here"
+            what,
+            where=without_secrets(url),
+            fix="give the file itself; gzip and zstd are unpacked here",
         )
     try:
         files, path = url_to_fs(url)
@@ -195,7 +199,9 @@ def _file_system(url: str) -> tuple[Any, str]:
         ) from None
     except ValueError as error:
         raise FrontierError(
-            without_secrets(str(error)), where=without_secrets(url), fix=f"known: {', '.join(PACKAGES)}"
+            without_secrets(str(error)),
+            where=without_secrets(url),
+            fix=f"known: {', '.join(PACKAGES)}",
         ) from None
     return files, str(path)
 
@@ -209,7 +215,9 @@ def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise UnreachableError(
-            "no such file or directory there, or it may not be read", where=without_secrets(url), fix=fix
+            "no such file or directory there, or it may not be read",
+            where=without_secrets(url),
+            fix=fix,
         ) from None
     except Exception as error:
         if "range requests" in str(error):

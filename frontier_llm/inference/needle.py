@@ -72,7 +72,10 @@ def needles(
 
 
 def _request(
-    dataset: IndexedDataset, vocabulary: int, cell: tuple[int, float], sample: int
+    dataset: IndexedDataset,
+    vocabulary: int,
+    cell: tuple[int, float],
+    sample: int,
 ) -> tuple[Sequence[int], Sequence[int]]:
     """(text with a needle and its key once more, value): a function of length, depth and number alone."""
     (length, depth), filler = cell, cell[0] - 4 * HALF

@@ -203,8 +203,6 @@ def provenance(machine: Machine, stack: str | None, field: str, group: int | Non
     section, key, _ = PLACES[field]
     holder = machine.stacks[stack_name(machine, stack)] if section == "stack" else getattr(machine, section)
     numbers = getattr(holder, key)
-    return (
-        numbers[min(numbers, key=lambda size: abs(size - (group or max(numbers))))]
-        if isinstance(numbers, dict)
-        else numbers
-    )
+    if isinstance(numbers, dict):
+        return numbers[min(numbers, key=lambda size: abs(size - (group or max(numbers))))]
+    return numbers

@@ -79,7 +79,9 @@ def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None
 
 def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
     """ep that shares out the experts evenly among the ranks of a stage."""
-    return [1] if model.moe is None else [ep for ep in divisors(model.moe.experts) if ranks % ep == 0]
+    if model.moe is None:
+        return [1]
+    return [ep for ep in divisors(model.moe.experts) if ranks % ep == 0]
 
 
 def enumerate_layouts(
@@ -107,7 +109,16 @@ def enumerate_layouts(
             wanted = all(fixed.get(axis, degree) == degree for axis, degree in degrees.items())
             if wanted and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
                 degrees_of_experts = [ep for ep in expert_degrees(model, tp * cp * dp) if fixed.get("ep", ep) == ep]
-                layouts = (Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep) for ep in degrees_of_experts)
+                layouts = (
+                    Layout(
+                        tp=tp,
+                        cp=cp,
+                        pp=pp,
+                        dp=dp,
+                        ep=ep,
+                    )
+                    for ep in degrees_of_experts
+                )
                 rows += [_options(model, layout, global_batch // dp, tp_max, fixed) for layout in layouts]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in rows])
@@ -160,16 +171,21 @@ def _shardings(model: ModelConfig, degrees: Layout, node: int, fixed: Mapping[st
 
 
 def _options(
-    model: ModelConfig, degrees: Layout, per_replica: int, node: int, fixed: Mapping[str, Any]
+    model: ModelConfig,
+    degrees: Layout,
+    per_replica: int,
+    node: int,
+    fixed: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
     tp = degrees.tp
     cp = degrees.cp
     pp = degrees.pp
     dp = degrees.dp
-    microbatches = (
-        [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
-    )
+    if per_replica <= 4096 * MAX_MICROBATCH:
+        microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH]
+    else:
+        microbatches = []
     plays = _plays(model, pp, fixed)
     shardings = _shardings(model, degrees, node, fixed)
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
@@ -184,7 +200,8 @@ def _options(
         "micro_batch": left("micro_batch", microbatches),
         "schedule": np.array([name for name, _ in plays], dtype="U32"),
         "sequence_parallel": left(
-            "sequence_parallel", [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False]
+            "sequence_parallel",
+            [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False],
         ),
         "recompute": np.array([fixed["recompute"]] if "recompute" in fixed else RECOMPUTE),
         "sharding": np.array([name for name, _ in shardings], dtype="U9"),
@@ -254,7 +271,11 @@ def _whole(text: str) -> int:
 
 
 def legal_node_counts(
-    model: ModelConfig, devices_per_node: int, nodes: int, global_batch: int, fixed: Mapping[str, Any]
+    model: ModelConfig,
+    devices_per_node: int,
+    nodes: int,
+    global_batch: int,
+    fixed: Mapping[str, Any],
 ) -> list[int]:
     """The nearest node counts, below and above, that admit a layout."""
 

@@ -52,7 +52,8 @@ def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
     fixed = fixed_words(outcome.fixed)
     near = legal_node_counts(model, machine.devices_per_node, outcome.nodes, outcome.global_batch, outcome.fixed)
     batches = nearest(
-        outcome.global_batch, range(outcome.nodes, 4 * outcome.global_batch + outcome.nodes, outcome.nodes)
+        outcome.global_batch,
+        range(outcome.nodes, 4 * outcome.global_batch + outcome.nodes, outcome.nodes),
     )
     counts = " or ".join(map(str, near)) if near else "another number of"
     batch = "" if outcome.global_batch in batches else f", or a global batch such as {' or '.join(map(str, batches))}"
@@ -83,7 +84,9 @@ def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
             return list(error.problems)
 
     without = problems({})
-    return [problem for problem in problems(outcome.fixed) if problem not in without] if outcome.fixed else []
+    if outcome.fixed:
+        return [problem for problem in problems(outcome.fixed) if problem not in without]
+    return []
 
 
 def _plainest(fixed: Mapping[str, Any]) -> Layout:
@@ -110,5 +113,7 @@ def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError
         _, nodes, name = min(homes)
         fix = f"the smallest that holds it: {nodes} nodes of {name}"
     return LayoutError(
-        f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes", fix, "plan"
+        f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes",
+        fix,
+        "plan",
     )

@@ -204,15 +204,21 @@ def wrapped(text: str, width: int) -> str:
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
-        lines += (
-            textwrap.wrap(line, width, subsequent_indent=indent + 4 * " ", drop_whitespace=True)
-            if len(line) > width
-            else [line]
-        )
+        if len(line) > width:
+            lines += textwrap.wrap(line, width, subsequent_indent=indent + 4 * " ", drop_whitespace=True)
+        else:
+            lines += [line]
     return "\n".join(lines)
 
 
-def text(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None, width: int = WIDTH) -> str:
+def text(
+    outcome: Search,
+    machine: Machine,
+    stack: str,
+    rates: Rates,
+    run: Campaign | None,
+    width: int = WIDTH,
+) -> str:
     """The report that people read, in `width` columns."""
     best = outcome.best
     model = outcome.model

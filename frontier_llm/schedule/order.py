@@ -30,7 +30,10 @@ class ScheduleError(FrontierError):
 
 
 def with_messages(
-    placement: Placement, orders: Sequence[Sequence[Action]], backward: float = 2.0, pairs: bool = False
+    placement: Placement,
+    orders: Sequence[Sequence[Action]],
+    backward: float = 2.0,
+    pairs: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
     """Each rank's restriction of the order: its compute actions, and its side of every message. `backward`: length of a
     B beside an F of 1.

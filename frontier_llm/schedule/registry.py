@@ -103,7 +103,12 @@ def _unknown(name: str) -> Problem:
 
 @lru_cache(maxsize=32)
 def build(
-    name: str, stages: int, microbatches: int, chunks: int = 1, messages: bool = True, pairs: bool = False
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    messages: bool = True,
+    pairs: bool = False,
 ) -> Schedule:
     """The schedule `name` for `stages` pipeline ranks, `microbatches` per step and replica, `chunks` virtual stages per
     rank.
@@ -152,7 +157,9 @@ def idle_share(name: str, chunks: Number) -> Number:
 def split_share(name: str, stages: Number, microbatches: Number) -> Number:
     """Share of a step's backwards that are I and W instead of B."""
     some = rule(name).split_share
-    return float(rule(name).splits_backward) + 0 * microbatches if some is None else some(stages, microbatches)
+    if some is None:
+        return float(rule(name).splits_backward) + 0 * microbatches
+    return some(stages, microbatches)
 
 
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
@@ -160,7 +167,9 @@ def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Numb
     step.
     """
     formula = rule(name).peak_in_flight
-    return microbatches * chunks if formula is None else formula(stages, microbatches, chunks, stage)
+    if formula is None:
+        return microbatches * chunks
+    return formula(stages, microbatches, chunks, stage)
 
 
 def peak_waiting(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
@@ -168,4 +177,6 @@ def peak_waiting(name: str, stages: Number, chunks: Number, microbatches: Number
     if not rule(name).splits_backward:
         return 0 * microbatches
     formula = rule(name).peak_waiting
-    return microbatches * chunks if formula is None else formula(stages, microbatches, chunks, stage)
+    if formula is None:
+        return microbatches * chunks
+    return formula(stages, microbatches, chunks, stage)

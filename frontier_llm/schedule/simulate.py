@@ -147,7 +147,10 @@ class _Turns:
 
 
 def play(
-    placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, pairs: bool = False
+    placement: Placement,
+    orders: Sequence[Sequence[Action]],
+    duration: Duration,
+    pairs: bool = False,
 ) -> tuple[Times, Times]:
     """(starts, ends) of the compute actions in `orders`, by rank, the same for both of a pair; messages take no time.
 
@@ -207,7 +210,9 @@ class _Player:
                 stream = streams.setdefault((message, rank, peer), _Stream(peer, seconds(rank, peer)))
             waits, hands = (0 <= other <= placement.last for other in (position - step, position + step))
             self.wires[kind, position] = _Wire(
-                arrivals[position] if waits else None, arrivals[position + step] if hands else {}, stream
+                arrivals[position] if waits else None,
+                arrivals[position + step] if hands else {},
+                stream,
             )
         self.orders: Sequence[Sequence[tuple[Action, ...]]] = [list(units(order, pairs)) for order in orders]
         self.place = [0] * placement.ranks

@@ -217,7 +217,11 @@ class _Rank:
         return next(iter(self.waiting), None)
 
     def _ready(
-        self, action: Action, placement: Placement, ended: dict[tuple[bool, int, int], int], moment: int
+        self,
+        action: Action,
+        placement: Placement,
+        ended: dict[tuple[bool, int, int], int],
+        moment: int,
     ) -> bool:
         forward = action.kind is Kind.FORWARD
         before = action.position + (-1 if forward else 1)
@@ -276,7 +280,15 @@ V_MIN = VOrder(((1, 1, 1, 1),))
 
 
 def _v_rule(order: VOrder, idle: float) -> ScheduleRule:
-    return ScheduleRule(order, v_shape, (2,), True, order.peak_in_flight, order.peak_waiting, idle=idle)
+    return ScheduleRule(
+        order=order,
+        placement=v_shape,
+        chunks=(2,),
+        splits_backward=True,
+        peak_in_flight=order.peak_in_flight,
+        peak_waiting=order.peak_waiting,
+        idle=idle,
+    )
 
 
 # distances with an order for every number of stages, by the share of 1F1B's memory, in sixths, that they keep
@@ -331,7 +343,7 @@ register_family("v", _of_distances)
 register(
     "interleaved-zb",
     ScheduleRule(
-        _interleaved_zero_bubble,
+        order=_interleaved_zero_bubble,
         chunks=range(1, MOST_CHUNKS + 1),
         splits_backward=True,
         peak_in_flight=_peak_interleaved,

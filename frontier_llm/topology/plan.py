@@ -48,7 +48,9 @@ def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
 
 
 def split_layers(
-    model: ModelConfig, virtual_stages: int, counts: tuple[int, ...] | None = None
+    model: ModelConfig,
+    virtual_stages: int,
+    counts: tuple[int, ...] | None = None,
 ) -> tuple[StageSpec, ...]:
     """One StageSpec per virtual stage in model order; `counts` overrides the balanced split."""
     counts = counts or balanced(model, virtual_stages)
@@ -129,11 +131,11 @@ def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
     dp = world_size // parallel.model_ranks
     return ParallelPlan(
         grid=Grid(
-            parallel.tensor,
-            parallel.pipeline,
-            dp,
-            parallel.axis_order,
-            parallel.context,
+            tp=parallel.tensor,
+            pp=parallel.pipeline,
+            dp=dp,
+            order=parallel.axis_order,
+            cp=parallel.context,
             ep=parallel.expert,
             etp=parallel.expert_tensor,
         ),
@@ -189,7 +191,9 @@ def _degree_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if parallel.data is not None and parallel.data != dp:
         what = f"{parallel.data} x {model_ranks} model ranks is not the world size {world_size}"
         yield Problem(
-            "parallel.data", what, f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out"
+            "parallel.data",
+            what,
+            f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out",
         )
     step = batch.micro_batch * dp
     if batch.global_batch % step:
@@ -283,7 +287,9 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         for key, degree in (("parallel.expert", parallel.expert), ("parallel.expert_tensor", parallel.expert_tensor)):
             if degree > 1:
                 yield Problem(
-                    key, f"{degree}, but {model.name} has no experts", f"set {key}=1, or give the model a section moe"
+                    key,
+                    f"{degree}, but {model.name} has no experts",
+                    f"set {key}=1, or give the model a section moe",
                 )
         return
     plane = max(1, world_size // parallel.pipeline)
@@ -293,7 +299,9 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if size % degree:
             yield Problem(
-                key, f"{degree} does not divide {what}, {size}", f"use one of {nearest(degree, divisors(size), 3)}"
+                key,
+                f"{degree} does not divide {what}, {size}",
+                f"use one of {nearest(degree, divisors(size), 3)}",
             )
     ranks = parallel.expert * parallel.expert_tensor
     cuts = parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed"
@@ -353,5 +361,7 @@ def _pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     if counts is not None and (len(counts) != virtual or sum(counts) != model.layers):
         what = f"{list(counts)} has {len(counts)} entries summing to {sum(counts)}"
         yield Problem(
-            "parallel.stage_layers", what, f"give {virtual} entries that sum to {model.layers}, or leave it out"
+            "parallel.stage_layers",
+            what,
+            f"give {virtual} entries that sum to {model.layers}, or leave it out",
         )

@@ -40,19 +40,26 @@ def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Numb
     if not rule.gathers:
         return WholeUpdate(*[0.0 * np.asarray(layers)] * len(WholeUpdate._fields))
     owners, expert_owners = (np.where(cut(layouts, 1), replicas, 1) for replicas in (layouts.replicas, layouts.edp))
-    columns = np.broadcast_arrays(layouts.tp, layouts.ep, layouts.etp, owners, expert_owners, np.asarray(layers))
+    columns = np.broadcast_arrays(
+        layouts.tp,
+        layouts.ep,
+        layouts.etp,
+        owners,
+        expert_owners,
+        np.asarray(layers),
+    )
     cases, each = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
     bytes_each = DTYPE_BYTES[layouts.dtype]
     rows = [_one(model, rule, rates, bytes_each, _Ranks(*map(int, case))) for case in cases.T]
     values = WholeUpdate(*(np.array(column)[each].reshape(columns[0].shape) for column in zip(*rows, strict=True)))
     place = seats(layouts, rates)
     gather_s = collective_s(
-        rates,
-        layouts.replicas,
-        place.replicas_per_node,
-        place.replicas_sharing,
-        np.maximum(values.gathered * bytes_each, 1.0),
-        "all_gather",
+        rates=rates,
+        ranks=layouts.replicas,
+        per_node=place.replicas_per_node,
+        sharing=place.replicas_sharing,
+        size_bytes=np.maximum(values.gathered * bytes_each, 1.0),
+        operation="all_gather",
     )
     return values._replace(seconds=values.seconds + np.where(values.gathered > 0, gather_s, 0.0))
 
@@ -90,7 +97,14 @@ def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int,
     busiest = np.zeros(2)
     padding = gathered = largest = 0
     owners_of = {"dp": ranks.owners, "edp": ranks.expert_owners}
-    for bucket in plan_buckets(held, shard_of, rule, owners_of.__getitem__, True, BUCKET_ELEMENTS):
+    for bucket in plan_buckets(
+        members=held,
+        of=shard_of,
+        rule=rule,
+        replicas=owners_of.__getitem__,
+        sharded=True,
+        limit=BUCKET_ELEMENTS,
+    ):
         owners = owners_of[bucket.members[0].replicas]
         size = bucket.numel // owners
         work = np.zeros((2, owners))
