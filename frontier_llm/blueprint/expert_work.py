@@ -193,7 +193,13 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     yield Item(Phase.I, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12))
     if moe.shared_gate:
         yield from _shared_gate_work(T if not layout.sequence_parallel else t, H, size)
-    waits = 0 if moe.capacity is not None else 2 if rows.nodes > 1 else int(ranks > 1)  # for numbers of rows
+    if moe.capacity is not None:
+        waits = 0
+    elif rows.nodes > 1:
+        waits = 2
+    else:
+        waits = int(ranks > 1)
+    # the host waits for the numbers of rows
     yield Item(Phase.F, DISPATCH, HostWait(waits * LAUNCHES_AFTER_WAIT), FULL)
     if rows.nodes > 1:
         yield from there_and_back(

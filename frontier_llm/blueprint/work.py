@@ -110,7 +110,9 @@ def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
     inputs = weight.shape[-1]
     outputs = prod(weight.shape[:-1])
     column = isinstance(how, Split) and how.dim < len(weight.shape) - 1
-    return (True, outputs // tp, inputs) if column else (False, outputs, inputs // tp)
+    if column:
+        return True, outputs // tp, inputs
+    return False, outputs, inputs // tp
 
 
 def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause: str = PRODUCTS) -> Iterator[Item]:
@@ -121,13 +123,16 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
     reduce-scatter, and what it takes in is gathered: forward its input, backward its gradient; under the input gradient
     the input once more, and where a weight gradient waits for its W the gradient once more.
     """
-    head, (column, outputs, inputs) = cause == HEAD, local_shape(weight, layout.tp)
+    head = cause == HEAD
+    column, outputs, inputs = local_shape(weight, layout.tp)
     again = () if head else FULL
 
     def product(m: int, n: int, k: int) -> Product:
         return Product(m, n, k, parameter=weight.name, fp8=not head)
 
-    added = software.accumulate_bytes + (6 if layout.gradient_wire == "fp32" and software.gradient_bytes == 2 else 0)
+    added = software.accumulate_bytes
+    if layout.gradient_wire == "fp32" and software.gradient_bytes == 2:
+        added += 6
     forward = product(T, outputs, inputs)
     backward = product(T, inputs, outputs)
     yield Item(Phase.F, cause, forward, again)

@@ -206,13 +206,20 @@ def _lines(
     from statistics import median
 
     head = ("axis", ">ranks", "operation", "algorithm", "groups", ">bytes", ">time", ">algbw GB/s", ">busbw GB/s")
-    rows = (
+    rows = [
         (
-            *(m.axis, m.ranks, m.operation, m.algorithm, m.mode),
-            *(format_bytes(m.bytes), format_seconds(m.seconds), f"{m.algorithm_gbps:.3f}", f"{m.bus_gbps:.3f}"),
+            one.axis,
+            one.ranks,
+            one.operation,
+            one.algorithm,
+            one.mode,
+            format_bytes(one.bytes),
+            format_seconds(one.seconds),
+            f"{one.algorithm_gbps:.3f}",
+            f"{one.bus_gbps:.3f}",
         )
-        for m in measurements
-    )
+        for one in measurements
+    ]
     yield aligned(head, rows)
     for name in dict.fromkeys(kind(pair.a, pair.b) for pair in pairs):
         rates = [pair.gbps for pair in pairs if kind(pair.a, pair.b) == name]

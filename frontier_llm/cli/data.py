@@ -22,8 +22,8 @@ from frontier_llm.cli.arguments import (
     run_options,
     show,
 )
+from frontier_llm.cli.data_plan import plan, show_step
 from frontier_llm.tables import aligned
-from frontier_llm.units import format_count
 
 if TYPE_CHECKING:
     from frontier_llm.data.ids import IdScan
@@ -375,117 +375,6 @@ def _stdlib(args: argparse.Namespace) -> int:
     return 0
 
 
-@command(
-    option("run", metavar="RUN_DIR", help="a run directory"),
-    option(
-        "--step",
-        type=positive,
-        required=True,
-        metavar="N",
-        help="counted from 1, as the log does",
-    ),
-    option(
-        "--samples",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="samples to show (default: 8)",
-    ),
-    option(
-        "--characters",
-        type=positive,
-        default=60,
-        metavar="N",
-        help="of each sample's text (default: 60)",
-    ),
-    JSON,
-    line="source, sample, documents and text of what a step read",
-)
-def _show(args: argparse.Namespace) -> int:
-    from frontier_llm.cluster.recorded import before_step
-    from frontier_llm.config import RunConfig, build
-    from frontier_llm.config.load import read_yaml
-    from frontier_llm.data.inspect import samples_of_step
-
-    directory = Path(args.run)
-    config = build(RunConfig, read_yaml(directory / "config.yaml"), str(directory / "config.yaml"))
-    position, global_batch = before_step(directory, args.step)
-    samples = list(samples_of_step(config, position, global_batch, args.samples, args.characters))
-    content = {"step": args.step, "samples_of_step": global_batch, "samples": [asdict(sample) for sample in samples]}
-
-    def text() -> str:
-        head = (">sample", "source", ">index", ">length", "documents", "text")
-        rows = [
-            (
-                sample.number,
-                sample.source,
-                sample.index,
-                sample.sequence_length,
-                _documents(sample.documents),
-                repr(sample.text or ""),
-            )
-            for sample in samples
-        ]
-        return f"step {args.step} read {global_batch} samples\n{aligned(head, rows)}"
-
-    show(args, content, text)
-    return 0
-
-
-def _documents(documents: tuple[int, ...]) -> str:
-    more = f" and {len(documents) - 4} more" if len(documents) > 4 else ""
-    return ", ".join(map(str, documents[:4])) + more
-
-
-@command(
-    *run_options(),
-    JSON,
-    line="sources, tokens, tokenizers and epochs of each phase, and what is read twice or left out",
-)
-def _plan(args: argparse.Namespace) -> int:
-    from frontier_llm.cluster.recorded import as_it_stands, recorded_position
-    from frontier_llm.config import load_run
-    from frontier_llm.data.plan import data_plan
-    from frontier_llm.data.position import START
-
-    config = as_it_stands(load_run(args.run, args.overrides))
-    plan = data_plan(config, recorded_position(Path(config.train.run_dir)) or START)
-
-    def text() -> str:
-        head = (
-            ">phase",
-            "steps",
-            "source",
-            ">its tokens",
-            "tokenizer",
-            ">length",
-            ">share",
-            ">read",
-            ">epochs",
-            ">by then",
-        )
-        rows = [
-            (
-                source.phase,
-                f"{source.first_step}-{source.last_step}",
-                source.path,
-                format_count(source.dataset_tokens) if source.dataset_tokens else "-",
-                source.tokenizer or "-",
-                source.sequence_length,
-                f"{source.share:.3g}",
-                format_count(source.tokens),
-                "-" if source.epochs is None else f"{source.epochs:.3g}",
-                "-" if source.epochs_by_then is None else f"{source.epochs_by_then:.3g}",
-            )
-            for source in plan.sources
-        ]
-        begin = [f"from the checkpoint after step {plan.after_step} on"] if plan.after_step else []
-        return "\n".join([*begin, aligned(head, rows), *plan.notes])
-
-    show(args, asdict(plan), text)
-    return 0
-
-
 data = Command(
     about="From text, or tokens in another format, to the .bin/.idx datasets that train reads (Megatron's format).",
     examples=(
@@ -500,8 +389,8 @@ data = Command(
         "index": _index,
         "inspect": _inspect,
         "check": _check,
-        "plan": _plan,
-        "show": _show,
+        "plan": plan,
+        "show": show_step,
         "stdlib": _stdlib,
     },
 )

@@ -137,7 +137,8 @@ def _tasks(args: argparse.Namespace) -> Iterator[tuple[str, Task, Task | None]]:
 
     pools = _named(args.shots_from, "--shots-from")
     for name, path in _named(args.task, "--task").items():
-        yield name, read_task(name, path, args.limit), read_task(name, pools[name]) if name in pools else None
+        pool = read_task(name, pools[name]) if name in pools else None
+        yield name, read_task(name, path, args.limit), pool
 
 
 def _evaluate(args: argparse.Namespace) -> int:

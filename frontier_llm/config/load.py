@@ -193,7 +193,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     for word in overrides:
         key, separator, text = word.partition("=")
         if not separator or not key or any(not part for part in key.split(".")):
-            problems.append(Problem(word, "is not of the form key=value", "write e.g. train.steps=100"))
+            problems.append(Problem(where=word, what="is not of the form key=value", fix="write e.g. train.steps=100"))
             continue
         try:
             value = _parse(text)
@@ -208,7 +208,11 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
                 problems.append(
-                    Problem(word, f"{parent!r} is already given a value that has no keys", "drop one of the two")
+                    Problem(
+                        where=word,
+                        what=f"{parent!r} is already given a value that has no keys",
+                        fix="drop one of the two",
+                    )
                 )
                 target = {}
         target[leaf] = value
@@ -273,18 +277,18 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     # a value that may be one of several types is located with the type's name, which no user has written
     where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)?\[", str(part)))
     if error["type"] == "extra_forbidden":
-        return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
+        return Problem(where=where, what="unknown key", fix=_unknown_key_fix(model_type, error["loc"]))
     if error["type"] == "missing" and isinstance(error["loc"][-1], int):
         return Problem(
-            where.rpartition(".")[0],
-            f"must have at least {error['loc'][-1] + 1} entries; got {list(error['input'])}",
-            "",
+            where=where.rpartition(".")[0],
+            what=f"must have at least {error['loc'][-1] + 1} entries; got {list(error['input'])}",
+            fix="",
         )
     if error["type"] == "missing":
         return Problem(
-            where,
-            "is required",
-            f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""),
+            where=where,
+            what="is required",
+            fix=f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""),
         )
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
     # may hold braces of the user's own
@@ -293,9 +297,9 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
     value = repr(error["input"])
     return Problem(
-        where,
-        f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}",
-        f"did you mean {near!r}?" if near else "",
+        where=where,
+        what=f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}",
+        fix=f"did you mean {near!r}?" if near else "",
     )
 
 
@@ -324,7 +328,7 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
     except ValidationError as error:
         problems = _joined([as_problem(model_type, detail) for detail in error.errors()])
         raise ConfigError(
-            [Problem(f"{where}: {p.where}" if where else p.where, p.what, p.fix) for p in problems]
+            [Problem(where=f"{where}: {p.where}" if where else p.where, what=p.what, fix=p.fix) for p in problems]
         ) from None
 
 

@@ -50,7 +50,8 @@ class PackedSamples:
         self.sequence_length = sequence_length
         self.key = key
         self._cache_dir = cache_dir
-        self._window, self._epoch = functools.lru_cache(2)(self._pack), functools.lru_cache(2)(self._order)
+        self._window = functools.lru_cache(2)(self._pack)
+        self._epoch = functools.lru_cache(2)(self._order)
 
     @functools.cached_property
     def _documents(self) -> tuple[object, ...]:

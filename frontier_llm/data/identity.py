@@ -40,7 +40,14 @@ def wanted(config: RunConfig, datasets: Mapping[str, Dataset]) -> Wanted:
     data = config.data
     sources = []
     if isinstance(blend, str):
-        sources.append(Source(dataset=SYNTHETIC, path=SYNTHETIC, tokens=0, weight=1.0))
+        sources.append(
+            Source(
+                dataset=SYNTHETIC,
+                path=SYNTHETIC,
+                tokens=0,
+                weight=1.0,
+            )
+        )
     else:
         for one in blend:
             dataset = datasets[one.path]

@@ -144,7 +144,8 @@ def identity_of(path: Path | RemoteFile) -> tuple[str, int, int | str]:
     content.
     """
     stat = path.stat()
-    return str(path), stat.st_size, stat.version if isinstance(stat, Stat) else stat.st_mtime_ns
+    version = stat.version if isinstance(stat, Stat) else stat.st_mtime_ns
+    return str(path), stat.st_size, version
 
 
 def remote_files(url: str) -> list[RemoteFile]:
@@ -222,4 +223,6 @@ def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
     except Exception as error:
         if "range requests" in str(error):
             fix = "its server cannot give parts of a file: download it first, and give its path"
-        raise UnreachableError(Problem(without_secrets(url), f"cannot be read: {reason_of(error)}", fix)) from None
+        raise UnreachableError(
+            Problem(where=without_secrets(url), what=f"cannot be read: {reason_of(error)}", fix=fix)
+        ) from None

@@ -106,7 +106,9 @@ def documents_of(dataset: IndexedDataset) -> tuple[NDArray[Any], NDArray[Any] | 
     """
     if not dataset.scanned:
         dataset.scan()
-    return dataset.sequence_lengths, None if dataset.one_sequence_per_document else dataset.document_indices
+    if dataset.one_sequence_per_document:
+        return dataset.sequence_lengths, None
+    return dataset.sequence_lengths, dataset.document_indices
 
 
 def index_path(dataset: IndexedDataset, cache_dir: Path | None, purpose: str, *parameters: object) -> Path:

@@ -73,7 +73,7 @@ def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
             before = f" ({done:.3g} of them so far)" if done else ""
             what = f"the run goes {epochs:.3g} times through {path}{before}, and its max_epochs is {limit:g}"
             fix = f"at most {limit / epochs:.1%} of its weight or of the steps, more data, or another max_epochs"
-            yield Problem("data.train", what, fix)
+            yield Problem(where="data.train", what=what, fix=fix)
 
 
 def news(before: Position, after: Position) -> Iterator[str]:

@@ -77,7 +77,8 @@ class SentencePieceTokenizer:
                 where=str(path),
                 fix="give a .model file, or the tokenizer.json of another kind",
             ) from error
-        self.vocab_size, self.eod = self._model.vocab_size(), self._model.eos_id()
+        self.vocab_size = self._model.vocab_size()
+        self.eod = self._model.eos_id()
         if self.eod < 0:
             raise DataError(
                 "has no end-of-sentence id to end documents with",

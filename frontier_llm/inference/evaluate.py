@@ -41,7 +41,8 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     """
     spaces = len(context) - len(context.rstrip())
     if spaces:
-        context, continuation = context[:-spaces], context[-spaces:] + continuation
+        continuation = context[-spaces:] + continuation
+        context = context[:-spaces]
     if not context:
         return [tokenizer.eod], tokenizer.encode(continuation)
     whole = tokenizer.encode(context + continuation)

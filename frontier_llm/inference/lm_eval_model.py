@@ -139,7 +139,9 @@ def _generation(options: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
         top_p=float(options.get("top_p", 1.0)),
         min_p=float(options.get("min_p", 0.0)),
     )
-    return sampling, (until,) if isinstance(until, str) else tuple(until)
+    if isinstance(until, str):
+        until = [until]
+    return sampling, tuple(until)
 
 
 def _device(wanted: str | None) -> torch.device:

@@ -108,7 +108,8 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1
             where=(pool or task).path,
             fix="lower --shots",
         )
-    random, result = Random(seed), []  # noqa: S311  # which examples are shown is no secret
+    random = Random(seed)  # noqa: S311  # which examples are shown is no secret
+    result = []
     for number, prompt in enumerate(task.prompts):
         drawn = random.sample(examples, shots + (pool is None)) if shots else []
         shown = [example for example in drawn if pool is not None or example != prompt][:shots]

@@ -72,7 +72,11 @@ def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None
     if cp == 1:
         return ["auto"]
     stretches = model.sliding_window is None or model.score_softcap is not None
-    ways = [*(("gather", "ring") if stretches else ()), *(("heads",) if model.num_kv_heads // tp % cp == 0 else ())]
+    ways = []
+    if stretches:
+        ways += ["gather", "ring"]
+    if model.num_kv_heads // tp % cp == 0:
+        ways.append("heads")
     chosen = context_way(model, tp, cp) if wanted == "auto" else wanted
     return [way for way in ways if chosen in (None, way)]
 
@@ -232,7 +236,7 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
         key, separator, text = word.partition("=")
         name = key.rsplit(".", 1)[-1]  # parallel.tensor=8 is fine too
         if not separator or name not in FIXABLE:
-            problems.append(Problem(word, "is not a choice that can be fixed", suggest(name, FIXABLE)))
+            problems.append(Problem(where=word, what="is not a choice that can be fixed", fix=suggest(name, FIXABLE)))
             continue
         meanings = MEANINGS.get(name, {})
         readers: dict[str, Callable[[str], Any]] = {"recompute": recompute_modes, "imbalance": float}
@@ -241,7 +245,7 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
             fixed[FIXABLE[name]] = read(text.lower())
         except (ValueError, KeyError):
             valid = ", ".join(meanings) or ("a number" if name == "imbalance" else "a whole number")
-            problems.append(Problem(word, f"{text!r} is not a value of {name}", f"use {valid}"))
+            problems.append(Problem(where=word, what=f"{text!r} is not a value of {name}", fix=f"use {valid}"))
     if problems:
         raise ConfigError(problems)
     return fixed

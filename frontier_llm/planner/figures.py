@@ -137,6 +137,12 @@ def memory_chart(plan: Plan) -> Chart:
     )
 
 
+def _name_of_work(work: Product | FlashCore) -> str:
+    if isinstance(work, Product):
+        return work.parameter
+    return "backward" if work.backward else "forward"
+
+
 def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
     """What a block's kernels reach, by their FLOPs per byte of memory traffic, under the roofs of memory and matrix
     units; as ORNL drew its models.
@@ -158,10 +164,7 @@ def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
             for count, work in zip(executed, works, strict=True)
         ]
         places = [intensity(count, work.moved_bytes) for count, work in zip(executed, works, strict=True)]
-        names = [
-            work.parameter if isinstance(work, Product) else "backward" if work.backward else "forward"
-            for work in works
-        ]
+        names = [_name_of_work(work) for work in works]
         traces.append(points(cause, places, speeds, index, hover=names))
     moved = sum(item.work.moved_bytes for item in items if isinstance(item.work, Product | FlashCore | Pass))
     block = times(plan.model, plan.layout, numbers).block

@@ -46,7 +46,10 @@ def with_messages(
     stuck = [(rank, orders[rank][len(times)]) for rank, times in enumerate(ends) if len(times) < len(orders[rank])]
     if stuck:
         raise ScheduleError(
-            [Problem(f"stage {rank}", f"deadlock: {action} waits for its neighbour") for rank, action in stuck]
+            [
+                Problem(where=f"stage {rank}", what=f"deadlock: {action} waits for its neighbour")
+                for rank, action in stuck
+            ]
         )
     routes = {
         (kind, position): _route(placement, kind, position)

@@ -94,11 +94,11 @@ def problems(name: str, chunks: int) -> list[Problem]:
     fix = f"set parallel.chunks={' or '.join(map(str, nearest(chunks, allowed)))}"
     if others:
         fix += f", or parallel.schedule={' or '.join(others)}"
-    return [Problem("parallel.chunks", f"{name} does not take {chunks} virtual stages per rank", fix)]
+    return [Problem(where="parallel.chunks", what=f"{name} does not take {chunks} virtual stages per rank", fix=fix)]
 
 
 def _unknown(name: str) -> Problem:
-    return Problem("parallel.schedule", f"{name!r} is not a schedule", suggest(name, _RULES))
+    return Problem(where="parallel.schedule", what=f"{name!r} is not a schedule", fix=suggest(name, _RULES))
 
 
 @lru_cache(maxsize=32)
@@ -118,7 +118,7 @@ def build(
     With `pairs` those of a schedule that has some are played as one.
     """
     wrong = [
-        Problem(f"schedule {what}", f"{size} is below 1", "use 1 or more")
+        Problem(where=f"schedule {what}", what=f"{size} is below 1", fix="use 1 or more")
         for what, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks))
         if size < 1
     ]

@@ -143,7 +143,9 @@ class _Turns:
                     runnable.add(peer)
                 turn_s = meeting.ended_s[microbatch]
             place += 1
-        self.compute_s[rank], self.turn_s[rank], self.place[rank] = compute_s, turn_s, place
+        self.compute_s[rank] = compute_s
+        self.turn_s[rank] = turn_s
+        self.place[rank] = place
 
 
 def play(
@@ -157,10 +159,13 @@ def play(
     The lists end early where ranks wait for each other in a circle.
     """
     starts, ends = _Player(placement, orders, duration, 0.0, pairs).play()
-    for order, begun, done in zip(orders, starts, ends, strict=True) if pairs else ():
-        for place, two in enumerate(pairwise(order[: len(done)])):
-            if is_pair(*two):
-                begun[place + 1], done[place] = begun[place], done[place + 1]
+    if not pairs:
+        return starts, ends
+    for order, begun, done in zip(orders, starts, ends, strict=True):
+        for place, (first, second) in enumerate(pairwise(order[: len(done)])):
+            if is_pair(first, second):
+                begun[place + 1] = begun[place]
+                done[place] = done[place + 1]
     return starts, ends
 
 
@@ -259,4 +264,5 @@ class _Player:
                 else:
                     handed_s[microbatch] = clock_s
             place += 1
-        self.place[rank], self.clock_s[rank] = place, clock_s
+        self.place[rank] = place
+        self.clock_s[rank] = clock_s

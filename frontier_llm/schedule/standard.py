@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
 
     def passes(kind: Kind, through: Sequence[int]) -> Order:
         return [
-            Action(kind, first + place, position) for first in rounds for position in through for place in range(stages)
+            Action(kind, first + place, position) for first, position, place in product(rounds, through, range(stages))
         ]
 
     forwards = passes(Kind.FORWARD, held)

@@ -26,12 +26,8 @@ from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interl
 
 Order = list[Action]
 PERIOD = 6  # units of a microbatch on a rank that holds two positions
-GAPS = [
-    (turn, loss, back)
-    for turn in range(1, PERIOD + 1)
-    for loss in range(1, PERIOD + 1)
-    for back in range(1, PERIOD + 1)
-]  # at a V's ends
+_UNITS = range(1, PERIOD + 1)
+GAPS = list(product(_UNITS, _UNITS, _UNITS))  # (turn, loss, back) at a V's ends
 
 
 def v_shape(stages: int, chunks: int) -> Placement:
@@ -153,17 +149,17 @@ def _v_orders(order: VOrder, placement: Placement, microbatches: int) -> tuple[t
     one = pattern_of(placement.ranks, order.choices)
     listed = []
     for rank in range(placement.ranks):
-        timed = [
-            (moment + PERIOD * microbatch, Action(kind, microbatch, position))
-            for position in placement.positions_of(rank)
-            for kind, moment in (
-                (Kind.FORWARD, one.forward[position]),
-                (Kind.BACKWARD_INPUT, one.backward[position]),
-                (Kind.BACKWARD_WEIGHT, one.weight[position]),
-            )
-            for microbatch in range(microbatches)
-        ]
-        listed.append([action for _, action in sorted(timed, key=lambda pair: pair[0])])
+        timed = []
+        for position in placement.positions_of(rank):
+            moments = {
+                Kind.FORWARD: one.forward[position],
+                Kind.BACKWARD_INPUT: one.backward[position],
+                Kind.BACKWARD_WEIGHT: one.weight[position],
+            }
+            for (kind, moment), microbatch in product(moments.items(), range(microbatches)):
+                timed.append((moment + PERIOD * microbatch, Action(kind, microbatch, position)))
+        timed.sort(key=lambda pair: pair[0])
+        listed.append([action for _, action in timed])
     return filled(placement, listed)
 
 
@@ -203,15 +199,17 @@ class _Rank:
             if action.kind is Kind.BACKWARD_WEIGHT:
                 late.append(action)
             elif late:
-                self.due[action], late = late, []
+                self.due[action] = late
+                late = []
 
     def next(self, placement: Placement, ended: dict[tuple[bool, int, int], int], moment: int) -> Action | None:
         """What runs now; None: it idles."""
         if self.passes:
             action = self.passes[0]
-            for late in self.due.get(action, ()) if self.last_forward else ():
-                if late in self.waiting:
-                    return late
+            if self.last_forward:
+                for late in self.due.get(action, ()):
+                    if late in self.waiting:
+                        return late
             if self._ready(action, placement, ended, moment):
                 return action
         return next(iter(self.waiting), None)
@@ -297,27 +295,23 @@ DISTANCES: dict[int, tuple[Distances, ...]] = {
     3: ((2, 1, 2, 1), (1, 2, 1, 2)),
     4: ((2, 2, 2, 2), (1, 3, 1, 3), (3, 1, 3, 1)),
     6: (
-        *(
-            (4, 2, 4, 2),
-            (3, 3, 3, 3),
-            (2, 4, 2, 4),
-            (1, 5, 1, 5),
-            (5, 1, 5, 1),
-            (2, 2, 4, 4),
-            (4, 4, 2, 2),
-            (1, 1, 5, 5),
-            (5, 5, 1, 1),
-        ),
-        *(
-            (1, 2, 4, 5),
-            (1, 3, 3, 5),
-            (2, 1, 5, 4),
-            (3, 1, 5, 3),
-            (3, 5, 1, 3),
-            (4, 5, 1, 2),
-            (5, 3, 3, 1),
-            (5, 4, 2, 1),
-        ),
+        (4, 2, 4, 2),
+        (3, 3, 3, 3),
+        (2, 4, 2, 4),
+        (1, 5, 1, 5),
+        (5, 1, 5, 1),
+        (2, 2, 4, 4),
+        (4, 4, 2, 2),
+        (1, 1, 5, 5),
+        (5, 5, 1, 1),
+        (1, 2, 4, 5),
+        (1, 3, 3, 5),
+        (2, 1, 5, 4),
+        (3, 1, 5, 3),
+        (3, 5, 1, 3),
+        (4, 5, 1, 2),
+        (5, 3, 3, 1),
+        (5, 4, 2, 1),
     ),
 }
 

@@ -80,7 +80,8 @@ def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None =
             "sequence_parallel",
         )
         part = Layout(**{name: getattr(layout, name) for name in fields}, dtype=layouts.dtype)
-        (block, head), modes = lists(layer, part), mode_shares(model, layout, layers)
+        block, head = lists(layer, part)
+        modes = mode_shares(model, layout, layers)
         return Held(
             block=sum(share * kept_bytes(block, mode) for mode, share in modes.items()),
             block_waiting=kept_bytes(block, "selective"),

@@ -247,8 +247,13 @@ def _turns(layouts: Layout, rates: Rates) -> Number:
     chunks = layouts.chunks
     waits = meets_inside(layouts) | rates.host_executes
     few = np.where(split(layouts), 0.8, 1.5)
-    # a full V has more slack
-    deep = by_schedule(layouts, lambda name: (2.0 if rule(name).idle < 1 / 4 else 3.0) if one_end(name) else 3.5)
+
+    def waits_of_chunks(name: str) -> float:
+        if not one_end(name):
+            return 3.5
+        return 2.0 if rule(name).idle < 1 / 4 else 3.0  # a full V has more slack
+
+    deep = by_schedule(layouts, waits_of_chunks)
     return np.where(chunks > 1, chunks * np.where(waits, deep, 2.0), np.where(waits, 2.0, few))
 
 

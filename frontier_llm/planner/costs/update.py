@@ -120,8 +120,8 @@ def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int,
 
 def products(matrices: Matrices, tp: int, ep: int = 1) -> list[Product]:
     """Of one Newton-Schulz step on one of `tp` ranks."""
-    part, (count, short, long) = matrices.part(tp), matrices.on_rank(tp, ep)
-    if part is Part.SHORT:
+    count, short, long = matrices.on_rank(tp, ep)
+    if matrices.part(tp) is Part.SHORT:
         short = matrices.short
     return [Product(short, short, long, count), Product(short, short, short, count), Product(short, long, short, count)]
 
@@ -136,7 +136,8 @@ def update_flops(parameter: Parameter, degrees: Mapping[str, int]) -> float:
 
 def parameter_s(parameter: Parameter, degrees: Mapping[str, int], rates: Rates, bytes_each: int) -> float:
     """Seconds of the same, with what it sends over tp, or of experts over etp."""
-    total, (tp, ep) = 0.0, _degrees_of(parameter, degrees)
+    total = 0.0
+    tp, ep = _degrees_of(parameter, degrees)
     for one in matrices_of(parameter):
         count = one.on_rank(tp, ep)[0]
         total += NEWTON_SCHULZ_STEPS * sum(product_s(product, rates) for product in products(one, tp, ep))
@@ -149,4 +150,5 @@ def parameter_s(parameter: Parameter, degrees: Mapping[str, int], rates: Rates, 
 
 def _degrees_of(parameter: Parameter, degrees: Mapping[str, int]) -> tuple[int, int]:
     """(ranks that cut its matrices, ranks that share them out)."""
-    return degrees.get(parameter.tensor_axis, 1), degrees.get("ep", 1) if parameter.tensor_axis == "etp" else 1
+    sharing = degrees.get("ep", 1) if parameter.tensor_axis == "etp" else 1
+    return degrees.get(parameter.tensor_axis, 1), sharing
