@@ -120,7 +120,9 @@ def test_a_checkpoint_alone_never_causes_an_import(trained: Path, tmp_path: Path
     shutil.copytree(trained / "run" / CHECKPOINT, checkpoint)
     (checkpoint / "config.yaml").write_text("plugins: [mine.py]\n")
     (checkpoint / "mine.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n" + PLUGIN)
-    places = [str(checkpoint), *([str(tmp_path / "out")] if "export-hf" in words else [])]
+    places = [str(checkpoint)]
+    if "export-hf" in words:
+        places.append(str(tmp_path / "out"))
     refused = frontier_llm(*words, *places, cwd=tmp_path)
     assert refused.returncode == 2 and not (tmp_path / "imported").exists()
     assert (

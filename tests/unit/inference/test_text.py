@@ -45,7 +45,10 @@ def run(
     stops: Sequence[str] = (),
     eod: bool = False,
 ) -> tuple[Any, list[str]]:
-    play(monkeypatch, [[*said.encode(), *([BYTES.eod] if eod else [])]])
+    tokens = list(said.encode())
+    if eod:
+        tokens.append(BYTES.eod)
+    play(monkeypatch, [tokens])
     pieces: list[str] = []
     completion = complete(MODEL, BYTES, ["p"], Sampling(), stops, lambda row, piece: pieces.append(piece))[0]  # type: ignore[arg-type]
     return completion, pieces
