@@ -84,15 +84,15 @@ def unsorted_scatter() -> Iterator[None]:
 @sabotage
 def own_load() -> Iterator[None]:
     """Each rank's routers are told how often experts were chosen by its own tokens."""
-    sums = step.global_sums
+    honest = step.sum_over_world
     own = {}
 
-    def observed(state: Any, losses: Any, *more: Any) -> Tensor:
+    def observed(mesh: Mesh, losses: Any, *more: Any) -> step.StepSums:
         own["load"] = losses[step.LOAD]
-        return sums(state, losses, *more)
+        return honest(mesh, losses, *more)
 
     with (
-        patch.object(step, "global_sums", observed),
+        patch.object(step, "sum_over_world", observed),
         patch.object(step, "tell_routers", lambda stages, _: tell_routers(stages, own["load"])),
     ):
         yield
