@@ -8,7 +8,19 @@ from itertools import pairwise
 from typing import Any
 
 from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
-from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS, Item
+from frontier_llm.blueprint.items import (
+    ADDING,
+    ATTENTION,
+    EMBEDDING,
+    EXCHANGE,
+    HEAD,
+    LOSS,
+    PASSES,
+    PRODUCTS,
+    SENDING,
+    SHARDS,
+    Item,
+)
 from frontier_llm.blueprint.layout import SHARDING, Layout, mode_shares, run_keys
 from frontier_llm.blueprint.parameters import layer_kinds, total_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
@@ -30,19 +42,20 @@ WIDTH = 140  # columns of a report that is not shown on a terminal
 
 # which numbers of the machine file each line of the breakdown rests on
 SOURCES = {
-    "matrix products": ("gemm_efficiency", "peak_flops", "speed_variation"),
-    "attention": ("flash_efficiency", "peak_flops"),
-    "norms, activation, residual": ("hbm_efficiency", "hbm_bytes_s"),
-    "tp communication": ("fabric_bytes_s", "fabric_latency_s"),
+    PRODUCTS: ("gemm_efficiency", "peak_flops", "speed_variation"),
+    ATTENTION: ("flash_efficiency", "peak_flops"),
+    PASSES: ("hbm_efficiency", "hbm_bytes_s"),
+    SENDING: ("fabric_bytes_s", "fabric_latency_s"),
+    EXCHANGE: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     ROUTING: ("gemm_efficiency",),
     EXPERTS: ("gemm_efficiency", "peak_flops"),
     DISPATCH: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     "recompute": ("gemm_efficiency",),
-    "launch-bound": ("launch_s",),
-    "embedding": ("hbm_efficiency",),
-    "head": ("gemm_efficiency",),
-    "cross-entropy": ("hbm_efficiency",),
-    "sharded weights and gradients": ("node_network_bytes_s", "network_efficiency", "network_hop_s"),
+    LAUNCHES: ("launch_s",),
+    EMBEDDING: ("hbm_efficiency",),
+    HEAD: ("gemm_efficiency",),
+    LOSS: ("hbm_efficiency",),
+    SHARDS: ("node_network_bytes_s", "network_efficiency", "network_hop_s"),
     "host per microbatch": ("microbatch_s",),
     "bubble and messages": ("node_network_bytes_s", "network_efficiency"),
     "gradient reduction": ("node_network_bytes_s", "network_efficiency", "dp_overlap"),

@@ -79,6 +79,11 @@ def test_how_many_plans_are_shown_does_not_change_the_choice(
     assert shown["1"]["promise"] == shown["8"]["promise"]
 
 
+def test_the_exchange_of_keys_and_values_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "mpt-30b", "--nodes", "8", "--fix", "context=2", "--explain")
+    assert code == 0 and "cp communication" in out
+
+
 def test_what_else_is_shown_does_not_change_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("gpt-22b", "--nodes", "8", "--json")
     plain = json.loads(run(capsys, *asked)[1])["plans"]
