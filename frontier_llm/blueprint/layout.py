@@ -143,7 +143,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
         "sharding": "weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
         "data_shard": parallel.data_shard or 0,
-        "expert_nodes": 1,  # how many, costs.experts.over_nodes says
+        "expert_nodes": 1,  # how many, topology.expert_nodes.over_nodes says
         "dtype": config.precision.dtype,
         "optimizer": config.optimizer.name,
     }

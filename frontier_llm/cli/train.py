@@ -61,8 +61,8 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
+    from frontier_llm.machine.rank_variables import set_rank_variables
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.rank_env import discover
     from frontier_llm.run.signals import SignalWatcher, held

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps
-from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.rates import Rates, fabric_bandwidth
 from frontier_llm.machine.schema import Machine
-from frontier_llm.planner.costs.collectives import fabric_bandwidth
 from frontier_llm.planner.costs.layouts import Seats, seats
 from frontier_llm.planner.pipeline import play
 from frontier_llm.planner.search import Plan

@@ -8,9 +8,9 @@ from frontier_llm.config import RunConfig, phases_of, planned_tokens
 from frontier_llm.errors import Problem
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.experts import run_layout
 from frontier_llm.planner.operations import Campaign, campaign
 from frontier_llm.planner.search import Plan, simulate_layout
+from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.units import GIB
 
 START_S = 600.0  # of a job, until its first step: environment, imports, rendezvous, weights (assumed)

@@ -14,13 +14,13 @@ from frontier_llm.blueprint.work import hardware_flops_per_token, model_flops_pe
 from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import SEARCHED, enumerate_layouts
-from frontier_llm.planner.costs.experts import over_nodes
 from frontier_llm.planner.costs.layouts import Layouts
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import Played, play
 from frontier_llm.schedule import v_names
+from frontier_llm.topology.expert_nodes import over_nodes
 from frontier_llm.topology.grid import AXIS_ORDERS
 from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB

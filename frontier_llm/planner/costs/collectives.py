@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from frontier_llm.machine.rates import Rates, Table
+from frontier_llm.machine.rates import Rates, Table, fabric_bandwidth
 from frontier_llm.planner.costs.layouts import Number
 
 # how often a ring moves the tensor: an all-reduce is a reduce-scatter and an all-gather
@@ -42,11 +42,6 @@ def _between(grid: np.ndarray, at: Number) -> tuple[Number, Number]:
     at = np.clip(at, grid[0], grid[-1])
     index = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
     return index, (at - grid[index]) / (grid[index + 1] - grid[index])
-
-
-def fabric_bandwidth(rates: Rates, ranks: Number) -> Number:
-    """Bus bandwidth, bytes/s, of a group of `ranks` neighbours inside a node."""
-    return np.interp(np.asarray(ranks, dtype=float), rates.fabric_size, rates.fabric_bytes_s) * rates.fabric_share
 
 
 def node_s(rates: Rates, ranks: Number, size_bytes: Number, operation: str) -> Number:

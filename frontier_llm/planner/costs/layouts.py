@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from frontier_llm.blueprint.layout import SHARDING, Layout
+from frontier_llm.machine.rates import Number as Number
 from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import rule
-
-Number = Any  # int, float or a numpy array of them; arrays broadcast against each other
 
 
 @dataclass(frozen=True, kw_only=True)
