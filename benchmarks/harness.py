@@ -107,7 +107,7 @@ def write_json(path: Path | None, result: Any, smoke: bool = False) -> None:
         path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path | None, default: Value) -> Value | Any:
+def read_json(path: Path | None, default: Any) -> Any:
     """An earlier result, or `default` if there is none."""
     if path is None or not path.exists():
         return default

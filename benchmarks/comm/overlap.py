@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="draw it")
     small = ["model.layers=2", "model.sequence_length=64"]
     arguments = parse_arguments(parser, smoke=["gradients", *small, "--rounds", "1"])
-    rows = read_json(arguments.json, [])
+    rows: list[dict[str, Any]] = read_json(arguments.json, [])
     for switch in SWITCHES if arguments.switch == "all" else [arguments.switch]:
         row, drawn = measure(arguments, switch)
         same = ("switch", "simulated_link_gbps")

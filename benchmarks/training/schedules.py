@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--unit-ms", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=5)
     arguments = parse_arguments(parser, smoke=["--unit-ms", "1", "--steps", "1", "--microbatches", "8"])
-    kept = read_json(KEPT, {"rows": []})
+    kept: dict[str, Any] = read_json(KEPT, {"rows": []})
     rows = [row for row in kept["rows"] if row["in_flight"] != arguments.in_flight] + measure(arguments)
     kept = {
         "microbatches": arguments.microbatches,
