@@ -172,11 +172,11 @@ def lines(kept: dict[str, Any]) -> Iterator[str]:
     """The table of both ways to communicate, in the order of the simulated times."""
     yield (
         f"## Measured\n\n{RANKS} pipeline ranks in {RANKS} processes that share two cores, {kept['microbatches']} "
-        f"microbatches, F = I = W = {kept['unit_ms']:g} ms for a whole stage,"
+        f"microbatches, F = I = W = {kept['unit_ms']:g} ms for a whole stage, and the same for the optimizer."
     )
     yield (
-        "the optimizer as much again. Engine, messages and waiting are the real ones, a pass of a stage is a "
-        "sleep: what is measured is the order of actions, not arithmetic."
+        "Engine, messages and waiting are real, and a pass of a stage is a sleep. So the table measures the order of "
+        "actions, not arithmetic."
     )
     yield f"Milliseconds from step to step, load of the machine {kept['load']:.0f}:\n"
     yield "| schedule | in flight | simulated | fastest measured | median measured | fastest / simulated |"
