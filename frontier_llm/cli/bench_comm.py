@@ -79,8 +79,9 @@ def comm(args: argparse.Namespace) -> int:
             pieces = bench_pieces(mesh, config.model, layout_of(config, mesh.world.size), device)
             pairs = [] if args.no_pairs else links.bench_pairs(mesh, device)
             if mesh.world.rank == 0:
-                _write_files(args, config, mesh, measurements, pieces, place.local_world_size)
-                _report(args, config, measurements, pieces, pairs, place.local_world_size)
+                per_node = place.local_world_size
+                _write_files(args, config, mesh, measurements, pieces, per_node=per_node)
+                _report(args, config, measurements, pieces, pairs, per_node=per_node)
 
     return measure_on_ranks(args, measure)
 
@@ -175,13 +176,20 @@ def _lines(
     from statistics import median
 
     head = ("axis", ">ranks", "operation", "algorithm", "groups", ">bytes", ">time", ">algbw GB/s", ">busbw GB/s")
-    rows = (
+    rows = [
         (
-            *(m.axis, m.ranks, m.operation, m.algorithm, m.mode),
-            *(format_bytes(m.bytes), format_seconds(m.seconds), f"{m.algorithm_gbps:.3f}", f"{m.bus_gbps:.3f}"),
+            m.axis,
+            m.ranks,
+            m.operation,
+            m.algorithm,
+            m.mode,
+            format_bytes(m.bytes),
+            format_seconds(m.seconds),
+            f"{m.algorithm_gbps:.3f}",
+            f"{m.bus_gbps:.3f}",
         )
         for m in measurements
-    )
+    ]
     yield aligned(head, rows)
     for name in dict.fromkeys(kind(pair.a, pair.b) for pair in pairs):
         rates = [pair.gbps for pair in pairs if kind(pair.a, pair.b) == name]

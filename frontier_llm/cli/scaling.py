@@ -98,7 +98,8 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     except ValueError:
         raise ConfigError(f"{args.nodes!r} is not a list of numbers", "write e.g. 16,32,64", "--nodes") from None
     root = Path(args.output or "runs/scaling").resolve()
-    points = make_series(mode, config, site, nodes, args.batch or default_batch(mode, config), root, args.repeats)
+    batch = args.batch or default_batch(mode, config)
+    points = make_series(mode, config, site, nodes, batch=batch, root=root, repeats=args.repeats)
     if args.simulate:
         return _simulate(args, points, root)
     if launcher is not None:
@@ -153,12 +154,12 @@ def _run_here(
 
     def words_of(row: Forecast) -> tuple[str, ...]:
         config = row.point.config
-        own = (
+        own = [
             f"batch.global_batch={config.batch.global_batch}",
             f"train.steps={config.train.steps}",
             f"train.run_dir={row.point.directory}",
-        )
-        return (*words, *own)
+        ]
+        return tuple(words + own)
 
     run_series(priced, launcher, words_of, side_by_side=args.side_by_side)
     rows = harvest(root)

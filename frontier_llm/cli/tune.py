@@ -178,12 +178,21 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
     config = load_run(args.run, overrides)
     machine = load_machine(config.machine)
     numbers = rates(machine, own_stack(machine))
-    tp_max = (
-        launcher.devices if args.allow_cross_node_tp else min(numbers.node_devices, launcher.devices // launcher.nodes)
+    tp_max = min(numbers.node_devices, launcher.devices // launcher.nodes)
+    if args.allow_cross_node_tp:
+        tp_max = launcher.devices
+    space = make_space(
+        config,
+        numbers,
+        devices=launcher.devices,
+        tp_max=tp_max,
+        fixed=parse_fixed(args.fix),
+        most=args.layouts,
+        within=args.within,
     )
-    space = make_space(config, numbers, launcher.devices, tp_max, parse_fixed(args.fix), args.layouts, args.within)
     trials = read_trials(root / TRIALS_FILE, space.plans[0].layout)
-    return (Everything if args.exhaustive else Tuner)(space, trials, args.seed)
+    search = Everything if args.exhaustive else Tuner
+    return search(space, trials, args.seed)
 
 
 def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> str:

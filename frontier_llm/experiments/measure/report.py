@@ -282,9 +282,8 @@ def _runs(records: Sequence[RunRecord]) -> str:
     rows = []
     for record in records:
         last = record.steps[-1] if record.steps else {}
-        loss, held_out = (
-            f"{row['loss']:.4f}" if row else "-" for row in (last, record.evaluations[-1] if record.evaluations else {})
-        )
+        last_evaluation = record.evaluations[-1] if record.evaluations else {}
+        loss, held_out = (f"{row['loss']:.4f}" if row else "-" for row in (last, last_evaluation))
         layouts = ", then ".join(name for name, _ in groupby(record.parts, key=lambda part: part.name))
         rows.append([record.directory.name, layouts, last.get("step", 0), loss, held_out, last.get("skipped_steps", 0)])
     return f"<h2>Runs</h2>{table(head, rows)}{_data(records)}"

@@ -91,14 +91,18 @@ def as_text(rows: Sequence[Forecast], jobs: Sequence[str | None]) -> str:
 def _cells(row: Forecast, job: str | None) -> tuple[object, ...]:
     point = row.point
     predicted = row.predicted
-    size = (point.nodes, point.devices, point.config.batch.global_batch, point.config.train.steps, point.repeat)
-    speed = (format_seconds(predicted.step_time_s), f"{predicted.tokens_per_s:,.0f}", f"{row.efficiency:.1%}")
-    memory = f"{predicted.peak_bytes / GIB:.1f} of {predicted.limit_bytes / GIB:.0f}"
+    walltime = format_walltime(row.minutes) if row.minutes else "-"
     return (
-        *size,
-        *speed,
-        memory,
+        point.nodes,
+        point.devices,
+        point.config.batch.global_batch,
+        point.config.train.steps,
+        point.repeat,
+        format_seconds(predicted.step_time_s),
+        f"{predicted.tokens_per_s:,.0f}",
+        f"{row.efficiency:.1%}",
+        f"{predicted.peak_bytes / GIB:.1f} of {predicted.limit_bytes / GIB:.0f}",
         f"{row.node_hours:,.1f}",
-        format_walltime(row.minutes) if row.minutes else "-",
+        walltime,
         job or "-",
     )

@@ -36,10 +36,10 @@ def main(words: Sequence[str]) -> int:
         config = load_run(words[1], words[2:])
         nodes = len(allocation.nodes) - spare_nodes(allocation)
         site = load_site().model_copy(update={"tasks_per_node": allocation.tasks_per_node})
-        directory = (
-            Path(config.train.run_dir).resolve() / f"{mode}_{config.model.name}_nodes{nodes:05}_j{allocation.job_id}"
-        )
-        point = make_point(mode, config, site, nodes, config.batch.global_batch, directory)
+        name = f"{mode}_{config.model.name}_nodes{nodes:05}_j{allocation.job_id}"
+        directory = Path(config.train.run_dir).resolve() / name
+        batch = config.batch.global_batch
+        point = make_point(mode, config, site, nodes=nodes, batch=batch, directory=directory)
         announce(point)
     except FrontierError as error:
         print(f"error: {error}", file=sys.stderr)
