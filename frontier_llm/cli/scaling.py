@@ -236,7 +236,7 @@ def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) ->
 
 def _simulate(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     from frontier_llm.experiments.scaling.figure import write_report
-    from frontier_llm.experiments.scaling.simulate import simulated_rows
+    from frontier_llm.experiments.scaling.forecast import simulated_rows
 
     rows = simulated_rows(points)
     directory = root / f"simulated_{points[0].mode}_{points[0].config.model.name}"
