@@ -106,7 +106,7 @@ def attention_block(
     The outputs are the output, exp(log-sum-exp), and the gradients of q, k and v.
     """
     q, grad, o = (normal(queries, batch, heads, head_dim, dtype=dtype, seed=seed) for seed in (0, 3, 4))
-    k, v = normal(2, keys, batch, kv_heads, head_dim, dtype=dtype, seed=1).unbind(0)
+    k, v = normal(keys, 2, batch, kv_heads, head_dim, dtype=dtype, seed=1).unbind(1)
     _, exact = reference.attention_block(q.double(), (k.double(), v.double()), scores)
     over_more = (exact + 1.0).float()
 
