@@ -12,7 +12,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.cluster import notes, slurm, submit
-from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.config import RunConfig, phases_of, saves_between, saves_nothing
 from frontier_llm.config.saves import PRODUCTION
@@ -111,21 +111,22 @@ class Cost:
         if max_node_hours is not None:
             lines.append(f"cost: the run saves and ends when {max_node_hours:,.1f} node-hours are used")
         elif self.chained:
-            lines.append("cost: no limit is set (--max-node-hours, or FRONTIER_LLM_MAX_NODE_HOURS for sbatch)")
+            lines.append("cost: no limit is set (--max-node-hours, or job.max_node_hours=H after a script)")
         return "\n".join(lines)
 
 
 def cost_of(request: submit.JobRequest) -> Cost:
     """What the rest of a run is predicted to take."""
+    job = request.job
     return Cost(
         config=request.config,
-        directory=request.directory,
-        done=run_dir.latest_step(request.directory),
-        step_s=request.expected_step_s,
-        nodes=request.all_nodes,
+        directory=job.directory,
+        done=run_dir.latest_step(job.directory),
+        step_s=request.step_s,
+        nodes=job.all_nodes,
         slice_hours=request.slice_minutes / 60 if request.slice_minutes else None,
-        lead_s=request.lead_s,
-        chained=request.continue_with != "never",
+        lead_s=job.warning_s,
+        chained=job.continuation != "never",
     )
 
 
@@ -148,11 +149,11 @@ def admit(request: submit.JobRequest) -> submit.JobRequest:
 
     What is installed at the site, data and run directory are `cluster.readiness`'.
     """
-    devices = request.nodes * request.site.tasks_per_node
+    devices = request.job.nodes * request.tasks_per_node
     problems = []
     if not plan_problems(request.config, devices):
         predicted = predict(request.config, devices, request.site.machine)
-        request = replace(request, expected_step_s=predicted.step_time_s)
+        request = request.with_step(predicted.step_time_s)
         cost = cost_of(request)
         problems = [
             *predicted.memory_problems(),
@@ -220,49 +221,37 @@ def advice(request: submit.JobRequest) -> Iterator[str]:
     yield from filter(None, (*others, notes.quota_note(request, checkpoint_bytes), precision))
 
 
-def admit_job(job: BatchJob) -> None:
+def admit_job(run: BatchRun) -> None:
     """The checks of `submit` in the first seconds of a job that sbatch has queued; says what it may cost. Raises
     ConfigError.
 
-    Slurm has accepted account, partition and walltime; a partition that the site file does not know has no limits to
-    check.
+    Slurm has accepted account, partition and walltime.
     """
-    partition = environ("SLURM_JOB_PARTITION")
-    known = not job.site.partitions or partition in job.site.partitions
-    left_s = slurm.time_left_s(job.allocation.job_id)
+    job = run.job
+    left_s = slurm.time_left_s(run.allocation.job_id)
     request = admit(
         submit.JobRequest(
-            config=job.config,
-            site=job.site.model_copy(
-                update={
-                    "account": "optional",
-                    "tasks_per_node": job.allocation.tasks_per_node,
-                    "signal_lead_s": round(job.lead_s),
-                    **({} if known else {"partitions": {}}),
-                }
-            ),
-            nodes=job.nodes_needed,
-            spares=job.spares,
-            partition=partition if known else None,
+            job=job,
+            config=run.config,
+            site=run.site,
+            partition=environ("SLURM_JOB_PARTITION"),
             qos=environ("SLURM_JOB_QOS"),
-            continue_with=job.continue_with,
+            job_tasks_per_node=run.allocation.tasks_per_node,
         )
     )
-    log.info(
-        replace(cost_of(request), slice_hours=left_s and left_s / 3600, lead_s=job.lead_s).describe(job.max_node_hours)
-    )
-    if not saves_nothing(job.config.train) and job.lead_s < request.expected_step_s:
+    cost = replace(cost_of(request), slice_hours=None if left_s is None else left_s / 3600)
+    log.info(cost.describe(job.max_node_hours))
+    if not saves_nothing(run.config.train) and job.warning_s < request.step_s:
         log.warn(
-            f"ranks are told to save {job.lead_s:.0f} s before the walltime, but a step takes about "
-            f"{request.expected_step_s:.0f} s "
-            "(predicted): the last save may not end in time. Raise sbatch --signal=USR1@N and "
-            "FRONTIER_LLM_SIGNAL_LEAD_S"
+            f"ranks are told to save {job.warning_s:.0f} s before the walltime, but a step takes about "
+            f"{request.step_s:.0f} s "
+            "(predicted): the last save may not end in time. Raise sbatch --signal=USR1@N and job.warning_s=N"
         )
     for note in advice(request):
         log.warn(note)
 
 
-def admit_start(job: BatchJob) -> None:
+def admit_start(run: BatchRun) -> None:
     """All checks of `submit` in the batch shell, before the first srun. Raises FrontierError."""
-    admit_job(job)
-    refuse_unready(job)
+    admit_job(run)
+    refuse_unready(run)

@@ -16,12 +16,10 @@ def scratch_note(request: JobRequest) -> str:
     tell.
     """
     scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
-    if scratch is None or request.directory.is_relative_to(scratch):
+    directory = request.job.directory
+    if scratch is None or directory.is_relative_to(scratch):
         return ""
-    return (
-        f"{request.directory} is not on {scratch}, which is made for checkpoints: "
-        f"train.run_dir={scratch / request.directory.name}"
-    )
+    return f"{directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / directory.name}"
 
 
 def quota_note(request: JobRequest, checkpoint_bytes: float) -> str:
@@ -47,10 +45,10 @@ def quota_note(request: JobRequest, checkpoint_bytes: float) -> str:
 def start_note(request: JobRequest) -> str:
     """A warning when the ranks of many nodes would all read torch's thousands of files from the shared file system."""
     elsewhere = request.site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
-    if elsewhere or request.site.bind != "gcd" or request.all_nodes <= MANY_NODES:
+    if elsewhere or request.site.bind != "gcd" or request.job.all_nodes <= MANY_NODES:
         return ""
     return (
-        f"{request.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}: on "
+        f"{request.job.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}: on "
         f"Frontier eight took 51 s from "
         "Orion, 4 min from NFS and 2 s from their own disks. Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz "
         "(docs/frontier.md, section 1) or "

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.cluster.binding import render_bind_script
-from frontier_llm.cluster.lead import lead_s
 from frontier_llm.cluster.sites import Site, format_walltime, load_site, root_dir, site_names
+from frontier_llm.cluster.warning_time import warning_s
 from frontier_llm.errors import ConfigError
 
 # nothing that a shell or an #SBATCH line would read as more than a word
@@ -30,18 +30,29 @@ class JobScript:
 
     name: str
     about: str  # one comment line
-    config: str  # run file, as the script names it
-    nodes: int
+    config: str = ""  # run file, as a script under slurm/ names it
+    nodes: int = 1
     site: str = "frontier"
-    minutes: int | None = None  # None = the longest that the site's bin allows
+    minutes: int | None = None  # None: the longest that the site's bin allows
     program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs
     words: tuple[str, ...] = ()  # between the module and the run file
-    flags: tuple[str, ...] = ()  # of train, after the run file
-    signal_lead_s: int | None = None  # None = the site's
-    committed: bool = True  # in slurm/, for people to queue; else `submit` has made it
+    warning_s: int | None = None  # None: the site's
+    run_dir: str = ""  # of a script that `submit` makes: job.json there holds everything else
+
+    def command(self, site: Site) -> str:
+        """The words after launch/job.sh and the site's name, quoted for the shell."""
+        if self.run_dir:
+            return shlex.join([self.program, f"--run-dir={self.run_dir}"])
+        words = shlex.join([self.program, *self.words, self.config, "ops.no_jit=true"])
+        # the variable is what users exported with `sbatch --signal` before there was job.warning_s
+        return f'{words} "job.warning_s=${{FRONTIER_LLM_SIGNAL_LEAD_S:-{self.signal_s(site)}}}"'
+
+    def signal_s(self, site: Site) -> int:
+        """Seconds before the walltime at which Slurm warns the ranks."""
+        return self.warning_s or site.signal_lead_s
 
 
-BENCHMARK_LEAD_S = 60  # nothing is saved before the walltime
+BENCHMARK_WARNING_S = 60  # nothing is saved before the walltime
 
 # The walltime of a benchmark is about twice its start (10 minutes, assumed) and five steps at ORNL's published
 # throughput.
@@ -56,7 +67,7 @@ JOBS: tuple[JobScript, ...] = (
         "configs/runs/train_22b.yaml",
         16,
         minutes=30,
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript(
         "train_175b",
@@ -64,7 +75,7 @@ JOBS: tuple[JobScript, ...] = (
         "configs/runs/train_175b.yaml",
         128,
         minutes=90,
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript(
         "train_1t",
@@ -72,7 +83,7 @@ JOBS: tuple[JobScript, ...] = (
         "configs/runs/train_1t.yaml",
         384,
         minutes=120,
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript("pretrain_22b", "Train GPT 22B on 128 GCDs: TP4 x PP8 x DP4", "configs/runs/pretrain_22b.yaml", 16),
     JobScript(
@@ -80,14 +91,14 @@ JOBS: tuple[JobScript, ...] = (
         "Train GPT 175B on 1024 GCDs: TP4 x PP16 x DP16",
         "configs/runs/pretrain_175b.yaml",
         128,
-        signal_lead_s=lead_s(step_s=427, save_s=40),
+        warning_s=warning_s(step_s=427, save_s=40),
     ),
     JobScript(
         "pretrain_1t",
         "Train GPT 1T on 3072 GCDs: TP8 x PP64 x DP6",
         "configs/runs/pretrain_1t.yaml",
         384,
-        signal_lead_s=lead_s(step_s=853, save_s=120),
+        warning_s=warning_s(step_s=853, save_s=120),
     ),
     JobScript(
         "train_small",
@@ -122,7 +133,7 @@ JOBS: tuple[JobScript, ...] = (
         64,
         program="frontier_llm.cli.main",
         words=("scaling", "weak", "--in-job", "--run"),
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript(
         "strong_series",
@@ -132,7 +143,7 @@ JOBS: tuple[JobScript, ...] = (
         256,
         program="frontier_llm.cli.main",
         words=("scaling", "strong", "--in-job", "--run"),
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript(
         "tune",
@@ -142,7 +153,7 @@ JOBS: tuple[JobScript, ...] = (
         16,
         program="frontier_llm.cli.main",
         words=("tune",),
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
 )
 
@@ -157,8 +168,6 @@ if [[ ! -x "$root/launch/job.sh" ]]; then
     echo "no launch/job.sh in $root: run sbatch from the checkout, or export FRONTIER_LLM_ROOT" >&2
     exit 2
 fi
-# as in --signal: no attempt starts when the warning is already past
-export FRONTIER_LLM_SIGNAL_LEAD_S="${{FRONTIER_LLM_SIGNAL_LEAD_S:-{lead_s}}}"
 exec "$root/launch/job.sh" "${{FRONTIER_LLM_SITE:-{site}}}" \\
     {command} "$@"
 """
@@ -179,7 +188,7 @@ def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
         **({"partition": site.default_partition} if site.default_partition else {}),
         **({"time": format_walltime(minutes)} if minutes else {}),
         # every rank is told this long before the end (Slurm may be up to 60 s early) and saves
-        "signal": f"USR1@{job.signal_lead_s or site.signal_lead_s}",
+        "signal": f"USR1@{job.signal_s(site)}",
         "requeue": "",
         "open-mode": "append",  # a requeued job goes on writing the same file
         "no-kill": "",  # a dead node ends the step, not the allocation: a spare may take its place
@@ -207,17 +216,16 @@ def render(job: JobScript, site: Site) -> str:
     lines = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in directives(job, site)]
     account = "-A PROJECT " if site.account == "required" else ""
     usage = (
-        f"#     sbatch {account}slurm/{job.name}.sbatch [key=value ...] [--allow-change KEY]\n"
+        f"#     sbatch {account}slurm/{job.name}.sbatch [key=value ...] [job.spares=N ...] [--allow-change KEY]\n"
         f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and "
         f"render again.\n"
     )
     return _TEMPLATE.format(
         about=job.about,
-        usage=usage if job.committed else "",
+        usage="" if job.run_dir else usage,
         site=site.name,
         directives="\n".join(lines),
-        lead_s=job.signal_lead_s or site.signal_lead_s,
-        command=shlex.join([job.program, *job.words, job.config, "ops.no_jit=true", *job.flags]),
+        command=job.command(site),
     )
 
 

@@ -25,6 +25,7 @@ from frontier_llm.run import hostlist, run_dir
 from frontier_llm.run.complete import MANIFEST, faults, step_name
 from frontier_llm.run.failure import FILE, Failure, read_failure
 from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
+from frontier_llm.run.job import Job, read_job
 from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.run.run_dir import Slow
 from frontier_llm.run.run_parts import RunParts
@@ -63,6 +64,8 @@ class Status:
     blocked: dict[str, dict[str, int]]
     last_failure: str | None
     epochs: dict[str, float] = field(default_factory=dict)  # by path of each source, at the newest checkpoint
+    job: Job | None = None  # what was wanted: nodes, spares, continuation, budget
+    node_hours: float = 0.0  # that all starts have used
     damage: tuple[str, ...] = ()  # files that are damaged, and how; what they would tell is missing above
 
 
@@ -128,6 +131,8 @@ def read_status(directory: Path) -> Status:
         blocked=parts.read(_blocked, {}),
         last_failure=failure.describe() if failure else failures[-1].detail if failures else None,
         epochs=parts.read(epochs_read, {}),
+        job=parts.read(read_job, None),
+        node_hours=sum(attempt.node_hours for attempt in attempts),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
 
@@ -299,6 +304,8 @@ def _render_one(status: Status) -> str:
     reason = f" ({status.reason})" if status.reason and status.reason != "None" else ""
     facts = [("step", _progress(status)), ("speed", _speed(status)), ("time left", _time_left(status))]
     age = f", {format_seconds(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
+    if status.job is not None:
+        facts.append(("job", _wanted(status.job, status.node_hours)))
     facts.append(("checkpoint", f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"))
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
@@ -319,6 +326,15 @@ def _render_one(status: Status) -> str:
             *(f"  {name:<11}{text}" for name, text in facts if text),
         ]
     )
+
+
+def _wanted(job: Job, node_hours: float) -> str:
+    """What the job's record asks for, and how much of its budget is used."""
+    spares = f" + {job.spares} spare" if job.spares else ""
+    used = f"{node_hours:,.1f} node-hours used"
+    if job.max_node_hours is not None:
+        used = f"{node_hours:,.1f} of {job.max_node_hours:,.1f} node-hours used"
+    return f"{plural(job.nodes, 'node')}{spares} of {job.site}, then {job.continuation}, {used}"
 
 
 def _progress(status: Status) -> str:
