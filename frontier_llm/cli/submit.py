@@ -125,10 +125,10 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
-    return (
-        *(["--strict"] if args.strict else []),
-        *(word for key in args.allow_change for word in ("--allow-change", key)),
-    )
+    flags = ["--strict"] if args.strict else []
+    for key in args.allow_change:
+        flags += ["--allow-change", key]
+    return tuple(flags)
 
 
 def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:

@@ -5,13 +5,14 @@ series.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.blueprint.optimizers import state_bytes
-from frontier_llm.cluster import notes, slurm, submit
+from frontier_llm.cluster import slurm, submit
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.config import RunConfig, phases_of, saves_between, saves_nothing
@@ -26,6 +27,7 @@ from frontier_llm.units import format_bytes, plural
 
 BENCHMARK_STEPS = 100  # on synthetic data; more of them, when they cost more than CHEAP_NODE_HOURS, must be meant
 CHEAP_NODE_HOURS = 10.0
+MANY_NODES = 8  # whose start OLCF has measured
 UNSAVED_STEPS = 20  # longest run on synthetic data that may save nothing
 
 
@@ -217,8 +219,79 @@ def advice(request: submit.JobRequest) -> Iterator[str]:
     config = request.config
     checkpoint_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     precision = fp16_note(config.precision, load_machine(request.site.machine).device.flushes_fp16)
-    others = notes.scratch_note(request), notes.start_note(request), notes.device_note(request)
-    yield from filter(None, (*others, notes.quota_note(request, checkpoint_bytes), precision))
+    found = [
+        scratch_note(request),
+        start_note(request),
+        device_note(request),
+        quota_note(request, checkpoint_bytes),
+        precision,
+    ]
+    yield from filter(None, found)
+
+
+def scratch_note(request: submit.JobRequest) -> str:
+    """A warning when the run directory is not on the site's scratch filesystem; '' when it is, or when nobody can
+    tell.
+    """
+    scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
+    directory = request.job.directory
+    if scratch is None or directory.is_relative_to(scratch):
+        return ""
+    return f"{directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / directory.name}"
+
+
+def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
+    """A warning when the checkpoints that lie there at the same time come near the project's quota: statvfs sees the
+    whole file system.
+    """
+    train = request.config.train
+    quota_tb = request.site.scratch_quota_tb
+    if quota_tb is None or not request.saves or saves_nothing(train):
+        return ""
+    forever = train.steps // train.keep_every if train.keep_every else 0
+    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # one more while it is written
+    if held_tb <= 0.8 * quota_tb:  # the rest is for data, logs and other runs
+        return ""
+    return (
+        f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are "
+        f"{held_tb:.0f} TB at the same time; "
+        f"a project may keep {quota_tb:.0f} TB on {request.site.name}'s scratch unless it has asked for more "
+        f"(train.keep_checkpoints, train.keep_every)"
+    )
+
+
+def start_note(request: submit.JobRequest) -> str:
+    """A warning when the ranks of many nodes would all read torch's thousands of files from the shared file system."""
+    elsewhere = request.site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
+    if elsewhere or request.site.bind != "gcd" or request.job.all_nodes <= MANY_NODES:
+        return ""
+    return (
+        f"{request.job.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}: on "
+        f"Frontier eight took 51 s from "
+        "Orion, 4 min from NFS and 2 s from their own disks. Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz "
+        "(docs/frontier.md, section 1) or "
+        "FRONTIER_LLM_CONTAINER"
+    )
+
+
+def device_note(request: submit.JobRequest) -> str:
+    """A warning when the ranks of a site with GPUs would compute on its processors, or in wide types: left over from
+    a test at home.
+    """
+    dtype = request.config.precision.dtype
+    if request.site.bind != "gcd":
+        return ""
+    if request.config.train.device == "cpu":
+        return (
+            f"train.device=cpu leaves the GPUs of {request.site.name} idle, and the job is charged for them; take "
+            f"the key out, or set train.device=auto"
+        )
+    if dtype in ("fp32", "fp64"):  # MI250X: 95.7 TFLOP/s of matrices either way, 383 in bf16 (AMD's data sheet)
+        return (
+            f"precision.dtype={dtype} has a quarter of the matrix rate of bf16 on {request.site.name} and larger "
+            f"activations; set precision.dtype=bf16"
+        )
+    return ""
 
 
 def admit_job(run: BatchRun) -> None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from frontier_llm.cluster.binding import render_bind_script
 from frontier_llm.cluster.sites import Site, format_walltime, load_site, root_dir, site_names
 from frontier_llm.cluster.warning_time import warning_s
 from frontier_llm.errors import ConfigError
+from frontier_llm.machine.affinity import NODE, Place
 
 # nothing that a shell or an #SBATCH line would read as more than a word
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/+=@%^\[\]-]*")
@@ -185,16 +185,18 @@ def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
         "ntasks-per-node": str(site.tasks_per_node),
         "cpus-per-task": str(site.cpus_per_task),
         "gpus-per-node": str(site.gpus_per_node),
-        **({"partition": site.default_partition} if site.default_partition else {}),
-        **({"time": format_walltime(minutes)} if minutes else {}),
-        # every rank is told this long before the end (Slurm may be up to 60 s early) and saves
-        "signal": f"USR1@{job.signal_s(site)}",
-        "requeue": "",
-        "open-mode": "append",  # a requeued job goes on writing the same file
-        "no-kill": "",  # a dead node ends the step, not the allocation: a spare may take its place
-        "output": "%x-%j.out",
-        **site.sbatch,
     }
+    if site.default_partition:
+        options["partition"] = site.default_partition
+    if minutes:
+        options["time"] = format_walltime(minutes)
+    # every rank is told this long before the end (Slurm may be up to 60 s early) and saves
+    options["signal"] = f"USR1@{job.signal_s(site)}"
+    options["requeue"] = ""
+    options["open-mode"] = "append"  # a requeued job goes on writing the same file
+    options["no-kill"] = ""  # a dead node ends the step, not the allocation: a spare may take its place
+    options["output"] = "%x-%j.out"
+    options |= site.sbatch
     bad = [
         f"--{name}={value}"
         for name, value in options.items()
@@ -236,18 +238,18 @@ def render_site(site: Site) -> str:
         f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and "
         f"render again.",
         "# shellcheck shell=bash disable=SC2034",
-        *(f"module use {shlex.quote(path)}" for path in site.module_paths),
-        *(_module_load(module) for module in site.modules),
-        *(
-            ['FRONTIER_LLM_FROM_MODULES="$(export -p)" # launch/job.sh: what is so now was not exported by the user']
-            if site.modules
-            else []
-        ),
-        *(["unset " + " ".join(_names(site.unset, "unset"))] if site.unset else []),
-        f"export FRONTIER_LLM_BIND={site.bind}",
-        f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}",
-        *(f"export {name}={_expandable(site.environment[name])}" for name in _names(site.environment, "environment")),
     ]
+    lines += [f"module use {shlex.quote(path)}" for path in site.module_paths]
+    lines += [_module_load(module) for module in site.modules]
+    if site.modules:
+        reason = "# launch/job.sh: what is so now was not exported by the user"
+        lines.append(f'FRONTIER_LLM_FROM_MODULES="$(export -p)" {reason}')
+    if site.unset:
+        lines.append("unset " + " ".join(_names(site.unset, "unset")))
+    lines.append(f"export FRONTIER_LLM_BIND={site.bind}")
+    lines.append(f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}")
+    for name in _names(site.environment, "environment"):
+        lines.append(f"export {name}={_expandable(site.environment[name])}")
     if site.container:
         if not _PLAIN.fullmatch(site.container):
             raise ConfigError(f"{site.container!r} is not a plain path", where=f"container of {site.name}")
@@ -277,6 +279,30 @@ def _expandable(value: str) -> str:
         f"${{{piece[1:]}:-}}" if piece.startswith("$") else re.sub(r'([\\"`$])', r"\\\1", piece) for piece in pieces
     ]
     return '"' + "".join(quoted) + '"'
+
+
+def render_bind_script(node: Sequence[Place] = NODE) -> str:
+    """The script that pins a task beside the GCD of its local rank and then becomes the given command."""
+    count = len(node)
+    return f"""\
+#!/bin/bash
+# Pin this task to the cores and memory beside its GCD: local rank = GCD. Usage: bind_gcd.sh COMMAND [ARGUMENT ...]
+# Rendered from frontier_llm/machine/affinity.py by `python -m frontier_llm.cluster.sbatch`; change that and render again.
+set -euo pipefail
+
+local_rank="${{SLURM_LOCALID:-${{OMPI_COMM_WORLD_LOCAL_RANK:-${{PALS_LOCAL_RANKID:-${{LOCAL_RANK:?no launcher set a local rank}}}}}}}}"
+cores=({" ".join(f"{place.usable_cores[0]}-{place.usable_cores[-1]}" for place in node)})
+numa=({" ".join(str(place.numa) for place in node)})
+
+if [[ "$local_rank" -ge {count} ]]; then
+    echo "bind_gcd.sh: local rank $local_rank on a node of {count} GCDs; start {count} tasks per node" >&2
+    exit 2
+fi
+if command -v numactl >/dev/null; then
+    exec numactl --physcpubind="${{cores[local_rank]}}" --preferred="${{numa[local_rank]}}" -- "$@"
+fi
+exec taskset --cpu-list "${{cores[local_rank]}}" "$@"
+"""  # noqa: E501
 
 
 def rendered_files() -> dict[Path, str]:

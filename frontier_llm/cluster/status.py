@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
@@ -28,12 +28,12 @@ from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder,
 from frontier_llm.run.job import Job, read_job
 from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.run.run_dir import Slow
-from frontier_llm.run.run_parts import RunParts
-from frontier_llm.units import format_count, format_seconds, plural
+from frontier_llm.units import format_count, format_seconds, plural, printable
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # a directory with one of these is a run's
 BAR = 24  # characters
 RECENT = 20  # steps whose median gives the speed
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,48 @@ class Status:
     job: Job | None = None  # what was wanted: nodes, spares, continuation, budget
     node_hours: float = 0.0  # that all starts have used
     damage: tuple[str, ...] = ()  # files that are damaged, and how; what they would tell is missing above
+
+
+class RunParts:
+    """Reads the parts of one run directory. A part that cannot be read is named, and the others are still shown."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.damage: list[str] = []
+
+    def read(self, part: Callable[[Path], T], default: T) -> T:
+        """`part` of the directory, or `default` if its file is damaged."""
+        try:
+            return part(self.directory)
+        except FrontierError as error:
+            self.damage += [self._relative(problem) for problem in error.problems]
+        except OSError as error:
+            self.damage.append(
+                self._relative(Problem(str(error.filename or self.directory), f"cannot be read: {error.strerror}"))
+            )
+        return default
+
+    def note(self, problem: Problem) -> None:
+        """Something is wrong that does not keep the part from being read."""
+        self.damage.append(self._relative(problem))
+
+    def value(self, content: Mapping[str, Any], name: str, key: str, is_sound: Callable[[Any], bool]) -> Any:
+        """A value of a section that was read; None, and named, if it has another type."""
+        section = content.get(name, {})
+        if not isinstance(section, dict):
+            self.damage.append(f"config.yaml: {name} is {section!r}, not a section of keys")
+            return None
+        value = section.get(key)
+        if value is None or is_sound(value):
+            return value
+        self.damage.append(f"config.yaml: {name}.{key} is {value!r}")
+        return None
+
+    def _relative(self, problem: Problem) -> str:
+        """The problem on one line, its path below the run directory."""
+        where = problem.where.removeprefix(f"{self.directory}/").removeprefix(str(self.directory))
+        text = f"{where}: {problem.what}" if where else problem.what
+        return printable(f"{text}; {problem.fix}" if problem.fix else text)
 
 
 def read_status(directory: Path) -> Status:
