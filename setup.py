@@ -179,7 +179,7 @@ class NativeBuild(build_ext):
 
 
 def native_libraries() -> list[Extension]:
-    """The shared libraries: CPU ops, sample index, checkpoint digests, shared memory, the authenticated store,
+    """The shared libraries: CPU ops, sample index, shared memory, the authenticated store,
     heartbeats, GPU launcher.
     """
     x86 = os.uname().machine in ("x86_64", "AMD64")
@@ -197,7 +197,6 @@ def native_libraries() -> list[Extension]:
     ]
     for name, source, links in (
         ("libsample_index", "csrc/sample_index.cpp", ["-pthread"]),
-        ("libsha256_pair", "csrc/sha256_pair.cpp", []),
         ("libshm_collectives", "csrc/shm/shm_collectives.cpp", ["-lrt", "-pthread"]),
         ("libstore_server", "csrc/store_server.cpp", ["-pthread"]),
         ("libheartbeat", "csrc/heartbeat.cpp", ["-pthread"]),
@@ -263,7 +262,7 @@ setup(
             "import-linter",
             "types-PyYAML",
             "zstandard",
-            *TUNING,  # scipy: also scripts/fit_machines.py
+            *TUNING,  # scipy: also benchmarks/planner/fit_machines.py
             "matplotlib",  # the pictures of docs/
             "megatron-core==0.16.1",
             "mpi4py",

@@ -1,4 +1,8 @@
-"""Files that are on the device when a call returns, and that no reader ever sees half of."""
+"""Files that are on the device when a call returns, and that no reader ever sees half of.
+
+Readers of files from elsewhere bound what they read. A user who trusts a larger file multiplies all bounds by the
+variable FRONTIER_LLM_LIFT_BOUNDS: a manifest of 75,000 ranks, a model of more tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, BinaryIO
 
-from frontier_llm.errors import FrontierError
+from frontier_llm.errors import ConfigError, FrontierError
 
 
 class NamedFile(io.FileIO):
@@ -180,3 +184,32 @@ def package_digest() -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+LIFT_VARIABLE = "FRONTIER_LLM_LIFT_BOUNDS"
+LIFT_HINT = f"if that is right, {LIFT_VARIABLE}=N takes N times as much"
+
+_times = 1
+
+
+def lift_bounds(times: str | None) -> None:
+    """What the environment says; None leaves the bounds as they are. Raises ConfigError for what is no number from 1
+    to 1000.
+    """
+    if times is not None and not (
+        times.isascii() and times.isdecimal() and 1 <= len(times) <= 4 and 1 <= int(times) <= 1000
+    ):
+        raise ConfigError(
+            f"{times[:20]!r} is not a whole number from 1 to 1000", "unset it, or name a number", LIFT_VARIABLE
+        )
+    globals()["_times"] = int(times or 1)
+
+
+def lifted_bound(bound: int) -> int:
+    """The bound as it stands now."""
+    return bound * _times
+
+
+def read_beyond(file: BinaryIO, bound: int) -> bytes:
+    """A file's content, cut off one byte beyond the bound; memory is taken for what is there, not for the bound."""
+    return file.read(min(bound, os.fstat(file.fileno()).st_size) + 1)

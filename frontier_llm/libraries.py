@@ -20,7 +20,6 @@ LIBRARIES: dict[str, dict[str, int]] = {
     "libgpu_launcher.so": {},
     "libheartbeat.so": {"fl_heartbeat_abi": 1},
     "libsample_index.so": {"fl_abi": 2},
-    "libsha256_pair.so": {},
     "libshm_collectives.so": {"fl_shm_abi": 2},
     "libstore_server.so": {"fl_store_abi": 1},
 }

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Print the IPv4 address at which other nodes reach this one: of the named interface, else the host's first. Run once per job,
-# so that no rank has to ask DNS.
+# Print the IPv4 address at which other nodes reach this one: of the named interface, else the host's first. Run once
+# per job, so that no rank has to ask DNS.
 #     address.sh [INTERFACE]
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin" # SUSE keeps ip there

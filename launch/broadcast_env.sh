@@ -1,10 +1,10 @@
 #!/bin/bash
-# Copy an environment archive to the local disk of the job's nodes and unpack it there. Prints its Python, and in a second line the nodes that
-# did not get it; fails when these are more than the job's spares.
+# Copy an environment archive to the local disk of the job's nodes and unpack it there. Prints its Python, and in a
+# second line the nodes that did not get it; fails when these are more than the job's spares.
 # Measured on Frontier (OLCF): 8 nodes import torch in 2 s from NVMe, 51 s from Orion, 3 min 56 s from NFS.
 #     broadcast_env.sh ENV.tar.gz [WORD ...]
-# WORD: of the job. job.spares=N, else "spares" of job.json in --run-dir=DIR, else FRONTIER_LLM_SPARE_NODES, is the number of nodes that the job
-# can do without.
+# WORD: of the job. The job can do without as many nodes as job.spares=N says, else "spares" in job.json of
+# --run-dir=DIR, else FRONTIER_LLM_SPARE_NODES.
 set -euo pipefail
 
 archive="$1"
@@ -24,23 +24,28 @@ if [[ ! "$spares" =~ ^[0-9]+$ ]]; then
     exit 2
 fi
 # a folder of this job alone: nobody else on a node can know its name beforehand, nor look or write into it
-target="${FRONTIER_LLM_NODE_LOCAL:-/tmp}/frontier_llm_env_${SLURM_JOB_ID:?runs inside a job}_$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n')"
+random="$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n')"
+target="${FRONTIER_LLM_NODE_LOCAL:-/tmp}/frontier_llm_env_${SLURM_JOB_ID:?runs inside a job}_$random"
 if [[ ! -r "$archive" ]]; then
     echo "broadcast_env.sh: cannot read $archive; make it with conda-pack -o ENV.tar.gz" >&2
     exit 2
 fi
 all="$(scontrol show hostnames "${SLURM_JOB_NODELIST:?}" | sort)"
 # srun refuses a step that has a node which is gone; one that only drains can still work
-gone="$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail,unknown,no_respond --format=%N | sort -u)"
+lost_states=down,fail,unknown,no_respond
+gone="$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states="$lost_states" --format=%N | sort -u)"
 here="$(comm -23 <(echo "$all") <(echo "$gone"))"
-on_every_node() { # prints the nodes on which the command has worked; srun has said why the others have not, and how many may fail is asked at the end
+# Print the nodes on which the command succeeded. srun reports why it failed on the others; the end of this script
+# checks how many may fail.
+on_every_node() {
     local nodes count
     nodes="$(paste -sd, <<<"$here")"
     count="$(wc -l <<<"$here")"
     # $SLURMD_NODENAME is each node's own
     # shellcheck disable=SC2016
-    srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes" --gpus-per-node=0 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" \
-        --cpu-bind=none --kill-on-bad-exit=0 bash -c '"$@" >&2 && echo "$SLURMD_NODENAME"' run "$@" | sort -u || true
+    srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes" --gpus-per-node=0 \
+        --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" --cpu-bind=none --kill-on-bad-exit=0 \
+        bash -c '"$@" >&2 && echo "$SLURMD_NODENAME"' run "$@" | sort -u || true
 }
 here="$(on_every_node mkdir -m 700 "$target")" # without -p: fails when it is there already
 status=0

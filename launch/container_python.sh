@@ -1,10 +1,12 @@
 #!/bin/bash
 # The Python of a container, with the host's GPUs, network and filesystems: container_python.sh [ARGUMENT ...]
 # FRONTIER_LLM_CONTAINER    the image (launch/frontier_llm.def builds one)
-# APPTAINER_CONTAINLIBS     libraries of the host for the image (default: those that OLCF's container examples name, where they are)
+# APPTAINER_CONTAINLIBS     libraries of the host for the image (default: those that OLCF's container examples name,
+#                           where they are)
 # FRONTIER_LLM_BINDS        further paths to bind, separated by commas (data, scratch)
-# The image brings torch and ROCm, so there is no --rocm: that would put the host's ROCm in front of it. The GPUs' devices are there anyway.
-# The network's part is the site's and comes in through binds: its module's where that has set them (LUMI), else the paths below.
+# The image brings torch and ROCm, so there is no --rocm: that would put the host's ROCm in front of it. The GPUs'
+# devices are there anyway. The network's part is the site's and comes in through binds: its module's where that has set
+# them (LUMI), else the paths below.
 set -euo pipefail
 export PYTHONNOUSERSITE=1 # packages in ~/.local would come before the image's own
 
@@ -23,7 +25,8 @@ paths=(/lustre /pfs /scratch /project /projappl /flash /appl) # /scratch and its
 if [[ -z "${SINGULARITY_BIND:-}${SINGULARITY_BINDPATH:-}${APPTAINER_BIND:-}${APPTAINER_BINDPATH:-}" ]]; then
     paths+=(/opt/cray /var/spool/slurmd /sw) # /sw: the plugin's home on Frontier
 fi
-# what the host's libfabric and its cxi provider link to and an image lacks goes to /.singularity.d/libs, which the loader searches there
+# what the host's libfabric and its cxi provider link to and an image lacks goes to /.singularity.d/libs, which the
+# loader searches there
 if [[ -z "${APPTAINER_CONTAINLIBS:-}${SINGULARITY_CONTAINLIBS:-}" ]]; then
     libraries=()
     for library in /usr/lib64/{libcxi.so.1,libjson-c.so.3,libnl-3.so.200,libjansson.so.4} /lib64/libtinfo.so.6; do

@@ -1,9 +1,12 @@
 #!/bin/bash
 # Runs in the batch shell of every job: site environment, Python, then the supervisor that starts the ranks with srun.
 #     job.sh SITE MODULE [WORD ...]
-#     job.sh SITE --as-rank MODULE [WORD ...]     in the interpreter of the ranks: outside of a job it says what is installed there
-# FRONTIER_LLM_PYTHON       the interpreter (default: that of the environment active at sbatch, else python3 after the site's modules)
-# FRONTIER_LLM_CONTAINER    an Apptainer image: the ranks use its Python, this shell keeps using the host's (which needs no torch)
+#     job.sh SITE --as-rank MODULE [WORD ...]     in the interpreter of the ranks: outside of a job it says what is
+#                                                 installed there
+# FRONTIER_LLM_PYTHON       the interpreter (default: that of the environment active at sbatch, else python3 after the
+#                           site's modules)
+# FRONTIER_LLM_CONTAINER    an Apptainer image: the ranks use its Python, this shell keeps using the host's (which needs
+#                           no torch)
 # FRONTIER_LLM_ENV_ARCHIVE  a conda-pack or venv-pack .tar.gz: copied to every node's local disk and used from there
 set -euo pipefail
 
@@ -28,17 +31,19 @@ while read -r name; do unset "$name"; done < <(names "$exported" | grep . || tru
 set +u # Lmod reads variables that may be unset
 # shellcheck source=/dev/null
 . "$root/slurm/sites/$site.sh" || {
-    echo "job.sh: the environment of site $site fails on $(hostname); see \`module avail\`, and correct slurm/sites/$site.yaml" >&2
+    echo "job.sh: the environment of site $site fails on $(hostname); see \`module avail\`," \
+        "and correct slurm/sites/$site.yaml" >&2
     exit 2
 }
 set -u
-# What the user has exported wins over a module's setting. A value that a module gives (FRONTIER_LLM_FROM_MODULES, from the site's file) was not the
-# user's: the module was loaded before sbatch, too.
+# What the user has exported wins over a module's setting. A value that a module gives (FRONTIER_LLM_FROM_MODULES, from
+# the site's file) was not the user's: the module was loaded before sbatch, too.
 of_user="$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
 eval "$of_user"
 # Names for the origins that rank 0 logs (cluster/rank_variables.py).
 FRONTIER_LLM_USER_VARIABLES="$(names "$of_user" | paste -sd' ')"
-FRONTIER_LLM_MODULE_VARIABLES="$(names "$(grep -E "$pattern" <<<"${FRONTIER_LLM_FROM_MODULES:-}" || true)" | paste -sd' ')"
+of_modules="$(grep -E "$pattern" <<<"${FRONTIER_LLM_FROM_MODULES:-}" || true)"
+FRONTIER_LLM_MODULE_VARIABLES="$(names "$of_modules" | paste -sd' ')"
 export FRONTIER_LLM_USER_VARIABLES FRONTIER_LLM_MODULE_VARIABLES
 unset FRONTIER_LLM_FROM_MODULES
 

@@ -10,9 +10,11 @@ here="$(dirname "${BASH_SOURCE[0]}")"
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline # compute nodes reach no internet
 export PYTHONUNBUFFERED=1
-export PYTHONDONTWRITEBYTECODE=1 # or thousands of ranks would write the same .pyc files next to the sources, on the parallel file system
-ulimit -S -c 0                   # nor a core of tens of GB each: a watchdog ends ranks by abort
-export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # a failed rendezvous is told in one line, not with C++ frames of every rank
+# otherwise thousands of ranks would write the same .pyc files next to the sources, on the parallel file system
+export PYTHONDONTWRITEBYTECODE=1
+ulimit -S -c 0 # no core files of tens of GB each: a watchdog ends ranks by abort
+# one line for a failed rendezvous, without the C++ frames of every rank
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 
 if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
     mkdir -p "$FRONTIER_LLM_LOG_DIR"
@@ -22,13 +24,15 @@ if [[ -n "${FRONTIER_LLM_LOG_DIR:-}" ]]; then
         exit 2
     fi
     if [[ "$rank" -eq 0 ]]; then
-        # Slurm's warning reaches every process of the step; tee has to outlive it, or rank 0 would write into a broken pipe
+        # Slurm's warning reaches every process of the step; tee has to outlive it, or rank 0 would write into a broken
+        # pipe
         exec > >(trap '' USR1 USR2 TERM INT && exec tee --append "$log") 2>&1
     else
         exec >>"$log" 2>&1
     fi
 fi
-# Slurm's warning may come while Python starts, which takes long where thousands of ranks read its files: it waits until the rank can hear it
+# Slurm's warning may come while Python starts, which takes long where thousands of ranks read its files: it waits until
+# the rank can hear it
 held=()
 if env --block-signal=USR1 true 2>/dev/null; then
     held=(env --block-signal=USR1)

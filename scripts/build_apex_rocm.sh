@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds ROCm's apex for MI250X (gfx90a) with the two extensions that ops.norm=apex and ops.adamw=apex use.
-# Never `pip install apex`: the PyPI project of that name is a web toolkit. Since 1.10 apex compiles every extension that was not
-# built here when it is imported; with --no-jit that is an error.
+# Never `pip install apex`: the PyPI project of that name is a web toolkit. Since 1.10 apex compiles every extension
+# that was not built here when it is imported; with --no-jit that is an error.
 # shellcheck source=scripts/rocm_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/rocm_env.sh"
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Installs DeepSpeed with the ops prebuilt for MI250X (gfx90a) that it would otherwise compile at run time. Not run on an MI250X yet.
-# Ops are added one by one. One that does not build is named at the end, the others stay, and DeepSpeed is installed in any case.
-# DEEPSPEED_OPS replaces the list. DEEPSPEED_SOURCE replaces the package's source: a requirement, a folder or an archive.
+# Installs DeepSpeed with the ops prebuilt for MI250X (gfx90a) that it would otherwise compile at run time. Not run on
+# an MI250X yet. Ops are added one by one. One that does not build is named at the end, the others stay, and DeepSpeed
+# is installed in any case.
+# DEEPSPEED_OPS replaces the list. DEEPSPEED_SOURCE replaces the package's source: a requirement, a folder or an
+# archive.
 # shellcheck source=scripts/rocm_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/rocm_env.sh"
 
@@ -15,7 +17,8 @@ mkdir -p "$logs"
 wheels="$(mktemp -d)"
 trap 'rm -rf "$wheels"' EXIT
 
-# build NAME OP ...: a wheel with these ops, in $wheels/NAME; its log in $logs/NAME.log. Without pip's cache, which ignores the settings.
+# build NAME OP ...: a wheel with these ops, in $wheels/NAME; its log in $logs/NAME.log. Without pip's cache, which
+# ignores the settings.
 build() {
   local name="$1" op contents settings=(DS_BUILD_OPS=0)
   shift

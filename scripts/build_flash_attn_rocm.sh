@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Builds ROCm's flash-attn for MI250X (gfx90a) into the current Python: the composable-kernel build, about an hour on a login node.
-# FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE in the user's environment would take its Triton build, which compiles at run time and is refused by --no-jit.
+# Builds ROCm's flash-attn for MI250X (gfx90a) into the current Python: the composable-kernel build, about an hour on a
+# login node.
+# FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE in the user's environment would take its Triton build, which compiles at run
+# time and is refused by --no-jit.
 # shellcheck source=scripts/rocm_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/rocm_env.sh"
 

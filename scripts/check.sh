@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the code without running it: format, lint, types, import layers, density, shell scripts.
+# Checks the code without running it: format, lint, types, import layers, density, width, shell scripts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ruff format --check .
@@ -7,6 +7,7 @@ ruff check .
 mypy
 lint-imports
 python scripts/code_density.py --check
+python scripts/prose.py --check
 if command -v shellcheck >/dev/null; then
   git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck --external-sources
 else

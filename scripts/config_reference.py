@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
-"""Writes docs/configuration.md from config/model.py and config/schema.py: every key with its type, default, meaning and
-the version that brought it.
+"""Write docs/generated/configuration.md from config/model.py and schema.py: each key with type, default, meaning.
 
-A field's meaning is the comment behind it; `(since 0.2)` at its end is the version, without it the key is as old as the
-project.
+A field's meaning is the comment behind it, or the comment lines above it.
     python scripts/config_reference.py [--check]
 """
 
@@ -25,8 +23,7 @@ from frontier_llm.config import fields, schema
 from frontier_llm.config import model as model_keys
 from frontier_llm.config.schema import RunConfig
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-FIRST_VERSION = "0.1"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "generated" / "configuration.md"
 NAMES = {
     "PositiveInt": "whole number ≥ 1",
     "NonNegativeInt": "whole number ≥ 0",
@@ -159,21 +156,16 @@ def page() -> str:
             "",
             inspect.getdoc(model) or "",
             "",
-            "| key | type | default | meaning | since |",
-            "|---|---|---|---|---|",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
         ]
         for name, field in keys.items():
             annotation, comment = notes[model.__name__, name]
             if not comment:
                 raise ValueError(f"{model.__name__}.{name} has no comment that says what it means")
-            since = re.search(r"\(since ([\d.]+)\)$", comment)
-            meaning = comment[: since.start()].strip() if since else comment
-            cells = (f"`{prefix + '.' if prefix else ''}{name}`", type_text(annotation), default_text(field), meaning)
-            text.append(
-                "| "
-                + " | ".join(cell.replace("|", "\\|") for cell in cells)
-                + f" | {since.group(1) if since else FIRST_VERSION} |"
-            )
+            key = f"{prefix}.{name}" if prefix else name
+            cells = (f"`{key}`", type_text(annotation), default_text(field), comment)
+            text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         text.append("")
     return HEAD + "\n".join(text)
 
@@ -191,7 +183,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not up to date")
     if parser.parse_args().check:
         if PAGE.read_text(encoding="utf-8") != page():
-            print("docs/configuration.md is not up to date: run python scripts/config_reference.py", file=sys.stderr)
+            print(
+                "docs/generated/configuration.md is not up to date: run python scripts/config_reference.py",
+                file=sys.stderr,
+            )
             return 1
         return 0
     PAGE.write_text(page(), encoding="utf-8")

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# The first minutes on a machine with a GPU, torch and Triton, NVIDIA or AMD: builds, checks every op, measures, trains, and writes one page.
+# The first minutes on a machine with a GPU, torch and Triton, NVIDIA or AMD: builds, checks every op, measures, trains,
+# and writes one page.
 #   scripts/first_gpu.sh [--out DIR] [--wheels DIR] [--minutes 9]
-#   scripts/first_gpu.sh --collect-wheels DIR [--python 3.12] [--platform manylinux_2_28_x86_64 ...]   beforehand, where there is a network
-#   scripts/first_gpu.sh --rehearse [--out DIR]                                                        every stage on a CPU, in a bare environment
+#   scripts/first_gpu.sh --rehearse [--out DIR]     every stage on a CPU, in a bare environment
+#   scripts/first_gpu.sh --collect-wheels DIR [--python 3.12] [--platform manylinux_2_28_x86_64 ...]
+#                                                   beforehand, on a machine with a network
 # Under Slurm: srun -N1 -n1 --gpus-per-node=8 scripts/first_gpu.sh
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

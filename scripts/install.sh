@@ -10,7 +10,8 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
   exit 2
 fi
 if ! command -v "${CXX:-c++}" >/dev/null; then
-  echo "frontier_llm builds its C++ parts once, and there is no C++ compiler: install g++ (apt-get install g++), or set CXX" >&2
+  echo "frontier_llm builds its C++ parts once, and there is no C++ compiler:" \
+    "install g++ (apt-get install g++), or set CXX" >&2
   exit 2
 fi
 
@@ -25,7 +26,8 @@ fi
 # shellcheck disable=SC1091
 source .venv/bin/activate
 
-if ! why="$(python -c 'import torch' 2>&1)"; then # the last line: a torch that is there, and lacks a library, would be asked about for long
+# The last line of the error is printed, because a torch that lacks a library is hard to diagnose without it.
+if ! why="$(python -c 'import torch' 2>&1)"; then
   echo "== installing ${FRONTIER_LLM_TORCH:=torch==2.13.0} (${why##*$'\n'})" >&2
   python -m pip install --quiet --disable-pip-version-check "$FRONTIER_LLM_TORCH"
 fi

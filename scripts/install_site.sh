@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Installs the package for a site in one command: the package, its C++ libraries, and the GPU kernels of the site's architecture.
-#   scripts/install_site.sh SITE      frontier, lumi, or the path of a site file; run it on a login node, in the environment of the jobs
-# The environment has its torch and Triton already (ROCm's wheels bring both); neither is replaced. A site with a container builds with the
-# image's Python, into this checkout, and needs a Python with numpy, pydantic and pyyaml on the host.
-# At the end the interpreter of the ranks is asked what it has: the exit code is 1 if something is missing.
+# Installs the package for a site in one command: the package, its C++ libraries, and the GPU kernels of the site's
+# architecture.
+#   scripts/install_site.sh SITE      frontier, lumi, or the path of a site file; run it on a login node, in the
+#                                     environment of the jobs
+# The environment has its torch and Triton already (ROCm's wheels bring both); neither is replaced. A site with a
+# container builds with the image's Python, into this checkout, and needs a Python with numpy, pydantic and pyyaml on
+# the host. At the end the interpreter of the ranks is asked what it has: the exit code is 1 if something is missing.
 set -euo pipefail
 site="${1:?usage: scripts/install_site.sh SITE}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,9 +16,10 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 described() { # a value of the site file, or of its machine file
     "$host_python" -c 'import sys
 from frontier_llm.cluster.sites import load_site
-from frontier_llm.machine import load_machine
+from frontier_llm.machine.load import load_machine
 site = load_site(sys.argv[1])
-print({"container": site.container, "architecture": load_machine(site.machine).device.architecture}[sys.argv[2]] or "")' "$site" "$1"
+values = {"container": site.container, "architecture": load_machine(site.machine).device.architecture}
+print(values[sys.argv[2]] or "")' "$site" "$1"
 }
 
 if ! "$host_python" -c 'import numpy, pydantic, yaml' 2>/dev/null; then

@@ -38,7 +38,7 @@ from frontier_llm.config import RunConfig, load_model
 from frontier_llm.run.launchers import RankEnv, free_port
 from frontier_llm.run.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.training.loop import train
-from tests.faults.runs import Run
+from tests.harness.runs import Run
 
 SAVE_POINTS = [
     "copied",

@@ -13,7 +13,7 @@ from pathlib import Path
 from frontier_llm.cluster.sbatch import JOBS
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.config import load_run
-from frontier_llm.config.saves import PRODUCTION
+from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.planner.predict import planned_saves
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: installs into .venv, makes a dataset from this machine's Python standard library,
-# measures this machine, lets the planner choose a layout for 4 local ranks, trains a small Llama in it and again as TP2 x PP2,
-# prints the planner's prediction beside both, generates a sample and writes report.html.
+# From a fresh clone to a trained model: installs into .venv, makes a dataset from this machine's Python standard
+# library, measures this machine, lets the planner choose a layout for 4 local ranks, trains a small Llama in it and
+# again as TP2 x PP2, prints the planner's prediction beside both, generates a sample and writes report.html.
 # Run twice, it reuses what is there. FRONTIER_LLM_TORCH chooses the torch requirement (default torch==2.13.0).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,10 +36,12 @@ say "prediction beside measurement, time per step"
 frontier-llm plan --machine "$machine" --measured "$run_dir" "$other_run_dir"
 
 say "a sample"
-frontier-llm generate "$run_dir" --prompt 'def read_lines(path):' --max-new-tokens 80 --temperature 0.7 --seed 1 | tee "$run_dir/sample.txt"
+frontier-llm generate "$run_dir" --prompt 'def read_lines(path):' --max-new-tokens 80 --temperature 0.7 --seed 1 |
+  tee "$run_dir/sample.txt"
 
 next="frontier-llm train $planned train.run_dir=runs/longer train.steps=1000      # a longer run, from its start"
-frontier-llm report "$run_dir" "$other_run_dir" --output "$run_dir/report.html" --sample "$run_dir/sample.txt" --next "$next" >/dev/null
+frontier-llm report "$run_dir" "$other_run_dir" --output "$run_dir/report.html" --sample "$run_dir/sample.txt" \
+  --next "$next" >/dev/null
 
 say "done"
 cat >&2 <<EOF

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Random faults for a given time at low priority; every run must end bit-equal, and nothing may leak. What is drawn and sampled: scripts/soak.py.
+# Random faults for a given time at low priority; every run must end bit-equal, and nothing may leak. What is drawn and
+# sampled: scripts/soak.py.
 #   scripts/soak.sh [MINUTES=30] [SEED=1]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -75,7 +75,6 @@ class Layout:
     dtype: str = "bf16"
     gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
     optimizer: str = "adamw"
-    validated: str = "before"  # optimizer.validated
     context_attention: str = "auto"  # of blueprint.context.WAYS, or auto
     tensor_chunks: int = 1  # pieces in which tp gathers, scatters and sums beside its products
 
@@ -147,7 +146,6 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         "expert_nodes": 1,  # how many, costs.experts.over_nodes says
         "dtype": config.precision.dtype,
         "optimizer": config.optimizer.name,
-        "validated": config.optimizer.validated,
     }
     return Layout(**{**as_written, **meant})
 
@@ -171,3 +169,23 @@ def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
     if sharded:
         del parallel["zero"]  # of 0 or 1, it means nothing then
     return sections
+
+
+# gather: keys and values of all ranks; ring: the same from neighbour to neighbour, beside compute; heads: all tokens of
+# some heads (Ulysses)
+WAYS = ("gather", "ring", "heads")
+
+
+def context_way(model: ModelConfig, tp: int, cp: int, wanted: str = "auto") -> str:
+    """`wanted`, or for `auto` the way that sends fewer bytes per layer: heads where each rank can have some, else
+    gather.
+
+    In units of one rank's S / cp tokens of one head, forward and backward: gathering moves keys and values three times
+    (they are gathered again, and their gradients scattered), 6 g (cp - 1); by heads queries, keys, values and outputs
+    move twice, 4 (a + g) (cp - 1) / cp.
+    """
+    if wanted != "auto":
+        return wanted
+    heads = model.heads // tp
+    kv_heads = model.num_kv_heads // tp
+    return "heads" if kv_heads % cp == 0 and 4 * (heads + kv_heads) < 6 * kv_heads * cp else "gather"

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import prod
 
-from frontier_llm.blueprint.context import context_way
 from frontier_llm.blueprint.expert_work import expert_work
 from frontier_llm.blueprint.items import (
     ADDING,
@@ -39,16 +38,16 @@ from frontier_llm.blueprint.items import (
     Under,
     rank_tokens,
 )
-from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, statistics_bytes
+from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, context_way, mode_shares, statistics_bytes
 from frontier_llm.blueprint.parameters import (
     Parameter,
     ParameterKind,
     Split,
+    StageSpec,
     block_parameters,
     layer_kinds,
     stage_parameters,
 )
-from frontier_llm.blueprint.stages import StageSpec
 from frontier_llm.config import ModelConfig
 
 
@@ -343,3 +342,27 @@ def flops(items: Iterable[Item], causal: bool = False, forward_only: bool = Fals
         if isinstance(item.work, Product | FlashCore) and (item.phase is Phase.F or not forward_only):
             total += item.work.flops * (0.5 if causal and item.cause == ATTENTION else 1.0)
     return total
+
+
+def model_flops_per_token(model: ModelConfig, causal: bool = False) -> float:
+    """Forward and backward of the true vocabulary; recomputation does not count.
+
+    2 FLOPs per weight and token, and 4·S·A·D per layer for the scores and their weighted sum; backward computes two
+    gradients for every product. `causal=False` counts the full S x S square, as the field's MFU does (PaLM,
+    arXiv:2204.02311 appendix B; Megatron's 72·B·s·L·h²(1 + s/6h + V/12Lh)); `causal=True` counts the half that is
+    computed.
+    """
+    unpadded = model.model_copy(update={"vocab_multiple": 1})
+    return hardware_flops_per_token(unpadded, Layout(), causal)
+
+
+def hardware_flops_per_token(model: ModelConfig, layout: Layout, causal: bool = False) -> float:
+    """What the devices execute per token: the model's FLOPs, padding rows of the head, and the recomputed forward."""
+    software = Software()
+    modes = mode_shares(model, layout)
+    whole = flops(head_work(model, layout, software), causal)
+    for layer, count in layer_kinds(model):
+        block = block_work(model, layout, software, layer=layer)
+        again = sum(item.repeats(modes) * flops([item], causal) for item in block)
+        whole += count * (flops(block, causal) + again)
+    return whole * layout.tp * layout.cp / (model.sequence_length * layout.micro_batch)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from frontier_llm.blueprint import model_parameters
+from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import ModelConfig, RunConfig, Stretches, in_steps, phases_of

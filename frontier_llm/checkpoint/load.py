@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from frontier_llm.blueprint.optimizers import MASTER
-from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, Manifest
-from frontier_llm.checkpoint.shard import Extent, layout_of, opened, read_exactly, verify
+from frontier_llm.checkpoint.shard import BLOCK_BYTES, Extent, layout_of, opened, read_exactly, verify
 from frontier_llm.errors import CheckpointError, Problem, first_of
 from frontier_llm.failpoints import hit
 from frontier_llm.optim import Optimizer, StateRectangle
-from frontier_llm.topology import Rectangle, rectangles_of_run, spans
+from frontier_llm.topology.rectangles import (
+    Rectangle,
+    rectangles_of_run,
+    spans,
+)
 
 # Two needed ranges closer than this are read as one. A random 4 KiB-64 KiB read costs about as much as 64 KiB in
 # sequence on the

@@ -20,20 +20,18 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from frontier_llm.blueprint.optimizers import ADAMW, MASTER, STATISTIC
-from frontier_llm.bounds import LIFT, lifted
+from frontier_llm.blueprint.optimizers import MASTER, STATISTIC
 from frontier_llm.config.fields import first_fault
 from frontier_llm.config.plugins import PluginRecord, recorded_names
 from frontier_llm.data.position import Position
 from frontier_llm.errors import CheckpointError, Problem, first_of
+from frontier_llm.files import LIFT_HINT, lifted_bound
 from frontier_llm.run.complete import MAX_MANIFEST_BYTES
 from frontier_llm.run.records import is_count, is_number
 
 FORMAT: Final = "frontier_llm checkpoint"
 VERSION: Final = 4
-# All are still read. 3 had no position in the data but a number of steps, and no plugins; 2 named no data and no
-# optimizer: it was AdamW;
-# 1 had one sha256 over a whole shard file.
+READ_VERSIONS: Final = (3, VERSION)  # 3 recorded a number of steps instead of the position in the data, and no plugins
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # by safetensors' names; checkpoints have the first two
 # the 1T model on 3072 ranks, with 72,087 pieces, needs under half of these
@@ -44,7 +42,6 @@ MAX_BLOCK_BYTES = 1 << 30
 MAX_PLUGINS = 1_000
 _MAX_DIMS = 8
 MAX_STEPS = 10**12  # of a run: the bound of train.steps
-_BEFORE_3 = (MASTER, "exp_avg", "exp_avg_sq")  # of every checkpoint that names no optimizer
 _IMPOSSIBLE = (
     "no run can be there in its data: restore the checkpoint from a copy, or go on from an older one by "
     "moving this one away"
@@ -100,7 +97,7 @@ class Shard(_Record):
 
     file: str
     bytes: Size
-    sha256: Digest  # of the file's blocks (see `digest`); in version 1 of the file
+    sha256: Digest  # of the file's header and blocks (see `shard`)
     pieces: Annotated[
         tuple[tuple[Count, Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)], Dims], ...], Field(min_length=1)
     ]
@@ -120,8 +117,8 @@ class Manifest(_Record):
     """A whole checkpoint."""
 
     format: Literal["frontier_llm checkpoint"]
-    version: Literal[1, 2, 3, 4]
-    block_bytes: Count = 0  # of the shards' digests (see `digest`); 0 in version 1
+    version: Literal[3, 4]
+    block_bytes: Count  # of the shards' digests (see `shard`)
     incarnation: Count  # which start of the run wrote it
     progress: Progress
     layout: dict[str, int]  # degrees that it was written with; loading does not depend on them
@@ -130,10 +127,9 @@ class Manifest(_Record):
     environment: dict[str, str]
     # that it was trained with; see known_plugins
     plugins: Annotated[tuple[PluginRecord, ...], Field(max_length=MAX_PLUGINS)] = ()
-    # path → identity of each dataset that it was trained on; none of synthetic data, and in version 2
-    data: dict[str, Digest] = {}
+    data: dict[str, Digest]  # path → identity of each dataset that it was trained on; empty for synthetic data
     dtype: DtypeName
-    optimizer: str = ADAMW.name  # whose states they are
+    optimizer: str  # whose states they are
     kinds: Annotated[tuple[StateName, ...], Field(min_length=1)]  # the masters and every state that some tensor has
     tensors: tuple[TensorEntry, ...]
     shards: tuple[Shard, ...]
@@ -182,19 +178,22 @@ def parse(content: bytes, where: str) -> Manifest:
 
     Raises DamagedCheckpoint for anything that is not one: wrong JSON, types, ranges, file names that are not a shard's,
     pieces out of bounds, tensors that the pieces do not cover exactly once, counters that no run can have; more bytes
-    or values than the bounds above. Raises CheckpointError for a position in the data that cannot be true: another
-    checkpoint is not taken in its place.
+    or values than the bounds above. Raises CheckpointError for another format version, and for a position in the data
+    that cannot be true. The caller must not fall back to an older checkpoint then.
     """
-    if len(content) > lifted(MAX_MANIFEST_BYTES):
-        raise DamagedCheckpoint(f"has more bytes than any manifest ({lifted(MAX_MANIFEST_BYTES)})", LIFT, where)
-    values = sum(map(content.count, (b",", b"[", b"{")))
-    if values > lifted(MAX_MANIFEST_VALUES):
+    if len(content) > lifted_bound(MAX_MANIFEST_BYTES):
         raise DamagedCheckpoint(
-            f"lists {values} values, more than any manifest ({lifted(MAX_MANIFEST_VALUES)})", LIFT, where
+            f"has more bytes than any manifest ({lifted_bound(MAX_MANIFEST_BYTES)})", LIFT_HINT, where
+        )
+    values = sum(map(content.count, (b",", b"[", b"{")))
+    if values > lifted_bound(MAX_MANIFEST_VALUES):
+        raise DamagedCheckpoint(
+            f"lists {values} values, more than any manifest ({lifted_bound(MAX_MANIFEST_VALUES)})", LIFT_HINT, where
         )
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
+        _refuse_other_version(error, where)
         what = f"is not a manifest: {first_fault(error)}"
         if error.errors()[0]["loc"][:2] == ("progress", "position"):
             raise CheckpointError(what, _IMPOSSIBLE, where) from None
@@ -211,6 +210,22 @@ def parse(content: bytes, where: str) -> Manifest:
     return manifest
 
 
+def _refuse_other_version(error: ValidationError, where: str) -> None:
+    """Raise CheckpointError if the manifest has a format version that is not read here."""
+    versions = [fault["input"] for fault in error.errors() if fault["loc"] == ("version",)]
+    if not versions or type(versions[0]) is not int:
+        return
+    version = versions[0]
+    what = f"has format version {version}, and this frontier_llm reads versions {' and '.join(map(str, READ_VERSIONS))}"
+    fix = "use the frontier_llm that wrote it, or a newer one"
+    if version < READ_VERSIONS[0]:
+        fix = (
+            "nothing was changed on disk; git checkout b4b69c5, the last commit that reads it, resume the run there "
+            "for one save, and go on from that save with this version"
+        )
+    raise CheckpointError(what, fix, where)
+
+
 def _duplicates(names: Sequence[str]) -> list[str]:
     return [f"{name!r} is listed {count} times" for name, count in Counter(names).items() if count > 1]
 
@@ -218,10 +233,8 @@ def _duplicates(names: Sequence[str]) -> list[str]:
 def _name_problems(manifest: Manifest) -> list[str]:
     files = [shard.file for shard in manifest.shards]
     problems = [f"{file!r} is not the name of a shard" for file in files if not _SHARD_NAME.fullmatch(file)]
-    has_blocks = manifest.block_bytes > 0
-    usable = manifest.block_bytes % MIN_BLOCK_BYTES == 0 and manifest.block_bytes <= MAX_BLOCK_BYTES
-    if has_blocks == (manifest.version == 1) or not usable:
-        problems.append(f"block_bytes is {manifest.block_bytes} in version {manifest.version}")
+    if manifest.block_bytes % MIN_BLOCK_BYTES or not 0 < manifest.block_bytes <= MAX_BLOCK_BYTES:
+        problems.append(f"block_bytes is {manifest.block_bytes}")
     problems += _kind_problems(manifest)
     if config_digest(manifest.config) != manifest.config_sha256:
         problems.append("config_sha256 is not the digest of config")
@@ -233,18 +246,13 @@ def _kind_problems(manifest: Manifest) -> list[str]:
         "the manifest": manifest.kinds,
         **{tensor.name: tensor.kinds for tensor in manifest.tensors if tensor.kinds},
     }
-    problems = [
+    return [
         f"kinds of {owner} are {kinds}"
         for owner, kinds in listed.items()
         if (kinds[0] != MASTER and kinds != (STATISTIC,))
         or len(set(kinds)) < len(kinds)
         or not set(kinds) <= set(manifest.kinds)
     ]
-    if manifest.version < 3 and (manifest.optimizer != ADAMW.name or set(listed.values()) != {_BEFORE_3}):
-        problems.append(
-            f"kinds are {manifest.kinds} of {manifest.optimizer}, which version {manifest.version} did not know"
-        )
-    return problems
 
 
 def _piece_problems(manifest: Manifest) -> list[str]:
@@ -336,8 +344,10 @@ def _coverage_problems(manifest: Manifest) -> list[str]:
     for shard in manifest.shards:
         for number, offset, shape in shard.pieces:
             boxes[len(shape)].append((1, number, *offset, *map(add, offset, shape)))
-    if (corners := sum(len(rows) << dims for dims, rows in boxes.items())) > lifted(MAX_CORNERS):
-        return [f"has pieces with {corners} corners, more than any checkpoint ({lifted(MAX_CORNERS)}); {LIFT}"]
+    if (corners := sum(len(rows) << dims for dims, rows in boxes.items())) > lifted_bound(MAX_CORNERS):
+        return [
+            f"has pieces with {corners} corners, more than any checkpoint ({lifted_bound(MAX_CORNERS)}); {LIFT_HINT}"
+        ]
     wrong = sorted(number for dims, rows in boxes.items() for number in _uncovered(np.array(rows, np.int64), dims))
     return [
         f"{manifest.tensors[n].name} {manifest.tensors[n].shape} has pieces that overlap or leave a hole"

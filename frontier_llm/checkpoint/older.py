@@ -1,4 +1,4 @@
-"""The position in the data of a checkpoint from before version 4, by the formulas of the program that wrote it.
+"""The position in the data of a checkpoint of version 3, by the formulas of the program that wrote it.
 
 There the position was the number of steps. A blend with a sequence length had counts of its own, orders were drawn from
 the number of the first phase that read it, and a rewind shifted all later steps. What changes of batch, weights or data
@@ -19,8 +19,18 @@ from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.data.blend import blend_of, whole_weights
 from frontier_llm.data.identity import Dataset, wanted
-from frontier_llm.data.keys import derive_key, order_key
-from frontier_llm.data.position import START, SYNTHETIC, Position, Range, Share, Stream, Stretch, Wanted
+from frontier_llm.data.position import (
+    START,
+    SYNTHETIC,
+    Position,
+    Range,
+    Share,
+    Stream,
+    Stretch,
+    Wanted,
+    derive_key,
+    order_key,
+)
 from frontier_llm.errors import CheckpointError
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from frontier_llm import log
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
-from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.checkpoint.manifest import (
     FORMAT,
@@ -30,6 +29,7 @@ from frontier_llm.checkpoint.manifest import (
     TensorEntry,
     config_digest,
 )
+from frontier_llm.checkpoint.shard import BLOCK_BYTES
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Mesh, all_gather_json, maximum
 from frontier_llm.config.plugins import PluginRecord

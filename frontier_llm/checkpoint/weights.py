@@ -26,19 +26,26 @@ from torch import Tensor
 from frontier_llm.blueprint.optimizers import MASTER, STATISTIC, optimizer_rule
 from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.digest import BLOCK_BYTES
 from frontier_llm.checkpoint.load import DTYPES
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, DtypeName, Progress, SavedPiece, shard_name
 from frontier_llm.checkpoint.save import build_manifest, writing
-from frontier_llm.checkpoint.shard import ShardLayout, layout_of, opened, read_and_hash, shard_layout, verify
+from frontier_llm.checkpoint.shard import (
+    BLOCK_BYTES,
+    ShardLayout,
+    layout_of,
+    opened,
+    read_and_hash,
+    shard_layout,
+    verify,
+)
 from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of, resolved
 from frontier_llm.config.plugins import records_of
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import created, write_all
 from frontier_llm.optim import initial_loss_scale
-from frontier_llm.topology import Rectangle
-from frontier_llm.topology.packing import packed
+from frontier_llm.topology.buckets import packed
+from frontier_llm.topology.rectangles import Rectangle
 from frontier_llm.units import format_count
 
 DAMAGE_FIX = "restore the file from a copy, or take another checkpoint; --no-verify reads it as it is"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -258,3 +259,27 @@ def count_of(text: str) -> float:
         text.replace("_", ""), r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)", "a count such as 300B, 1.5T or 3e11"
     )
     return float(match[1]) * _COUNTS[match[2]]
+
+
+class ProgressBar:
+    """`on(what)` gives a callback; `close()` ends the line."""
+
+    def __init__(self, shown: bool = True) -> None:
+        self._shown = shown and sys.stderr.isatty()
+        self._any = False
+
+    def on(self, what: str, unit: str) -> Callable[..., None]:
+        """A callback (done[, of]) that says how far `what` is."""
+
+        def report(done: int, of: int | None = None) -> None:
+            if self._shown:
+                self._any = True
+                sys.stderr.write(f"\r\033[K{what}: {done:,}" + (f" of {of:,}" if of is not None else "") + f" {unit}")
+                sys.stderr.flush()
+
+        return report
+
+    def close(self) -> None:
+        """End the line, if there is one."""
+        if self._any:
+            sys.stderr.write("\n")

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 )
 def comm(args: argparse.Namespace) -> int:
     """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
-    from frontier_llm.cli.local_ranks import measure_on_ranks
+    from frontier_llm.cli.ranks import measure_on_ranks
 
     if args.hang_test:
         from frontier_llm.cli.hang_test import hang_test
@@ -101,7 +101,7 @@ def _write_files(
     from frontier_llm.experiments.measure.link_tables import algorithm_rules, node_tables
     from frontier_llm.experiments.measure.machine_file import rounded, write_machine, write_yaml
     from frontier_llm.experiments.measure.pieces import chunk_overlap
-    from frontier_llm.machine import load_machine, own_stack
+    from frontier_llm.machine.load import load_machine, own_stack
 
     where = f"frontier-llm bench comm on {platform.node()}"
     if args.emit:
@@ -143,7 +143,7 @@ def _report(
     per_node: int,
 ) -> None:
     from frontier_llm.experiments.measure.link_tables import contention, draw_pairs, link_kind, slow_links
-    from frontier_llm.machine import load_machine
+    from frontier_llm.machine.load import load_machine
 
     kind = link_kind(per_node, load_machine(config.machine).node.links)
     slow = slow_links(pairs, kind)

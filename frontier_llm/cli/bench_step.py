@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 )
 def step(args: argparse.Namespace) -> int:
     """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
-    from frontier_llm.cli.local_ranks import measure_on_ranks
+    from frontier_llm.cli.ranks import measure_on_ranks
 
     def measure(config: RunConfig, place: RankEnv | None) -> None:
         from frontier_llm.experiments.measure.step import bench_step

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 )
 def calibrate(args: argparse.Namespace) -> int:
     """Join a launcher's ranks or start local ones; rank 0 writes the file."""
-    from frontier_llm.cli.local_ranks import start_local_ranks
+    from frontier_llm.cli.ranks import start_local_ranks
     from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig

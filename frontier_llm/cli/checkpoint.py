@@ -14,8 +14,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from frontier_llm.cli import interchange
-from frontier_llm.cli.arguments import JSON, Command, command, option, show
-from frontier_llm.cli.progress import ProgressBar
+from frontier_llm.cli.arguments import JSON, Command, ProgressBar, command, option, show
 from frontier_llm.errors import FrontierError
 from frontier_llm.tables import aligned
 from frontier_llm.units import format_age, format_bytes, format_count, format_seconds, printable, strict_json

@@ -28,7 +28,7 @@ def check(config: RunConfig, world_size: int, saves: bool = True, position: Posi
     """
     from frontier_llm.data.loader import data_problems
     from frontier_llm.data.summary import log_datasets
-    from frontier_llm.topology import make_plan, plan_problems
+    from frontier_llm.topology.plan import make_plan, plan_problems
     from frontier_llm.training import observers
 
     problems = [
@@ -129,9 +129,9 @@ def check_start(config: RunConfig, world_size: int) -> None:
     """Refuse to start ranks on this computer for nothing: beside a STOP file, or with more than its memory holds
     without any activation.
     """
-    from frontier_llm.blueprint import total_parameters
     from frontier_llm.blueprint.layout import DTYPE_BYTES, statistics_bytes
     from frontier_llm.blueprint.optimizers import state_bytes
+    from frontier_llm.blueprint.parameters import total_parameters
 
     stop = Path(config.train.run_dir) / STOP_FILE
     if stop.exists():  # in a job it keeps the next attempt from going on
@@ -162,7 +162,7 @@ def check_start(config: RunConfig, world_size: int) -> None:
 
 def _check_driver(config: RunConfig) -> None:
     """Raise ConfigError if the run needs a GPU whose driver this computer does not have."""
-    from frontier_llm.machine import load_machine
+    from frontier_llm.machine.load import load_machine
 
     device = config.train.device
     vendor = load_machine(config.machine).device.vendor
@@ -217,7 +217,7 @@ def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
 def _named_file_problems(config: RunConfig) -> Iterator[Problem]:
     """The machine file and the table of algorithms that the run names."""
     from frontier_llm.config.load import find_file
-    from frontier_llm.machine import load_machine
+    from frontier_llm.machine.load import load_machine
 
     try:
         load_machine(config.machine)

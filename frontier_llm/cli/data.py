@@ -65,9 +65,8 @@ TEXT_OPTIONS = (
     line="train a tokenizer on text files",
 )
 def _tokenizer(args: argparse.Namespace) -> int:
-    from frontier_llm.data.tokenize import TokenizeOptions
+    from frontier_llm.data.tokenize import TokenizeOptions, training_text
     from frontier_llm.data.tokenizer import train_huggingface, train_sentencepiece
-    from frontier_llm.data.training_text import training_text
     from frontier_llm.errors import DataError
 
     if not args.output.endswith((".model", ".json")):
@@ -203,7 +202,7 @@ def _inspect(args: argparse.Namespace) -> int:
 )
 def _check(args: argparse.Namespace) -> int:
     """Exit code 1 if an id is outside of a vocabulary."""
-    from frontier_llm.cli.progress import ProgressBar
+    from frontier_llm.cli.arguments import ProgressBar
     from frontier_llm.data.ids import scan
 
     progress = ProgressBar()
@@ -297,7 +296,7 @@ def _show(args: argparse.Namespace) -> int:
     from frontier_llm.cluster.recorded import before_step
     from frontier_llm.config import RunConfig, build
     from frontier_llm.config.load import read_yaml
-    from frontier_llm.data.reading import samples_of_step
+    from frontier_llm.data.inspect import samples_of_step
 
     directory = Path(args.run)
     config = build(RunConfig, read_yaml(directory / "config.yaml"), str(directory / "config.yaml"))

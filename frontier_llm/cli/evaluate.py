@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from frontier_llm.cli.arguments import JSON, command, dataset_prefix, natural, option, positive, show
-from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, verification
-from frontier_llm.cli.progress import ProgressBar
+from frontier_llm.cli.arguments import JSON, ProgressBar, command, dataset_prefix, natural, option, positive, show
+from frontier_llm.cli.ranks import MODEL_OPTIONS, inference_model, on_ranks, verification
 from frontier_llm.errors import ConfigError
 from frontier_llm.files import write_atomically
 from frontier_llm.tables import aligned

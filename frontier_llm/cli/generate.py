@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frontier_llm.cli.arguments import JSON, as_typed, command, natural, option, positive
-from frontier_llm.cli.inference_ranks import MODEL_OPTIONS, inference_model, on_ranks, verification
+from frontier_llm.cli.ranks import MODEL_OPTIONS, inference_model, on_ranks, verification
 from frontier_llm.errors import ConfigError, LayoutError
 from frontier_llm.units import printable, strict_json
 

@@ -20,7 +20,7 @@ def hang_test(args: argparse.Namespace) -> int:
     one.
     """
     from frontier_llm.cli.checks import check
-    from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
+    from frontier_llm.cli.ranks import local_world_size, start_local_ranks
     from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.config import load_run
     from frontier_llm.errors import LayoutError
@@ -72,10 +72,10 @@ def _report(args: argparse.Namespace, config: RunConfig, verdicts: list[Verdict]
     import platform
 
     from frontier_llm import log
-    from frontier_llm.cli.local_ranks import local_world_size
+    from frontier_llm.cli.ranks import local_world_size
     from frontier_llm.experiments.measure.hang import in_flight_of
     from frontier_llm.experiments.measure.machine_file import write_machine
-    from frontier_llm.topology import plan_as_given
+    from frontier_llm.topology.plan import plan_as_given
 
     mode = in_flight_of(verdicts)
     plan = plan_as_given(config, local_world_size(config))

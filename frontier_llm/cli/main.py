@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import NoReturn
 
 from frontier_llm import __version__
-from frontier_llm.bounds import VARIABLE, lift
 from frontier_llm.cli.arguments import Parser
 from frontier_llm.errors import FrontierError, not_installed, suggest
+from frontier_llm.files import LIFT_VARIABLE, lift_bounds
 from frontier_llm.run.rank_env import environ
 
 # name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` must answer in under 0.3 s, so it reads
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"frontier-llm: unknown command {name!r}\n    fix: {suggest(name, COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        lift(environ(VARIABLE))
+        lift_bounds(environ(LIFT_VARIABLE))
         parsed = parse(arguments)
         return int(parsed.work(parsed))
     except FrontierError as error:

@@ -60,7 +60,7 @@ def _check(args: argparse.Namespace) -> int:
 
     import torch
 
-    from frontier_llm.cli.progress import ProgressBar
+    from frontier_llm.cli.arguments import ProgressBar
     from frontier_llm.errors import BackendError
     from frontier_llm.ops.check import DTYPES, check
     from frontier_llm.ops.gpu import GpuOps
@@ -69,7 +69,7 @@ def _check(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise BackendError(
             "torch sees no GPU to check",
-            "run it where there is one; scripts/check_gfx90a.py simulates gfx90a",
+            "run it where there is one; python -m tests.harness.check_gfx90a simulates gfx90a",
             "ops check",
         )
     results = []

@@ -15,7 +15,8 @@ from frontier_llm.cli.arguments import JSON, PLUGIN, command, count_of, option, 
 
 if TYPE_CHECKING:
     from frontier_llm.config import ModelConfig
-    from frontier_llm.machine import Machine, Rates
+    from frontier_llm.machine.rates import Rates
+    from frontier_llm.machine.schema import Machine
     from frontier_llm.planner.search import Search
 
 
@@ -106,7 +107,12 @@ def plan(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run, phases_of
-    from frontier_llm.machine import fp16_note, load_machine, own_stack, rates
+    from frontier_llm.config.validate import fp16_note
+    from frontier_llm.machine.load import (
+        load_machine,
+        own_stack,
+        rates,
+    )
     from frontier_llm.planner import report
     from frontier_llm.planner.candidates import parse_fixed
     from frontier_llm.planner.operations import campaign
@@ -132,11 +138,7 @@ def _plan(args: argparse.Namespace) -> int:
     if nodes > numbers.nodes:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
-    shared = (
-        {"dtype": base.precision.dtype, "optimizer": base.optimizer.name, "validated": base.optimizer.validated}
-        if base
-        else {}
-    )
+    shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else {}
     outcome = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, **shared)
     check_found(outcome, machine, numbers)
     # how many are shown must not change the choice
@@ -195,7 +197,7 @@ def _is_run(name: str) -> bool:
 def _measured(args: argparse.Namespace) -> int:
     """`--measured`: runs that took place, each beside its prediction."""
     from frontier_llm.experiments.measure.predicted import as_table, beside_prediction
-    from frontier_llm.machine import load_machine, rates
+    from frontier_llm.machine.load import load_machine, rates
 
     numbers = rates(load_machine(args.machine), args.stack)
     runs = [beside_prediction(directory, numbers, args.plugin) for directory in args.measured]
@@ -216,7 +218,7 @@ def _extras(
 
         print(what_if(outcome, numbers, fixed, args.what_if, _width()), file=sys.stderr if args.json else sys.stdout)
     if args.chrome_trace:
-        from frontier_llm.planner.trace import write_chrome_trace
+        from frontier_llm.planner.figures import write_chrome_trace
 
         write_chrome_trace(args.chrome_trace, outcome.best)
         print(f"wrote {args.chrome_trace}", file=sys.stderr)

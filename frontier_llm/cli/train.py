@@ -11,7 +11,7 @@ from pathlib import Path
 from frontier_llm import log
 from frontier_llm.cli.arguments import RESUME, command, natural, option, run_options
 from frontier_llm.cli.checks import check, check_resume, check_start
-from frontier_llm.cli.local_ranks import local_world_size, start_local_ranks
+from frontier_llm.cli.ranks import local_world_size, start_local_ranks
 from frontier_llm.config import load_run
 from frontier_llm.data.position import START
 
@@ -68,9 +68,11 @@ def _run(args: argparse.Namespace) -> int:
     from frontier_llm.run.signals import SignalWatcher, held
 
     overrides = [*args.overrides, *(["ops.no_jit=true"] if args.no_jit else [])]
-    config = load_run(args.run, overrides)
     place = discover()
-    if config.train.device == "cpu" and (place is None or place.rank == 0):
+    if place is not None:
+        log.set_rank(place.rank, place.world_size)  # rank 0 alone reports what it finds in the run file
+    config = load_run(args.run, overrides)
+    if config.train.device == "cpu":
         log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     if place is not None:
         set_rank_variables(config, place)  # before anything imports torch

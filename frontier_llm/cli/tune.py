@@ -171,7 +171,7 @@ def _local_ranks(args: argparse.Namespace) -> Launcher:
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.launch import LocalRanks
-    from frontier_llm.machine import load_machine
+    from frontier_llm.machine.load import load_machine
 
     devices = load_machine(load_run(args.run, args.overrides).machine).devices_per_node
     nodes = args.nodes or 1
@@ -190,7 +190,11 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
     from frontier_llm.experiments.tuning.search import Everything, Tuner
     from frontier_llm.experiments.tuning.space import make_space
     from frontier_llm.experiments.tuning.trials import TRIALS_FILE, read_trials
-    from frontier_llm.machine import load_machine, own_stack, rates
+    from frontier_llm.machine.load import (
+        load_machine,
+        own_stack,
+        rates,
+    )
     from frontier_llm.planner.candidates import parse_fixed
 
     config = load_run(args.run, overrides)

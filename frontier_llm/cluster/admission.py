@@ -16,13 +16,14 @@ from frontier_llm.cluster import slurm, submit
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.config import RunConfig, phases_of, saves_between, saves_nothing
-from frontier_llm.config.saves import PRODUCTION
+from frontier_llm.config.phases import PRODUCTION
+from frontier_llm.config.validate import fp16_note
 from frontier_llm.errors import ConfigError, Problem
-from frontier_llm.machine import fp16_note, load_machine
+from frontier_llm.machine.load import load_machine
 from frontier_llm.planner.predict import START_S, predict
 from frontier_llm.run import run_dir
 from frontier_llm.run.rank_env import environ
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_bytes, plural
 
 BENCHMARK_STEPS = 100  # on synthetic data; more of them, when they cost more than CHEAP_NODE_HOURS, must be meant

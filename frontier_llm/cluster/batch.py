@@ -24,7 +24,7 @@ from frontier_llm.config import RunConfig, load_run, saves_nothing
 from frontier_llm.errors import FrontierError, LayoutError, Problem, suggest
 from frontier_llm.run.job import CONTINUATIONS, FILE, Job, read_job
 from frontier_llm.run.rank_env import COMMAND, environ
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 
 TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # of `frontier-llm train`, and the number of words that follow
 TRAIN = (*COMMAND, "train")

@@ -15,8 +15,8 @@ from pathlib import Path
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig
 from frontier_llm.machine import env as machine_env
-from frontier_llm.machine import load_machine
 from frontier_llm.machine.env import MACHINES, THIS_FILE, Setting, Variable, resolve
+from frontier_llm.machine.load import load_machine
 from frontier_llm.run import job_secret
 from frontier_llm.run.launchers import RankEnv
 from frontier_llm.run.rank_env import adopt, environ, environment, put

@@ -45,7 +45,8 @@ class JobScript:
             return shlex.join([self.program, f"--run-dir={self.run_dir}"])
         words = shlex.join([self.program, *self.words, self.config, "ops.no_jit=true"])
         # the variable is what users exported with `sbatch --signal` before there was job.warning_s
-        return f'{words} "job.warning_s=${{FRONTIER_LLM_SIGNAL_LEAD_S:-{self.signal_s(site)}}}"'
+        warning = f'"job.warning_s=${{FRONTIER_LLM_SIGNAL_LEAD_S:-{self.signal_s(site)}}}"'
+        return f"{words} \\\n    {warning}"
 
     def signal_s(self, site: Site) -> int:
         """Seconds before the walltime at which Slurm warns the ranks."""
@@ -147,7 +148,7 @@ JOBS: tuple[JobScript, ...] = (
     ),
     JobScript(
         "tune",
-        "The fastest layout of GPT 22B, by trials of ten steps; queue it again to go on: slurm/tune.sbatch "
+        "The fastest layout of GPT 22B, by trials of ten steps; queue it again: slurm/tune.sbatch "
         "--budget-node-hours H",
         "configs/runs/train_22b.yaml",
         16,
@@ -260,7 +261,7 @@ def render_site(site: Site) -> str:
 def _module_load(module: str) -> str:
     """`return`, because a user may source the file in a shell of their own."""
     message = shlex.quote(f"the module {module} cannot be loaded")
-    return f"module load {shlex.quote(module)} || {{ echo {message} >&2; return 2; }}"
+    return f"module load {shlex.quote(module)} || {{\n    echo {message} >&2\n    return 2\n}}"
 
 
 def _names(names: Iterable[str], where: str) -> list[str]:
@@ -287,10 +288,12 @@ def render_bind_script(node: Sequence[Place] = NODE) -> str:
     return f"""\
 #!/bin/bash
 # Pin this task to the cores and memory beside its GCD: local rank = GCD. Usage: bind_gcd.sh COMMAND [ARGUMENT ...]
-# Rendered from frontier_llm/machine/affinity.py by `python -m frontier_llm.cluster.sbatch`; change that and render again.
+# Rendered from frontier_llm/machine/affinity.py by `python -m frontier_llm.cluster.sbatch`; change that and render
+# again.
 set -euo pipefail
 
-local_rank="${{SLURM_LOCALID:-${{OMPI_COMM_WORLD_LOCAL_RANK:-${{PALS_LOCAL_RANKID:-${{LOCAL_RANK:?no launcher set a local rank}}}}}}}}"
+local_rank="${{SLURM_LOCALID:-${{OMPI_COMM_WORLD_LOCAL_RANK:-${{PALS_LOCAL_RANKID:-${{LOCAL_RANK:-}}}}}}}}"
+: "${{local_rank:?no launcher set a local rank}}"
 cores=({" ".join(f"{place.usable_cores[0]}-{place.usable_cores[-1]}" for place in node)})
 numa=({" ".join(str(place.numa) for place in node)})
 
@@ -302,7 +305,7 @@ if command -v numactl >/dev/null; then
     exec numactl --physcpubind="${{cores[local_rank]}}" --preferred="${{numa[local_rank]}}" -- "$@"
 fi
 exec taskset --cpu-list "${{cores[local_rank]}}" "$@"
-"""  # noqa: E501
+"""
 
 
 def rendered_files() -> dict[Path, str]:

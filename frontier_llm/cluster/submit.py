@@ -32,7 +32,7 @@ from frontier_llm.run import hostlist, run_dir
 from frontier_llm.run.holder import jobs, reserved
 from frontier_llm.run.job import Job, read_job, write_job
 from frontier_llm.run.rank_env import environ, environment
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_seconds, plural
 
 SCRIPT = "job.sbatch"

@@ -10,7 +10,7 @@ from frontier_llm.comm.baton import Baton
 from frontier_llm.comm.group import Collectives, Group
 from frontier_llm.comm.ledger import Ledger
 from frontier_llm.comm.turns import Turns
-from frontier_llm.topology import AXES
+from frontier_llm.topology.grid import AXES
 
 
 @dataclass(frozen=True)

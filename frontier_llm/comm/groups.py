@@ -32,7 +32,7 @@ from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.files import write_replaced
 from frontier_llm.schedule import Placement, round_robin
-from frontier_llm.topology import AXES, Grid
+from frontier_llm.topology.grid import AXES, Grid
 
 AS_DEFAULT = CommConfig()
 

@@ -1,7 +1,7 @@
 """Shared memory as a Group: collectives and messages between CPU ranks of one host (csrc/shm/, loaded with ctypes).
 
 gloo sends every byte through a loopback socket and runs its own threads on the cores that should compute; here a rank
-copies what the others need into its slot and sums what it reads (measured by scripts/bench_comm_cpu.py, see
+copies what the others need into its slot and sums what it reads (measured by benchmarks/comm/shared_memory.py, see
 docs/communication.md). A peer that dies or falls silent is an error that names axis and rank; the memory has no name
 and goes with its last process.
 """

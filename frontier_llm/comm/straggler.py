@@ -22,7 +22,7 @@ from frontier_llm.comm.axis import Mesh
 from frontier_llm.comm.collectives import all_gather
 from frontier_llm.comm.ledger import Ledger, Span, mark
 from frontier_llm.comm.values import all_gather_json
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 
 SAMPLES = 8  # steps of an interval whose busy time is measured, as far apart as they can be
 LATE_INTERVALS = 2  # in a row, and a rank is named: a busy spell of a machine may fill one

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from frontier_llm import log
 from frontier_llm.config.model import ModelConfig
 from frontier_llm.config.plugins import import_plugins, plugin_paths
 from frontier_llm.config.schema import RunConfig
@@ -330,8 +331,9 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
     overrides = list(overrides)
     content, _ = compose(path, "runs")
     over = plugin_paths(_expand_model(parse_overrides(overrides), None), Path.cwd(), "command line")
+    merged = merge(content, over)
     try:
-        config = build(RunConfig, merge(content, over))
+        config = build(RunConfig, merged)
     except ConfigError as error:
         typed = [word.partition("=")[0] for word in overrides]
         raise ConfigError(
@@ -340,6 +342,8 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
                 for p in error.problems
             ]
         ) from None
+    if "validated" in (merged.get("optimizer") or {}):
+        log.info("optimizer.validated has no effect any more, and the losses stay the same: remove the key")
     import_plugins(config.plugins)
     return config
 

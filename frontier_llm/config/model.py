@@ -27,12 +27,12 @@ class RopeScaling(Section):
     that turn seldom.
     """
 
-    kind: Literal["llama3", "linear", "ntk", "yarn"] = "llama3"  # which rotations: docs/long_context.md (since 0.2)
+    kind: Literal["llama3", "linear", "ntk", "yarn"] = "llama3"  # which rotations: docs/long_context.md
     factor: PositiveFloat  # by which rotations are slowed down
     low_freq_factor: PositiveFloat = 1.0  # llama3: turns within the original context up to which a rotation is slow
     high_freq_factor: PositiveFloat = 4.0  # llama3: and from which it is fast; those between are blended
-    beta_slow: PositiveFloat = 1.0  # yarn: turns within the original context up to which a rotation is slow (since 0.2)
-    beta_fast: PositiveFloat = 32.0  # yarn: and from which it is fast (since 0.2)
+    beta_slow: PositiveFloat = 1.0  # yarn: turns within the original context up to which a rotation is slow
+    beta_fast: PositiveFloat = 32.0  # yarn: and from which it is fast
     # context that the model was trained with before, in tokens; for llama3 and yarn
     original_sequence_length: SequenceLength | None = None
 
@@ -42,27 +42,27 @@ class MoeConfig(Section):
     (docs/moe.md).
     """
 
-    experts: Annotated[int, Field(ge=2, le=65536)]  # E, of each layer (since 0.2)
-    top_k: ExpertCount  # experts that each token goes to (since 0.2)
-    expert_hidden: Width | None = None  # width of an expert; None = ffn_hidden (since 0.2)
-    dense_layers: DenseLayerCount = 0  # first layers that keep an ordinary MLP, of ffn_hidden (since 0.2)
-    # width of the expert that every token passes beside its own ones; 0 = none (since 0.2)
+    experts: Annotated[int, Field(ge=2, le=65536)]  # E, of each layer
+    top_k: ExpertCount  # experts that each token goes to
+    expert_hidden: Width | None = None  # width of an expert; None = ffn_hidden
+    dense_layers: DenseLayerCount = 0  # first layers that keep an ordinary MLP, of ffn_hidden
+    # width of the expert that every token passes beside its own ones; 0 = none
     shared_hidden: OptionalWidth = 0
-    shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of the token (since 0.2)
-    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits, over all experts (since 0.2)
-    # a token's weights sum to 1; with softmax the same as a softmax over the chosen alone (since 0.2)
+    shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of the token
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits, over all experts
+    # a token's weights sum to 1; with softmax the same as a softmax over the chosen alone
     normalise: bool = True
-    scale: PositiveFloat = 1.0  # of a token's weights, after that (since 0.2)
-    # a bias for each expert, moved towards an even load, decides who is chosen and nothing else (since 0.2)
+    scale: PositiveFloat = 1.0  # of a token's weights, after that
+    # a bias for each expert, moved towards an even load, decides who is chosen and nothing else
     selection_bias: bool = False
-    bias_rate: NonNegativeFloat = 1e-3  # by which it moves after each step (since 0.2)
-    # rows over its even share that an expert takes of a rank's microbatch; None = all (since 0.2)
+    bias_rate: NonNegativeFloat = 1e-3  # by which it moves after each step
+    # rows over its even share that an expert takes of a rank's microbatch; None = all
     capacity: PositiveFloat | None = None
-    # what the load is even over: docs/moe.md (since 0.2)
+    # what the load is even over: docs/moe.md
     balance: Literal["sequence", "microbatch", "global"] = "sequence"
-    # of the balance loss of each layer, logged without it as router-balance (since 0.2)
+    # of the balance loss of each layer, logged without it as router-balance
     balance_weight: NonNegativeFloat = 0.01
-    # of the mean squared log-sum-exp of the router's logits, logged as router-z (since 0.2)
+    # of the mean squared log-sum-exp of the router's logits, logged as router-z
     z_weight: NonNegativeFloat = 0.0
 
 
@@ -88,30 +88,30 @@ class ModelConfig(Section):
     bias: bool = False  # of the linear layers
     qkv_bias: bool | None = None  # of the query, key and value projection (Qwen 2 has only this one); None = bias
     norm_bias: bool = False  # of LayerNorm
-    norm_plus_one: bool = False  # RMSNorm's weight is added to 1 (Gemma) (since 0.2)
-    # of what a block takes in, of what it adds (OLMo 2), or of both (since 0.2)
+    norm_plus_one: bool = False  # RMSNorm's weight is added to 1 (Gemma)
+    # of what a block takes in, of what it adds (OLMo 2), or of both
     norm_placement: Literal["pre", "post", "both"] = "pre"
-    # RMSNorm of queries and keys, by head (Qwen 3) or over all (OLMo) (since 0.2)
+    # RMSNorm of queries and keys, by head (Qwen 3) or over all (OLMo)
     qk_norm: Literal["head", "full"] | None = None
     parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
     tied_embeddings: bool = False  # the output head is the token embedding
     rope_theta: PositiveFloat = 10000.0  # base of the rotations' wavelengths
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
-    # tokens that a query sees, itself included; None = all before it (since 0.2)
+    # tokens that a query sees, itself included; None = all before it
     sliding_window: PositiveInt | None = None
-    # with a window: each n-th layer sees all (Gemma 2: 2); None = none does (since 0.2)
+    # with a window: each n-th layer sees all (Gemma 2: 2); None = none does
     full_attention_every: LayerCount | None = None
-    score_width: Width | None = None  # scores are q·k over its root; None = head_dim (since 0.2)
-    # x in x tanh(score / x), attention's scores bounded softly; None = as they are (since 0.2)
+    score_width: Width | None = None  # scores are q·k over its root; None = head_dim
+    # x in x tanh(score / x), attention's scores bounded softly; None = as they are
     score_softcap: PositiveFloat | None = None
-    logit_softcap: PositiveFloat | None = None  # the same of the logits (since 0.2)
-    scaled_embedding: bool = False  # token embeddings times the root of hidden (Gemma) (since 0.2)
-    # share of what embedding, attention and MLP give that training zeroes (since 0.2)
+    logit_softcap: PositiveFloat | None = None  # the same of the logits
+    scaled_embedding: bool = False  # token embeddings times the root of hidden (Gemma)
+    # share of what embedding, attention and MLP give that training zeroes
     dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0
     rope_scaling: RopeScaling | None = None  # None = rotations as trained
     alibi_max_bias: PositiveFloat = 8.0  # x in 2^(-x n / A), the slope of head n of A
     init_std: PositiveFloat = 0.02  # of normal initial weights; output projections use init_std / sqrt(2 * layers)
-    moe: MoeConfig | None = None  # experts in place of the MLP; None = a dense model (since 0.2)
+    moe: MoeConfig | None = None  # experts in place of the MLP; None = a dense model
 
     @property
     def num_kv_heads(self) -> int:

@@ -4,6 +4,8 @@ weights.
 A run without `train.phases` is one phase. Steps are counted over the whole run, so the learning rate, checkpoints and
 intervals know nothing of phases. How much of its data a run has read is not computed from phases: it is recorded
 (`data/position.py`).
+
+Also counts the checkpoints that a run writes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from frontier_llm.config.schema import PhaseConfig, RunConfig, Section
+from frontier_llm.config.schema import PhaseConfig, RunConfig, Section, TrainConfig
 from frontier_llm.units import format_count
 
 
@@ -73,3 +75,29 @@ def _changed(run: RunConfig, phase: PhaseConfig) -> RunConfig:
 
     sections = {name: on_top(getattr(run, name), getattr(phase, name)) for name in ("model", "batch", "data")}
     return run.model_copy(update={**sections, "train": run.train.model_copy(update={"phases": ()})})
+
+
+# model → run file and batch script that train it: real data, and saves at the planner's interval
+PRODUCTION = {"gpt-22b": "pretrain_22b", "gpt-175b": "pretrain_175b", "gpt-1t": "pretrain_1t"}
+
+
+def saves_between(train: TrainConfig, done: int, until: int) -> int:
+    """Largest number of checkpoints that steps done + 1 … until write. A stop before the last step may add one."""
+    last_inner = min(until, train.steps - 1)  # the last step has its own rule
+    reaches_end = done < train.steps <= until
+    saves = _multiples(train.save_interval, done, last_inner)
+    if train.save_final and reaches_end:
+        saves += 1
+    if train.keep_best:  # an evaluation that is the best so far saves at once
+        saves += _multiples(train.eval_interval, done, last_inner) + reaches_end
+    return saves
+
+
+def saves_nothing(train: TrainConfig) -> bool:
+    """True if a run that reaches its last step leaves no checkpoint."""
+    return saves_between(train, 0, train.steps) == 0
+
+
+def _multiples(interval: int, first: int, last: int) -> int:
+    """Multiples of `interval` in (first, last]; 0 without an interval."""
+    return max(0, last // interval - first // interval) if interval else 0

@@ -37,13 +37,13 @@ class ParallelConfig(Section):
     tensor: Degree = 1  # tp, ranks that split each layer; at most the devices of a node on MI250X (8 GCDs)
     pipeline: Degree = 1  # pp, ranks in a row that hold the layers
     data: Degree | None = None  # dp, replicas that read different samples; None = world_size / (tp * cp * pp)
-    context: Degree = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp (since 0.2)
-    context_attention: Literal["auto", "gather", "ring", "heads"] = "auto"  # how they attend to each other (since 0.2)
-    # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks (since 0.2)
+    context: Degree = 1  # cp, ranks that split each sequence between them; its length is a multiple of 2 cp
+    context_attention: Literal["auto", "gather", "ring", "heads"] = "auto"  # how they attend to each other
+    # ep, ranks of a stage that share out the experts, folded out of tensor and data ranks
     expert: Degree = 1
-    # etp, ranks that split each expert's width; attention's tensor has no say in it (since 0.2)
+    # etp, ranks that split each expert's width; attention's tensor has no say in it
     expert_tensor: Degree = 1
-    # to nodes: a row per expert, or one per node (since 0.2)
+    # to nodes: a row per expert, or one per node
     expert_all_to_all: Literal["auto", "flat", "hierarchical"] = "auto"
     # virtual stages per pipeline rank; > 1 needs a schedule that takes them: interleaved; a V has 2
     chunks: LayerCount = 1
@@ -52,7 +52,7 @@ class ParallelConfig(Section):
     axis_order: str = "tp-dp-pp"  # innermost first: neighbouring ranks differ in the first axis
     # zero: see below; fsdp: torch's fully_shard, weights split over dp too, no pipeline
     data_mode: Literal["zero", "fsdp"] = "zero"
-    # fsdp: neighbouring replicas that share out one copy of the weights; None = all (since 0.2)
+    # fsdp: neighbouring replicas that share out one copy of the weights; None = all
     data_shard: Degree | None = None
     # 1 = the optimizer state is split over dp; 2 and 3 stand in records of older runs and are refused
     zero: Literal[0, 1, 2, 3] = 1
@@ -74,7 +74,7 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule; decay as Megatron has it (matrices yes; biases, norms no)."""
 
-    # or muon, lion, adafactor, or what was registered; checked by the registry in blueprint.optimizers (since 0.2)
+    # or muon, lion, adafactor, or what was registered; checked by the registry in blueprint.optimizers
     name: str = "adamw"
     # who sums gradients and splits the state: this program, or DeepSpeed's ZeRO-1
     engine: Literal["native", "deepspeed"] = "native"
@@ -89,11 +89,17 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     warmup_steps: WarmupSteps = 0  # steps in which the learning rate rises from 0 to lr, or "2B tokens"
     decay_steps: WarmupSteps | None = None  # cosine/linear: end of decay (None = train.steps); wsd: length of the decay
-    momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's (since 0.2)
-    # after: update before all ranks are done, undo where that was wrong (since 0.2)
-    validated: Literal["before", "after"] = "before"
-    # muon: q, k, v as a matrix each, or one of each per key/value head (since 0.2)
+    momentum: BelowOne = 0.95  # of muon's matrices, Nesterov's
+    # muon: q, k, v as a matrix each, or one of each per key/value head
     heads: Literal["together", "groups"] = "together"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_validated(cls, content: Any) -> Any:
+        """Ignore `validated`, which older run files and checkpoints have: both values gave the same bits."""
+        if isinstance(content, Mapping) and content.get("validated") in ("before", "after"):
+            return {key: value for key, value in content.items() if key != "validated"}
+        return content
 
 
 class PrecisionConfig(Section):
@@ -114,7 +120,7 @@ class DataSource(Section):
 
     path: PathText  # prefix: the path without .bin/.idx
     weight: PositiveFloat = 1.0  # share of the samples, relative to the other sources
-    # a run that goes through it more often, over all its phases, is refused (since 0.2)
+    # a run that goes through it more often, over all its phases, is refused
     max_epochs: PositiveFloat | None = None
 
 
@@ -144,10 +150,10 @@ class DataConfig(Section):
     validation: tuple[DataSource, ...] | Literal["synthetic"] | Mapping[SetName, Blend] | None = (
         None  # what is evaluated on, or {name: it, …}
     )
-    allow_synthetic: bool = False  # a long and costly run on synthetic data is meant (since 0.2)
+    allow_synthetic: bool = False  # a long and costly run on synthetic data is meant
     tokenizer: PathText | None = None  # sentencepiece .model, Hugging Face tokenizer.json, or hf://OWNER/NAME
     reset_at_documents: bool = False  # attention and positions do not cross document boundaries
-    # documents end to end and cut, or kept whole where they fit (since 0.2)
+    # documents end to end and cut, or kept whole where they fit
     packing: Literal["concatenate", "best-fit"] = "concatenate"
     seed: NonNegativeInt = 1234  # decides the order of documents and samples
     cache_dir: PathText | None = None  # sample indices; None = beside the data
@@ -179,12 +185,12 @@ class OpsConfig(Section):
     cross_entropy: Literal["auto", "reference", "cpu", "triton"] = "auto"  # loss over the vocabulary that tp splits
     adamw: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # the optimizer's update of all weights
     linear: Literal["auto", "reference", "cpu", "torch"] = "auto"  # products with weights and their gradients
-    # tokens' rows to experts, products with their weights (since 0.2)
+    # tokens' rows to experts, products with their weights
     experts: Literal["auto", "reference", "cpu", "triton"] = "auto"
     accumulate: Literal["auto", "reference", "cpu", "triton"] = "auto"  # sums into the gradient buffers
-    # what `auto` takes for attention: a name in configs/attention, or what ops tune wrote (since 0.2)
+    # what `auto` takes for attention: a name in configs/attention, or what ops tune wrote
     attention_table: str = "shipped"
-    # on a GPU, `auto` goes on, far slower, where its prebuilt kernels are missing (since 0.2)
+    # on a GPU, `auto` goes on, far slower, where its prebuilt kernels are missing
     allow_fallback: bool = False
     no_jit: bool = False  # any attempt to compile while training is an error
 
@@ -193,11 +199,11 @@ class TimeoutConfig(Section):
     """Seconds after which a collective or message of an axis fails; None = train.timeout_s."""
 
     tp: PositiveFloat | None = None  # tensor parallelism
-    cp: PositiveFloat | None = None  # keys and values between the ranks that split a sequence (since 0.2)
+    cp: PositiveFloat | None = None  # keys and values between the ranks that split a sequence
     pp: PositiveFloat | None = None  # messages of the pipeline
     dp: PositiveFloat | None = None  # gradients and weights between replicas
-    ep: PositiveFloat | None = None  # tokens on their way to experts and back (since 0.2)
-    edp: PositiveFloat | None = None  # experts' gradients and weights between their replicas (since 0.2)
+    ep: PositiveFloat | None = None  # tokens on their way to experts and back
+    edp: PositiveFloat | None = None  # experts' gradients and weights between their replicas
     tied: PositiveFloat | None = None  # the embedding that the first and the last stage share
     world: PositiveFloat | None = None  # what all ranks do together
 
@@ -217,13 +223,13 @@ class CommConfig(Section):
     bucket_elements: PositiveInt = 40_000_000
     # ZeRO's gather of a bucket's weights ends at its first use in the next forward; False: with the step
     overlap_weights: bool = False
-    # rows to experts travel beside another microbatch, in schedules that pair them: dualpipe-v (since 0.2)
+    # rows to experts travel beside another microbatch, in schedules that pair them: dualpipe-v
     overlap_experts: bool = True
     tensor_chunks: PositiveInt = 1  # pieces in which tensor parallelism gathers, scatters and sums beside its products
     # where ranks meet; auto, direct, node: torch's TCPStore
     store: Literal["auto", "torch", "authenticated", "direct", "node"] = "auto"
     timeouts_s: TimeoutConfig = TimeoutConfig()  # by axis
-    # communications at a time; auto: as the machine file says (since 0.2)
+    # communications at a time; auto: as the machine file says
     in_flight: Literal["auto", "one", "many"] = "auto"
     algorithms: str = "flat"  # flat, hierarchical, or a table: a name in configs/algorithms or a path
 
@@ -233,9 +239,9 @@ class ProfileConfig(Section):
 
     steps: Annotated[
         str, BeforeValidator(str), Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$")
-    ]  # counted from 1, first to last: 10-12 (since 0.2)
-    ranks: tuple[NonNegativeInt, ...] = (0,)  # global ranks that write one (since 0.2)
-    memory_snapshot: bool = False  # on a GPU also its allocations, for pytorch.org/memory_viz (since 0.2)
+    ]  # counted from 1, first to last: 10-12
+    ranks: tuple[NonNegativeInt, ...] = (0,)  # global ranks that write one
+    memory_snapshot: bool = False  # on a GPU also its allocations, for pytorch.org/memory_viz
 
     @field_validator("steps")
     @classmethod
@@ -255,22 +261,22 @@ class ProfileConfig(Section):
 class PhaseModel(Section):
     """Of the model, what a phase may change: nothing that has weights."""
 
-    sequence_length: SequenceLength | None = None  # S in this phase; None = model.sequence_length (since 0.2)
-    rope_theta: PositiveFloat | None = None  # base of its rotations; None = model.rope_theta (since 0.2)
-    rope_scaling: RopeScaling | None = None  # how they are slowed down; None = model.rope_scaling (since 0.2)
+    sequence_length: SequenceLength | None = None  # S in this phase; None = model.sequence_length
+    rope_theta: PositiveFloat | None = None  # base of its rotations; None = model.rope_theta
+    rope_scaling: RopeScaling | None = None  # how they are slowed down; None = model.rope_scaling
 
 
 class PhaseBatch(Section):
     """Of the batch: all of it."""
 
-    global_batch: GlobalBatch | None = None  # samples of one step of this phase; None = batch.global_batch (since 0.2)
-    micro_batch: MicroBatch | None = None  # samples that pass a stage at once; None = batch.micro_batch (since 0.2)
+    global_batch: GlobalBatch | None = None  # samples of one step of this phase; None = batch.global_batch
+    micro_batch: MicroBatch | None = None  # samples that pass a stage at once; None = batch.micro_batch
 
 
 class PhaseData(Section):
     """Of the data: what is trained on."""
 
-    # this phase's blend; None = data.train (since 0.2)
+    # this phase's blend; None = data.train
     train: tuple[DataSource, ...] | Literal["synthetic"] | None = None
 
     _paths = field_validator("train", mode="before")(_sources)
@@ -281,7 +287,7 @@ class PhaseConfig(Section):
     (`config/phases.py`).
     """
 
-    steps: StepCount  # optimizer steps, or as text "20B tokens", "2 epochs" (since 0.2)
+    steps: StepCount  # optimizer steps, or as text "20B tokens", "2 epochs"
     model: PhaseModel = PhaseModel()
     batch: PhaseBatch = PhaseBatch()
     data: PhaseData = PhaseData()
@@ -313,10 +319,10 @@ class EvalTask(Section):
     piqa.jsonl}`, or these keys.
     """
 
-    # JSONL: LLM Foundry's form, or that of lm-evaluation-harness for the tasks that it is known for (since 0.2)
+    # JSONL: LLM Foundry's form, or that of lm-evaluation-harness for the tasks that it is known for
     path: PathText
-    shots: NonNegativeInt = 0  # solved examples before each question, from the same file (since 0.2)
-    limit: NonNegativeInt = 0  # questions; 0 = all (since 0.2)
+    shots: NonNegativeInt = 0  # solved examples before each question, from the same file
+    limit: NonNegativeInt = 0  # questions; 0 = all
 
 
 def _tasks(value: Any) -> Any:
@@ -334,31 +340,31 @@ class TrainConfig(Section):
     run_dir: PathText = "runs/default"  # where records, logs and checkpoints go
     # optimizer steps of the whole run, or "20B tokens", "2 epochs"; with phases: the sum of theirs
     steps: StepCount = 100
-    # stretches with other data, batch or context; the last goes on to train.steps (since 0.2)
+    # stretches with other data, batch or context; the last goes on to train.steps
     phases: tuple[PhaseConfig, ...] = ()
     seed: NonNegativeInt = 1234  # initial weights, and dropout's masks
     # by backward, not kept: none, selective (attention's inside), full (layers), or a list of these by layer
     recompute: Recompute = "none"
-    # of further loss terms: output-z, or what was registered (model.losses.register) (since 0.2)
+    # of further loss terms: output-z, or what was registered (model.losses.register)
     loss_weights: Mapping[str, float] = {}
     log_interval: PositiveInt = 1  # steps between lines of the log
     eval_interval: NonNegativeInt = 0  # steps; 0 = only at the end
     eval_samples: NonNegativeInt = 64  # of each set of data.validation, in each evaluation
-    # {piqa: piqa.jsonl, …}: multiple-choice questions, asked in each evaluation (since 0.2)
+    # {piqa: piqa.jsonl, …}: multiple-choice questions, asked in each evaluation
     eval_tasks: Mapping[SetName, EvalTask] = {}
     save_interval: NonNegativeInt = 0  # steps; 0 = only at the end
-    # a checkpoint after the last step; False with save_interval=0: none when stopped either (since 0.2)
+    # a checkpoint after the last step; False with save_interval=0: none when stopped either
     save_final: bool = True
     # after its copy, until training waits for a save not yet on disk; None = interval / 10
     save_lag_steps: NonNegativeInt | None = None
     keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 2  # newest ones that stay on disk
     keep_every: NonNegativeInt = 0  # steps; checkpoints at its multiples are never deleted; 0 = none
-    # validation, or validation/NAME: a better one is saved at once, kept, and named in BEST (since 0.2)
+    # validation, or validation/NAME: a better one is saved at once, kept, and named in BEST
     keep_best: str | None = None
     tensorboard: bool = True  # also write the metrics for TensorBoard
-    # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register) (since 0.2)
+    # who else follows the run: wandb, mlflow, or a plugin's (train.observers.register)
     observers: tuple[str, ...] = ()
-    profile: ProfileConfig | None = None  # steps whose trace is written; None = none (since 0.2)
+    profile: ProfileConfig | None = None  # steps whose trace is written; None = none
     # auto: the GPU that the machine file states; cpu: without any check; cuda: also ROCm
     device: Literal["auto", "cpu", "cuda"] = "auto"
     peak_tflops: PositiveFloat | None = None  # of one device, for MFU; None = from the machine file
@@ -379,7 +385,7 @@ class GuardConfig(Section):
     max_skips_in_row: PositiveInt = 100  # skipped steps after which the run stops
     # steps between computing one step twice on all replicas, to find wrong arithmetic; 0 = never
     recompute_interval: NonNegativeInt = 0
-    # steps between comparisons of how long each rank computes; 0 = never (since 0.2)
+    # steps between comparisons of how long each rank computes; 0 = never
     straggler_interval: NonNegativeInt = 25
     # steps between comparisons of all copies, also before each save; 0 = never
     replica_check_interval: NonNegativeInt = 100
@@ -399,7 +405,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     guard: GuardConfig = GuardConfig()
     machine: str = "local"  # name of a file in configs/machines, or a path
-    # modules or .py files that register schedules, optimizers, losses: docs/extending.md (since 0.2)
+    # modules or .py files that register schedules, optimizers, losses: docs/extending.md
     plugins: tuple[str, ...] = ()
 
     @model_validator(mode="before")

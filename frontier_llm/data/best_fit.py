@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frontier_llm.data.indexed import IndexedDataset
-from frontier_llm.data.keys import derive_key
 from frontier_llm.data.native import FAILURES, call, permute
+from frontier_llm.data.position import derive_key
 from frontier_llm.data.samples import BLOCK, Origin, check_readable, documents_of, index_path, index_table, threads
 from frontier_llm.errors import DataError
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import parse_qsl, unquote
 
-from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.data.inputs import DATASET
 from frontier_llm.data.remote import UnreachableError, reason_of
 from frontier_llm.data.tokenizer import MAXIMUM_BYTES
 from frontier_llm.errors import DataError, FrontierError, not_installed, suggest
+from frontier_llm.files import LIFT_HINT, lifted_bound
 from frontier_llm.units import format_bytes
 
 HUB = "hf://"
@@ -78,11 +78,11 @@ def tokenizer_directory(spec: str) -> Path:
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or () if file.rfilename in (*FILES, CONFIG)}
         if not sizes.keys() & set(FILES):
             raise DataError(f"has none of {', '.join(FILES)}", where=spec, fix="name a repository with a tokenizer")
-        if max(sizes.values()) > lifted(MAXIMUM_BYTES):
+        if max(sizes.values()) > lifted_bound(MAXIMUM_BYTES):
             raise DataError(
-                f"has a file of more than {format_bytes(lifted(MAXIMUM_BYTES))}, which no tokenizer has",
+                f"has a file of more than {format_bytes(lifted_bound(MAXIMUM_BYTES))}, which no tokenizer has",
                 where=spec,
-                fix=LIFT,
+                fix=LIFT_HINT,
             )
         paths = [hub.hf_hub_download(name, file, revision=revision) for file in sizes]
         return Path(paths[0]).parent

@@ -1,15 +1,15 @@
 """Which data a run trains on, by content: another path to the same tokens is the same dataset, and other tokens at a
-path are another.
+path are another. Also the data positions that a run has still to pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from frontier_llm.config import RunConfig, phases_of
+from frontier_llm.config import RunConfig, RunPhase, phases_of
 from frontier_llm.data.indexed import IndexedDataset
-from frontier_llm.data.position import SYNTHETIC, Source, Wanted
+from frontier_llm.data.position import SYNTHETIC, Position, Source, Wanted
 
 
 class Dataset(NamedTuple):
@@ -46,3 +46,13 @@ def wanted(config: RunConfig, datasets: Mapping[str, Dataset]) -> Wanted:
         )
     )
     return Wanted(sources, config.model.sequence_length, data.packing, data.seed)
+
+
+def course(run: RunConfig, position: Position, datasets: Mapping[str, Dataset]) -> Iterator[tuple[RunPhase, Position]]:
+    """(phase, position at its end) of each phase that a run at `position` has still to train in."""
+    step = position.steps
+    for phase in phases_of(run):
+        steps = phase.end - max(phase.first, step)
+        if steps > 0:
+            position = position.enter(wanted(phase.config, datasets)).advance(phase.config.batch.global_batch, steps)
+            yield phase, position

@@ -25,13 +25,11 @@ from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.config.schema import Blend
 from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.blend import blend_of, whole_weights
-from frontier_llm.data.course import course
-from frontier_llm.data.identity import datasets_of
+from frontier_llm.data.identity import course, datasets_of
 from frontier_llm.data.ids import known_largest_id
 from frontier_llm.data.indexed import IndexedDataset, idx_path
-from frontier_llm.data.keys import Packing, order_key
 from frontier_llm.data.meta import DatasetMeta, read_meta
-from frontier_llm.data.position import START, SYNTHETIC, Position, Stream
+from frontier_llm.data.position import START, SYNTHETIC, Packing, Position, Stream, order_key
 from frontier_llm.data.samples import BlendedSamples, DatasetSamples, DocumentSamples, SampleStream, SyntheticSamples
 from frontier_llm.data.summary import too_often
 from frontier_llm.data.tokenizer import load_tokenizer

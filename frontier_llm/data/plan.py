@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from frontier_llm.config import RunConfig
-from frontier_llm.data.course import course
-from frontier_llm.data.identity import datasets_of
+from frontier_llm.data.identity import course, datasets_of
 from frontier_llm.data.meta import read_meta
 from frontier_llm.data.position import START, SYNTHETIC, Position, Stream
 from frontier_llm.units import format_count

@@ -14,6 +14,7 @@ microbatches and restarts do not enter.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,25 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from frontier_llm.data.blend import MAXIMUM_PERIOD, MAXIMUM_SOURCES, blend_of, whole_weights
-from frontier_llm.data.keys import Packing, order_key
+
+Packing = Literal["concatenate", "best-fit"]
+
+
+def derive_key(*parts: object) -> int:
+    """A 64-bit key from a purpose and its parameters."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def order_key(kind: Packing | Literal["synthetic"], seed: int, number: int) -> int:
+    """The order of the samples of stream `number` of a run (`data/position.py`), or of the source at that place of a
+    held-out set.
+    """
+    if kind == "synthetic":
+        first = derive_key("synthetic", seed)
+        return first if number == 0 else derive_key("phase", first, number + 1)
+    return derive_key("source" if kind == "concatenate" else "best-fit", seed, number)
+
 
 SYNTHETIC = "synthetic"
 MAXIMUM_RANGES = 1 << 16  # ranges of left-out samples of one stream

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from frontier_llm import log
 from frontier_llm.data.cache import cached_array
 from frontier_llm.data.indexed import IndexedDataset
-from frontier_llm.data.keys import derive_key, order_key
 from frontier_llm.data.native import ABI, call, library, permute
+from frontier_llm.data.position import derive_key, order_key
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count
 

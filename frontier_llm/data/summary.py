@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from frontier_llm import log
 from frontier_llm.config import DataSource, RunConfig, phases_of
-from frontier_llm.data.course import course
-from frontier_llm.data.identity import datasets_of
+from frontier_llm.data.identity import course, datasets_of
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.position import START, SYNTHETIC, Position
 from frontier_llm.errors import Problem

@@ -3,6 +3,8 @@
 The inputs are cut into shards by their sizes alone. Each shard becomes a small dataset in `<prefix>.parts-<digest>/`;
 its `.json` is written last and vouches for it. A run that was killed finds those and makes only the rest. The parts are
 joined in order.
+
+`training_text` reads a sample of the same inputs, to train a tokenizer on.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from frontier_llm.data.indexed import IndexedDataset, optimal_dtype
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import MAXIMUM_BYTES, InputPiece, cut, find_inputs
 from frontier_llm.data.meta import DatasetMeta, write_meta
+from frontier_llm.data.position import derive_key
 from frontier_llm.data.remote import identity_of, located, without_secrets
 from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
-from frontier_llm.topology.packing import packed
+from frontier_llm.topology.buckets import packed
 from frontier_llm.units import format_bytes, format_count, strict_json
 
 EXAMPLES = 100  # damaged inputs that are kept by name
@@ -266,3 +269,23 @@ def _report(prefix: str, meta: DatasetMeta) -> None:
         f"{format_bytes(meta.text_bytes)} of text"
     )
     log.info(f"{prefix}: {result} ({meta.bytes_per_token:.2f} bytes per token)")
+
+
+PIECE_BYTES = 1 << 20
+
+
+def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_bytes: int) -> Iterator[str]:
+    """Documents of the inputs; with more than `limit_bytes` of input, from pieces in a fixed pseudo-random order.
+
+    Raises DataError for missing inputs and, unless they are to be skipped, at the first damaged one.
+    """
+    pieces = [piece for path in find_inputs(inputs) for piece in cut(path, options.documents, PIECE_BYTES)]
+    if sum(piece.size_bytes for piece in pieces) > limit_bytes:
+        pieces.sort(key=lambda piece: derive_key("training text", located(piece.path).name, piece.start))
+    for item in (item for piece in pieces for item in read(piece, options.text_key, options.max_bytes)):
+        if not isinstance(item, Damage):
+            yield item.text
+        elif options.skip_damaged:
+            log.warn(f"left out {item.where}: {item.why}")
+        else:
+            raise DataError(item.why, where=item.where, fix=DAMAGE_FIX)

@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.errors import DataError
-from frontier_llm.files import write_atomically
+from frontier_llm.files import LIFT_HINT, lifted_bound, write_atomically
 from frontier_llm.units import format_bytes
 
 META_SPACE = "\u2581"  # sentencepiece's sign for a space; a real one in the text would come back as a space
@@ -228,9 +227,9 @@ def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
     for file in filter(None, (path, _merges_beside(path), path.with_name("tokenizer_config.json"))):
         if file.is_file() and file.stat().st_size == 0:  # also files of /proc, which may be endless
             raise DataError("is empty", where=str(file), fix="give the tokenizer's own file")
-        if file.is_file() and file.stat().st_size > lifted(MAXIMUM_BYTES):
-            what = f"is larger than {format_bytes(lifted(MAXIMUM_BYTES))}, which no tokenizer is"
-            raise DataError(what, where=str(file), fix=f"give the tokenizer's own file; {LIFT}")
+        if file.is_file() and file.stat().st_size > lifted_bound(MAXIMUM_BYTES):
+            what = f"is larger than {format_bytes(lifted_bound(MAXIMUM_BYTES))}, which no tokenizer is"
+            raise DataError(what, where=str(file), fix=f"give the tokenizer's own file; {LIFT_HINT}")
     if path.name.endswith("merges.txt"):
         raise DataError("is half a tokenizer", where=str(path), fix="give the vocab.json beside it")
     return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)

@@ -18,7 +18,7 @@ from frontier_llm.inference.cache import KeyValueCache, RememberingAttention
 from frontier_llm.model import Microbatch, Stage, build_stages
 from frontier_llm.ops import AttentionNeeds, select_ops, statistics_dtype, working_dtype
 from frontier_llm.parallel.tensor import LayerContext, WeightGradients, materialise
-from frontier_llm.topology import ParallelPlan, make_plan
+from frontier_llm.topology.plan import ParallelPlan, make_plan
 
 
 def inference_run(

@@ -213,7 +213,7 @@ _LARGE_CQ = Variable(
     "'Cassini Event Queue overflow' on 1,024 nodes with less",
     "LumiOpen/Megatron-LM-lumi",
 )
-# of each kind, by all ranks together: under half of what the job's store takes (scripts/bench_rendezvous.py)
+# of each kind, by all ranks together: under half of what the job's store takes (benchmarks/comm/rendezvous.py)
 STORE_CHECKS_PER_S = 20_000
 _RANKS_PER_NODE = 8
 _ONE_INTERFACE_NODES = 300  # above it, bootstrap over four interfaces stalls now and then

@@ -34,7 +34,7 @@ class Sourced(Section):
 
 
 class GemmShapes(Sourced):
-    """Measured matrix products: what `costs.kernels.gemm_s` gives for these very shapes, and leans on near them."""
+    """Measured matrix products. `product_s` returns these times for these shapes and interpolates near them."""
 
     mnk_us: tuple[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat], ...]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from frontier_llm.ops import philox, stream_key
 from frontier_llm.parallel.tensor import ShardedParameter
-from frontier_llm.topology import Rectangle, ShardSpec, contiguous_runs
+from frontier_llm.topology.rectangles import Rectangle, contiguous_runs
+from frontier_llm.topology.shards import ShardSpec
 
 _PER_BLOCK = 4  # normals: 4 x 32 bits make two pairs
 # elements at a time: few enough for a cache; enough to fill a GPU, with 0.1 GB of scratch

@@ -9,8 +9,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from frontier_llm.blueprint import StageSpec, rank_parameters
 from frontier_llm.blueprint.layout import layer_modes
+from frontier_llm.blueprint.parameters import StageSpec, rank_parameters
 from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig
 from frontier_llm.model import losses
@@ -31,7 +31,7 @@ from frontier_llm.parallel.tensor import (
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 )
-from frontier_llm.topology import held_positions
+from frontier_llm.topology.grid import held_positions
 
 
 class Stage(nn.Module):

@@ -26,7 +26,7 @@ FEW_ROWS = 4
 
 class CpuOps(DifferentiableOps):
     """The face's functions over torch.ops.frontier_llm. Attention: 4.8 times as fast as SDPA's CPU kernel in bf16
-    (docs/ops.md).
+    (docs/benchmarks/ops.md).
     """
 
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:

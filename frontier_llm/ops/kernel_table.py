@@ -139,10 +139,9 @@ class Blocks(NamedTuple):
 
 # By kernel and variant; where soft caps ("-softcap") have none, they take those of documents and ALiBi ("-extras"), and
 # these the plain variant's.
-# CDNA's are the best that `scripts/tune_attention.py simulate` found (docs/ops.md), NVIDIA's the largest that the
-# registers hold. A block's outer
-# side must give each warp rows of its own: 4 warps with 32 x 32 matrix instructions on 64 rows compute everything twice
-# (tests/unit/ops/test_build.py).
+# CDNA's are the best that `benchmarks/ops/tune_attention.py` found by simulation (docs/benchmarks/ops.md), NVIDIA's the
+# largest that the registers hold. A block's outer side must give each warp rows of its own: 4 warps with 32 x 32 matrix
+# instructions on 64 rows compute everything twice (tests/unit/ops/test_build.py).
 _AttentionBlocks = dict[str, dict[str, Blocks]]
 _DELTA = {"d64": Blocks(64, 0, 4), "d128": Blocks(64, 0, 4), "d256": Blocks(32, 0, 4)}
 _CDNA: _AttentionBlocks = {
@@ -169,8 +168,8 @@ _CDNA: _AttentionBlocks = {
     },
     "attention_delta": _DELTA,
 }
-# Triton's own two stages lay keys that are read across without a swizzle: eight lanes at a bank (docs/ops.md). Hence
-# AHEAD
+# Triton's own two stages lay keys that are read across without a swizzle: eight lanes at a bank
+# (docs/benchmarks/ops.md). Hence AHEAD
 _CDNA2_FORWARD = {
     "d64": Blocks(128, 32, 4, waves=3, ahead=1, strategy="max-ilp"),
     "d128": Blocks(128, 32, 4, waves=2, ahead=1, strategy="max-ilp"),

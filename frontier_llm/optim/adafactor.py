@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from frontier_llm.blueprint import ParameterKind
 from frontier_llm.blueprint.matrices import matrices_of
 from frontier_llm.blueprint.optimizers import ADAFACTOR
+from frontier_llm.blueprint.parameters import ParameterKind
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
 from frontier_llm.optim.adamw import AdamW

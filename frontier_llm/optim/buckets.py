@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from frontier_llm.blueprint import Parameter
 from frontier_llm.blueprint.optimizers import OptimizerRule
+from frontier_llm.blueprint.parameters import Parameter
 from frontier_llm.comm import DONE, Axis, Pending, single, start_all_gather_into
 from frontier_llm.ops import statistics_dtype
 from frontier_llm.parallel.tensor import ShardedParameter
-from frontier_llm.topology import ShardSpec, plan_buckets
+from frontier_llm.topology.buckets import plan_buckets
+from frontier_llm.topology.shards import ShardSpec
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from frontier_llm.optim.inputs import EngineInputs
 from frontier_llm.optim.state import StateRectangle, state_of_run
 from frontier_llm.optim.sync import GradientSync
 from frontier_llm.parallel.tensor import ShardedParameter
-from frontier_llm.topology import ShardSpec
+from frontier_llm.topology.shards import ShardSpec
 
 
 class DeepSpeedZero:

@@ -29,7 +29,8 @@ from frontier_llm.ops import statistics_dtype, working_dtype
 from frontier_llm.optim.inputs import EngineInputs
 from frontier_llm.optim.registry import Slice, slice_update
 from frontier_llm.optim.state import StateRectangle
-from frontier_llm.topology import Rectangle, ShardSpec
+from frontier_llm.topology.rectangles import Rectangle
+from frontier_llm.topology.shards import ShardSpec
 
 
 @dataclass

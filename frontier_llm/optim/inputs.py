@@ -15,7 +15,7 @@ from frontier_llm.ops import Ops
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.optim.state import Optimizer
 from frontier_llm.parallel.tensor import ShardedParameter, WeightGradients
-from frontier_llm.topology import ParallelPlan
+from frontier_llm.topology.plan import ParallelPlan
 
 
 @dataclass(frozen=True)

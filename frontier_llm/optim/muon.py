@@ -23,7 +23,7 @@ from frontier_llm.ops import Ops
 from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
 from frontier_llm.optim.registry import Slice, register
-from frontier_llm.topology import ShardSpec
+from frontier_llm.topology.shards import ShardSpec
 
 SCALE = 0.2  # times the root of the longer side: an update's elements are then as large as AdamW's
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from frontier_llm.blueprint.optimizers import OptimizerRule
-from frontier_llm.topology import Rectangle, ShardSpec, rectangles_of_run
+from frontier_llm.topology.rectangles import Rectangle, rectangles_of_run
+from frontier_llm.topology.shards import ShardSpec
 
 
 @dataclass(frozen=True)

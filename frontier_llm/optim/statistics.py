@@ -14,12 +14,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import Split
 from frontier_llm.blueprint.optimizers import STATISTIC, OptimizerRule
+from frontier_llm.blueprint.parameters import Split
 from frontier_llm.comm import Mesh, all_reduce_
 from frontier_llm.optim.buckets import Bucket, OwnedRange
 from frontier_llm.optim.state import StateRectangle
-from frontier_llm.topology import Rectangle, ShardSpec, shard
+from frontier_llm.topology.rectangles import Rectangle
+from frontier_llm.topology.shards import ShardSpec, shard
 
 
 class Statistics:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from frontier_llm.comm import Axis, start_all_gather_into
 from frontier_llm.optim.buckets import Bucket
-from frontier_llm.topology import ShardSpec
+from frontier_llm.topology.shards import ShardSpec
 
 
 class WholeTensors:

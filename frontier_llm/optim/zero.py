@@ -21,7 +21,7 @@ from frontier_llm.optim.registry import Slice, slice_update
 from frontier_llm.optim.state import StateRectangle, state_of_run
 from frontier_llm.optim.statistics import Statistics
 from frontier_llm.optim.whole import WholeTensors
-from frontier_llm.topology import ShardSpec
+from frontier_llm.topology.shards import ShardSpec
 
 
 class Zero:
@@ -61,7 +61,6 @@ class Zero:
             if self.rule.statistics(bucket.parameters[0].spec.parameter)
         }
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
-        self._kept: list[Tensor] = []
 
     def squared_norm_share(self) -> Tensor:
         """See Optimizer. Each element counts once: dp slices partition a bucket, and of copies only one counts.
@@ -84,29 +83,6 @@ class Zero:
             bucket.spread()
         if not self._overlap_gather:
             self.settle()
-
-    def keep(self) -> None:
-        """Keep a copy of the state, for `validate`."""
-        self._kept = [values.clone() for values in self._held()]
-
-    def validate(self, stands: bool) -> None:
-        """The update since `keep` stands, or it is undone, bit for bit, and could be done again: gradients are as
-        they were. Collective over dp.
-        """
-        kept = self._kept
-        self._kept = []
-        if stands:
-            return
-        self.updates -= 1
-        for values, before in zip(self._held(), kept, strict=True):
-            values.copy_(before)
-        self.weights_from_masters()
-
-    def _held(self) -> list[Tensor]:
-        """Everything that an update changes but the working weights."""
-        return [values for state in self.states for values in state.values()] + [
-            one.values for one in self._statistics.values()
-        ]
 
     def settle(self) -> None:
         """See Optimizer."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from frontier_llm.comm import Mesh, Receive, Sends, post_receive
-from frontier_llm.schedule import Action, Kind, Schedule, ahead, check, posted_ahead, units
+from frontier_llm.schedule import Action, Kind, Schedule, check, posted_ahead, units
 
 LOSS = "loss"  # what the last stage returns as its output
 
@@ -81,7 +81,7 @@ class _Flight:
 
     batch: Callable[[int], Any]
     losses: dict[str, Tensor]  # 0-dim fp64, not weighted
-    loss_scale: float = 1.0
+    loss_scale: float
     incoming: dict[tuple[Kind, int, int], Receive] = field(default_factory=dict)
     outgoing: dict[tuple[Kind, int, int], Tensor] = field(default_factory=dict)
     graphs: dict[Key, _Graph] = field(default_factory=dict)
@@ -100,7 +100,6 @@ class Engine:
         activation: ActivationSpec,
         *,
         overlap: bool = True,
-        runs_ahead: bool = False,
         loss_weights: Mapping[str, float] = MappingProxyType({}),
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
@@ -111,7 +110,7 @@ class Engine:
 
         Raises ScheduleError where this rank's list is not legal.
         With `overlap` messages go on under the compute beside them; without, and with one communication in flight, the
-        rank waits for each where the order of communication has it. Without `runs_ahead` there is nothing to run ahead.
+        rank waits for each where the order of communication has it.
         """
         rank = mesh.pp.rank
         overlap = overlap and not mesh.one_in_flight
@@ -121,13 +120,11 @@ class Engine:
         self._placement = schedule.placement
         self._stages = dict(zip(positions, stages, strict=True))
         self._channels = mesh.channels
-        border = ahead(schedule)[rank] if runs_ahead else 0
-        lists = schedule.actions[rank][:border], schedule.actions[rank][border:]
-        posted = (posted_ahead(actions, schedule.pairs) if overlap else actions for actions in lists)
-        self._first, self._rest = (list(units(actions, schedule.pairs)) for actions in posted)
+        actions: Sequence[Action] = schedule.actions[rank]
+        if overlap:
+            actions = posted_ahead(actions, schedule.pairs)
+        self._units = list(units(actions, schedule.pairs))
         self._baton = mesh.ep.baton
-        self.runs_ahead = border > 0
-        self._ahead_of: Callable[[int], Any] | None = None  # the step whose first actions have been played
         self._deferral = deferral
         self._activation = activation
         self._overlap = overlap
@@ -154,40 +151,26 @@ class Engine:
         Returns the sums over this rank's virtual stages and microbatches of "loss" and each further loss, 0-dim fp64,
         without weight or scale, and of what else has a shape; zero where its stages have none.
         """
-        if self._ahead_of is not batch:
-            self.run_ahead(batch)
-        self._ahead_of = None
-        self._flight.loss_scale = loss_scale
-        self._play_all(self._rest)
-        return self._flight.losses
-
-    def run_ahead(self, batch: Callable[[int], Any]) -> None:
-        """Play the first forwards of a step. `run` goes on from there if it is given the same `batch`; with another
-        they are forgotten.
-        """
-        if self._ahead_of is not None:
-            for receive in self._flight.incoming.values():
-                receive.wait()
         zeros = {
             name: torch.zeros(shape, dtype=torch.float64, device=self._activation.device)
             for name, shape in self._shapes.items()
         }
-        self._flight = _Flight(batch, zeros)
-        self._ahead_of = batch
-        if self._first:
-            self._play_all(self._first)
-
-    def _play_all(self, units: Sequence[tuple[Action, ...]]) -> None:
-        for unit in units:
-            # the backward first: its rows leave at once, the forward's behind attention
-            if len(unit) > 1 and self._baton is not None:
-                self._baton.share(unit[::-1], lambda action: self._play[action.kind](action), self.on_action)
-                continue
-            for action in unit:
-                self.on_action(action)
-                self._play[action.kind](action)
+        self._flight = _Flight(batch, zeros, loss_scale)
+        for unit in self._units:
+            self._run_unit(unit)
         self._sends.wait_all()
         self.on_action(None)
+        return self._flight.losses
+
+    def _run_unit(self, unit: tuple[Action, ...]) -> None:
+        """Run one action, or a pair of a forward and a backward whose collectives overlap."""
+        if len(unit) > 1 and self._baton is not None:
+            # the backward first: its rows leave at once, the forward's behind attention
+            self._baton.share(unit[::-1], lambda action: self._play[action.kind](action), self.on_action)
+            return
+        for action in unit:
+            self.on_action(action)
+            self._play[action.kind](action)
 
     def _forward(self, action: Action) -> None:
         position = action.position

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from frontier_llm.blueprint.layout import DTYPE_BYTES
-from frontier_llm.machine import Rates
-from frontier_llm.planner.costs.collectives import flat_s
-from frontier_llm.planner.costs.hierarchical import hierarchical_s
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.costs.collectives import flat_s, hierarchical_s
+from frontier_llm.planner.costs.layouts import seats
 from frontier_llm.planner.costs.parameters import stage_numel
-from frontier_llm.planner.costs.seats import seats
 from frontier_llm.planner.costs.time import stage_layers
 from frontier_llm.planner.search import Plan
 from frontier_llm.units import format_bytes, format_seconds

@@ -9,13 +9,12 @@ from typing import Any, get_args
 import numpy as np
 from pydantic import BaseModel
 
-from frontier_llm.blueprint.context import context_way
-from frontier_llm.blueprint.layout import FIELD_OF_KEY, SHARDING, Layout, run_keys
+from frontier_llm.blueprint.layout import FIELD_OF_KEY, SHARDING, Layout, context_way, run_keys
 from frontier_llm.config import RECOMPUTE, ModelConfig, ParallelConfig, PrecisionConfig, recompute_modes
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest, suggest
 from frontier_llm.planner.costs.layouts import Layouts, as_table
 from frontier_llm.schedule import names, rule, v_names
-from frontier_llm.topology import AXIS_ORDERS
+from frontier_llm.topology.grid import AXIS_ORDERS
 from frontier_llm.topology.plan import tp_limit
 
 MAX_MICROBATCH = 64

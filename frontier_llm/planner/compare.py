@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frontier_llm.machine import Rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import choices_of, parse_fixed
 from frontier_llm.planner.report import WIDTH, layout_words, step_words, table, wrapped
 from frontier_llm.planner.search import Plan, Search, search

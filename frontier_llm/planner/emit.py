@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.layout import run_keys
+from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.config import (
     CommConfig,
     ParallelConfig,
@@ -24,15 +24,15 @@ from frontier_llm.config import (
     phases_of,
     planned_tokens,
 )
-from frontier_llm.config.saves import PRODUCTION
+from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.files import write_atomically
-from frontier_llm.machine import Machine, Rates
+from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import uses_hierarchical
 from frontier_llm.planner.operations import TOKENS_PER_PARAMETER, Campaign
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import Plan, Search
-from frontier_llm.topology import make_plan
-from frontier_llm.topology.stages import balanced
+from frontier_llm.topology.plan import balanced, make_plan
 from frontier_llm.units import GIB, plural
 
 SITES = ("frontier", "lumi", "local")

@@ -1,29 +1,32 @@
-"""Figures of a search: one page that needs nothing else."""
+"""Figures of a search on one self-contained page, and the simulated pipeline as Chrome trace events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from frontier_llm.blueprint.items import FlashCore, Pass, Product
 from frontier_llm.blueprint.work import block_work, flops
 from frontier_llm.errors import ConfigError, not_installed
-from frontier_llm.machine import Machine, Rates, rates
+from frontier_llm.files import write_atomically
+from frontier_llm.machine.load import rates
+from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine
 from frontier_llm.pages import COLORS, Chart, can_draw, figure, figures, level, line, points, text, write_page
 from frontier_llm.planner import report
 from frontier_llm.planner.algorithms import bucket_bytes, gradient_choices, times_by_nodes
 from frontier_llm.planner.candidates import enumerate_layouts
-from frontier_llm.planner.costs.layouts import as_table
+from frontier_llm.planner.costs.layouts import as_table, seats
 from frontier_llm.planner.costs.memory import peak_memory
-from frontier_llm.planner.costs.seats import seats
 from frontier_llm.planner.costs.seconds import Prices, times, work_s
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.search import Plan, Search
-from frontier_llm.schedule import timeline_chart
-from frontier_llm.units import GIB, format_bytes
+from frontier_llm.schedule import Kind, timeline_chart
+from frontier_llm.units import GIB, format_bytes, strict_json
 
 
 @dataclass(frozen=True)
@@ -241,3 +244,39 @@ def scaling_charts(outcome: Search, machine: Machine, numbers: Rates) -> Iterato
             )
         title = "Weak scaling" if weak else f"Strong scaling, global batch {outcome.global_batch}"
         yield Chart(title, "devices", "efficiency", traces, log_x=True, layout={"yaxis": {"range": [0, 1.1]}})
+
+
+COLOURS = {Kind.FORWARD: "good", Kind.BACKWARD: "bad", Kind.BACKWARD_INPUT: "terrible", Kind.BACKWARD_WEIGHT: "yellow"}
+
+
+def chrome_trace(plan: Plan) -> dict[str, Any]:
+    """Trace events of the part of the step that was played; microseconds."""
+    timeline = plan.played.timeline
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": stage, "name": "thread_name", "args": {"name": f"pipeline rank {stage}"}}
+        for stage in range(timeline.schedule.stages)
+    ]
+    for stage in range(timeline.schedule.stages):
+        for action, start_s, end_s in timeline.spans(stage):
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": stage,
+                    "name": str(action),
+                    "cat": action.kind.name.lower(),
+                    "cname": COLOURS[action.kind],
+                    "ts": start_s * 1e6,
+                    "dur": (end_s - start_s) * 1e6,
+                    "args": {"microbatch": action.microbatch, "position": action.position},
+                }
+            )
+    played = timeline.schedule.microbatches
+    m = plan.layout.microbatches
+    note = "the whole step" if played == m else f"{played} of {m} microbatches; the rest repeats the pattern"
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin": "simulated", "shown": note}}
+
+
+def write_chrome_trace(path: Path, plan: Plan) -> None:
+    """Write the events as JSON."""
+    write_atomically(path, strict_json(chrome_trace(plan), indent=None))

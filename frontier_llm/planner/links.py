@@ -1,11 +1,18 @@
-"""Which link bounds each axis of a layout: where its ranks sit, what connects them, and with whom they share it."""
+"""Which link bounds each axis of a layout: where its ranks sit, what connects them, and with whom they share it.
+
+Also what a limit of one communication in flight (`comm.in_flight`) costs a plan.
+"""
 
 from __future__ import annotations
 
-from frontier_llm.machine import Machine, Rates
+from dataclasses import replace
+
 from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps
+from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.costs.collectives import fabric_bandwidth
-from frontier_llm.planner.costs.seats import Seats, seats
+from frontier_llm.planner.costs.layouts import Seats, seats
+from frontier_llm.planner.pipeline import play
 from frontier_llm.planner.search import Plan
 from frontier_llm.units import plural
 
@@ -90,3 +97,22 @@ def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:
     order, slowest = best_ring(devices)
     ring = "-".join(str(gcd) for gcd in order)
     return f"{words} (links allow {bus_limit_gbps(devices):.0f}; one ring {ring} crosses a link of {slowest:.0f})"
+
+
+def cost_of_one(plan: Plan, rates: Rates) -> float | None:
+    """Share by which the step is longer than with many in flight, both simulated; None where many are, or nothing
+    could be.
+    """
+    if not rates.one_in_flight or plan.layout.devices == 1:
+        return None
+    many = play(plan.model, plan.layout, replace(rates, one_in_flight=False), plan.stages)
+    return plan.step_s / many.step_s - 1
+
+
+def safety_words(plan: Plan, machine: Machine, rates: Rates) -> list[str]:
+    """A line for the report."""
+    cost = cost_of_one(plan, rates)
+    if cost is None:
+        return []
+    why = f"{machine.in_flight.tag}: {machine.in_flight.source}"
+    return [f"  one communication in flight (comm.in_flight) costs {100 * cost:.1f} % of this step, in messages; {why}"]

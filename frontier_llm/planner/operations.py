@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.optimizers import state_bytes
+from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.machine.schema import Machine, QueueBin
 from frontier_llm.planner.search import Plan
 

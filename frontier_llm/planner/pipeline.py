@@ -7,27 +7,23 @@ has set in and plays longer until it has; a test compares with the full list.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.layouts import steps_overlap
 from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
 from frontier_llm.planner.costs.seconds import times
-from frontier_llm.planner.costs.time import StepTail, layer_s, meets_inside, p2p_s, pair_s, tail
+from frontier_llm.planner.costs.time import layer_s, meets_inside, p2p_s, pair_s, tail
 from frontier_llm.planner.costs.update import whole_update
 from frontier_llm.schedule import (
     Action,
-    Follows,
     Kind,
     Schedule,
     Timeline,
-    ahead,
     beside,
     build,
     one_end,
@@ -53,9 +49,7 @@ class Played:
     """A simulated step."""
 
     timeline: Timeline  # of the part that was played
-    # makespan of the whole schedule, less by what the next step begins earlier on some ranks
-    # (optimizer.validated=after)
-    pipeline_s: float
+    pipeline_s: float  # makespan of the whole schedule
     busy_s: tuple[float, ...]  # compute per pipeline rank, whole schedule
     end_s: tuple[float, ...]  # last action per pipeline rank, whole schedule
     reduce_s: float  # exposed gradient reduction
@@ -154,19 +148,9 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
         by_rank(values, layout) for values in (parameters, backward_s, forward_s, experts)
     )
     end = tail(layout, rates, held, last_backward_s, first_forward_s, of_experts, whole)
-    overlap_s = 0.0
-    if steps_overlap(layout):
-        tied = model.tied_embeddings and not one_end(name)
-
-        def following(follows: Follows) -> Timeline:
-            return _contended(
-                _simulate(name, pp, length, v, stage_s, message, _turns(layout, rates), follows=follows), layout, rates
-            )
-
-        overlap_s = _overlap_s(timeline, following, end, tied)
     return Played(
         timeline=timeline,
-        pipeline_s=float(ends.max()) - overlap_s,
+        pipeline_s=float(ends.max()),
         busy_s=tuple(busy_s),
         end_s=tuple(ends.tolist()),
         reduce_s=float(np.max(ends + end.reduce_s) - ends.max()),
@@ -176,23 +160,6 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
         hidden_s=tuple(hidden_s),
         stage_times=stage_s,
     )
-
-
-def _overlap_s(timeline: Timeline, following: Callable[[Follows], Timeline], end: StepTail, tied: bool) -> float:
-    """By how much steps that are validated after follow each other faster than steps that all ranks end together."""
-    first = ahead(timeline.schedule)
-    last = len(timeline.end_s) - 1
-    periods = [0.0]
-    ends = np.array([times[-1] for times in timeline.end_s])
-    together_s = float(np.max(ends + end.reduce_s)) + float(np.max(end.optimizer_s + end.gather_s))
-    for _ in range(4):  # until each step repeats the one before
-        if tied:  # the embedding's gradient is a sum over the first rank and the last
-            ends[[0, last]] = max(ends[0], ends[last])
-        begins = ends + end.reduce_s + end.optimizer_s + end.gather_s
-        later = np.array([times[-1] for times in following(Follows(begins.tolist(), first)).end_s])
-        periods.append(float(later.max() - ends.max()))
-        ends = later
-    return together_s - periods[-1]
 
 
 def _turns(layout: Layout, rates: Rates) -> str:
@@ -220,8 +187,6 @@ def _simulate(
     times: tuple[StageTimes, ...],
     message: float,
     turns: str = "many",
-    *,
-    follows: Follows | None = None,
 ) -> Timeline:
     seconds = {}
     for position, one in enumerate(times):
@@ -238,8 +203,8 @@ def _simulate(
         return seconds[action.kind, action.position] - (less_s[stage] if paired and action in paired else 0.0)
 
     if turns == "many":
-        return simulate(schedule, duration, message, follows)
-    return simulate_in_turn(schedule, duration, message, turns == "waiting", follows)
+        return simulate(schedule, duration, message)
+    return simulate_in_turn(schedule, duration, message, turns == "waiting")
 
 
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:

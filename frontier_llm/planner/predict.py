@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from frontier_llm.config import RunConfig, phases_of, planned_tokens
 from frontier_llm.errors import Problem
-from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.experts import run_layout
 from frontier_llm.planner.operations import Campaign, campaign
 from frontier_llm.planner.search import Plan, simulate_layout

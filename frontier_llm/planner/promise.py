@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
-from frontier_llm.blueprint import total_parameters
-from frontier_llm.machine import Machine
-from frontier_llm.machine.schema import Number
-from frontier_llm.planner.costs.flops import model_flops_per_token
+from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.blueprint.work import model_flops_per_token
+from frontier_llm.machine.schema import Machine, Number
 from frontier_llm.planner.search import Plan
 from frontier_llm.units import TERA
 

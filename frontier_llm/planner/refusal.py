@@ -9,10 +9,17 @@ from frontier_llm.blueprint.layout import Layout, run_keys
 from frontier_llm.config import ModelConfig, RunConfig, build
 from frontier_llm.config.load import merge
 from frontier_llm.errors import ConfigError, LayoutError, Problem, nearest
-from frontier_llm.machine import Machine, Rates, load_machine, machine_names, own_stack, rates
+from frontier_llm.machine.load import (
+    load_machine,
+    machine_names,
+    own_stack,
+    rates,
+)
+from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.candidates import SEARCHED, fixed_words, legal_node_counts
 from frontier_llm.planner.search import Search, smallest_machine
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import GIB, plural
 
 

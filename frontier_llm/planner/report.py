@@ -7,21 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from frontier_llm.blueprint import total_parameters
 from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
 from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
 from frontier_llm.blueprint.layout import SHARDING, mode_shares, run_keys
-from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.parameters import layer_kinds, total_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
-from frontier_llm.machine import Machine, Rates, provenance
-from frontier_llm.machine.load import PLACES
+from frontier_llm.machine.load import PLACES, provenance
+from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.algorithms import gradient_choices, gradient_words
 from frontier_llm.planner.costs.seconds import LAUNCHES, added_share, by_cause, times
 from frontier_llm.planner.costs.time import layer_s
-from frontier_llm.planner.links import axis_links
+from frontier_llm.planner.links import axis_links, cost_of_one, safety_words
 from frontier_llm.planner.operations import Campaign
 from frontier_llm.planner.promise import Promise, promise_of
-from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import RESOLUTION, Plan, Search, memory_summary, utilisations
 from frontier_llm.schedule import rule, split_share
 from frontier_llm.tables import aligned

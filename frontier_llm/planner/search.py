@@ -9,26 +9,28 @@ from typing import Any
 import numpy as np
 
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.parameters import StageSpec
+from frontier_llm.blueprint.work import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import SEARCHED, enumerate_layouts
 from frontier_llm.planner.costs.experts import over_nodes
-from frontier_llm.planner.costs.flops import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.planner.costs.layouts import Layouts
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import Played, play
 from frontier_llm.schedule import v_names
-from frontier_llm.topology import AXIS_ORDERS, split_layers
+from frontier_llm.topology.grid import AXIS_ORDERS
+from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
 TARGET_TOKENS = 16 * 2**20  # of the default global batch
 WARN_SHARE = 0.95  # of the device's memory
 FINALISTS = 8
 NEAR = 1.06  # finalists lie within this factor of the closed form's best
-RESOLUTION = 0.03  # of a step: plans closer than this are not told apart by the data sets (3-6 % off, docs/planner.md)
+# of a step: the data sets do not separate plans that are closer than this (3-6 % off, docs/benchmarks/planner.md)
+RESOLUTION = 0.03
 # pieces of a tensor-parallel product that are worth a look: eighths are too small for the matrix units
 TENSOR_CHUNKS = (1, 2, 4)
 ACTION_BUDGET = 260_000  # compute actions that may be simulated in one search

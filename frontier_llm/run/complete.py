@@ -15,9 +15,13 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from frontier_llm.bounds import LIFT, lifted, read_beyond
 from frontier_llm.errors import Problem
-from frontier_llm.files import open_plain
+from frontier_llm.files import (
+    LIFT_HINT,
+    lifted_bound,
+    open_plain,
+    read_beyond,
+)
 from frontier_llm.units import strict_json
 
 MANIFEST = "manifest.json"
@@ -61,10 +65,10 @@ def digest_line(content: bytes) -> bytes:
 
 def manifest_bytes(path: Path) -> bytes:
     """The manifest of the checkpoint `path`, compared with its digest. Raises BrokenManifest."""
-    limit = lifted(MAX_MANIFEST_BYTES)
+    limit = lifted_bound(MAX_MANIFEST_BYTES)
     content = _read_small(path / MANIFEST, limit)
     if len(content) > limit:
-        raise BrokenManifest(path / MANIFEST, f"has more bytes than any manifest ({limit})", LIFT)
+        raise BrokenManifest(path / MANIFEST, f"has more bytes than any manifest ({limit})", LIFT_HINT)
     recorded = _read_small(path / MANIFEST_DIGEST, 1024)
     if recorded != digest_line(content):
         actual = digest_line(content).decode().split()[0]

@@ -2,10 +2,19 @@
 
 from frontier_llm.schedule import dual_pipe as dual_pipe  # likewise
 from frontier_llm.schedule import standard as standard  # registers the package's own schedules
-from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Channel, Kind, Placement, Schedule, round_robin
+from frontier_llm.schedule.actions import (
+    FORWARD_ONLY,
+    Action,
+    Channel,
+    Kind,
+    Placement,
+    Schedule,
+    beside,
+    round_robin,
+    units,
+)
 from frontier_llm.schedule.check import check
-from frontier_llm.schedule.order import ScheduleError, ahead, posted_ahead, with_messages
-from frontier_llm.schedule.pairs import beside, units
+from frontier_llm.schedule.order import ScheduleError, posted_ahead, with_messages
 from frontier_llm.schedule.registry import (
     ScheduleRule,
     build,
@@ -22,21 +31,19 @@ from frontier_llm.schedule.registry import (
     split_share,
 )
 from frontier_llm.schedule.render import render_text, timeline_chart
-from frontier_llm.schedule.simulate import Follows, Timeline, simulate, simulate_in_turn
+from frontier_llm.schedule.simulate import Timeline, simulate, simulate_in_turn
 from frontier_llm.schedule.zero_bubble import v_names
 
 __all__ = [
     "FORWARD_ONLY",
     "Action",
     "Channel",
-    "Follows",
     "Kind",
     "Placement",
     "Schedule",
     "ScheduleError",
     "ScheduleRule",
     "Timeline",
-    "ahead",
     "beside",
     "build",
     "check",

@@ -4,13 +4,19 @@ list.
 Vocabulary: `stage` or `rank` = pipeline rank (0 … pp-1); `position` = place of a virtual stage in the model (0 …
 pp·chunks-1). Activations flow from position to position + 1, gradients back. Which rank holds a position is the
 placement's to say, and nobody else's.
+
+Pairs: a rank may execute a forward and the backward of another microbatch together, so that each one's rows to experts
+travel under the other's compute. Both begin when both have their inputs, and their messages follow when both have
+ended. In the order of communication a pair is one event: ranks that share its collectives execute the same pair.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 FORWARD_ONLY = "forward-only"  # name of a schedule that evaluates
@@ -166,7 +172,7 @@ class Schedule:
     placement: Placement
     microbatches: int  # m, per data-parallel replica and step
     actions: tuple[tuple[Action, ...], ...]
-    pairs: bool = False  # forwards and backwards that stand as pairs are played together (schedule/pairs.py)
+    pairs: bool = False  # forwards and backwards that stand as pairs are played together (schedule/actions.py)
 
     @property
     def stages(self) -> int:
@@ -199,3 +205,32 @@ class Schedule:
         """'F3' for people; 'F3.1' where ranks hold several virtual stages and this is a rank's second."""
         chunk = self.placement.rank_of[: action.position].count(self.placement.rank_of[action.position])
         return f"{action.kind.value}{action.microbatch}" + (f".{chunk}" if chunk else "")
+
+
+_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def is_pair(first: Action, second: Action) -> bool:
+    """Whether of two that follow each other directly the second goes backward through the other position of the
+    first, a forward.
+    """
+    return first.kind is Kind.FORWARD and second.kind in _GRADIENTS and second.position != first.position
+
+
+def units(actions: Sequence[Action], pairs: bool) -> Iterator[tuple[Action, ...]]:
+    """Each action alone or, with `pairs`, two of them."""
+    if not pairs:
+        yield from zip(actions)
+        return
+    place = 0
+    while place < len(actions):
+        two = tuple(actions[place : place + 2])
+        unit = two if is_pair(two[0], two[-1]) else two[:1]
+        yield unit
+        place += len(unit)
+
+
+def beside(schedule: Schedule, rank: int | None = None) -> dict[Action, Action]:
+    """Of each backward in a pair, of one pipeline rank or all, its forward."""
+    orders = schedule.compute[slice(rank, None if rank is None else rank + 1)] if schedule.pairs else ()
+    return {second: first for order in orders for first, second in pairwise(order) if is_pair(first, second)}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from frontier_llm.errors import Problem
-from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Schedule
+from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Schedule, beside
 from frontier_llm.schedule.order import ScheduleError
-from frontier_llm.schedule.pairs import beside
 
 
 def check(schedule: Schedule, rank: int) -> None:

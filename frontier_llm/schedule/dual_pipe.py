@@ -4,7 +4,7 @@ other position.
 Neither half of a pair needs the other, so what one sends and waits for goes on under the other's compute: the forward
 comes first, its message leaves under the backward, and the gradient that the backward needs arrives under the forward.
 Kernels of the two are issued one after the other, so of the collectives inside layers only rows to experts go under the
-other half's products: there the pair is played as one (schedule/pairs.py). Where a rank has one communication in
+other half's products: there the pair is played as one (schedule/actions.py). Where a rank has one communication in
 flight, neighbours must keep step: the order of communication is made for halves of one length (`beat`). Made for a
 backward of twice a forward, a forward's message meets the neighbour in the middle of a backward: with F : I : W = 50 :
 62 : 44 and a message of 4 % of a forward a step of 4 to 16 ranks takes 28 to 37 % longer where compute waits for

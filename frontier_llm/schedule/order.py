@@ -14,13 +14,11 @@ behind its producer's start loses 8 to 221 %, compute at its end 8 to 129 %.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from math import inf
 from operator import itemgetter
 
 from frontier_llm.errors import FrontierError, Problem
-from frontier_llm.schedule.actions import Action, Kind, Placement, Schedule
-from frontier_llm.schedule.pairs import units
+from frontier_llm.schedule.actions import Action, Kind, Placement, units
 from frontier_llm.schedule.simulate import play
 
 _LENGTH = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
@@ -86,37 +84,6 @@ def _route(placement: Placement, kind: Kind, position: int) -> tuple[Kind, Kind,
     """(send, receive, position and rank that receive) of the message that a compute action makes."""
     send = placement.sent_by(kind, position)
     return send and (send, _ARRIVES[send], placement.other_end(send, position), placement.peer(send, position))
-
-
-def ahead(schedule: Schedule) -> tuple[int, ...]:
-    """By rank, how many actions of its list it may play before all ranks have ended the step before: forwards alone.
-
-    Where ranks begin one after the other and end so too, a rank that ended first is into its next step by the time that
-    the last one ends. The border is one moment of the one order, so on neither side of it a message has one end only;
-    zeros where the rank that begins ends last.
-    """
-    starts, ends = play(schedule.placement, schedule.compute, lambda rank, action: _LENGTH[action.kind], schedule.pairs)
-    ended_s: dict[tuple[int, int], float] = {}
-    timed: dict[Action, float] = {}
-    for order, begun, done in zip(schedule.compute, starts, ends, strict=True):
-        timed |= dict(zip(order, begun, strict=True))
-        ended_s |= {
-            (action.position, action.microbatch): end
-            for action, end in zip(order, done, strict=True)
-            if action.kind is Kind.FORWARD
-        }
-    border = max(done[-1] for done in ends) - max(done[-1] - begun[0] for begun, done in zip(starts, ends, strict=True))
-    border = min(border, *(start for action, start in timed.items() if action.kind is not Kind.FORWARD))
-
-    def before(action: Action) -> bool:
-        kind, microbatch, position = action
-        if kind.computes:
-            return timed[action] < border
-        if kind is Kind.RECV_FORWARD:
-            position = schedule.placement.other_end(kind, position)
-        return kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD) and ended_s[position, microbatch] <= border
-
-    return tuple(sum(1 for _ in takewhile(before, actions)) for actions in schedule.actions)
 
 
 def posted_ahead(actions: Sequence[Action], pairs: bool = False) -> list[Action]:

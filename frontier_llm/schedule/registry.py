@@ -38,10 +38,7 @@ class ScheduleRule:
     # share of 1F1B's bubble that is left where F = I = W, with one virtual stage per rank unless a V fixes two; the
     # planner's closed form
     idle: float = 1.0
-    # ranks begin one after the other and end so too: where the optimizer waits for no other rank, steps overlap
-    # (optimizer.validated=after)
-    staggered: bool = False
-    # forwards directly before backwards of the rank's other position may be played together (schedule/pairs.py)
+    # forwards directly before backwards of the rank's other position may be played together (schedule/actions.py)
     pairs: bool = False
     # length of a B beside an F of 1, to which the order of communication is made; 1: neighbours' pairs of both keep
     # step

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from frontier_llm.schedule.actions import COMPUTES, Action, Kind, Placement, Schedule
-from frontier_llm.schedule.pairs import is_pair, units
+from frontier_llm.schedule.actions import COMPUTES, Action, Kind, Placement, Schedule, is_pair, units
 
 Duration = Callable[[int, Action], float]
 Transfer = float | Callable[[int, int], float]
@@ -48,39 +47,18 @@ class Timeline:
         return zip(self.schedule.compute[stage], self.start_s[stage], self.end_s[stage], strict=True)
 
 
-@dataclass(frozen=True)
-class Follows:
-    """How a step begins that follows another whose optimizer waits for no other rank, but is validated after
-    (optimizer.validated).
-    """
-
-    begin_s: Sequence[float]  # when each rank begins
-    ahead: Sequence[int]  # how much of its list it plays before all wait for the one that comes last (`ahead`)
-
-
-def simulate(
-    schedule: Schedule, duration: Duration, send_s: Transfer = 0.0, follows: Follows | None = None
-) -> Timeline:
+def simulate(schedule: Schedule, duration: Duration, send_s: Transfer = 0.0) -> Timeline:
     """Play the schedule. `duration(stage, action)` gives the seconds of a compute action.
 
     `send_s` is the seconds of one transfer, or a function of (source stage, target stage). Communication takes no time
     on the rank; a message leaves when the action that makes it ends, one at a time per directed stream.
     The schedule must be legal (see `check`). One step of 1600 microbatches on 64 stages takes less than a second.
     """
-    if follows is not None:  # messages are not in the lists that are played
-        counts = [
-            sum(action.kind.computes for action in order[:place])
-            for order, place in zip(schedule.actions, follows.ahead, strict=True)
-        ]
-        follows = Follows(follows.begin_s, counts)
-    return Timeline(
-        schedule, *_played(_Player(schedule.placement, schedule.compute, duration, send_s, schedule.pairs), follows)
-    )
+    player = _Player(schedule.placement, schedule.compute, duration, send_s, schedule.pairs)
+    return Timeline(schedule, *player.play())
 
 
-def simulate_in_turn(
-    schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool, follows: Follows | None = None
-) -> Timeline:
+def simulate_in_turn(schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> Timeline:
     """Play the schedule with one communication in flight on each rank (comm.in_flight: one), in the one order of its
     `actions`.
 
@@ -88,22 +66,7 @@ def simulate_in_turn(
     stands behind it begins when it has ended: where the host waits for each call, or where compute has collectives
     inside, which take their turn. Otherwise compute waits only for what it needs. The schedule needs its messages.
     """
-    return Timeline(schedule, *_played(_Turns(schedule, duration, send_s, waits), follows))
-
-
-def _played(player: _Player | _Turns, follows: Follows | None) -> tuple[Times, Times]:
-    if follows is None:
-        return player.play()
-    whole: Sequence[Any] = player.orders
-    player.orders = tuple(order[:place] for order, place in zip(whole, follows.ahead, strict=True))
-    for clock_s in player.clocks_s:
-        clock_s[:] = follows.begin_s
-    player.play()
-    met_s = max(max(clock_s) for clock_s in player.clocks_s)
-    for clock_s in player.clocks_s:
-        clock_s[:] = [met_s] * len(clock_s)
-    player.orders = whole
-    return player.play()
+    return Timeline(schedule, *_Turns(schedule, duration, send_s, waits).play())
 
 
 class _Meeting:
@@ -141,7 +104,6 @@ class _Turns:
         self.turn_s = [0.0] * schedule.stages
         self.place = [0] * schedule.stages
         self.orders: Sequence[Sequence[Action]] = schedule.actions
-        self.clocks_s = self.compute_s, self.turn_s
         self.start_s: Times = tuple([] for _ in schedule.actions)
         self.end_s: Times = tuple([] for _ in schedule.actions)
 
@@ -250,7 +212,6 @@ class _Player:
         self.orders: Sequence[Sequence[tuple[Action, ...]]] = [list(units(order, pairs)) for order in orders]
         self.place = [0] * placement.ranks
         self.clock_s = [0.0] * placement.ranks
-        self.clocks_s = (self.clock_s,)
         self.start_s: Times = tuple([] for _ in orders)
         self.end_s: Times = tuple([] for _ in orders)
 

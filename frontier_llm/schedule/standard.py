@@ -7,7 +7,7 @@ SC21, section 2.2), ZB-H1 and ZB-H2 (Qi et al., "Zero Bubble Pipeline Parallelis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -122,4 +122,4 @@ for name, one in (("zb-h1", _ZeroBubble(1)), ("zb-h2", _ZeroBubble(2))):
     rule = ScheduleRule(
         one, splits_backward=True, peak_in_flight=one.peak_in_flight, peak_waiting=one.peak_waiting, idle=1 / 3
     )
-    register(name, replace(rule, staggered=one.depth == 2))
+    register(name, rule)

@@ -337,6 +337,5 @@ register(
         peak_in_flight=_peak_interleaved,
         peak_waiting=_waiting_interleaved,
         idle=1 / 3,
-        staggered=True,
     ),
 )

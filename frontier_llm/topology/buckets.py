@@ -6,14 +6,13 @@ The runtime fills its buckets by this plan (`optim/buckets.py`) and the planner 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, Generic, TypeVar
 
-from frontier_llm.blueprint import Parameter
 from frontier_llm.blueprint.optimizers import OptimizerRule
-from frontier_llm.topology.packing import packed
+from frontier_llm.blueprint.parameters import Parameter
 from frontier_llm.topology.shards import BUCKET_ALIGNMENT
 
 T = TypeVar("T")
@@ -108,3 +107,19 @@ def _apart(members: list[T], room: Callable[[T], int], owners: int, parts: int) 
         True,
         True,
     )
+
+
+def packed(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Groups of neighbours of at most `limit` together, in their order; a larger item stands alone."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        size = size_of(item)
+        if group and held + size > limit:
+            yield group
+            group = []
+            held = 0
+        group.append(item)
+        held += size
+    if group:
+        yield group

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from frontier_llm.blueprint import model_parameters
 from frontier_llm.blueprint.optimizers import optimizer_rule
+from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import ConfigError, Problem, divisors, nearest
-from frontier_llm.machine import load_machine
+from frontier_llm.machine.load import load_machine
 
 
 def in_flight(config: RunConfig) -> str:
@@ -88,10 +88,6 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 "only the native engine narrows gradients on their way",
                 f"set it to full, or {instead}",
             ),
-        ),
-        (
-            not native and config.optimizer.validated == "after",
-            *("optimizer.validated", "only the native engine can undo an update", f"set it to before, or {instead}"),
         ),
         (
             config.optimizer.deepspeed_config is not None and not deepspeed,

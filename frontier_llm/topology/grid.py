@@ -3,6 +3,8 @@
 Experts fold the ranks of one pipeline rank anew: where attention has tp x cp x dp, they have etp x ep x edp. The
 innermost of both are neighbours, so the ranks that share out the experts stay within a node for as long as they fit
 there.
+
+Also the tokens of a sequence that each context-parallel rank holds.
 """
 
 from __future__ import annotations
@@ -132,3 +134,16 @@ class Grid:
         parts = axis.split(".")
         indices = product(*(range(self.degree(part)) for part in parts))
         return tuple(self.global_rank({**place, **dict(zip(parts, index, strict=True))}) for index in indices)
+
+
+def held_positions(length: int, cp: int, rank: int) -> tuple[range, ...]:
+    """Positions of `rank` in stretches, in ascending order.
+
+    The sequence is cut in 2·cp chunks, and rank r holds chunks r and 2·cp − 1 − r. A query of chunk c scores the keys
+    of about c + 1/2 chunks, so each rank has as many scores to compute as any other; cut in cp chunks, the last rank
+    would have 2·cp − 1 times the work of the first.
+    """
+    if cp == 1:
+        return (range(length),)
+    size = length // (2 * cp)
+    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * cp - 1 - rank))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from frontier_llm.blueprint import Parameter, Split
+from frontier_llm.blueprint.parameters import Parameter, Split
 
 # elements: each parameter in a flat bucket, and each rank's slice of one, starts on a multiple; 256 bytes in bf16, the
 # width that RCCL and

@@ -4,17 +4,16 @@ pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from frontier_llm.blueprint.context import context_way
+from frontier_llm.blueprint.layout import context_way
 from frontier_llm.comm import Mesh
-from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
+from frontier_llm.config import RunConfig, RunPhase, phases_of
 from frontier_llm.data.position import START, Position
-from frontier_llm.model import Microbatch, Stage, build_stages, losses
-from frontier_llm.ops import AttentionNeeds, AttentionShape, select_ops, working_dtype
+from frontier_llm.model import Stage, build_stages, losses
+from frontier_llm.ops import AttentionNeeds, AttentionShape, Ops, select_ops, working_dtype
 from frontier_llm.optim import (
     EngineInputs,
     GradientSums,
@@ -26,9 +25,9 @@ from frontier_llm.optim import (
 )
 from frontier_llm.parallel.pipeline import ActivationSpec, Engine
 from frontier_llm.parallel.tensor import LayerContext
-from frontier_llm.schedule import FORWARD_ONLY, Schedule, forward_only
+from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
-from frontier_llm.topology import ParallelPlan
+from frontier_llm.topology.plan import ParallelPlan
 from frontier_llm.training.feed import BatchSource, Feed
 from frontier_llm.training.guard import SpikePolicy
 
@@ -58,9 +57,6 @@ class TrainState:
     skipped_steps: int = 0
     position: Position = START  # in the data of the run
     best: BestLoss | None = None
-    # with optimizer.validated=after
-    calm: bool = False  # the last step's update was neither skipped nor clipped
-    ahead: Callable[[int], Microbatch] | None = None  # batches of the next step, whose first forwards have been played
     # of the phase that it is in
     config: RunConfig = field(init=False)
     pipeline: Engine = field(init=False)
@@ -74,7 +70,6 @@ class TrainState:
         """
         self.position = position
         config = phase.config
-        context = self.stages[0].context
         self.config = config
         batch = config.batch
         self.plan = replace(self.plan, microbatches=batch.global_batch // (batch.micro_batch * self.plan.grid.dp))
@@ -82,48 +77,35 @@ class TrainState:
             stage.follow(config.model)
         if isinstance(self.sync, GradientSync):
             self.sync.microbatches = self.plan.microbatches
-        tokens = (
-            config.model.sequence_length
-            // self.mesh.cp.size
-            // (self.mesh.tp.size if self.plan.sequence_parallel else 1)
-        )
-        activation = ActivationSpec((tokens, batch.micro_batch, config.model.hidden), context.dtype, self.device)
-
-        def engine(schedule: Schedule) -> Engine:
-            moe = config.model.moe
-            # routers that are told the whole step's load: no forward may run ahead of it
-            told = moe is not None and (moe.selection_bias or moe.balance == "global")
-            runs_ahead = config.optimizer.validated == "after" and not told and schedule.name != FORWARD_ONLY
-            return Engine(
-                schedule,
-                self.stages,
-                self.mesh,
-                context.gradients,
-                activation,
-                overlap=config.comm.overlap_messages,
-                runs_ahead=runs_ahead,
-                loss_weights=losses.weights(config),
-                shapes=losses.shapes(config.model),
-            )
-
-        pairs = config.comm.overlap_experts and self.mesh.ep.size > 1
         schedule = build_schedule(
-            self.plan.schedule, self.plan.grid.pp, self.plan.microbatches, self.plan.chunks, pairs=pairs
+            self.plan.schedule,
+            self.plan.grid.pp,
+            self.plan.microbatches,
+            self.plan.chunks,
+            pairs=config.comm.overlap_experts and self.mesh.ep.size > 1,
         )
-        self.pipeline = engine(schedule)
-        self.evaluator = engine(forward_only(schedule))
+        self.pipeline = self._new_engine(schedule)
+        self.evaluator = self._new_engine(forward_only(schedule))
         self.feed = self.new_feed(source)
-        self.ahead = None
 
-    @property
-    def steps_early(self) -> bool:
-        """Whether this rank may update before all have ended the step: there is something to gain, the phase goes
-        on, and the update will probably stand.
-        """
-        return (
-            self.calm
-            and self.pipeline.runs_ahead
-            and self.current_step + 1 < phase_at(self.phases, self.current_step).end
+    def _new_engine(self, schedule: Schedule) -> Engine:
+        """An engine for this rank's stages in the current phase."""
+        config = self.config
+        context = self.stages[0].context
+        sequence_shards = self.mesh.cp.size
+        if self.plan.sequence_parallel:
+            sequence_shards *= self.mesh.tp.size
+        tokens = config.model.sequence_length // sequence_shards
+        shape = (tokens, config.batch.micro_batch, config.model.hidden)
+        return Engine(
+            schedule,
+            self.stages,
+            self.mesh,
+            context.gradients,
+            ActivationSpec(shape, context.dtype, self.device),
+            overlap=config.comm.overlap_messages,
+            loss_weights=losses.weights(config),
+            shapes=losses.shapes(config.model),
         )
 
     def new_feed(self, source: BatchSource) -> Feed:
@@ -132,7 +114,15 @@ class TrainState:
         sequences = self.config.batch.global_batch
         targets = sequences * self.config.model.sequence_length
         drops = self.config.model.dropout > 0
-        return Feed(source, targets, self.mesh, self.device, is_end, sequences_per_step=sequences, drops=drops)
+        return Feed(
+            source,
+            targets_per_step=targets,
+            mesh=self.mesh,
+            device=self.device,
+            is_end=is_end,
+            sequences_per_step=sequences,
+            drops=drops,
+        )
 
 
 def build_state(
@@ -145,37 +135,43 @@ def build_state(
     """
     phases = phases_of(config)
     config = phases[0].config
-    dtype = working_dtype(config.precision.dtype)
     model = config.model
-    documents = config.data.reset_at_documents
-    shape = AttentionShape(model.dim_per_head, extras=documents or model.position == "alibi")
+    dtype = working_dtype(config.precision.dtype)
     way = context_way(model, mesh.tp.size, mesh.cp.size, config.parallel.context_attention)
-    needs = AttentionNeeds(
-        documents,
-        parts=mesh.cp.size > 1 and way != "heads",
-        window=model.sliding_window is not None,
-        alibi=model.position == "alibi",
-        softcap=model.score_softcap is not None,
-    )
-    ops = select_ops(config.ops, device.type, dtype, needs, attention=shape)
+    ops = _select_ops(config, device, attends_in_parts=mesh.cp.size > 1 and way != "heads")
     gradients = gradient_destination(config)
     context = LayerContext(
-        mesh.tp,
-        plan.sequence_parallel,
-        ops,
-        gradients,
-        dtype,
-        config.comm.tensor_chunks,
-        mesh.cp,
-        mesh.ep,
-        plan.grid.etp,
-        way,
-        config.train.seed,
+        tp=mesh.tp,
+        sequence_parallel=plan.sequence_parallel,
+        ops=ops,
+        gradients=gradients,
+        dtype=dtype,
+        tensor_chunks=config.comm.tensor_chunks,
+        cp=mesh.cp,
+        ep=mesh.ep,
+        etp=plan.grid.etp,
+        context_attention=way,
+        seed=config.train.seed,
     )
-    specs = plan.stages_of(mesh.pp.rank)
-    terms = losses.select(config.train.loss_weights)
-    stages = build_stages(model, specs, context, device, config.train.recompute, terms)
-    sync, optimizer = build_update(EngineInputs(config, plan, mesh, device, ops, gradients, stages, draws))
+    stages = build_stages(
+        model,
+        plan.stages_of(mesh.pp.rank),
+        context,
+        device,
+        recompute_modes=config.train.recompute,
+        terms=losses.select(config.train.loss_weights),
+    )
+    inputs = EngineInputs(
+        config=config,
+        plan=plan,
+        mesh=mesh,
+        device=device,
+        ops=ops,
+        gradients=gradients,
+        stages=stages,
+        draws=draws,
+    )
+    sync, optimizer = build_update(inputs)
     state = TrainState(
         phases=phases,
         plan=plan,
@@ -189,3 +185,19 @@ def build_state(
     )
     state.enter(phases[0], source)
     return state
+
+
+def _select_ops(config: RunConfig, device: torch.device, attends_in_parts: bool) -> Ops:
+    """The ops of a run. `attends_in_parts`: a rank scores its queries against the keys of one rank after another."""
+    model = config.model
+    documents = config.data.reset_at_documents
+    uses_alibi = model.position == "alibi"
+    needs = AttentionNeeds(
+        documents,
+        parts=attends_in_parts,
+        window=model.sliding_window is not None,
+        alibi=uses_alibi,
+        softcap=model.score_softcap is not None,
+    )
+    shape = AttentionShape(model.dim_per_head, extras=documents or uses_alibi)
+    return select_ops(config.ops, device.type, working_dtype(config.precision.dtype), needs, attention=shape)

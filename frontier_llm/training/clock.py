@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from frontier_llm.comm import Ledger
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.training.build import TrainState
-
-T = TypeVar("T")
 
 
 class PhaseClock:
@@ -27,13 +24,16 @@ class PhaseClock:
         self._ledger = ledger
         self._synchronize = synchronize and torch.cuda.is_available()
         self._seconds: dict[str, float] = defaultdict(float)
-        self._phase, self._since, self._blocked_since = "optimizer", time.perf_counter(), self._blocked()
+        self._phase = "optimizer"
+        self._reading_phase = "optimizer"  # the phase that reads a microbatch
+        self._since = time.perf_counter()
+        self._blocked_since = self._blocked()
         self._blocked_taken: dict[str, float] = defaultdict(float)
 
     def attach(self, state: TrainState) -> None:
         """Follow a rank's engine and feed from here on."""
         state.pipeline.on_action = self.on_action
-        state.feed.microbatch = self._timed("data", state.feed.microbatch)  # type: ignore[method-assign]
+        state.feed.on_read = self.on_read
 
     def enter(self, phase: str) -> None:
         """The previous phase ends here."""
@@ -52,6 +52,14 @@ class PhaseClock:
             self.enter("optimizer")
         elif action.kind.computes:
             self.enter("forward" if action.kind is Kind.FORWARD else "backward")
+
+    def on_read(self, index: int | None) -> None:
+        """For `Feed`: time of reading counts as "data" instead of the phase that reads."""
+        if index is None:
+            self.enter(self._reading_phase)
+        else:
+            self._reading_phase = self._phase
+            self.enter("data")
 
     def take(self) -> dict[str, float]:
         """Seconds since the last call: by phase, and "tp (blocked)" and so on by axis."""
@@ -75,18 +83,6 @@ class PhaseClock:
             "axes": self._ledger.latency_by_axis(),
             "most_in_flight": self._ledger.most_in_flight,
         }
-
-    def _timed(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
-        """`function`, its time booked to `phase` instead of the phase that calls it."""
-
-        def run(*arguments: Any) -> T:
-            caller = self._phase
-            self.enter(phase)
-            result = function(*arguments)
-            self.enter(caller)
-            return result
-
-        return run
 
     def _blocked(self) -> float:
         return sum(self._ledger.blocked_s.values())

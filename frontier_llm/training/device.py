@@ -13,12 +13,12 @@ import torch
 
 from frontier_llm import log
 from frontier_llm.config import RunConfig
+from frontier_llm.config.validate import FLUSHING, fp16_note
 from frontier_llm.errors import FrontierError
 from frontier_llm.failpoints import hit
 from frontier_llm.libraries import libraries_digest
-from frontier_llm.machine import fp16_note, load_machine
 from frontier_llm.machine.env import Vendor
-from frontier_llm.machine.precision import FLUSHING
+from frontier_llm.machine.load import load_machine
 from frontier_llm.machine.schema import Device
 from frontier_llm.ops.driver import architecture_of_device
 from frontier_llm.ops.manifest import manifest_digest

@@ -13,10 +13,11 @@ from frontier_llm.config import DataSource
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
 from frontier_llm.failpoints import hit
+from frontier_llm.parallel.pipeline import LOSS
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.feed import BatchSource
 from frontier_llm.training.guard import Wish
-from frontier_llm.training.step import global_sums
+from frontier_llm.training.step import sum_over_world
 
 
 def evaluate(
@@ -63,9 +64,9 @@ def held_out_loss(
         hit("train.evaluate")
         counted = int(feed.count_targets(step))
         losses = state.evaluator.run(partial(feed.microbatch, step, global_targets=counted))
-        mean = global_sums(state, losses, torch.zeros_like(losses["loss"]), Wish())[0]
-        loss_sum = loss_sum + float(mean) * counted
-        targets = targets + counted
+        sums = sum_over_world(state.mesh, losses, squared_norm=torch.zeros_like(losses[LOSS]), wish=Wish())
+        loss_sum += sums.loss * counted
+        targets += counted
         if interrupted():
             return None
     return loss_sum / max(1, targets)  # not a number where none counts

@@ -13,7 +13,7 @@ from torch import Tensor
 from frontier_llm.comm import Mesh, all_reduce_
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.model import Microbatch
-from frontier_llm.topology import held_positions
+from frontier_llm.topology.grid import held_positions
 
 
 class BatchSource(Protocol):
@@ -58,6 +58,8 @@ class Feed:
         self._device = device
         self._reads = is_end or source.reset_at_documents
         self._drops = drops
+        # called with a microbatch's index before it is read, and with None after
+        self.on_read: Callable[[int | None], object] = lambda index: None
 
     def step(self, step: int) -> Callable[[int], Microbatch]:
         """Return the microbatches of a training step by number. Collective over the replicas if the source masks any
@@ -78,16 +80,19 @@ class Feed:
         """The microbatch with the sequence first, of which nothing is dropped."""
         if not self._reads:
             return Microbatch(global_targets=global_targets, global_sequences=self._sequences_per_step)
+        self.on_read(index)
         samples = self._source.microbatch(step, index)
         tokens_S1B = samples.tokens_BS1.T
-        return Microbatch(
-            self.held(tokens_S1B[:-1]),
-            self.held(tokens_S1B[1:]),
-            None if samples.documents_BS is None else self._tensor(samples.documents_BS),
-            None if samples.loss_mask_BS is None else self.held(samples.loss_mask_BS.T),
-            global_targets,
-            self._sequences_per_step,
+        batch = Microbatch(
+            tokens_SB=self.held(tokens_S1B[:-1]),
+            targets_SB=self.held(tokens_S1B[1:]),
+            documents_BS=None if samples.documents_BS is None else self._tensor(samples.documents_BS),
+            loss_mask_SB=None if samples.loss_mask_BS is None else self.held(samples.loss_mask_BS.T),
+            global_targets=global_targets,
+            global_sequences=self._sequences_per_step,
         )
+        self.on_read(None)
+        return batch
 
     def count_targets(self, step: int) -> int | Tensor:
         """Targets of the step's global batch that count in the loss. Collective over the replicas if the source masks

@@ -25,8 +25,8 @@ from frontier_llm.comm.transport import check_transport, read_transport
 from frontier_llm.config import RunConfig, phases_of
 from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import FrontierError
-from frontier_llm.machine import load_machine, rates
 from frontier_llm.machine.env import ONE_QUEUE, RCCL_LOG
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.costs.experts import run_layout
 from frontier_llm.run import hostlist
 from frontier_llm.run.failure import Failure, write_failure
@@ -34,7 +34,8 @@ from frontier_llm.run.job_secret import JobSecret, folder_of, private_folder
 from frontier_llm.run.launchers import RankEnv
 from frontier_llm.run.rank_env import environ, node_name
 from frontier_llm.run.run_dir import distrust
-from frontier_llm.topology import ParallelPlan, in_flight, make_plan
+from frontier_llm.topology.engine_rules import in_flight
+from frontier_llm.topology.plan import ParallelPlan, make_plan
 from frontier_llm.training.agreement import RankReport, agree, judge
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.device import Found, find_device

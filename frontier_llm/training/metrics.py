@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from frontier_llm import log
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import RunConfig, RunPhase, phase_at, phases_of
 from frontier_llm.data.position import Position
-from frontier_llm.machine import load_machine
-from frontier_llm.planner.costs.flops import model_flops_per_token
+from frontier_llm.machine.load import load_machine
 from frontier_llm.run.run_dir import open_lines
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.clock import PhaseClock

@@ -45,7 +45,6 @@ def restore(state: TrainState, progress: Progress) -> None:
     """Put the scalars back."""
     state.current_step = progress.step
     state.skipped_steps = progress.skipped_steps
-    state.ahead = None
     state.optimizer.updates = progress.optimizer_updates
     state.scaler.scale = progress.loss_scale
     state.scaler.clean_steps = progress.scaler_clean_steps

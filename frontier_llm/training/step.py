@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.comm import all_reduce_
+from frontier_llm.comm import Mesh, all_reduce_
 from frontier_llm.failpoints import hit
 from frontier_llm.model.losses import LOAD
-from frontier_llm.optim import GradientSync, Zero, learning_rate
+from frontier_llm.optim import GradientSync, learning_rate
 from frontier_llm.parallel.pipeline import LOSS
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.feed import Feed
 from frontier_llm.training.guard import Wish
 from frontier_llm.training.routing import summary, tell_routers
+
+# names of the step's own sums; the prefix distinguishes them from names of losses
+SQUARED_NORM = "step.squared_norm"
+STOP = "step.stop"
+SAVE = "step.save"
 
 
 @dataclass(frozen=True)
@@ -33,92 +38,99 @@ class StepResult:
     spike: bool = False  # both were finite, but far from those of the steps before (guard.spike_sigmas)
     # by name, without their weights (train.loss_weights)
     further_losses: Mapping[str, float] = field(default_factory=dict)
-    routing: Mapping[str, Any] = field(default_factory=dict)  # what the experts had to do (train.routing)
-    wish: Wish = field(default_factory=Wish)  # what any rank has been asked for
+    routing: Mapping[str, Any] = field(default_factory=dict)  # load of the experts (train.routing)
+    wish: Wish = field(default_factory=Wish)  # requests that any rank received
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over all ranks; the same on every rank."""
+
+    loss: float  # mean over the global batch, nats per token
+    further_losses: Mapping[str, float]  # by name, without their weights
+    squared_norm: float  # of the gradient, times the squared loss scale
+    wish: Wish  # requests that any rank received
+    load_LE: Tensor | None  # rows of each expert by layer, on the device (model.experts.Routed.load)
 
 
 def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult:
-    """One optimizer step over the global batch. Collective over the world; `wish()`: what this rank has been asked for
-    meanwhile.
+    """One optimizer step over the global batch. Collective over the world. `wish()` returns the requests that this
+    rank has received.
 
-    A loss or gradient that is not finite on any rank reaches every rank through the one sum below, so all take the same
-    decision: weights and optimizer state stay as they are, the step counts as skipped, and fp16's loss scale is halved.
+    A loss or gradient that is not finite on any rank reaches every rank through the one sum below, so all ranks take
+    the same decision. Weights and optimizer state then stay as they are, the step counts as skipped, and fp16's loss
+    scale is halved.
     """
     optimizer = state.optimizer
     scaler = state.scaler
     config = state.config.optimizer
+    loss_scale = scaler.scale
 
-    batch = state.ahead or state.feed.step(state.current_step)
-    state.ahead = None
+    batch = state.feed.step(state.current_step)
     state.sync.begin()
-    losses = state.pipeline.run(batch, scaler.scale)
+    losses = state.pipeline.run(batch, loss_scale)
     state.sync.finish()
+    sums = sum_over_world(state.mesh, losses, optimizer.squared_norm_share(), wish())
 
+    norm = math.sqrt(sums.squared_norm) / loss_scale
+    is_finite = math.isfinite(norm) and math.isfinite(sums.loss)
+    is_spike = is_finite and state.spikes.is_spike(sums.loss, norm)
+    is_skipped = is_spike or not is_finite
+    # read before the update is queued, so that the host does not wait for it
+    routing = {} if sums.load_LE is None else summary(sums.load_LE, state.config.model)
     lr = learning_rate(config, state.current_step, state.config.train.steps)
-    norm_share = optimizer.squared_norm_share()
-    early = step_early(state, lr) if state.steps_early else None
-    sums = global_sums(state, losses, norm_share, wish())
-    load = sums[len(sums) - losses[LOAD].numel() :].view_as(losses[LOAD]) if LOAD in losses else None
-    # the only time in a step that the host waits for the device
-    loss, *further, squared_norm, stop, save = (sums if load is None else sums[: -load.numel()]).tolist()
-    norm = math.sqrt(squared_norm) / scaler.scale
-    overflowed = not (math.isfinite(norm) and math.isfinite(loss))
-    spike = not overflowed and state.spikes.is_spike(loss, norm)
-    further_losses = dict(zip([name for name in losses if name not in (LOSS, LOAD)], further, strict=True))
-    routing = {} if load is None else summary(load, state.config.model)
-    result = StepResult(
-        loss, norm, lr, scaler.scale, overflowed or spike, spike, further_losses, routing, Wish(stop > 0, save > 0)
-    )
-
-    clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
-    state.calm = clip == 1.0 and not result.skipped
-    if early:
-        early.validate(stands=state.calm)
-    if not state.calm:
-        state.ahead = None
-    if result.skipped:
+    if is_skipped:
         state.skipped_steps += 1
-    elif not (early and state.calm):
-        optimizer.step(lr, grad_scale=clip / scaler.scale)
-    if load is not None and not result.skipped:
-        tell_routers(state.stages, load)
-    scaler.update(overflowed=overflowed)
+    else:
+        clip = min(1.0, config.clip_norm / (norm + 1e-6)) if config.clip_norm else 1.0
+        optimizer.step(lr, grad_scale=clip / loss_scale)
+        if sums.load_LE is not None:
+            tell_routers(state.stages, sums.load_LE)
+    scaler.update(overflowed=not is_finite)
     state.position = state.position.advance(state.config.batch.global_batch)
     state.current_step += 1
-    return result
+    return StepResult(
+        loss=sums.loss,
+        gradient_norm=norm,
+        learning_rate=lr,
+        loss_scale=loss_scale,
+        skipped=is_skipped,
+        spike=is_spike,
+        further_losses=sums.further_losses,
+        routing=routing,
+        wish=sums.wish,
+    )
 
 
-def step_early(state: TrainState, lr: float) -> Zero:
-    """Update this rank before all have ended the step, as if its gradient were finite and need no clipping, and play
-    the next one's first forwards.
+def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tensor, wish: Wish) -> StepSums:
+    """Sum what the ranks must know of each other, in one fp64 collective. The host waits for the device here, and
+    nowhere else in a step.
 
-    The sum over the world then comes when the rank that ends last has ended, and finds nobody waiting
-    (optimizer.validated=after; Qi et al. 2023, section 4). If the step does not stand, its update is undone and done
-    again as it should have been, and the forwards are forgotten.
+    Only last stages have a loss, and the tp ranks of a stage have the same loss. Only tp rank 0's loss is counted. The
+    other ranks add 0 x loss, so that a NaN on any rank still reaches the sum. The experts' load is each rank's own.
     """
-    optimizer = state.optimizer
-    assert isinstance(optimizer, Zero)
-    optimizer.keep()
-    optimizer.step(lr, grad_scale=1.0 / state.scaler.scale)
-    state.ahead = state.feed.step(state.current_step + 1)
-    state.pipeline.run_ahead(state.ahead)
-    return optimizer
-
-
-def global_sums(state: TrainState, losses: Mapping[str, Tensor], squared_norm: Tensor, wish: Wish) -> Tensor:
-    """All that every rank must know of a step, in one sum over the world: [losses …, squared gradient norm, stop, save,
-    load …], fp64.
-
-    Only last stages have a loss, and the tp ranks of one have the same: the first counts, the others add zero times
-    theirs, which is heard where it is not finite. The experts' load is each rank's own.
-    """
-    counted = [loss * (state.mesh.tp.rank == 0) for name, loss in losses.items() if name != LOAD]
-    # filled on the device: a copy would wait
-    wishes = [squared_norm.new_full((), float(asked)) for asked in (wish.stop, wish.save)]
-    numbers = torch.stack((*counted, squared_norm, *wishes))
-    if LOAD in losses:
-        numbers = torch.cat((numbers, losses[LOAD].flatten()))
-    return all_reduce_(numbers, state.mesh.world)
+    is_counted = mesh.tp.rank == 0
+    addends = {name: loss * is_counted for name, loss in losses.items() if name != LOAD}
+    addends[SQUARED_NORM] = squared_norm
+    # filled on the device: a copy from the host would wait
+    addends[STOP] = squared_norm.new_full((), float(wish.stop))
+    addends[SAVE] = squared_norm.new_full((), float(wish.save))
+    numbers = torch.stack(list(addends.values()))
+    load_LE = losses.get(LOAD)
+    if load_LE is None:
+        scalars = all_reduce_(numbers, mesh.world)
+    else:
+        joined = all_reduce_(torch.cat((numbers, load_LE.flatten())), mesh.world)
+        scalars, load = joined.split([len(numbers), load_LE.numel()])
+        load_LE = load.view_as(load_LE)
+    sums = dict(zip(addends, scalars.tolist(), strict=True))
+    return StepSums(
+        loss=sums[LOSS],
+        further_losses={name: sums[name] for name in losses if name not in (LOSS, LOAD)},
+        squared_norm=sums[SQUARED_NORM],
+        wish=Wish(stop=sums[STOP] > 0, save=sums[SAVE] > 0),
+        load_LE=load_LE,
+    )
 
 
 def local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:

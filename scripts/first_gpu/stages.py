@@ -179,7 +179,7 @@ def _built(architecture: str) -> dict[str, Any]:
 def _rehearsed_build() -> dict[str, Any]:
     """Two kernels by Triton, where it is; all of them as the fake driver takes them."""
     from frontier_llm.ops.aot.build import Build, compile_one
-    from tests.unit.ops.fake_gpu import fake_gpu
+    from tests.harness.fake_gpu import fake_gpu
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
@@ -227,7 +227,7 @@ def addresses(out: Path) -> dict[str, Any]:
     if checker is None:
         raise Skipped(
             "no compute-sanitizer here; gfx90a's kernels were executed with checked addresses by "
-            "scripts/check_gfx90a.py (simulated)"
+            "python -m tests.harness.check_gfx90a (simulated)"
         )
     log = out / "logs" / "compute-sanitizer.log"
     command = [
@@ -255,7 +255,7 @@ def _fake_addresses() -> dict[str, Any]:
     """Each launch's pointers are looked at before the fake driver gets them (ops/prebuilt.py)."""
     from frontier_llm.ops.check import check
     from frontier_llm.ops.gpu import GpuOps
-    from tests.unit.ops.fake_gpu import fake_gpu
+    from tests.harness.fake_gpu import fake_gpu
 
     with tempfile.TemporaryDirectory() as folder, fake_gpu("sm_90", Path(folder)) as (kernels, _, record):
         faults = [result.fault for result in check(GpuOps(kernels), "cpu", ["bf16"]) if result.fault]

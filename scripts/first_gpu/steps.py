@@ -18,13 +18,13 @@ import torch
 from stages import CLI, DEVICE, REHEARSAL, ROOT, Skipped, model_of
 from torch.profiler import ProfilerActivity, profile
 
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import BatchConfig, ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainConfig
 from frontier_llm.config.load import load_model
 from frontier_llm.config.schema import OpsConfig
 from frontier_llm.data.loader import open_batches
-from frontier_llm.planner.costs.flops import model_flops_per_token
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.step import train_step
 

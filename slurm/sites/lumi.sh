@@ -2,7 +2,10 @@
 # Rendered from slurm/sites/lumi.yaml by `python -m frontier_llm.cluster.sbatch`; change that and render again.
 # shellcheck shell=bash disable=SC2034
 module use /appl/local/laifs/modules
-module load lumi-aif-singularity-bindings || { echo 'the module lumi-aif-singularity-bindings cannot be loaded' >&2; return 2; }
+module load lumi-aif-singularity-bindings || {
+    echo 'the module lumi-aif-singularity-bindings cannot be loaded' >&2
+    return 2
+}
 FRONTIER_LLM_FROM_MODULES="$(export -p)" # launch/job.sh: what is so now was not exported by the user
 export FRONTIER_LLM_BIND=gcd
 export FRONTIER_LLM_NODE_LOCAL=/tmp

@@ -237,3 +237,27 @@ def test_files_for_readers_are_written_whole_or_not_at_all() -> None:
         if ".write_text(" in path.read_text(encoding="utf-8")
     }
     assert writers == {"cli/checks.py", "cluster/sbatch.py", "ops/aot/build.py"}
+
+
+SIMULATOR = ROOT / "tests" / "cdna2"
+SIMULATOR_MAY_IMPORT = {"numpy", "elftools", "msgpack"} | sys.stdlib_module_names
+ADAPTER_MAY_IMPORT = SIMULATOR_MAY_IMPORT | {"torch", "frontier_llm"}
+
+
+@pytest.mark.parametrize("path", sorted(SIMULATOR.glob("*.py")), ids=lambda path: path.name)
+def test_the_simulator_of_gfx90a_can_be_copied(path):
+    """Its core imports its own files, relatively, and three libraries. `driver.py` alone knows this project."""
+    allowed = ADAPTER_MAY_IMPORT if path.name == "driver.py" else SIMULATOR_MAY_IMPORT
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 1, f"line {node.lineno} leaves the folder"
+            assert node.module != "driver", f"line {node.lineno}: the core imports its adapter"
+            names = []
+        else:
+            continue
+        strange = {name.partition(".")[0] for name in names} - allowed
+        assert not strange, f"line {node.lineno} imports {strange}"

@@ -20,7 +20,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from frontier_llm import bounds
+from frontier_llm import files
 from frontier_llm.checkpoint import DamagedCheckpoint, manifest
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.inspect import verify
@@ -140,14 +140,14 @@ def test_a_bound_is_lifted_by_whom_it_is_in_the_way_of(
 ) -> None:
     monkeypatch.setattr(manifest, "MAX_MANIFEST_VALUES", 100)
     for times, code in ((None, 1), ("1000", 0), ("1", 1), ("0", 2), ("many", 2), ("1e3", 2)):
-        monkeypatch.delenv(bounds.VARIABLE, raising=False)
+        monkeypatch.delenv(files.LIFT_VARIABLE, raising=False)
         if times is not None:
-            monkeypatch.setenv(bounds.VARIABLE, times)
+            monkeypatch.setenv(files.LIFT_VARIABLE, times)
         assert main(["checkpoint", "verify", str(checkpoint)]) == code, capsys.readouterr()
         said = "".join(capsys.readouterr())
-        assert (f"{bounds.VARIABLE}=N takes N times as much" in said) == (code == 1)
-    monkeypatch.delenv(bounds.VARIABLE)
-    bounds.lift(None)
+        assert (f"{files.LIFT_VARIABLE}=N takes N times as much" in said) == (code == 1)
+    monkeypatch.delenv(files.LIFT_VARIABLE)
+    files.lift_bounds(None)
 
 
 def save_zip(path: Path, pickled: bytes, **members: bytes) -> None:

@@ -31,7 +31,7 @@ from frontier_llm.data.meta import DatasetMeta, read_meta, write_meta
 from frontier_llm.data.tokenizer import load_tokenizer, train_sentencepiece
 from frontier_llm.interop.huggingface import HuggingFaceModel
 from frontier_llm.interop.megatron.archive import TorchArchive
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 from tests.attacks.fuzz import HEADERS, INDICES, MANIFESTS, OTHERS, RUN_FILES, mutate, mutate_bytes, paths, refused
 
 

@@ -1,12 +1,12 @@
-"""A functional simulator of gfx90a (CDNA2, the MI250X): executes code objects on host memory, in numpy, and watches
-what hardware does not.
+"""A functional simulator of gfx90a (CDNA2, the MI250X). It executes code objects on host memory with numpy.
 
-Facts from AMD's "Instinct MI200 Instruction Set Architecture" and LLVM's "User Guide for AMDGPU Backend".
+It also reports faults that hardware hides. README.md describes the scope, the sources and the accuracy.
 """
 
-from tests.cdna2.disassembly import Program, disassemble
-from tests.cdna2.fault import Fault
-from tests.cdna2.global_memory import Memory
-from tests.cdna2.simulator import Counts, run
+from .disassembly import Program, disassemble
+from .fault import Fault, SimulatorError
+from .global_memory import Memory
+from .launch import Kernel, launch, load
+from .simulator import Counts, run
 
-__all__ = ["Counts", "Fault", "Memory", "Program", "disassemble", "run"]
+__all__ = ["Counts", "Fault", "Kernel", "Memory", "Program", "SimulatorError", "disassemble", "launch", "load", "run"]

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.cdna2.disassembly import Descriptor, Instruction
-from tests.cdna2.fault import Violation
-from tests.cdna2.global_memory import Memory
-from tests.cdna2.local_memory import LocalMemory
-from tests.cdna2.operands import Operand, Read, Unknown, operand, reader
-from tests.cdna2.state import LANES, Array, Waves
+from .disassembly import Descriptor, Instruction
+from .fault import Violation
+from .global_memory import Memory
+from .local_memory import LocalMemory
+from .operands import Operand, Read, Unknown, operand, reader
+from .state import LANES, Array, Waves
 
 _SIZES: Final[dict[str, tuple[Any, int]]] = {
     "ushort": (np.uint16, 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.cdna2.state import Array
+from .state import Array
 
 _SMALLEST = np.float32(2.0**-126)  # the smallest normal number
 

@@ -11,11 +11,11 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from elftools.elf.elffile import ELFFile
 
-from frontier_llm.errors import BackendError
-from frontier_llm.ops.aot.code_object import sections
+from .fault import SimulatorError
 
 _LINE = re.compile(r"^\s+(?P<text>[a-z]\S*(?: .*?)?)\s*// (?P<address>[0-9A-F]+): (?P<words>[0-9A-F ]+)")
 _ENCODING = re.compile(r"_(e32|e64|sdwa|dpp)$")
@@ -56,7 +56,7 @@ class Program:
 
 
 def disassemble(image: bytes, symbol: str) -> Program:
-    """The kernel of a gfx90a code object. Raises BackendError without llvm-objdump, or for what the simulator does
+    """The kernel of a gfx90a code object. Raises SimulatorError without llvm-objdump, or for what the simulator does
     not know.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def disassemble(image: bytes, symbol: str) -> Program:
         command = [find_objdump(), "-d", "--mcpu=gfx90a", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
-        raise BackendError(
+        raise SimulatorError(
             f"llvm-objdump cannot read it: {done.stderr.strip()}", "take LLVM 14 or later", f"code object of {symbol}"
         )
     return Program(symbol, parse(done.stdout), _descriptor(image, symbol))
@@ -73,14 +73,14 @@ def disassemble(image: bytes, symbol: str) -> Program:
 
 @cache
 def find_objdump() -> str:
-    """Path of llvm-objdump; raises BackendError that says what to install."""
+    """Path of llvm-objdump; raises SimulatorError that says what to install."""
     compiler = shutil.which("hipcc")  # ROCm's module puts its bin folder on PATH, but not always LLVM's
     rocm = [Path(compiler).resolve().parents[1]] if compiler else []
     for path in (None, *(str(folder / "llvm" / "bin") for folder in (*rocm, Path("/opt/rocm")))):
         for name in ("llvm-objdump", *(f"llvm-objdump-{version}" for version in range(25, 13, -1))):
             if found := shutil.which(name, path=path):
                 return found
-    raise BackendError(
+    raise SimulatorError(
         "llvm-objdump is neither on PATH nor in ROCm",
         "apt-get install llvm, or load the rocm module",
         "simulator of gfx90a",
@@ -116,9 +116,11 @@ def _instruction(text: str, address: int, words: list[str], index: dict[int, int
 
 
 def _descriptor(image: bytes, symbol: str) -> Descriptor:
-    data = sections(ELFFile(io.BytesIO(image))).get(".rodata", b"")
+    elf: Any = ELFFile(io.BytesIO(image))
+    section = elf.get_section_by_name(".rodata")
+    data = section.data() if section else b""
     if len(data) != 64:
-        raise BackendError(
+        raise SimulatorError(
             f"{len(data)} bytes where a kernel descriptor of 64 should be", where=f"code object of {symbol}"
         )
     rsrc3, rsrc1, rsrc2, properties, preload = struct.unpack_from("<3I2H", data, 44)
@@ -136,6 +138,6 @@ def _descriptor(image: bytes, symbol: str) -> Descriptor:
         f"{what}: {found:#x}, the simulator knows {ours:#x}" for what, (found, ours) in known.items() if found != ours
     ]
     if unknown:
-        raise BackendError("; ".join(unknown), where=f"code object of {symbol}")
+        raise SimulatorError("; ".join(unknown), where=f"code object of {symbol}")
     ids = tuple(user + place for place in range(sum(rsrc2 >> bit & 1 for bit in (7, 8, 9))))
     return Descriptor(8 * ((rsrc1 & 0x3F) + 1), 4 * ((rsrc3 & 0x3F) + 1), before, ids)

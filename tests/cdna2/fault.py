@@ -1,19 +1,28 @@
-"""What a kernel did that the machine would not have forgiven, or would have forgiven in silence."""
+"""Errors of the simulator, and the rules that a kernel can break."""
 
 from __future__ import annotations
 
-from frontier_llm.errors import FrontierError
+
+class SimulatorError(Exception):
+    """The simulator cannot do what it was asked for. The message has the place, the problem and the repair."""
+
+    def __init__(self, what: str, fix: str = "", where: str = "") -> None:
+        self.what = what
+        self.fix = fix
+        self.where = where
+        place = f"{where}: " if where else ""
+        repair = f"\n  fix: {fix}" if fix else ""
+        super().__init__(f"{place}{what}{repair}")
 
 
-class Fault(FrontierError):
-    """A kernel broke a rule: which one, and where."""
-
-    exit_code = 1
+class Fault(SimulatorError):
+    """A kernel broke a rule of the machine, or uses an instruction that the simulator does not know."""
 
 
 class Violation(Exception):
-    """A broken rule as the instruction sees it; `wave` counts within the waves that step together. The simulator
-    makes a Fault of it.
+    """A broken rule, raised by one instruction. The simulator turns it into a Fault that names the place.
+
+    `wave` counts the waves that step together.
     """
 
     def __init__(self, what: str, wave: int = 0, lane: int | None = None) -> None:

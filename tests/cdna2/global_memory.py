@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.cdna2.fault import Violation
-from tests.cdna2.state import Array
+from .fault import Violation
+from .state import Array
 
 
 def window(data: Array, dtype: type[np.generic], count: int) -> Array:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.cdna2.access import Access
-from tests.cdna2.disassembly import Instruction
-from tests.cdna2.fault import Violation
-from tests.cdna2.state import Array, Waves
+from .access import Access
+from .disassembly import Instruction
+from .fault import Violation
+from .state import Array, Waves
 
 _COUNTERS = ("vm", "lgkm")
 

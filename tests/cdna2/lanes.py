@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from tests.cdna2.operands import Operand, Read, Unknown
-from tests.cdna2.state import LANES, Array, Waves
+from .operands import Operand, Read, Unknown
+from .state import LANES, Array, Waves
 
 _LANE: Final = np.arange(LANES)
 _ROW: Final = _LANE // 16

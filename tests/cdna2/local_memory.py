@@ -6,9 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from tests.cdna2.fault import Violation
-from tests.cdna2.global_memory import window
-from tests.cdna2.state import LANES, Array, Waves
+from .fault import Violation
+from .global_memory import window
+from .state import LANES, Array, Waves
 
 _BANKS: Final = 32  # of 4 bytes; a cycle gives each of them one word, to all lanes that ask for it
 _LANES: Final[Array] = np.arange(LANES)

@@ -9,11 +9,11 @@ from typing import Final
 
 import numpy as np
 
-from tests.cdna2.arithmetic import div_fmas, div_scale
-from tests.cdna2.operands import Operand, Read, Unknown, reader, split
-from tests.cdna2.scalar import Step
-from tests.cdna2.state import VCC, Array, Waves, as_lanes
-from tests.cdna2.vector_table import COMPARE
+from .arithmetic import div_fmas, div_scale
+from .operands import Operand, Read, Unknown, reader, split
+from .scalar import Step
+from .state import VCC, Array, Waves, as_lanes
+from .vector_table import COMPARE
 
 
 def readers(operands: Sequence[Operand], kinds: Sequence[str]) -> list[Read]:

@@ -8,11 +8,11 @@ from typing import Final
 
 import numpy as np
 
-from tests.cdna2.arithmetic import flush
-from tests.cdna2.disassembly import Descriptor, Instruction
-from tests.cdna2.operands import Operand, Unknown, operand
-from tests.cdna2.scalar import Step
-from tests.cdna2.state import LANES, Array, Waves
+from .arithmetic import flush
+from .disassembly import Descriptor, Instruction
+from .operands import Operand, Unknown, operand
+from .scalar import Step
+from .state import LANES, Array, Waves
 
 _EACH: Final = 4  # values of A and of B in a lane, which are neighbours in K
 # rows and columns of the result, and the type of A and B; None: the upper half of a float32

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.cdna2.disassembly import Descriptor
-from tests.cdna2.state import EXEC, M0, VCC, Array, Waves
+from .disassembly import Descriptor
+from .state import EXEC, M0, VCC, Array, Waves
 
 Read = Callable[[Waves], Array]
 

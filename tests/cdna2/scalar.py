@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.cdna2.disassembly import Descriptor, Instruction
-from tests.cdna2.operands import Unknown, operand, reader, split, writable
-from tests.cdna2.state import EXEC, Array, Waves
+from .disassembly import Descriptor, Instruction
+from .operands import Unknown, operand, reader, split, writable
+from .state import EXEC, Array, Waves
 
 Step = Callable[[Waves], None]
 

@@ -10,15 +10,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.cdna2 import matrix, scalar, vector
-from tests.cdna2.access import Access, Places, access
-from tests.cdna2.disassembly import Descriptor, Instruction, Program
-from tests.cdna2.fault import Fault, Violation
-from tests.cdna2.global_memory import Memory
-from tests.cdna2.in_flight import InFlight
-from tests.cdna2.local_memory import LocalMemory
-from tests.cdna2.operands import Unknown, operand
-from tests.cdna2.state import LANES, VCC, Array, Waves
+from . import matrix, scalar, vector
+from .access import Access, Places, access
+from .disassembly import Descriptor, Instruction, Program
+from .fault import Fault, Violation
+from .global_memory import Memory
+from .in_flight import InFlight
+from .local_memory import LocalMemory
+from .operands import Unknown, operand
+from .state import LANES, VCC, Array, Waves
 
 # what numpy works on at a time: large enough to hide its overhead, small enough for the caches
 WAVES_AT_ONCE: Final = 64

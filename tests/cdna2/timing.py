@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tests.cdna2.access import access
-from tests.cdna2.disassembly import Instruction, Program
-from tests.cdna2.simulator import Trace
-from tests.cdna2.state import LANES
+from .access import access
+from .disassembly import Instruction, Program
+from .simulator import Trace
+from .state import LANES
 
 SIMDS: Final = 4  # of a compute unit
 # waves that follow each other in a wave's place: those of a SIMD begin together, and drift apart as others' do

@@ -9,14 +9,14 @@ from functools import partial
 
 import numpy as np
 
-from tests.cdna2.arithmetic import fma
-from tests.cdna2.disassembly import Descriptor, Instruction
-from tests.cdna2.lanes import PARTS, FromOtherLanes, part
-from tests.cdna2.masks import OTHERS, compare, lanes_of, readers, write
-from tests.cdna2.operands import Operand, Read, Unknown, operand, reader, split, writable
-from tests.cdna2.scalar import Step
-from tests.cdna2.state import Array, Waves
-from tests.cdna2.vector_table import COMPARE, PACKED, TABLE
+from .arithmetic import fma
+from .disassembly import Descriptor, Instruction
+from .lanes import PARTS, FromOtherLanes, part
+from .masks import OTHERS, compare, lanes_of, readers, write
+from .operands import Operand, Read, Unknown, operand, reader, split, writable
+from .scalar import Step
+from .state import Array, Waves
+from .vector_table import COMPARE, PACKED, TABLE
 
 
 def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.cdna2.arithmetic import approximate, div_fixup, fma, scale_exponent, to_integer
-from tests.cdna2.scalar import reverse_bits
-from tests.cdna2.state import Array
+from .arithmetic import approximate, div_fixup, fma, scale_exponent, to_integer
+from .scalar import reverse_bits
+from .state import Array
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,8 @@ def test_other_commands_are_real(fence: Fence) -> None:
             check_batch_script(re.sub(r"^for .*? do (.*?); done$", r"\1", line))
         elif script := re.search(r"(?:^|\s)((?:scripts|launch)/[\w./-]+)", line):
             assert (ROOT / script[1]).is_file(), script[1]
+        elif module := re.search(r"-m ((?:benchmarks|tests)(?:\.\w+)+)", line):
+            assert (ROOT / module[1].replace(".", "/")).with_suffix(".py").is_file(), module[1]
 
 
 def placeholders(text: str) -> list[str]:

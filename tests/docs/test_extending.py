@@ -19,7 +19,7 @@ from frontier_llm.config import load_run
 from frontier_llm.config.plugins import import_plugins
 from frontier_llm.errors import ConfigError, LayoutError
 from frontier_llm.interop.huggingface import HuggingFaceModel, export_huggingface
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from tests.docs.pages import ROOT
 from tests.harness.pool import RankPool
 from tests.oracle.optimizers import momentum

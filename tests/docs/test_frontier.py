@@ -37,7 +37,7 @@ def test_the_bins_are_those_of_the_site_file() -> None:
     assert f"`extended`: {extended.max_hours:g} h on up to {extended.max_nodes} nodes" in TEXT
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_ranks_are_started_with_the_environments_python(page) -> None:
     """Once a site's modules are loaded a bare `python` is theirs."""
     lines = [line for fence in fences(page) if fence.language in ("bash", "console") for line in commands(fence)]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.run import run_dir
-from tests.faults.runs import Run
 from tests.faults.test_policies import decisions
 from tests.harness.marks import but_first
+from tests.harness.runs import Run
 
 LAYOUT = ("parallel.data=2", "parallel.tensor=2", "parallel.sequence_parallel=true")
 

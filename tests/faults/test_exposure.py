@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.run.job_secret import VARIABLE, folder_of
-from tests.faults.runs import Run
 from tests.faults.test_runs import children, wait_for_ranks
+from tests.harness.runs import Run
 
 SECRETS = {
     "HF_TOKEN": "hf_never-to-be-written",

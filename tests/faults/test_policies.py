@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run
+from tests.harness.runs import Run
 
 SPIKES = ("guard.spike_sigmas=0.7", "guard.spike_window=4")  # so tight that ordinary steps of a tiny run are spikes
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.runs import START_LIMIT_S, Run
 from tests.harness.marks import but_first, thorough
+from tests.harness.runs import START_LIMIT_S, Run
 
 TWO = ("parallel.data=2",)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import START_LIMIT_S, Run
 from tests.faults.test_runs import children, wait_for_ranks, wait_for_step
 from tests.harness.marks import but_first
+from tests.harness.runs import START_LIMIT_S, Run
 
 TWO = ("parallel.data=2", "data.validation=synthetic", "train.eval_interval=3", "train.eval_samples=64")
 

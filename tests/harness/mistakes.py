@@ -1,6 +1,6 @@
 """Mistakes of an installation, planted one at a time and given to `submit` and to a shipped batch script.
 
-    python -m tests.harness.mistakes [--write docs/results/planted_mistakes.md]      run all rows, print the table
+    python -m tests.harness.mistakes [--write docs/generated/planted_mistakes.md]      run all rows, print the table
 
 The jobs run on a local Slurm whose site expects AMD GPUs (machine: frontier).
 Another torch is a small package in front of the real torch. It renames the real torch's build, or cannot be imported.
@@ -386,7 +386,7 @@ The test machine has two cores, and other tests ran at the same time.
 Other builds of torch are small packages in front of the CPU build, and so is the GPU of the nodes that have one.
 No MI250X was used.
 
-`python -m tests.harness.mistakes --write docs/results/planted_mistakes.md` writes this page (Slurm 22.05, as root).
+`python -m tests.harness.mistakes --write docs/generated/planted_mistakes.md` writes this page (Slurm 22.05, as root).
 `tests/slurm/test_mistakes.py` tests who refuses, and the message.
 
 """

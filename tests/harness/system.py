@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -52,7 +53,7 @@ def require_program(program: str, package: str) -> str:
     return path
 
 
-def missing(reason: str) -> None:
+def missing(reason: str) -> NoReturn:
     """Skip, or fail where nothing may be skipped."""
     if os.environ.get("FRONTIER_LLM_NO_SKIP"):
         pytest.fail(reason)

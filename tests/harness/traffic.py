@@ -21,7 +21,8 @@ from frontier_llm.blueprint.parameters import Parameter, rank_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import OUTPUT_Z, RunConfig
 from frontier_llm.schedule import Kind, build
-from frontier_llm.topology import BucketPlan, ParallelPlan, plan_buckets
+from frontier_llm.topology.buckets import BucketPlan, plan_buckets
+from frontier_llm.topology.plan import ParallelPlan
 
 
 @dataclass

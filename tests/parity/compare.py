@@ -106,7 +106,7 @@ def differences(ours: Run, theirs: Run) -> list[str]:
 
 
 def worst(ours: Run, theirs: Run) -> dict[str, float]:
-    """Largest relative error of each kind, for the table in docs/numerics.md."""
+    """Largest relative error of each kind, for the table in docs/benchmarks/numerics.md."""
 
     def tensors(mine: Tensors, other: Tensors) -> float:
         scale = max(np.abs(tensor).max() for tensor in other.values())

@@ -1,5 +1,5 @@
-"""Every combination, not only pairs: `scripts/parity_full.sh`. Writes its table into docs/numerics.md; exit code 1 if
-any run differs.
+"""Every combination, not only pairs: `scripts/parity_full.sh`. Writes its table into docs/benchmarks/numerics.md; exit
+code 1 if any run differs.
 
 `scripts/parity_full.sh --random 200 --seed 7` plays runs of no pattern instead (tests/parity/draw.py), each with a
 model of its own.
@@ -24,7 +24,7 @@ from tests.parity.draw import random_cases
 from tests.parity.play import play
 from tests.parity.witness import witness
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "numerics.md"
 BEGIN = "<!-- parity_full: begin -->"
 END = "<!-- parity_full: end -->"
 KINDS = ("loss", "gradient norm", "gradients", "parameters")
@@ -93,7 +93,7 @@ def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[s
 
 
 def report(oracle: Table, layouts: Table, failures: list[str], cases: int, seconds: float) -> str:
-    """What goes between the marks of docs/numerics.md."""
+    """What goes between the marks of docs/benchmarks/numerics.md."""
     outcome = "all equal" if not failures else f"{len(failures)} differences"
     lines = [
         f"`scripts/parity_full.sh`: {cases} runs, **{outcome}**, {seconds / 60:.0f} min on {platform.machine()} with "
@@ -119,10 +119,16 @@ def main() -> int:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--limit", type=int, default=None, help="only the first N combinations, and leave docs/numerics.md alone"
+        "--limit",
+        type=int,
+        default=None,
+        help="only the first N combinations, and leave docs/benchmarks/numerics.md alone",
     )
     parser.add_argument(
-        "--random", type=int, metavar="N", help="N runs of no pattern instead, and leave docs/numerics.md alone"
+        "--random",
+        type=int,
+        metavar="N",
+        help="N runs of no pattern instead, and leave docs/benchmarks/numerics.md alone",
     )
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     options = parser.parse_args()

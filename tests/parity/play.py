@@ -23,7 +23,8 @@ from frontier_llm.data.loader import SampleBatch
 from frontier_llm.model import experts
 from frontier_llm.optim import Bucket
 from frontier_llm.parallel.expert import Dispatch, nodes, plan_dispatch
-from frontier_llm.topology import ShardSpec, make_plan
+from frontier_llm.topology.plan import make_plan
+from frontier_llm.topology.shards import ShardSpec
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.evaluate import held_out_loss
 from frontier_llm.training.step import train_step

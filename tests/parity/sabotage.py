@@ -23,7 +23,7 @@ from frontier_llm.parallel.context.blocks import Query
 from frontier_llm.parallel.expert import Dispatch
 from frontier_llm.parallel.pipeline import Engine
 from frontier_llm.schedule import Action, Kind
-from frontier_llm.topology import ShardSpec
+from frontier_llm.topology.shards import ShardSpec
 from frontier_llm.training import step
 from frontier_llm.training.feed import Feed
 from frontier_llm.training.routing import tell_routers
@@ -84,15 +84,15 @@ def unsorted_scatter() -> Iterator[None]:
 @sabotage
 def own_load() -> Iterator[None]:
     """Each rank's routers are told how often experts were chosen by its own tokens."""
-    sums = step.global_sums
+    honest = step.sum_over_world
     own = {}
 
-    def observed(state: Any, losses: Any, *more: Any) -> Tensor:
+    def observed(mesh: Mesh, losses: Any, *more: Any) -> step.StepSums:
         own["load"] = losses[step.LOAD]
-        return sums(state, losses, *more)
+        return honest(mesh, losses, *more)
 
     with (
-        patch.object(step, "global_sums", observed),
+        patch.object(step, "sum_over_world", observed),
         patch.object(step, "tell_routers", lambda stages, _: tell_routers(stages, own["load"])),
     ):
         yield

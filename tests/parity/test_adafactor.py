@@ -13,9 +13,9 @@ import pytest
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.optimizers import MASTER, state_bytes
 from frontier_llm.checkpoint.weights import CheckpointWeights
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.costs.memory import memory_by_rank
-from frontier_llm.topology import split_layers
+from frontier_llm.topology.plan import split_layers
 from tests.harness.marks import but_first
 from tests.harness.pool import RankPool
 from tests.oracle.optimizers import adafactor

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from frontier_llm.topology import held_positions
+from frontier_llm.topology.grid import held_positions
 from tests.harness.marks import but_first, thorough
 from tests.parity.cases import FAMILIES, Case
 from tests.parity.compare import differences

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 from frontier_llm.training.guard import ReplicaCheck, ReplicaDrift
 from frontier_llm.training.step import train_step
 from tests.harness.pool import RankPool

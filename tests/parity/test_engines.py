@@ -19,7 +19,7 @@ from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import BackendError
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.guard import ReplicaCheck
 from frontier_llm.training.step import StepResult, train_step

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frontier_llm import log
-from frontier_llm.blueprint import StageSpec, stage_parameters
 from frontier_llm.blueprint.optimizers import ADAMW
+from frontier_llm.blueprint.parameters import StageSpec, stage_parameters
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import ModelConfig, OpsConfig
 from frontier_llm.model import initial_rows
@@ -36,7 +36,7 @@ from frontier_llm.parallel.tensor import (
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 )
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.parity.compare import Tensors, assemble

@@ -14,9 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import Parameter, ParameterKind, Split
 from frontier_llm.blueprint.optimizers import OptimizerRule
-from frontier_llm.blueprint.parameters import How
+from frontier_llm.blueprint.parameters import (
+    How,
+    Parameter,
+    ParameterKind,
+    Split,
+)
 from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.errors import CheckpointError

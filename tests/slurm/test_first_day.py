@@ -23,7 +23,7 @@ import yaml
 
 from frontier_llm.cluster.sbatch import render_site
 from frontier_llm.cluster.sites import load_site
-from frontier_llm.machine import load_machine
+from frontier_llm.machine.load import load_machine
 from frontier_llm.run import run_dir
 from tests.docs.pages import commands, fences
 from tests.harness.slurm import FRONTIER_NODE, ROOT, LocalSlurm, local_slurm, why_unavailable

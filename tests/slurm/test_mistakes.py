@@ -9,7 +9,7 @@ import pytest
 from tests.harness.mistakes import MISTAKES, Mistake, meet
 from tests.harness.slurm import ROOT, LocalSlurm
 
-PAGE = ROOT / "docs" / "results" / "planted_mistakes.md"
+PAGE = ROOT / "docs" / "generated" / "planted_mistakes.md"
 EVERY_DAY = ("CUDA torch on an AMD site", "a module that is gone")
 ROWS = [pytest.param(row, id=row.name, marks=() if row.name in EVERY_DAY else pytest.mark.thorough) for row in MISTAKES]
 

@@ -13,8 +13,7 @@ from frontier_llm.blueprint.layout import Layout, layout_of
 from frontier_llm.blueprint.work import elementwise
 from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.config.schema import ParallelConfig
-from frontier_llm.machine import Rates
-from frontier_llm.machine.rates import Table
+from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.planner.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.planner.costs.time import step_s
 

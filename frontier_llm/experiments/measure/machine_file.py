@@ -13,9 +13,13 @@ import yaml
 from frontier_llm.config import RunConfig
 from frontier_llm.experiments.measure.calibration import Samples, calibrated_rates, whole_steps
 from frontier_llm.files import write_atomically
-from frontier_llm.machine import OWN_STACK, Rates, load_machine, rates
-from frontier_llm.machine.load import PLACES
-from frontier_llm.machine.rates import Table
+from frontier_llm.machine.load import (
+    OWN_STACK,
+    PLACES,
+    load_machine,
+    rates,
+)
+from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.planner.costs.time import step_s
 
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.run_record import read_run
-from frontier_llm.machine import Rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.experts import run_layout
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import simulate_layout

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from frontier_llm.blueprint import StageSpec, matrix_parameters
+from frontier_llm.blueprint.parameters import StageSpec, matrix_parameters
 from frontier_llm.cluster.recorded import epochs_read
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.experiments.measure.latency import communication_section
@@ -16,7 +16,7 @@ from frontier_llm.experiments.measure.run_record import LayoutSpan, RunRecord, r
 from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import simulate, timeline_chart
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from frontier_llm.units import format_count
 
 # what each step records: key of metrics.jsonl, title, label of the vertical axis, factor

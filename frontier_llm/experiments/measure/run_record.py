@@ -13,7 +13,7 @@ from frontier_llm.config.load import read_yaml
 from frontier_llm.config.plugins import import_recorded, recorded_names
 from frontier_llm.errors import DataError
 from frontier_llm.run import run_dir
-from frontier_llm.topology import ParallelPlan, plan_as_given
+from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from frontier_llm.experiments.measure.op_cases import CASES, Shapes
 from frontier_llm.experiments.measure.products import gemm_shapes, operands, product_calls
 from frontier_llm.experiments.measure.timing import cpu_s, median_s, wall_s
 from frontier_llm.ops import AdamWUpdate, select_ops, working_dtype
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import train_step
 

@@ -13,7 +13,7 @@ from frontier_llm.cluster.sites import Site, request_problems, whole_replicas
 from frontier_llm.config import RunConfig, available, load_run
 from frontier_llm.errors import ConfigError, LayoutError, Problem
 from frontier_llm.files import write_atomically
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import strict_json
 
 Mode = Literal["weak", "strong"]

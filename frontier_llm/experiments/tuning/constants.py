@@ -15,8 +15,12 @@ import numpy as np
 from frontier_llm.errors import FrontierError, not_installed
 from frontier_llm.experiments.tuning.search import Tuner
 from frontier_llm.experiments.tuning.trials import Trial
-from frontier_llm.machine import load_machine, own_stack, rates
-from frontier_llm.machine.load import PLACES
+from frontier_llm.machine.load import (
+    PLACES,
+    load_machine,
+    own_stack,
+    rates,
+)
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
 

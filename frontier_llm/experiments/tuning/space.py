@@ -20,7 +20,7 @@ from frontier_llm.planner.candidates import enumerate_layouts, fixed_words
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.search import Plan, preference, simulate_layout
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 
 MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 ms each)
 # times the best predicted step: for a better one the planner would have to be wrong twofold between two layouts of one
@@ -71,7 +71,6 @@ def make_space(
     shared = {
         "dtype": config.precision.dtype,
         "optimizer": config.optimizer.name,
-        "validated": config.optimizer.validated,
     }
     layouts = enumerate_layouts(config.model, devices, config.batch.global_batch, tp_max, fixed, **shared)
     # copies of shares are no choice of a table of trials

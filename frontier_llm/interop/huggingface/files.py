@@ -17,11 +17,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from frontier_llm.bounds import LIFT, lifted, read_beyond
 from frontier_llm.checkpoint.shard import safetensors_layout
 from frontier_llm.errors import CheckpointError, Problem
-from frontier_llm.files import created, write_all, write_durably
-from frontier_llm.topology.packing import packed
+from frontier_llm.files import (
+    LIFT_HINT,
+    created,
+    lifted_bound,
+    read_beyond,
+    write_all,
+    write_durably,
+)
+from frontier_llm.topology.buckets import packed
 from frontier_llm.units import strict_json
 
 INDEX = "model.safetensors.index.json"
@@ -82,9 +88,9 @@ def _opened(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > lifted(MAX_HEADER_BYTES):
-            what = f"has a header of {header_bytes} bytes, more than {lifted(MAX_HEADER_BYTES)}"
-            raise CheckpointError(what, f"fetch the file again; {LIFT}", str(path))
+        if header_bytes > lifted_bound(MAX_HEADER_BYTES):
+            what = f"has a header of {header_bytes} bytes, more than {lifted_bound(MAX_HEADER_BYTES)}"
+            raise CheckpointError(what, f"fetch the file again; {LIFT_HINT}", str(path))
         return safe_open(str(path), framework="pt")
     except FileNotFoundError:
         raise
@@ -95,9 +101,11 @@ def _opened(path: Path) -> Any:
 def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
     """The object in a file of that size at most. Raises CheckpointError for what is none, OSError as it comes."""
     with path.open("rb") as file:
-        text = read_beyond(file, lifted(most_bytes))
-    if len(text) > lifted(most_bytes):
-        raise CheckpointError(f"has more than {lifted(most_bytes)} bytes", f"fetch the file again; {LIFT}", str(path))
+        text = read_beyond(file, lifted_bound(most_bytes))
+    if len(text) > lifted_bound(most_bytes):
+        raise CheckpointError(
+            f"has more than {lifted_bound(most_bytes)} bytes", f"fetch the file again; {LIFT_HINT}", str(path)
+        )
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

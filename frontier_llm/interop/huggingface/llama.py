@@ -19,7 +19,7 @@ _OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu
 
 
 class ConfigJson(Fields):
-    """A config.json."""
+    """Fields of a model's config.json, with the keys of Llama-like families."""
 
     def rope(
         self, theta_key: str, fraction_key: str, default_fraction: float, kinds: tuple[str, ...] = ("default",)

@@ -14,7 +14,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import VOCABULARY, Parameter, ParameterKind, model_parameters
+from frontier_llm.blueprint.parameters import (
+    VOCABULARY,
+    Parameter,
+    ParameterKind,
+    model_parameters,
+)
 from frontier_llm.config import ModelConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from frontier_llm.blueprint import ParameterKind
+from frontier_llm.blueprint.parameters import ParameterKind
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import CheckpointError, Problem, first_of
 from frontier_llm.interop.huggingface.families import FAMILIES, ConfigJson, Family

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from frontier_llm.bounds import LIFT, lifted
 from frontier_llm.errors import CheckpointError
+from frontier_llm.files import LIFT_HINT, lifted_bound
 from frontier_llm.units import MIB
 
 MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the numbers are elsewhere
@@ -160,10 +160,11 @@ class TorchArchive:
 
     def _pickled(self, archive: zipfile.ZipFile) -> bytes:
         member = self._members.get("data.pkl")
-        if member is None or member.file_size > lifted(MAX_PICKLE_BYTES):
+        if member is None or member.file_size > lifted_bound(MAX_PICKLE_BYTES):
             what = "is a zip archive without a data.pkl"
             if member is not None:
-                what = f"has a data.pkl of {member.file_size} bytes, more than {lifted(MAX_PICKLE_BYTES)}; {LIFT}"
+                most = lifted_bound(MAX_PICKLE_BYTES)
+                what = f"has a data.pkl of {member.file_size} bytes, more than {most}; {LIFT_HINT}"
             raise CheckpointError(what, where=str(self.path), fix="give a file that torch.save wrote")
         order = self._members.get("byteorder")
         if any(part is not None and part.compress_type not in _BOUNDED for part in (member, order)):
@@ -212,8 +213,8 @@ def _check_directory(path: Path) -> None:
         at = tail.rfind(mark)
         if at >= 0:
             (size,) = struct.unpack_from(form, tail, at + place)
-            if size > lifted(MAX_DIRECTORY_BYTES) and size != 0xFFFFFFFF:
-                what = f"lists its members in {size} bytes, more than {lifted(MAX_DIRECTORY_BYTES)}; {LIFT}"
+            if size > lifted_bound(MAX_DIRECTORY_BYTES) and size != 0xFFFFFFFF:
+                what = f"lists its members in {size} bytes, more than {lifted_bound(MAX_DIRECTORY_BYTES)}; {LIFT_HINT}"
                 raise CheckpointError(what, where=str(path), fix="give a file that torch.save wrote")
 
 

@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import VOCABULARY, Parameter, ParameterKind, Split, model_parameters
+from frontier_llm.blueprint.parameters import (
+    VOCABULARY,
+    Parameter,
+    ParameterKind,
+    Split,
+    model_parameters,
+)
 from frontier_llm.errors import CheckpointError, Problem, first_of
 from frontier_llm.interop.megatron.arguments import read_model
 from frontier_llm.interop.megatron.files import find

@@ -110,7 +110,7 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
     }
     # they name the folder of the sources: no two machines would build the same file
     triton.knobs.compilation.disable_line_info = True
-    # Triton's own choice on gfx942, but not on gfx90a (docs/ops.md: LDS)
+    # Triton's own choice on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS)
     triton.knobs.amd.use_in_thread_transpose = amd
     if variant.matrix:
         options["matrix_instr_nonkdim"] = variant.matrix

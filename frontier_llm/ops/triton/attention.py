@@ -11,7 +11,7 @@ to there. Loads past a stretch read its last position instead of being masked: o
 keys compare positions, once for both ends, and lane masks would take the scalar registers of CDNA.
 
 With AHEAD a turn of the loop over whole blocks loads for the next, and the forward multiplies for it too, so that
-softmax and products overlap (docs/ops.md).
+softmax and products overlap (docs/benchmarks/ops.md).
 
 fp16 probabilities are lifted by 2^14 before they are multiplied, and the product lowered again: at most 1, they would
 mostly be subnormal in long rows (below 6.1e-5), and MI200's matrix instructions take subnormals for zero

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from frontier_llm.comm import Axis
 from frontier_llm.ops import Scores
-from frontier_llm.topology import held_positions
+from frontier_llm.topology.grid import held_positions
 
 
 @dataclass(frozen=True)

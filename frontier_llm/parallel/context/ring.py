@@ -17,7 +17,7 @@ from torch.autograd import Function
 from frontier_llm.comm import Axis, Pending, start_shift
 from frontier_llm.ops import Ops, Scores, merge, statistics_dtype
 from frontier_llm.parallel.context.blocks import Query, queries_of
-from frontier_llm.topology import held_positions
+from frontier_llm.topology.grid import held_positions
 
 
 def ring_attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores, *, ops: Ops, cp: Axis) -> Tensor:

@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from frontier_llm.blueprint import Parameter
+from frontier_llm.blueprint.parameters import Parameter
 from frontier_llm.comm import Axis, single
 from frontier_llm.ops import Ops, statistics_dtype
 from frontier_llm.parallel.tensor.gradients import WeightGradients
 from frontier_llm.parallel.tensor.parameter import ShardedParameter
-from frontier_llm.topology import shard
+from frontier_llm.topology.shards import shard
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from frontier_llm.topology import ShardSpec
+from frontier_llm.topology.shards import ShardSpec
 
 
 class ShardedParameter(Parameter):

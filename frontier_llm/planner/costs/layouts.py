@@ -2,6 +2,8 @@
 
 A formula in numpy reads the same for one `Layout` and for a table of them. What a block does is folded in plain
 Python; a search's 60,000 layouts share some hundreds of blocks.
+
+Also how many ranks of an axis share a node (`Seats`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.layout import SHARDING, Layout
+from frontier_llm.machine.rates import Rates
 from frontier_llm.schedule import rule
 
 Number = Any  # int, float or a numpy array of them; arrays broadcast against each other
@@ -54,7 +57,7 @@ class Layouts(Layout):
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
     """Layouts that agree in what a table does not tell apart, as a table."""
-    alike = ("dtype", "gradient_wire", "optimizer", "validated", "etp", "imbalance", "tensor_chunks")
+    alike = ("dtype", "gradient_wire", "optimizer", "etp", "imbalance", "tensor_chunks")
     shared = {name: getattr(layouts[0], name) for name in alike}
     columns: dict[str, Any] = {
         field.name: np.array([getattr(one, field.name) for one in layouts])
@@ -122,15 +125,6 @@ def split(layouts: Layout) -> Any:
     return by_schedule(layouts, lambda name: rule(name).splits_backward)
 
 
-def steps_overlap(layouts: Layout) -> Any:
-    """Whether a rank begins its next step before others have ended this one: a bool, or a column."""
-    return (
-        (layouts.validated == "after")
-        & (layouts.pp > 1)
-        & (by_schedule(layouts, lambda name: rule(name).staggered) > 0)
-    )
-
-
 def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage: Number | None = None) -> Number:
     """`of(name, ...)` of each layout's schedule, with these fields of the layout and the pipeline rank behind the
     name.
@@ -144,3 +138,41 @@ def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage
         rows = layouts.schedule == name
         result[..., rows] = of(name, *(field[..., rows] for field in fields[1:]))
     return result
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Where the ranks of each axis sit: how many share a node, and who shares the NICs."""
+
+    cp_per_node: Number
+    replicas_per_node: Number  # of dp x cp
+    replicas_sharing: Number  # groups of replicas of one node that reduce at the same time
+    pp_inside: Number  # 1 = pipeline neighbours sit in the same node
+    pp_sharing: Number  # devices of a node that send at the same time
+
+
+def seats(layouts: Layout, rates: Rates) -> Seats:
+    """tp innermost, then cp; then dp (tp-dp-pp) or pp (tp-pp-dp). A node is filled in that order."""
+    node = rates.node_devices
+    tp = layouts.tp
+    cp = layouts.cp
+    pp = layouts.pp
+    dp = layouts.dp
+    tp_inside = np.minimum(tp, node)
+    cp_inside = np.minimum(cp, np.maximum(node / tp_inside, 1.0))
+    room = np.maximum(node / (tp_inside * cp_inside), 1.0)
+    dp_outer = layouts.axis_order == "tp-pp-dp"
+    stages_inside = np.where(
+        dp_outer, np.minimum(pp, room), np.where(tp * cp * dp < node, np.minimum(pp, node / (tp * cp * dp)), 1.0)
+    )
+    replicas = np.where(dp_outer, np.maximum(np.minimum(dp, room / stages_inside), 1.0), np.minimum(dp, room))
+    replicas = replicas * cp_inside
+    per_node = np.minimum(node, tp * cp * pp * dp)
+    return Seats(cp_inside, replicas, np.maximum(per_node / replicas, 1.0), stages_inside > 1, per_node)
+
+
+def cut(layouts: Layout, stage: int) -> Number:
+    """Whether replicas share out what this stage of ZeRO does: 1 optimizer state, 2 gradients, 3 weights."""
+    if not isinstance(layouts, Layouts):
+        return SHARDING[layouts.sharding] >= stage
+    return np.logical_or.reduce([layouts.sharding == name for name, reached in SHARDING.items() if reached >= stage])

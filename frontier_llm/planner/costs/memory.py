@@ -17,14 +17,12 @@ import numpy as np
 from frontier_llm.blueprint.items import EXCHANGE, Collective, Item, Keep, Phase
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout, mode_shares, statistics_bytes
 from frontier_llm.blueprint.optimizers import optimizer_rule
-from frontier_llm.blueprint.parameters import Parameter, block_parameters, layer_kinds
-from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.parameters import Parameter, StageSpec, block_parameters, layer_kinds
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.layouts import Layouts, Number, by_schedule, over_layouts, stage_length, steps_overlap
+from frontier_llm.planner.costs.layouts import Layouts, Number, by_schedule, cut, over_layouts, stage_length
 from frontier_llm.planner.costs.parameters import by_rank, expert_numel, stage_columns, stage_numel
-from frontier_llm.planner.costs.seats import cut
 from frontier_llm.planner.costs.seconds import mean_of_layers
 from frontier_llm.planner.costs.time import p2p_bytes, stage_layers
 from frontier_llm.planner.costs.update import BUCKET_ELEMENTS, whole_update
@@ -175,12 +173,6 @@ def stage_memory(
         ),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
-    if layouts.validated == "after":
-        # the state once more from an early update to its validation, when the activations in flight are those of the
-        # forwards played ahead
-        copy = of_state()
-        empty = np.maximum(in_flight - (layouts.pp - 1 - stage), 0.0) * parts.block * layers / chunks
-        lines["copy of the state"] = np.where(steps_overlap(layouts), np.maximum(copy - empty, 0.0), 0.0)
     if np.any(statistics > 0):
         # plain passes over one bucket at a time: the scaled gradient, and of one parameter the squares or the second
         # moment

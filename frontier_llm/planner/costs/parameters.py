@@ -8,9 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from frontier_llm.blueprint import Parameter, ParameterKind, StageSpec, block_parameters, stage_parameters
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.parameters import (
+    Parameter,
+    ParameterKind,
+    StageSpec,
+    block_parameters,
+    layer_kinds,
+    stage_parameters,
+)
 from frontier_llm.config import ModelConfig
 from frontier_llm.planner.costs.layouts import Number
 from frontier_llm.schedule import rule

@@ -34,9 +34,8 @@ from frontier_llm.blueprint.parameters import layer_kinds
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.collectives import fabric_bandwidth, message_s, node_s
+from frontier_llm.planner.costs.collectives import collective_s, fabric_bandwidth, message_s, node_s
 from frontier_llm.planner.costs.experts import experts_inside, experts_s
-from frontier_llm.planner.costs.hierarchical import collective_s
 from frontier_llm.planner.costs.kernels import flash_s, memory_s, pace, product_s
 from frontier_llm.planner.costs.layouts import Number, by_schedule, over_layouts, stage_length
 from frontier_llm.schedule import split_share

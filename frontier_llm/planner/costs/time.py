@@ -19,17 +19,13 @@ import numpy as np
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.collectives import message_s
-from frontier_llm.planner.costs.hierarchical import collective_s
+from frontier_llm.planner.costs.collectives import collective_s, message_s
 from frontier_llm.planner.costs.kernels import memory_s
-from frontier_llm.planner.costs.layouts import Number, by_schedule, split, steps_overlap
+from frontier_llm.planner.costs.layouts import Number, by_schedule, cut, seats, split
 from frontier_llm.planner.costs.parameters import expert_numel, stage_numel
-from frontier_llm.planner.costs.seats import cut, seats
 from frontier_llm.planner.costs.seconds import Times, times, waiting_s
 from frontier_llm.planner.costs.update import WholeUpdate, whole_update
 from frontier_llm.schedule import idle_share, one_end, rule
-
-COPIED_BYTES = 24.0  # moved per element to copy the masters and two moments, before an update that may be undone
 
 
 def p2p_bytes(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
@@ -127,7 +123,6 @@ def tail(
         cut(layouts, 1), layouts.edp, 1
     )
     every = (layouts.sharding == "gradients") & (layouts.pp == 1)
-    update_copy_s = np.where(steps_overlap(layouts), memory_s(owned * COPIED_BYTES, 3, rates), 0.0)
     sharded = cut(layouts, 3)  # gradients are cut like the state, and what moves has moved layer by layer
     held = np.where(sharded | every, owned, parameters + experts)
     update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(held * 2.0 * rates.gradient_bytes, 2, rates)
@@ -136,7 +131,7 @@ def tail(
     )
     return StepTail(
         reduce_s=np.where(sharded, 0.0, shown_s),
-        optimizer_s=update_s + update_copy_s + rates.step_s + (whole.seconds if whole else 0.0),
+        optimizer_s=update_s + rates.step_s + (whole.seconds if whole else 0.0),
         gather_s=np.where(sharded, 0.0, exposed_s(gather_s, windows * first_forward_s, rates.gather_overlap)),
     )
 
@@ -182,7 +177,7 @@ def layer_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number
 
 def pair_s(block: Times, layouts: Layout, rates: Rates) -> Number:
     """Seconds that a forward and a backward of a layer take less as a pair: the rows of each travel while the other
-    computes (schedule/pairs.py).
+    computes (schedule/actions.py).
 
     Of four ways two are beside attention and two beside experts. With one communication in flight attention's own
     collectives wait for the rows: those two are then counted as shown.
@@ -278,16 +273,6 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     idle = by_schedule(layouts, idle_share, "chunks")
     deferred = 3 * (1 - idle) * (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0)) / 2
     ramp = np.where(split(layouts), ramp - np.minimum(deferred, ramp), ramp * idle)
-    # where steps overlap: between neighbours' ends lie two weight gradients less an input gradient; with chunks the
-    # later ranks end together.
-    # A tied embedding is summed over the first rank and the last, which so wait for each other
-    between = np.clip(3 * parts.block.weights(m) - per_layer[1], 0.0, per_layer[0])
-    early = np.where(
-        steps_overlap(layouts) & ~(model.tied_embeddings & ~beside),
-        (pp - 1) * most * between * np.where(v > 1, 0.5 / v, 1.0),
-        0.0,
-    )
-    ramp = ramp - np.minimum(early, np.maximum(ramp, 0.0))
     pipeline = m * busiest + np.maximum(ramp, 0.0) * (pp > 1)
     parameters = stage_numel(model, layouts.tp, most, True, pp == 1)
     whole = whole_update(model, layouts, rates, most)

@@ -9,20 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from frontier_llm.blueprint import Parameter, block_parameters
 from frontier_llm.blueprint.items import Product
 from frontier_llm.blueprint.layout import DTYPE_BYTES, Layout
 from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Matrices, Part, matrices_of
 from frontier_llm.blueprint.optimizers import OptimizerRule, optimizer_rule
-from frontier_llm.blueprint.parameters import layer_kinds
+from frontier_llm.blueprint.parameters import Parameter, block_parameters, layer_kinds
 from frontier_llm.config import CommConfig, ModelConfig
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.collectives import node_s
-from frontier_llm.planner.costs.hierarchical import collective_s
+from frontier_llm.planner.costs.collectives import collective_s, node_s
 from frontier_llm.planner.costs.kernels import product_s
-from frontier_llm.planner.costs.layouts import Number
-from frontier_llm.planner.costs.seats import cut, seats
-from frontier_llm.topology import plan_buckets
+from frontier_llm.planner.costs.layouts import Number, cut, seats
+from frontier_llm.topology.buckets import plan_buckets
 
 BUCKET_ELEMENTS = CommConfig().bucket_elements  # of a run file that names none
 

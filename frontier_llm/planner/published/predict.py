@@ -9,9 +9,10 @@ from itertools import product
 from typing import Any
 
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.stages import StageSpec
+from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.config import RECOMPUTE, ModelConfig
-from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.memory import memory_by_rank, total
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import play

@@ -7,9 +7,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frontier_llm.blueprint import model_parameters, rank_parameters
+from frontier_llm.blueprint.parameters import model_parameters, rank_parameters
 from frontier_llm.config import load_model
-from frontier_llm.topology import shard, split_layers
+from frontier_llm.topology.plan import split_layers
+from frontier_llm.topology.shards import shard
 
 MODELS = ("gpt-tiny", "llama-tiny", "mpt-tiny", "gpt-22b", "llama-3-8b")
 

@@ -1,5 +1,5 @@
-"""What these tests share with those of the GPU ops."""
+"""The code objects of gfx90a, as fixtures."""
 
-from tests.unit.ops.conftest import gfx90a, objects
+from tests.harness.objects import gfx90a, objects
 
 __all__ = ["gfx90a", "objects"]

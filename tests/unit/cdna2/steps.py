@@ -19,7 +19,7 @@ from frontier_llm.ops import Ops, reference, torch_linear
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.prebuilt import PrebuiltKernels
 from frontier_llm.ops.providers import functions_of
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training import build
 from frontier_llm.training.step import train_step
 from tests.cdna2.driver import SimulatedGpu

@@ -1,4 +1,4 @@
-"""`frontier-llm ops check` and scripts/check_gfx90a.py: what they print, and when they fail."""
+"""`frontier-llm ops check` and python -m tests.harness.check_gfx90a: what they print, and when they fail."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from frontier_llm.cli.main import main
 from frontier_llm.ops import check, prebuilt
-from scripts import check_gfx90a
 from tests.cdna2.driver import SimulatedGpu
+from tests.harness import check_gfx90a
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_the_script_says_what_is_missing(tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_command_wants_a_gpu(capsys):
     assert main(["ops", "check"]) == 2
-    assert "scripts/check_gfx90a.py" in capsys.readouterr().err
+    assert "python -m tests.harness.check_gfx90a" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("swiglu_alone")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import struct
 
 import numpy as np
 import pytest
 
-from frontier_llm.errors import BackendError
-from tests.cdna2 import Fault, Memory, disassemble, disassembly, run, simulator
+from tests.cdna2 import Fault, SimulatorError, disassembly, launch, load, simulator
 from tests.unit.cdna2.machine import execute
 
 COPY = """v_lshlrev_b32_e32 v1, 2, v0
@@ -223,37 +221,38 @@ def test_waves_that_part_come_together_again():
 
 @pytest.fixture(scope="module")
 def accumulate(objects):
-    return disassemble((objects / "accumulate-bf16-any.hsaco").read_bytes(), "accumulate")
+    return load((objects / "accumulate-bf16-any.hsaco").read_bytes())
 
 
-def launch(program, count=1504):
+def accumulated(kernel, count=1504):
     main = np.ones(count, np.float32)
     grad = np.full(count, 0x4000, np.uint16)
-    memory = Memory()
-    addresses = [memory.add(name, x.view(np.uint8)) for name, x in (("main", main), ("grad", grad))]
-    run(program, (2, 1, 1), 256, 0, struct.pack("<QQqQQ", *addresses, count, 0, 0), memory)
+    launch(kernel, (2, 1, 1), {"main": main, "grad": grad, "count": count})
     return main
+
+
+def without_instruction(kernel, place):
+    instructions = list(kernel.program.instructions)
+    instructions[place] = dataclasses.replace(instructions[place], mnemonic="s_nop", text="s_nop 0")
+    program = dataclasses.replace(kernel.program, instructions=tuple(instructions))
+    return dataclasses.replace(kernel, program=program)
 
 
 @pytest.mark.thorough
 def test_a_shipped_kernel_without_one_of_its_instructions(accumulate):
-    assert (launch(accumulate) == 3.0).all()
-    for place, instruction in enumerate(accumulate.instructions):
+    assert (accumulated(accumulate) == 3.0).all()
+    for place, instruction in enumerate(accumulate.program.instructions):
         if instruction.mnemonic == "s_waitcnt":
-            others = list(accumulate.instructions)
-            others[place] = dataclasses.replace(instruction, mnemonic="s_nop", text="s_nop 0")
             with pytest.raises(Fault, match="an s_waitcnt is missing"):
-                launch(dataclasses.replace(accumulate, instructions=tuple(others)))
+                accumulated(without_instruction(accumulate, place))
         if instruction.mnemonic == "s_and_saveexec_b64":  # the mask of the last elements
-            others = list(accumulate.instructions)
-            others[place] = dataclasses.replace(instruction, mnemonic="s_nop", text="s_nop 0")
             with pytest.raises(Fault, match="outside of the launch's tensors"):
-                launch(dataclasses.replace(accumulate, instructions=tuple(others)))
+                accumulated(without_instruction(accumulate, place))
 
 
 def test_a_missing_disassembler_says_what_to_install(monkeypatch):
     monkeypatch.setattr(disassembly.shutil, "which", lambda *_args, **_more: None)
     disassembly.find_objdump.cache_clear()
-    with pytest.raises(BackendError, match=r"llvm-objdump(.|\n)*apt-get install llvm"):
+    with pytest.raises(SimulatorError, match=r"llvm-objdump(.|\n)*apt-get install llvm"):
         disassembly.find_objdump()
     disassembly.find_objdump.cache_clear()

@@ -1,23 +1,27 @@
 """The machine code that is shipped for gfx90a, executed: every bf16 code object here, all of them by
-`scripts/check_gfx90a.py --all`.
+`python -m tests.harness.check_gfx90a --all`.
 """
 
 from __future__ import annotations
 
-import struct
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from frontier_llm.errors import BackendError
 from frontier_llm.ops import Scores, check, manifest
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import variants
 from frontier_llm.ops.prebuilt import PrebuiltKernels
-from scripts.check_gfx90a import simulate
-from tests.cdna2 import Fault, Memory, disassemble, run
+from tests.cdna2 import launch, load
 from tests.cdna2.driver import SimulatedGpu, TracingGpu, as_bytes
 from tests.cdna2.timing import matrix_flops
+from tests.harness.check_gfx90a import simulate
 from tests.harness.marks import but_first
 
 
@@ -87,7 +91,8 @@ def test_a_wrong_length_leads_out_of_the_tensor_and_into_no_other(objects):
     kernels = PrebuiltKernels("gfx90a", objects, SimulatedGpu())
     both = torch.zeros(2, 1504)  # on the host one begins where the other ends
     with pytest.raises(
-        Fault, match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes"
+        BackendError,
+        match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes",
     ):
         kernels.launch("accumulate", torch.float32, "any", (2, 1, 1), main_grad=both[0], grad=both[1], count=1520)
     # the same memory twice
@@ -98,14 +103,30 @@ def test_the_two_ways_into_a_kernel_are_one(objects):
     """Newer firmware loads the first arguments itself and enters 256 bytes later; the prologue must have loaded the
     same.
     """
-    program = disassemble((objects / "accumulate-fp16-any.hsaco").read_bytes(), "accumulate")
+    kernel = load((objects / "accumulate-fp16-any.hsaco").read_bytes())
     trace = []
     count = 1024
     main_grad = np.zeros(count, np.float32)
-    grad = np.ones(count, np.float16)
-    memory = Memory()
-    addresses = [memory.add(name, x.view(np.uint8)) for name, x in (("main", main_grad), ("grad", grad))]
-    counts = run(program, (1, 1, 1), 256, 0, struct.pack("<QQqQQ", *addresses, count, 0, 0), memory, trace=trace)
+    arguments = {"main_grad": main_grad, "grad": np.ones(count, np.float16), "count": count}
+    counts = launch(kernel, (1, 1, 1), arguments, trace=trace)
     assert (main_grad == 1).all() and len(trace) == sum(counts.instructions.values()) / counts.waves
-    executed = [program.instructions[place].address - program.instructions[0].address for place, _ in trace]
+    instructions = kernel.program.instructions
+    executed = [instructions[place].address - instructions[0].address for place, _ in trace]
     assert 256 in executed and all(address < 32 or address >= 256 for address in executed)
+
+
+def test_a_copy_of_the_folder_runs_the_example_of_its_readme(objects, tmp_path):
+    """Without the adapter, and without this project."""
+    simulator = Path(__file__).resolve().parents[2] / "cdna2"
+    copy = tmp_path / "cdna2"
+    copy.mkdir()
+    for path in simulator.glob("*.py"):
+        if path.name != "driver.py":
+            shutil.copy(path, copy)
+    shutil.copy(objects / "accumulate-fp16-any.hsaco", tmp_path)
+    example = (simulator / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    blocked = "import sys\nsys.modules['frontier_llm'] = sys.modules['torch'] = None\n"
+    command = [sys.executable, "-c", blocked + example]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[1. 1. 1. 1.]") and "'vmem stored': 4096" in done.stdout

@@ -84,15 +84,16 @@ class PlantedGpu(SimulatedGpu):
     def load(self, device, code, image):
         function = super().load(device, code, image)
         if code.symbol == self._kernel:
-            digest, program, declared = self._functions[function]
+            kernel = self._kernels[function]
             left = [
                 dataclasses.replace(instruction, mnemonic="s_nop", text="s_nop 0")
                 if self._without in instruction.mnemonic
                 else instruction
-                for instruction in program.instructions
+                for instruction in kernel.program.instructions
             ]
-            assert tuple(left) != program.instructions
-            self._functions[function] = digest, dataclasses.replace(program, instructions=tuple(left)), declared
+            assert tuple(left) != kernel.program.instructions
+            program = dataclasses.replace(kernel.program, instructions=tuple(left))
+            self._kernels[function] = dataclasses.replace(kernel, program=program)
         return function
 
 

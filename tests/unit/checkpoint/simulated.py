@@ -24,7 +24,8 @@ from frontier_llm.ops import select_ops, working_dtype
 from frontier_llm.optim import Zero, build_buckets
 from frontier_llm.optim.buckets import Bucket
 from frontier_llm.parallel.tensor import LayerContext, WeightGradients
-from frontier_llm.topology import Grid, split_layers
+from frontier_llm.topology.grid import Grid
+from frontier_llm.topology.plan import split_layers
 
 
 @dataclass(frozen=True)

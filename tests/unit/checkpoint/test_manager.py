@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from frontier_llm import failpoints
-from frontier_llm.blueprint import Parameter, ParameterKind
+from frontier_llm.blueprint.parameters import Parameter, ParameterKind
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint.inspect import check_resume
 from frontier_llm.cli.main import main
@@ -15,7 +15,7 @@ from frontier_llm.config import RunConfig
 from frontier_llm.data.identity import Dataset, datasets_of
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.errors import CheckpointError
-from frontier_llm.topology import shard
+from frontier_llm.topology.shards import shard
 from tests.unit.checkpoint.serial import CONFIG, Run, in_child
 from tests.unit.checkpoint.test_damage import flip
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontier_llm.cli.progress import ProgressBar
+from frontier_llm.cli.arguments import ProgressBar
 
 
 def test_only_a_terminal_sees_how_far_it_is(

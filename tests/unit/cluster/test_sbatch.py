@@ -12,7 +12,7 @@ from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.config import load_run, saves_nothing
 from frontier_llm.errors import ConfigError
 from frontier_llm.planner.predict import START_S, predict
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 
 FRONTIER = load_site("frontier")
 

@@ -29,7 +29,7 @@ from frontier_llm.comm.board import Board
 from frontier_llm.comm.door import Door, same_user
 from frontier_llm.comm.rendezvous import StoreKind
 from frontier_llm.run.launchers import free_port
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 T = TypeVar("T")

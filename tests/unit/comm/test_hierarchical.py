@@ -35,10 +35,14 @@ from frontier_llm.comm.hierarchical import halving_skips
 from frontier_llm.config import CommConfig
 from frontier_llm.config.load import available
 from frontier_llm.errors import ConfigError
-from frontier_llm.machine import load_machine, rates
-from frontier_llm.planner.costs.collectives import flat_s
-from frontier_llm.planner.costs.hierarchical import hierarchical_s, rail_bytes, rail_rounds
-from frontier_llm.topology import Grid
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.planner.costs.collectives import (
+    flat_s,
+    hierarchical_s,
+    rail_bytes,
+    rail_rounds,
+)
+from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 Transport = Literal["auto", "torch"]

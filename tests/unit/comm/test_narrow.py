@@ -9,7 +9,7 @@ import torch
 
 from frontier_llm.comm import build_mesh, start_narrow_sum_
 from frontier_llm.config import CommConfig
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from frontier_llm.training.step import train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
@@ -60,7 +60,7 @@ def test_each_summand_is_rounded_once(ranks: RankPool, size: int, transport: str
 
 
 def _losses(rank: int, case: Case, wire: str) -> list[tuple[float, float]]:
-    from frontier_llm.topology import make_plan
+    from frontier_llm.topology.plan import make_plan
     from frontier_llm.training.build import build_state
 
     config = case.config("fp32")

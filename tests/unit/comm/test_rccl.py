@@ -23,7 +23,7 @@ from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError
 from frontier_llm.experiments.measure.links import _ping_pong
 from frontier_llm.schedule import round_robin
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 
 RANK = 5
 GPU = 3

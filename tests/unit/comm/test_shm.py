@@ -32,7 +32,7 @@ from frontier_llm.comm import (
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
 from frontier_llm.schedule import round_robin
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.marks import but_first
 from tests.harness.pool import RankError, RankPool
 

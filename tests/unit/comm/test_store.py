@@ -260,9 +260,9 @@ def test_a_poller_in_cpp_beside_a_main_thread_that_holds_the_lock(store: str, wa
     """As RCCL's monitor and watchdog threads ask. The authenticated store is written in Python, so it waits for the
     lock.
     """
-    script = Path(__file__).parents[3] / "scripts" / "bench_store.py"
     done = subprocess.run(
-        [sys.executable, str(script), "lock", "--store", store, "--hold-s", "4"],
+        [sys.executable, "-m", "benchmarks.comm.store", "lock", "--store", store, "--hold-s", "4"],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=300,

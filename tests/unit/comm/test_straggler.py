@@ -13,7 +13,7 @@ import torch
 from frontier_llm.comm import all_reduce_, build_mesh
 from frontier_llm.comm import ledger as ledgers
 from frontier_llm.comm.straggler import SAMPLES, BusyTime, Straggler, StragglerDetector, StragglerWatch
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 

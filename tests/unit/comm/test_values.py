@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from frontier_llm.comm import all_gather_json, broadcast_bytes, broadcast_json, build_mesh, maximum, single
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from frontier_llm.comm import build_mesh
 from frontier_llm.comm.warm_up import first_use
 from frontier_llm.errors import RankFailure
 from frontier_llm.schedule import round_robin
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 

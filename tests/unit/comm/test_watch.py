@@ -14,7 +14,7 @@ from frontier_llm.comm.group import listed
 from frontier_llm.comm.ledger import Histogram
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import RankFailure
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 

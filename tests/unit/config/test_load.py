@@ -310,3 +310,18 @@ def test_a_file_that_is_there_but_no_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"a run file is YAML(?s:.*)\.yaml"):
         load_run(str(tmp_path / "run.jsonl"))
+
+
+@pytest.mark.parametrize("value", ["before", "after"])
+def test_a_removed_key_of_an_old_run_file_is_read_with_a_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    path = write(tmp_path / "run.yaml", f"base: train_small\noptimizer: {{validated: {value}}}\n")
+    assert load_run(path) == load_run("train_small")
+    assert capsys.readouterr().err.count("optimizer.validated has no effect any more") == 1
+    assert "validated" not in dump(load_run(path))
+
+
+def test_another_value_of_a_removed_key_is_an_unknown_key(run_file: str) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.validated: unknown key"):
+        load_run(run_file, ["optimizer.validated=never"])

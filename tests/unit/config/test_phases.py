@@ -22,7 +22,7 @@ from frontier_llm.config import (
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.errors import CheckpointError, ConfigError
 from frontier_llm.planner.predict import predict
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 
 THREE = (
     "[{steps: 3}, {steps: 1K tokens, batch: {global_batch: 8}}, {steps: 2, model: {sequence_length: 128}, batch: "

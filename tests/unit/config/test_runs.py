@@ -8,11 +8,11 @@ import re
 
 import pytest
 
-from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.config import available, find_file, load_run
-from frontier_llm.machine import load_machine
+from frontier_llm.machine.load import load_machine
 from frontier_llm.planner.predict import predict
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 
 BILLION = 1e9
 # run → (nodes, tokens in billions)

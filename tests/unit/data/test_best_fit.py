@@ -21,8 +21,8 @@ from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.indexed import READ_ONLY, IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inspect import inspect
-from frontier_llm.data.keys import order_key
 from frontier_llm.data.loader import open_batches, prepare_indices
+from frontier_llm.data.position import order_key
 from frontier_llm.errors import DataError
 
 LENGTHS = [9, 4, 30, 2, 17, 1, 16, 3] * 12

@@ -18,10 +18,9 @@ from frontier_llm.data.best_fit import PackedSamples
 from frontier_llm.data.identity import datasets_of, wanted
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.data.keys import order_key
 from frontier_llm.data.loader import Batches, SampleBatch, data_problems, open_batches, open_run_batches, open_samples
 from frontier_llm.data.meta import DatasetMeta, write_meta
-from frontier_llm.data.position import START
+from frontier_llm.data.position import START, order_key
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, SyntheticSamples
 from frontier_llm.data.tokenize import tokenize
 from frontier_llm.data.tokenizer import load_tokenizer

@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from frontier_llm.data.keys import order_key
-from frontier_llm.data.position import START, SYNTHETIC, Position, Source, Wanted
+from frontier_llm.data.position import START, SYNTHETIC, Position, Source, Wanted, order_key
 
 DATASETS = [f"{number:064x}" for number in range(5)]
 

@@ -17,8 +17,8 @@ from frontier_llm.data import samples as samples_module
 from frontier_llm.data.blend import Blend
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.data.keys import derive_key, order_key
 from frontier_llm.data.native import permute
+from frontier_llm.data.position import derive_key, order_key
 from frontier_llm.data.samples import BlendedSamples, DocumentSamples, EpochIndex, SampleStream, SyntheticSamples
 from frontier_llm.errors import DataError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import model_parameters
+from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.comm import Mesh, serial_mesh
 from frontier_llm.config import ModelConfig, OpsConfig, load_model
 from frontier_llm.inference.generate import stream

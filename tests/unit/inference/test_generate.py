@@ -14,7 +14,7 @@ from frontier_llm.inference.generate import stream
 from frontier_llm.inference.model import build_inference_model, inference_plan
 from frontier_llm.inference.sampling import Sampling
 from frontier_llm.interop.huggingface import HuggingFaceModel, export_huggingface
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.marks import but_first
 from tests.harness.pool import RankPool
 from tests.unit.inference.models import NAMES, Completion, RandomWeights, generate, prompts, tiny

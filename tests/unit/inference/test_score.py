@@ -13,7 +13,7 @@ from frontier_llm.errors import ConfigError
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.sampling import Sampling
 from frontier_llm.inference.score import Likelihood, score
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.marks import thorough
 from tests.harness.pool import RankPool
 from tests.unit.inference.models import NAMES, generate, prompts, tiny

@@ -11,9 +11,14 @@ import yaml
 
 from frontier_llm.config import configs_dir
 from frontier_llm.errors import ConfigError
-from frontier_llm.machine import load_machine, machine_names, provenance, rates
 from frontier_llm.machine.env import vendor_of_machine
-from frontier_llm.machine.load import PLACES
+from frontier_llm.machine.load import (
+    PLACES,
+    load_machine,
+    machine_names,
+    provenance,
+    rates,
+)
 from frontier_llm.ops.kernel_table import ARCHITECTURES
 
 FRONTIER = configs_dir() / "machines" / "frontier.yaml"

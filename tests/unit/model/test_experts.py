@@ -11,7 +11,7 @@ import torch
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import RunConfig, build, load_model
 from frontier_llm.parallel.expert import Dispatch
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from tests.unit.planner.costs.test_activations import Source
 

@@ -14,7 +14,7 @@ from frontier_llm.comm import serial_mesh
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.optim import draw_masters
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 
 initialize = importlib.import_module("frontier_llm.model.initialize")  # the package has a function of that name

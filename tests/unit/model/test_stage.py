@@ -7,13 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frontier_llm.blueprint import rank_parameters
+from frontier_llm.blueprint.parameters import rank_parameters
 from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import OpsConfig, load_model
 from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops
 from frontier_llm.parallel.tensor import LayerContext, ShardedParameter, WeightGradients
-from frontier_llm.topology import split_layers
+from frontier_llm.topology.plan import split_layers
 
 OPS = select_ops(OpsConfig(), "cpu", torch.float32)
 

@@ -1,29 +1,5 @@
-"""The code objects that tests of the GPU ops look at, and execute."""
+"""The code objects of gfx90a, as fixtures."""
 
-from __future__ import annotations
+from tests.harness.objects import gfx90a, objects
 
-import importlib.util
-
-import pytest
-
-from frontier_llm.errors import BackendError
-from tests.cdna2 import code_objects, disassembly
-from tests.harness.system import missing
-
-
-@pytest.fixture(scope="session")
-def gfx90a():
-    """A folder of them, as they ship."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("pip install --no-deps triton")
-    return code_objects.folder()
-
-
-@pytest.fixture(scope="session")
-def objects(gfx90a):
-    """The same, on a machine that can disassemble them."""
-    try:
-        disassembly.find_objdump()
-    except BackendError as error:
-        missing(str(error))
-    return gfx90a
+__all__ = ["gfx90a", "objects"]

@@ -13,8 +13,8 @@ import torch
 from frontier_llm.config import load_model
 from frontier_llm.ops.gpu import GpuOps, rows_per_strip
 from frontier_llm.ops.kernel_table import all_kernels
-from tests.unit.ops.fake_gpu import fake_gpu, skipped
-from tests.unit.ops.launches import of_a_layer, step_of, without_numbers
+from tests.harness.fake_gpu import fake_gpu, skipped
+from tests.harness.launches import of_a_layer, step_of, without_numbers
 
 pytestmark = skipped
 
@@ -38,7 +38,7 @@ def kernels(request, tmp_path_factory):
     ],
 )
 def test_a_step_is_all_aligned_launches_on_one_device(kernels, model, micro_batch, sequence, documents, kinds):
-    """No launch falls back to the code for any alignment, which reads a number at a time (docs/ops.md)."""
+    """No launch falls back to the code for any alignment, which reads a number at a time (docs/benchmarks/ops.md)."""
     kernels._functions.clear()
     state = step_of(load_model(model, {"layers": 2, "sequence_length": sequence}), micro_batch, documents)
     state.sync.begin()
@@ -88,7 +88,7 @@ def test_products_of_experts_of_xmoe_medium_are_aligned_launches_that_ask_for_no
     [("gpt-22b", 8, 29), ("llama-2-7b", 9, 19), ("llama-2-70b", 9, 19), ("mpt-30b", 11, 20)],
 )
 def test_a_layer_launches_no_more_than_the_page_says(kernels, model, forward, backward):
-    """The table of docs/ops.md; a product, a kernel of ours, or one of torch's operations."""
+    """The table of docs/benchmarks/ops.md; a product, a kernel of ours, or one of torch's operations."""
     counts = of_a_layer(kernels, load_model(model))
     assert sum(count for launch, count in counts.items() if launch.phase == "forward") == forward, counts
     assert sum(count for launch, count in counts.items() if launch.phase == "backward") == backward, counts

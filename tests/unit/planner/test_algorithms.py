@@ -9,7 +9,7 @@ import pytest
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.algorithms import (
     bucket_bytes,
     gradient_choices,
@@ -18,8 +18,7 @@ from frontier_llm.planner.algorithms import (
     times_by_nodes,
     uses_hierarchical,
 )
-from frontier_llm.planner.costs.collectives import flat_s
-from frontier_llm.planner.costs.hierarchical import collective_s, hierarchical_s
+from frontier_llm.planner.costs.collectives import collective_s, flat_s, hierarchical_s
 from frontier_llm.planner.costs.time import gradient_reduction_s
 from frontier_llm.planner.search import Plan, simulate_layout
 

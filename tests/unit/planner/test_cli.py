@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from frontier_llm.blueprint import model_parameters, total_parameters
 from frontier_llm.blueprint.optimizers import ADAMW, state_bytes
+from frontier_llm.blueprint.parameters import model_parameters, total_parameters
 from frontier_llm.checkpoint.manifest import ITEM_BYTES
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
@@ -21,7 +21,7 @@ from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
 from frontier_llm.planner import report
 from frontier_llm.planner.figures import played_part
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.blueprint.context import context_way
-from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.layout import Layout, context_way
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_run
 from frontier_llm.config.load import load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.candidates import context_ways
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.time import step_s

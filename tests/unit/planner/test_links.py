@@ -6,7 +6,7 @@ from typing import Any
 
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config.load import load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.links import axis_links
 from frontier_llm.planner.search import simulate_layout
 

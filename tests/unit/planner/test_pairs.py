@@ -13,14 +13,15 @@ import pytest
 from frontier_llm.blueprint.expert_work import DISPATCH, LAUNCHES_AFTER_WAIT
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config.load import load_model
-from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner import pipeline
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import layer_s, pair_s, step_s
 from frontier_llm.planner.pipeline import play
 from frontier_llm.planner.report import breakdown
 from frontier_llm.planner.search import simulate_layout
-from frontier_llm.topology import split_layers
+from frontier_llm.topology.plan import split_layers
 
 # one communication in flight
 LARGE = load_model("xmoe-large")

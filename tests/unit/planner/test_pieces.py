@@ -15,7 +15,7 @@ from frontier_llm.blueprint.layout import Layout
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model, load_run
 from frontier_llm.experiments.measure.pieces import PiecesTime, chunk_overlap
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.costs.kernels import memory_s, product_s
 from frontier_llm.planner.costs.seconds import alone_s, tensor_s
 from frontier_llm.planner.search import in_chunks

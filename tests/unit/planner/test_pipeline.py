@@ -4,23 +4,22 @@ exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.config import ModelConfig
 from frontier_llm.config.load import load_model
-from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner import pipeline
 from frontier_llm.planner.costs.time import step_s
+from frontier_llm.planner.links import cost_of_one, safety_words
 from frontier_llm.planner.pipeline import play
-from frontier_llm.planner.safety import cost_of_one, safety_words
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.schedule import one_end
-from frontier_llm.topology import split_layers
+from frontier_llm.topology.plan import split_layers
 
 FRONTIER = rates(load_machine("frontier"))  # one communication in flight
 MANY = replace(FRONTIER, one_in_flight=False)
@@ -152,28 +151,3 @@ def test_the_last_stage_is_slower_by_its_head() -> None:
     times = pipeline.stage_times(MODEL, layout(), FRONTIER, split_layers(MODEL, 4))
     assert times[-1].backward_s > times[1].backward_s
     assert times[0].forward_s > times[1].forward_s
-
-
-def test_steps_that_overlap_are_shorter_and_keep_a_copy_of_the_state() -> None:
-    untied = MODEL.model_copy(update={"tied_embeddings": False})
-    one = layout(schedule="zb-h2", microbatches=64, pp=8)
-    overlapping = replace(one, validated="after")
-
-    def saved_s(model: ModelConfig, seconds: Callable[[ModelConfig, Layout], float]) -> float:
-        return seconds(model, one) - seconds(model, overlapping)
-
-    def simulated(model: ModelConfig, layout: Layout) -> float:
-        return simulate_layout(model, layout, MANY).step_s
-
-    gain_s = saved_s(untied, simulated)
-    assert gain_s > 0.01 * simulated(untied, one)
-    assert saved_s(untied, lambda model, layout: float(step_s(model, layout, MANY))) == pytest.approx(gain_s, rel=0.3)
-    # the sum over the first and the last rank's embedding waits for both
-    assert abs(saved_s(MODEL, simulated)) < 0.1 * gain_s
-
-    def copied(**changes: str) -> float:
-        return simulate_layout(untied, replace(one, **changes), MANY).memory[0].get("copy of the state", 0.0)
-
-    state = simulate_layout(untied, one, MANY).memory[0]["optimizer"]
-    assert copied() == copied(validated="after") == 0  # it is gone before as many activations are there
-    assert 0 < copied(validated="after", recompute="full") < state  # which here take less

@@ -11,10 +11,10 @@ from functools import cache
 
 import pytest
 
-from frontier_llm.blueprint import total_parameters
+from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.cli.main import main
-from frontier_llm.machine import load_machine
-from frontier_llm.planner.costs.flops import model_flops_per_token
+from frontier_llm.machine.load import load_machine
 from frontier_llm.planner.promise import BANDS, BEST, ESTIMATED, OTHER, SAME, basis, family, size_class
 from frontier_llm.planner.published.datasets import FITTED, PublishedRun, shipped
 from frontier_llm.planner.published.predict import predict

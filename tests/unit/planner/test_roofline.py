@@ -7,7 +7,7 @@ import pytest
 from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.figures import roofline_chart
 from frontier_llm.planner.search import simulate_layout
 

@@ -13,14 +13,15 @@ from frontier_llm.blueprint.layout import SHARDING, Layout, layout_of
 from frontier_llm.config.load import build, load_model
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError
-from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import enumerate_layouts, legal_node_counts, parse_fixed
 from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.report import breakdown, layout_words
 from frontier_llm.planner.search import RESOLUTION, default_global_batch, search, simulate_layout, smallest_machine
-from frontier_llm.topology import plan_problems, split_layers
+from frontier_llm.topology.plan import plan_problems, split_layers
 
 FRONTIER = rates(load_machine("frontier"))
 ORNL = rates(load_machine("frontier"), "megatron-deepspeed")
@@ -131,7 +132,7 @@ BIG = pytest.mark.parametrize(("model", "nodes"), [("gpt-1t", 384), ("gpt-175b",
 
 @BIG
 def test_big_searches_keep_tensor_parallelism_inside_the_node(model: str, nodes: int) -> None:
-    """The whole command; `scripts/bench_plan.py` says how long it takes."""
+    """The whole command; `benchmarks/planner/plan.py` says how long it takes."""
     done = subprocess.run(
         [sys.executable, "-m", "frontier_llm.cli.main", "plan", model, "--machine", "frontier", "--nodes", str(nodes)],
         capture_output=True,

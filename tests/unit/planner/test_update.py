@@ -7,11 +7,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frontier_llm.blueprint import block_parameters
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.matrices import is_matrix, matrices_of
+from frontier_llm.blueprint.parameters import block_parameters
 from frontier_llm.config.load import load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.update import update_flops, whole_update

@@ -16,7 +16,7 @@ import pytest
 from frontier_llm.blueprint.items import HEAD, PRODUCTS
 from frontier_llm.blueprint.work import block_work, head_work
 from frontier_llm.errors import DataError
-from frontier_llm.machine import Rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.seconds import RECOMPUTED, by_cause
 from frontier_llm.planner.published.datasets import FITTED, PUBLISHED, SHIPPED, read_measurements, shipped

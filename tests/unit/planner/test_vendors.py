@@ -1,5 +1,5 @@
-"""What MosaicML reported of MPT models on MI250 and A100, against the planner; docs/scaling.md holds these very
-figures.
+"""What MosaicML reported of MPT models on MI250 and A100, against the planner; docs/benchmarks/scaling.md holds these
+very figures.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from statistics import fmean
 import pytest
 
 from frontier_llm.blueprint.layout import Layout
+from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_model
-from frontier_llm.machine import Rates
-from frontier_llm.planner.costs.flops import model_flops_per_token
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.kernels import pace
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.published import predict
@@ -24,7 +24,7 @@ from frontier_llm.planner.published.predict import peak_bytes
 from frontier_llm.units import TERA
 
 cluster_rates = cache(predict.cluster_rates)  # reads a file
-PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "benchmarks" / "scaling.md").read_text()
 MODELS = ("mpt-1b", "mpt-3b", "mpt-7b", "mpt-13b")
 NODE = 8  # A100, or GCDs of four MI250
 OF_40_GB = ("llm-foundry-a100-40", "llm-foundry")

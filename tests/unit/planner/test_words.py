@@ -7,7 +7,7 @@ import pytest
 from frontier_llm.blueprint.layout import Layout, run_keys
 from frontier_llm.cli.main import main
 from frontier_llm.config import load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner import report
 from frontier_llm.planner.candidates import choices_of, enumerate_layouts
 from frontier_llm.planner.search import simulate_layout

@@ -50,3 +50,16 @@ def test_tuples_and_wide_lines_are_counted_and_refused_above_a_bound() -> None:
     for excess in ("tokens_per_line is 31.5, at most 20", "tuples is 1", "starred is 2", "wide is 1"):
         assert excess in answer
     assert "pairs" not in answer
+
+
+def test_wide_lines_of_shell_are_named_unless_a_url_or_one_word_needs_the_width(tmp_path: Path) -> None:
+    script = tmp_path / "launch" / "job.sh"
+    script.parent.mkdir()
+    words = "word " * 25
+    script.write_text(f"{words}\n# https://example.org {words}\nimage={'x' * 130}\nshort\n")
+    program = (
+        "import sys; sys.path.insert(0, 'scripts'); import code_density; from pathlib import Path\n"
+        f"code_density.ROOT = Path({str(tmp_path)!r}); print(code_density.wide_lines())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "['launch/job.sh:1']"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from frontier_llm.machine import OWN_STACK, load_machine
+from frontier_llm.machine.load import OWN_STACK, load_machine
 
 FOLDER = Path(__file__).resolve().parents[3] / "scripts" / "first_gpu"
 

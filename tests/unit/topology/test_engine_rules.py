@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from frontier_llm.config import BatchConfig, RunConfig, load_model
-from frontier_llm.topology import plan_problems
+from frontier_llm.topology.plan import plan_problems
 
 
 def problems(world_size: int, **sections: dict[str, Any]) -> list[str]:

@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontier_llm.errors import ConfigError
-from frontier_llm.topology import AXES, AXIS_ORDERS, Grid
+from frontier_llm.topology.grid import (
+    AXES,
+    AXIS_ORDERS,
+    Grid,
+)
 
 grids = st.builds(
     Grid,

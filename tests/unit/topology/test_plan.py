@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from frontier_llm.config import BatchConfig, ModelConfig, ParallelConfig, RunConfig
 from frontier_llm.errors import LayoutError, Problem
-from frontier_llm.topology import AXIS_ORDERS, make_plan, plan_problems
+from frontier_llm.topology.grid import AXIS_ORDERS
+from frontier_llm.topology.plan import make_plan, plan_problems
 
 MODEL: dict[str, Any] = {
     "layers": 8,

@@ -6,7 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontier_llm.topology import Rectangle, rectangles_of_run, spans
+from frontier_llm.topology.rectangles import (
+    Rectangle,
+    rectangles_of_run,
+    spans,
+)
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontier_llm.blueprint import How, Parameter, ParameterKind, Split
-from frontier_llm.topology import shard
+from frontier_llm.blueprint.parameters import (
+    How,
+    Parameter,
+    ParameterKind,
+    Split,
+)
+from frontier_llm.topology.shards import shard
 
 
 @given(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontier_llm.config import ModelConfig, load_model
-from frontier_llm.topology import head_cost_in_layers, split_layers
+from frontier_llm.topology.plan import head_cost_in_layers, split_layers
 
 
 def model(layers: int, vocab_size: int = 1000) -> ModelConfig:

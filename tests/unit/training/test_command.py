@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from frontier_llm.blueprint import total_parameters
-from frontier_llm.cli import checks, local_ranks
+from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.cli import checks
 from frontier_llm.cli import main as command_line
+from frontier_llm.cli.ranks import local_world_size
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError
 from frontier_llm.units import format_bytes
@@ -276,9 +277,9 @@ def test_what_saves_nothing_needs_no_room_for_checkpoints(tmp_path, monkeypatch)
         checks.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=9, f_files=10)
     )
     config = load_run("train_small", [f"train.run_dir={tmp_path}"])
-    checks.check(config, local_ranks.local_world_size(config), saves=False)
+    checks.check(config, local_world_size(config), saves=False)
     with pytest.raises(ConfigError, match="the first"):
-        checks.check(config, local_ranks.local_world_size(config))
+        checks.check(config, local_world_size(config))
 
 
 @pytest.mark.parametrize(

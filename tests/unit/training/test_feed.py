@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from frontier_llm.comm import serial_mesh
+from frontier_llm.comm import Ledger, serial_mesh
 from frontier_llm.data.loader import SampleBatch
 from frontier_llm.parallel.tensor import mean_over_global_batch
+from frontier_llm.schedule import Action, Kind
+from frontier_llm.training.clock import PhaseClock
 from frontier_llm.training.feed import Feed
 
 
@@ -83,3 +88,40 @@ def test_the_loss_is_the_same_whether_a_number_or_a_tensor_divides_it(dtype: tor
             mean.backward()
         assert means[0].dtype == means[1].dtype == dtype and torch.equal(*means)
         assert torch.equal(losses[0].grad, losses[1].grad)
+
+
+def test_a_feed_announces_each_read_and_its_end() -> None:
+    source = Source(False)
+    reader = feed(source, is_end=True)
+    events: list[tuple[int | None, int]] = []
+    reader.on_read = lambda index: events.append((index, source.reads))
+    reader.microbatch(0, 1, 8)
+    assert events == [(1, 0), (None, 1)]
+    middle = feed(source, is_end=False)
+    middle.on_read = lambda index: events.append((index, source.reads))
+    middle.microbatch(0, 0, 8)
+    assert len(events) == 2  # nothing was read
+
+
+def test_time_of_reading_counts_as_data_and_not_as_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    source = Source(False)
+    read = source.microbatch
+
+    def slow_read(step: int, index: int) -> SampleBatch:
+        nonlocal now_s
+        now_s += 5.0
+        return read(step, index)
+
+    monkeypatch.setattr(source, "microbatch", slow_read)
+    reader = feed(source, is_end=True)
+    phases = PhaseClock(Ledger())
+    phases.attach(SimpleNamespace(pipeline=SimpleNamespace(), feed=reader))
+    phases.on_action(Action(Kind.FORWARD, 0, 0))
+    now_s += 1.0
+    reader.microbatch(0, 0, 8)
+    now_s += 2.0
+    phases.on_action(None)
+    seconds = phases.take()
+    assert (seconds["data"], seconds["forward"]) == (5.0, 3.0)

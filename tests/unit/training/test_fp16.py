@@ -11,12 +11,13 @@ from torch import Tensor
 
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import PrecisionConfig, RunConfig, build
+from frontier_llm.config.validate import fp16_note
 from frontier_llm.data.loader import SampleBatch
-from frontier_llm.machine import fp16_note, load_machine
+from frontier_llm.machine.load import load_machine
 from frontier_llm.ops import Ops
 from frontier_llm.optim import initial_loss_scale
 from frontier_llm.run.launchers import RankEnv
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training import build as train_build
 from frontier_llm.training.device import choose_device
 from frontier_llm.training.step import train_step

@@ -14,13 +14,12 @@ import torch
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.config import RunConfig, load_run, phases_of
-from frontier_llm.data.course import course
-from frontier_llm.data.identity import wanted
+from frontier_llm.data.identity import course, wanted
 from frontier_llm.data.loader import open_run_batches
 from frontier_llm.data.position import START
 from frontier_llm.run import run_dir
 from frontier_llm.run.signals import SignalWatcher
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training import loop
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import StepResult, train_step

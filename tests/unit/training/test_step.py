@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frontier_llm.comm import StragglerWatch, build_mesh, serial_mesh
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.guard import Wish
 from frontier_llm.training.step import train_step

@@ -17,12 +17,13 @@ from frontier_llm.config.schema import ParallelConfig
 from frontier_llm.experiments.measure.calibration import Samples, calibrated_rates, non_negative, steps_layout
 from frontier_llm.experiments.measure.link_tables import PLANNED
 from frontier_llm.experiments.measure.machine_file import machine_content, report
-from frontier_llm.machine import Rates, load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.collectives import node_s
 from frontier_llm.planner.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import play
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 
 CONFIG = load_run("bench", ["parallel.tensor=2"])
 TRUTH = replace(

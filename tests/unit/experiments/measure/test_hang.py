@@ -12,7 +12,7 @@ import pytest
 from frontier_llm.cli.main import main
 from frontier_llm.experiments.measure import hang
 from frontier_llm.experiments.measure.hang import Verdict, in_flight_of, watch
-from frontier_llm.machine import load_machine
+from frontier_llm.machine.load import load_machine
 
 # with one communication in flight the first stage waits for its first gradient before it has sent anything
 PLANT = """

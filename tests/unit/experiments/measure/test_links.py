@@ -20,8 +20,8 @@ from frontier_llm.config import CommConfig
 from frontier_llm.experiments.measure import links, timing
 from frontier_llm.experiments.measure.link_tables import algorithm_rules, contention, link_kind, node_tables, slow_links
 from frontier_llm.experiments.measure.links import OPERATIONS, LinkTime, Pair, bench_comm, bench_pairs, sizes_between
-from frontier_llm.machine import load_machine, rates
-from frontier_llm.topology import Grid
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 

@@ -13,7 +13,7 @@ import yaml
 from frontier_llm.config import dump, load_run
 from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.report import _experts, write_report
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.metrics import layout_of
 from frontier_llm.units import strict_json
 

@@ -19,7 +19,7 @@ from frontier_llm.cluster.admission import Cost, admit_job
 from frontier_llm.cluster.batch import open_batch
 from frontier_llm.cluster.sbatch import JOBS
 from frontier_llm.config import TrainConfig, available, load_run, saves_between, saves_nothing
-from frontier_llm.config.saves import PRODUCTION
+from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.errors import ConfigError
 from frontier_llm.planner.predict import planned_saves

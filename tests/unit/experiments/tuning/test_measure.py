@@ -100,7 +100,7 @@ def table(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     capsys.readouterr()
     from frontier_llm.experiments.tuning.space import make_space
     from frontier_llm.experiments.tuning.trials import Trial, write_trials
-    from frontier_llm.machine import load_machine, rates
+    from frontier_llm.machine.load import load_machine, rates
 
     config = load_run("train_small", TINY)
     space = make_space(config, rates(load_machine("local")), 2, 2, {"recompute": "none", "sharding": "optimizer"})

@@ -19,7 +19,7 @@ from frontier_llm.experiments.tuning.constants import CONSTANTS, changed, fit, s
 from frontier_llm.experiments.tuning.search import Everything, Limits, Proposal, Tuner, run_search
 from frontier_llm.experiments.tuning.space import Space, laid_out, make_space, words_of
 from frontier_llm.experiments.tuning.trials import Trial, read_trials, write_trials
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.search import simulate_layout
 
 NUMBERS = rates(load_machine("local"))

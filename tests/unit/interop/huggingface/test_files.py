@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from frontier_llm.blueprint import model_parameters
+from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint.weights import write_checkpoint
 from frontier_llm.comm import single
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, RunConfig, TrainConfig, available, load_model
@@ -32,7 +32,7 @@ from frontier_llm.interop.huggingface.files import INDEX, SINGLE
 from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops
 from frontier_llm.parallel.tensor import LayerContext, WeightGradients
-from frontier_llm.topology import split_layers
+from frontier_llm.topology.plan import split_layers
 from tests.unit.interop.huggingface.families import LLAMA_3, saved
 
 

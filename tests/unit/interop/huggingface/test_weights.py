@@ -28,7 +28,7 @@ from frontier_llm.data.loader import open_batches
 from frontier_llm.errors import CheckpointError
 from frontier_llm.interop.huggingface import HuggingFaceModel, export_huggingface
 from frontier_llm.model import initial_rows
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.step import train_step
 from tests.harness.pool import RankPool

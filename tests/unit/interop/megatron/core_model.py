@@ -1,18 +1,18 @@
 """A program: build a GPT with megatron-core itself on the CPU, save it as Megatron-LM does, and what it computes beside
 it.
 
-megatron-core expects CUDA; scripts/peers/megatron_core_step.py::run_on_cpu is what it takes to do without. It patches
-torch, so this runs in a process of its own: `python -m tests.unit.interop.megatron.core_model KIND FOLDER`.
+megatron-core expects CUDA; tests/harness/megatron_on_cpu.py is what it takes to do without. It patches torch,
+so this runs in a process of its own: `python -m tests.unit.interop.megatron.core_model KIND FOLDER`.
 """
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[4]
+from tests.harness.megatron_on_cpu import run_on_cpu
+
 SHAPE = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "ffn_hidden_size": 80}
 KINDS = {
     "gpt": ({}, {"position_embedding_type": "learned_absolute"}),
@@ -43,10 +43,7 @@ ARGUMENTS = {
 
 
 def main(kind: str, folder: Path) -> None:
-    spec = importlib.util.spec_from_file_location("step", ROOT / "scripts/peers/megatron_core_step.py")
-    step = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(step)
-    step.run_on_cpu()
+    run_on_cpu()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -1,8 +1,8 @@
 """A program, one rank of EP: megatron-core's own MoE layer on the CPU in float64, forward and backward, and all that it
 computed in a file.
 
-megatron-core expects CUDA; scripts/peers/megatron_core_step.py::run_on_cpu is what it takes to do without. It patches
-torch, so this runs in processes of its own: `python -m tests.unit.parallel.expert.megatron_layer VARIANT FOLDER RANK
+megatron-core expects CUDA; tests/harness/megatron_on_cpu.py is what it takes to do without. It patches torch,
+so this runs in processes of its own: `python -m tests.unit.parallel.expert.megatron_layer VARIANT FOLDER RANK
 RANKS`.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scripts.peers.megatron_core_step import experts_on_cpu, run_on_cpu
+from tests.harness.megatron_on_cpu import experts_on_cpu, run_on_cpu
 
 S = 12
 B = 4

@@ -11,7 +11,7 @@ from frontier_llm.comm import build_mesh, start_all_to_all_rows
 from frontier_llm.config import CommConfig, OpsConfig
 from frontier_llm.ops import select_ops
 from frontier_llm.parallel.expert import RouterChoice, ToNodes, combine, dispatch, plan_dispatch
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from tests.harness.pool import RankPool
 
 EXPERTS = 4

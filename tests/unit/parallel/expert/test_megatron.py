@@ -14,8 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
-from frontier_llm.blueprint import block_parameters
 from frontier_llm.blueprint.optimizers import ADAMW
+from frontier_llm.blueprint.parameters import block_parameters
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import ModelConfig, OpsConfig
 from frontier_llm.model.experts import MixtureOfExperts, Routed

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint import Parameter, ParameterKind
+from frontier_llm.blueprint.parameters import Parameter, ParameterKind
 from frontier_llm.parallel.tensor import ShardedParameter, WeightGradients
 from frontier_llm.parallel.tensor.gradients import Factor
-from frontier_llm.topology import shard
+from frontier_llm.topology.shards import shard
 
 
 def test_each_product_lets_go_of_its_factors_before_the_next_but_one() -> None:

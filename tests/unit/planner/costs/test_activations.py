@@ -13,11 +13,11 @@ from frontier_llm.comm import serial_mesh
 from frontier_llm.config.load import build, load_model
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.data.loader import SampleBatch
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.ops.native import load_cpu_library
 from frontier_llm.planner.costs.memory import held
 from frontier_llm.planner.costs.memory import kept_bytes as kept_by_the_list
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 
 

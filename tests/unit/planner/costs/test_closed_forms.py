@@ -13,14 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontier_llm.blueprint import StageSpec, model_parameters, stage_parameters, total_parameters
 from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.work import block_work
+from frontier_llm.blueprint.parameters import (
+    StageSpec,
+    model_parameters,
+    stage_parameters,
+    total_parameters,
+)
+from frontier_llm.blueprint.work import block_work, hardware_flops_per_token, model_flops_per_token
 from frontier_llm.config.load import load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.costs.collectives import flat_s, message_s, node_s, table_s
-from frontier_llm.planner.costs.flops import hardware_flops_per_token, model_flops_per_token
 from frontier_llm.planner.costs.kernels import flash_s, product_s
 from frontier_llm.planner.costs.layouts import as_table
 from frontier_llm.planner.costs.memory import kept_bytes, peak_memory, stage_memory
@@ -28,7 +32,7 @@ from frontier_llm.planner.costs.parameters import stage_numel
 from frontier_llm.planner.costs.seconds import by_cause
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.schedule import Kind, build, peak_in_flight
-from frontier_llm.topology import split_layers
+from frontier_llm.topology.plan import split_layers
 
 FRONTIER = rates(load_machine("frontier"))
 

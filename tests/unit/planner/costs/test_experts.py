@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from frontier_llm.blueprint import model_parameters, total_parameters
 from frontier_llm.blueprint.expert_work import DISPATCH, even_rows, expert_work, nodes_of_a_token
 from frontier_llm.blueprint.items import HostWait, Software
 from frontier_llm.blueprint.layout import Layout
-from frontier_llm.blueprint.work import block_work
+from frontier_llm.blueprint.parameters import model_parameters, total_parameters
+from frontier_llm.blueprint.work import block_work, model_flops_per_token
 from frontier_llm.config import ModelConfig, load_model
-from frontier_llm.machine import load_machine, rates
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.costs.experts import experts_inside, over_nodes
-from frontier_llm.planner.costs.flops import model_flops_per_token
 from frontier_llm.planner.costs.memory import kept_bytes, stage_memory
 from frontier_llm.planner.costs.seconds import by_cause, times, work_s
 from frontier_llm.units import GIB

@@ -7,12 +7,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frontier_llm.blueprint import ParameterKind, rank_parameters
 from frontier_llm.blueprint.optimizers import _RULES, OptimizerRule
+from frontier_llm.blueprint.parameters import ParameterKind, rank_parameters
 from frontier_llm.config.load import build, load_model, merge
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.data.loader import SampleBatch
-from frontier_llm.topology import make_plan
+from frontier_llm.topology.plan import make_plan
 from tests.harness.pool import RankPool
 from tests.harness.traffic import buckets, step_traffic
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from frontier_llm.comm import build_mesh, serial_mesh
-from frontier_llm.topology import Grid
+from frontier_llm.topology.grid import Grid
 from frontier_llm.training.guard.recompute import Recompute, UntrustedRank, WrongArithmetic
 from tests.harness.pool import RankPool
 

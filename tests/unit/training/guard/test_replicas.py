@@ -10,7 +10,8 @@ from frontier_llm.model import build_stages
 from frontier_llm.ops import select_ops
 from frontier_llm.optim import Zero, build_buckets
 from frontier_llm.parallel.tensor import LayerContext, WeightGradients
-from frontier_llm.topology import Grid, split_layers
+from frontier_llm.topology.grid import Grid
+from frontier_llm.topology.plan import split_layers
 from frontier_llm.training.guard.replicas import ReplicaCheck, ReplicaDrift, checksum
 from tests.harness.pool import RankPool
 from tests.unit.checkpoint.simulated import TINY

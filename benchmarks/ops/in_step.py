@@ -1,0 +1,93 @@
+"""What each op is worth in the whole training step: the step with all fused ops, with one group off, and with all off,
+taking turns.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.ops.in_step [--dtype bf16,fp32] [--rounds 4] [--update]
+
+One rank on the CPU, model bench-l8-h384, 4 microbatches of 4; about 2 minutes for bf16 and 3 for fp32 on an idle
+machine. Times are CPU seconds of the process (one thread), best of the rounds, so that other work on the machine moves
+them little. "Off" is SDPA for attention and plain torch for the rest. --update puts the tables into
+docs/benchmarks/ops.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from contextlib import ExitStack
+
+import torch
+
+from benchmarks.harness import MEASURED
+from frontier_llm.config import load_run
+from frontier_llm.ops.reference import GROUPS
+from frontier_llm.training.join import joined_state
+from frontier_llm.training.step import train_step
+
+DOCUMENT = MEASURED / "ops.md"
+TOKENS = 16 * 256
+
+
+def measure(dtype: str, rounds: int) -> dict[str, float]:
+    """CPU seconds of a step by what is off."""
+    off = {group: "sdpa" if group == "attention" else "reference" for group in GROUPS}
+    choices: dict[str, dict[str, str]] = {
+        "all on": {},
+        **{f"{group} off": {group: how} for group, how in off.items()},
+        "all off": off,
+    }
+    best = dict.fromkeys(choices, float("inf"))
+    with ExitStack() as stack:
+        states = {}
+        for name, ops in choices.items():
+            overrides = [
+                f"precision.dtype={dtype}",
+                "batch.global_batch=16",
+                "batch.micro_batch=4",
+                "model=bench-l8-h384",
+            ]
+            config = load_run("bench", [*overrides, *(f"ops.{group}={how}" for group, how in ops.items())])
+            states[name] = stack.enter_context(joined_state(config, None))
+        for turn in range(rounds + 1):
+            for name, state in states.items():
+                begin = time.process_time()
+                train_step(state)
+                if turn:  # the first turn warms up
+                    best[name] = min(best[name], time.process_time() - begin)
+    return best
+
+
+def table(dtype: str, best: dict[str, float]) -> str:
+    """The table of docs/benchmarks/ops.md."""
+    lines = [f"| {dtype} | CPU s per step | tokens/s | loss of speed without it |", "|---|---|---|---|"]
+    for name, seconds in best.items():
+        label = f"{name} (not used by this model: the noise)" if name in ("rope off", "experts off") else name
+        lines.append(f"| {label} | {seconds:.2f} | {TOKENS / seconds:,.0f} | {seconds / best['all on'] - 1:+.1%} |")
+    return "\n".join(lines) + "\n"
+
+
+def updated(document: str, fresh: str) -> str:
+    """The document with the table that has the same first line replaced; raises ValueError when there is none."""
+    heading = fresh.partition("\n")[0]
+    document, found = re.subn(rf"^{re.escape(heading)}\n(\|.*\n)+", lambda _: fresh, document, flags=re.MULTILINE)
+    if found != 1:
+        raise ValueError(f"{DOCUMENT} has {found} tables that begin with {heading!r}")
+    return document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bf16,fp32")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--update", action="store_true", help="put the tables into docs/benchmarks/ops.md")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for dtype in args.dtype.split(","):
+        fresh = table(dtype, measure(dtype, args.rounds))
+        print(fresh, flush=True)
+        if args.update:
+            DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8"), fresh), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""A small mixture of experts (L8 H384, 16 experts of 384, top 4) against megatron-core's dropless all-to-all dispatcher
+and our dense model.
+
+    python -m benchmarks.peers.moe --peers-python PEERS_VENV/bin/python [--rounds 2] [--layouts serial,ep2,ep4,ep2tp2]
+
+The dense model is bench-l8-h384, whose MLP of 1,536 is the four experts of a token: equal active work. All three take
+turns, one thread per rank, bf16. Processor seconds are of all ranks together; on a machine that others use, or that has
+fewer cores than a layout ranks, they are what can be compared, and wall seconds are given beside.
+Layouts are added to docs/benchmarks/results/moe_step.json as they are measured, and the measured part of
+docs/benchmarks/moe.md is written from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.harness import MEASURED, RESULTS, write_measured
+from benchmarks.peers.gpt import PEERS, SHAPE, TOKENS, run
+from frontier_llm.blueprint.work import model_flops_per_token
+from frontier_llm.config import load_run
+
+EXPERTS = {"experts": 16, "top_k": 4, "expert_hidden": 384}
+MOE = f"model.moe={json.dumps(EXPERTS)}"
+BARE = "model.bias=false"  # of all three: our experts have none, nor then has megatron-core
+
+
+class Degrees(NamedTuple):
+    """Of one layout; experts are never cut themselves, as narrow as they are."""
+
+    tp: int
+    dp: int
+    ep: int
+
+
+LAYOUTS = {"serial": Degrees(1, 1, 1), "ep2": Degrees(1, 2, 2), "ep4": Degrees(1, 4, 4), "ep2tp2": Degrees(2, 2, 2)}
+
+
+def ours(layout: Degrees, experts: bool, steps: int) -> dict[str, list[float]]:
+    """Seconds of each step: "wall" and "cpu"."""
+    overrides = [
+        BARE,
+        f"parallel.tensor={layout.tp}",
+        f"parallel.data={layout.dp}",
+        f"parallel.sequence_parallel={str(layout.tp > 1).lower()}",
+    ]
+    overrides += [MOE, f"parallel.expert={layout.ep}"] if experts else []
+    with tempfile.TemporaryDirectory() as run_dir:
+        command = [
+            sys.executable,
+            "-m",
+            "frontier_llm.cli.main",
+            "bench",
+            "step",
+            "bench",
+            *overrides,
+            f"train.run_dir={run_dir}",
+        ]
+        output = run([*command, "--steps", str(steps), "--json"])
+    result = json.loads(output[output.index("{") : output.rindex("}") + 1])
+    return {"wall": result["step_times_s"], "cpu": result["cpu_times_s"]}
+
+
+def megatron(python: str, layout: Degrees, steps: int) -> dict[str, list[float]]:
+    arguments = {
+        **SHAPE,
+        **EXPERTS,
+        "tp": layout.tp,
+        "pp": 1,
+        "ep": layout.ep,
+        "steps": steps,
+        "warmup": 2,
+        "dtype": "bf16",
+    }
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.tp * layout.dp}"]
+    output = run(
+        [
+            *command,
+            "--module",
+            PEERS["megatron-core"],
+            *(f"--{key}={value}" for key, value in arguments.items()),
+        ]
+    )
+    match = re.search(r"^RESULT (.*)$", output, re.M)
+    assert match, output
+    result = json.loads(match[1])
+    return {"wall": result["step_s"], "cpu": result["cpu_s"]}
+
+
+def page(result: dict[str, Any]) -> str:
+    """The measured part of docs/benchmarks/moe.md."""
+    rows = []
+    for name, row in result["layouts"].items():
+        ratios = [f"{row['megatron-core'][kind] / row['experts'][kind]:.2f}" for kind in ("cpu", "wall")]
+        share = [
+            f"{row['flops_experts_over_dense'] * row['dense'][kind] / row['experts'][kind]:.2f}"
+            for kind in ("cpu", "wall")
+        ]
+        seconds = [f"{row[who]['cpu']:.2f} / {row[who]['wall']:.2f}" for who in ("experts", "megatron-core", "dense")]
+        rows.append(f"| {name} | {' | '.join(seconds)} | {' / '.join(ratios)} | {' / '.join(share)} |")
+    lines = [
+        "### Measured: the step",
+        "",
+        f"`benchmarks/peers/moe.py`: L8 H384 A6 S256 V8192, {EXPERTS['experts']} experts of "
+        f"{EXPERTS['expert_hidden']}, top {EXPERTS['top_k']}, {TOKENS:,} tokens a "
+        "step, bf16, one thread per rank; megatron-core 0.16.1 with its all-to-all dispatcher (dropless, experts one "
+        "after the other: its grouped product needs a "
+        "GPU). Two cores **shared with other jobs**, so processor seconds of all ranks are the measure and wall "
+        "seconds stand beside; medians of the "
+        "steps, in turns. Four ranks share the two cores, so that their wall seconds say little. The dense model's "
+        "MLP is as wide as the four experts of a token; "
+        "the last column is the experts' rate of model FLOPs over its rate.",
+        "",
+        "| layout | ours, cpu / wall s | megatron-core | our dense model | megatron-core over ours | rate over dense |",
+        "|---|--:|--:|--:|--:|--:|",
+        *rows,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers-python", required=True)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    options = parser.parse_args()
+    target = RESULTS / "moe_step.json"
+    result: dict[str, Any] = {"shape": {**SHAPE, **EXPERTS}, "layouts": {}}
+    if target.exists():
+        result = json.loads(target.read_text(encoding="utf-8"))
+    flops = {
+        name: model_flops_per_token(load_run("bench", more).model)
+        for name, more in (("experts", [BARE, MOE]), ("dense", [BARE]))
+    }
+    for name in options.layouts.split(","):
+        layout = LAYOUTS[name]
+        seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for _ in range(options.rounds):
+            turns = {
+                "experts": ours(layout, True, options.steps),
+                "megatron-core": megatron(options.peers_python, layout, options.steps),
+                "dense": ours(layout, False, options.steps),
+            }
+            for who, measured in turns.items():
+                for kind, values in measured.items():
+                    seconds[who][kind] += values
+        medians = {who: {kind: median(values) for kind, values in kinds.items()} for who, kinds in seconds.items()}
+        samples = {who: dict(kinds) for who, kinds in seconds.items()}
+        result["layouts"][name] = {
+            **medians,
+            "flops_experts_over_dense": flops["experts"] / flops["dense"],
+            "samples_s": samples,
+        }
+        target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_measured(MEASURED / "moe.md", __file__, page(result))
+        print(f"{name}: {medians}", file=sys.stderr, flush=True)
+    print(page(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Predicted beside measured step time on this computer, over a spread of layouts. On an otherwise idle computer (4
+minutes):
+
+    python -m benchmarks.planner.plan [--rounds 3] [--machine calibrated.yaml] [--json FILE]
+
+Calibrates first unless a machine file is given. Predictions simulate the schedule under that file; measurements are the
+medians of `frontier-llm bench step`, one process per rank, layouts taking turns so that a disturbance does not fall on
+one of them. Exit code 1 when a prediction is off by more than 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from frontier_llm.blueprint.layout import layout_of
+from frontier_llm.config import RunConfig, load_run
+from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.pipeline import play
+from frontier_llm.run.rank_env import environment
+from frontier_llm.topology.plan import make_plan
+
+RANKS = 2
+BAR = 0.15
+LAYOUTS = {
+    "one rank": [],
+    "one rank, microbatch 1": ["batch.micro_batch=1"],
+    "one rank, full recomputation": ["train.recompute=full"],
+    "TP2": ["parallel.tensor=2"],
+    "TP2, microbatch 1": ["parallel.tensor=2", "batch.micro_batch=1"],
+    "TP2, sequence parallel": ["parallel.tensor=2", "parallel.sequence_parallel=true"],
+    "PP2": ["parallel.pipeline=2"],
+    "PP2, microbatch 1": ["parallel.pipeline=2", "batch.micro_batch=1"],
+    "PP2, GPipe": ["parallel.pipeline=2", "parallel.schedule=gpipe"],
+    "PP2, 2 chunks": ["parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=interleaved"],
+    "PP2, ZB-H1": ["parallel.pipeline=2", "parallel.schedule=zb-h1"],
+    "DP2": ["parallel.data=2"],
+    "DP2, ZeRO-0": ["parallel.data=2", "parallel.zero=0"],
+}
+
+
+def frontier_llm(*words: str) -> str:
+    """Run the command line; its stdout. A single rank gets the threads that each of `RANKS` would have."""
+    threads = max(1, (os.cpu_count() or 1) // RANKS)
+    command = [sys.executable, "-m", "frontier_llm.cli.main", *words]
+    env = {**environment(), "OMP_NUM_THREADS": str(threads)}
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+
+
+def predicted_s(config: RunConfig, numbers: Rates) -> float:
+    """The simulated step."""
+    parallel = config.parallel
+    ranks = parallel.tensor * parallel.pipeline * (parallel.data or 1)
+    plan = make_plan(config, ranks)
+    return play(config.model, layout_of(config, ranks), numbers, plan.stages).step_s
+
+
+def measured_s(run: str, overrides: list[str], steps: int) -> float:
+    """Median step of one `bench step`."""
+    out = frontier_llm("bench", "step", run, *overrides, "--steps", str(steps), "--json")
+    return float(json.loads(out[out.index("{") :])["step_time_s"])
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", help="a calibrated machine file (default: calibrate now)")
+    parser.add_argument("--run", default="bench")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps per round and layout")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        machine = args.machine or f"{folder}/calibrated.yaml"
+        if not args.machine:
+            print(frontier_llm("calibrate", args.run, "--ranks", str(RANKS), "--output", machine))
+        numbers = rates(load_machine(machine))
+    samples: dict[str, list[float]] = {name: [] for name in LAYOUTS}
+    for number in range(args.rounds):
+        for name, overrides in LAYOUTS.items():
+            print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr)
+            samples[name].append(measured_s(args.run, overrides, args.steps))
+    rows: list[dict[str, Any]] = []
+    print(
+        f"| {'layout':28} | {'measured':>8} | {'rounds':>17} | {'predicted':>9} | {'error':>8} |\n|---|--:|--:|--:|--:|"
+    )
+    for name, overrides in LAYOUTS.items():
+        measured = median(samples[name])
+        predicted = predicted_s(load_run(args.run, overrides), numbers)
+        error = predicted / measured - 1
+        spread = f"{min(samples[name]):.3f} … {max(samples[name]):.3f} s"
+        print(f"| {name:28} | {measured:>6.3f} s | {spread:>17} | {predicted:>7.3f} s | {100 * error:>+6.1f} % |")
+        rows.append(
+            {
+                "layout": name,
+                "measured_s": measured,
+                "rounds_s": samples[name],
+                "predicted_s": predicted,
+                "error": error,
+            }
+        )
+    worst = max(abs(row["error"]) for row in rows)
+    print(f"worst {100 * worst:.1f} %, bar {100 * BAR:.0f} %")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return int(worst > BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

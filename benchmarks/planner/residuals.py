@@ -1,0 +1,126 @@
+"""Writes what the planner misses on vTrain's multi-node runs into docs/benchmarks/planner.md: by bubble, message per
+NIC, host, memory, tensor degree and microbatch; and how many pairs it ranks right, by how far they lie apart.
+
+python -m benchmarks.planner.residuals
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
+
+import numpy as np
+
+from benchmarks.harness import MEASURED, write_measured
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.config import ModelConfig
+from frontier_llm.machine.rates import Rates
+from frontier_llm.planner.costs.layouts import seats
+from frontier_llm.planner.costs.seconds import FORWARD_OPS
+from frontier_llm.planner.costs.time import p2p_bytes
+from frontier_llm.planner.published.datasets import shipped
+from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
+from frontier_llm.planner.published.validate import groups, is_fitted
+
+DATASET = "vTrain multi-node"
+# of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart
+APART = (0.0, 0.02, 0.05, 0.1)
+PAGE = MEASURED / "planner.md"
+
+
+def bubble(model: ModelConfig, layout: Layout, rates: Rates) -> float:
+    """Microbatches' worth of waiting over microbatches, percent."""
+    return 100 * (layout.pp - 1) / layout.microbatches
+
+
+def message_mib(model: ModelConfig, layout: Layout, rates: Rates) -> float:
+    """What a pipeline message puts on one NIC, all devices of a node sending, in MiB; 0 where no message leaves the
+    node.
+    """
+    place = seats(layout, rates)
+    if layout.pp == 1 or place.pp_inside:
+        return 0.0
+    return float(p2p_bytes(model, layout, rates)) * float(place.pp_sharing) / rates.node_devices / 2**20
+
+
+def host_ms(model: ModelConfig, layout: Layout, rates: Rates) -> float:
+    """What the host dispatches for one microbatch's forward on one rank, in ms."""
+    return 1e3 * (model.layers / layout.pp * FORWARD_OPS * rates.launch_s + rates.microbatch_s)
+
+
+def memory_share(model: ModelConfig, layout: Layout, rates: Rates) -> float:
+    """Of the fullest device, percent: what an allocator that runs short would be slow by."""
+    return 100 * peak_bytes(model, layout, rates) / rates.memory_bytes
+
+
+COLUMNS: dict[str, tuple[Callable[[ModelConfig, Layout, Rates], float], tuple[float, ...]]] = {
+    "bubble, % of the microbatches": (bubble, (10, 30, 100)),
+    "pipeline message per NIC, MiB": (message_mib, (0.1, 8, 32)),
+    "host per microbatch, ms": (host_ms, (2, 4, 8)),
+    "memory of the fullest device, %": (memory_share, (40, 60, 75)),
+    "tensor degree": (lambda model, layout, rates: layout.tp, (1.5, 3, 6)),
+    "microbatch": (lambda model, layout, rates: layout.micro_batch, (1.5, 3, 6)),
+}
+
+
+def classes(
+    predictions: Sequence[RowPrediction], values: np.ndarray, edges: Sequence[float]
+) -> list[tuple[str, np.ndarray]]:
+    """(words, errors in percent of log time) of each class that has rows."""
+    errors = 100 * np.log([one.seconds / one.row.seconds for one in predictions])
+    bounds = [-np.inf, *edges, np.inf]
+    words = [f"below {edges[0]:g}", *(f"{low:g} to {high:g}" for low, high in pairwise(edges)), f"from {edges[-1]:g}"]
+    parts = [
+        (word, errors[(values >= low) & (values < high)])
+        for word, (low, high) in zip(words, pairwise(bounds), strict=True)
+    ]
+    return [(word, part) for word, part in parts if len(part)]
+
+
+def pairs(predictions: Sequence[RowPrediction]) -> list[str]:
+    """A table: of the pairs of runs whose measured times differ by more than so much, the share that is ranked
+    right, in each half of the runs.
+    """
+    halves = [[one for one in predictions if is_fitted(one.row) == fitted] for fitted in (True, False)]
+    ranked = [
+        np.array(
+            [
+                (
+                    abs(np.log(a.row.seconds / b.row.seconds)),
+                    (a.seconds - b.seconds) * (a.row.seconds - b.row.seconds) > 0,
+                )
+                for a, b in both
+            ]
+        )
+        for both in ([pair for group in groups(half) for pair in combinations(group, 2)] for half in halves)
+    ]
+    lines = [
+        "| pairs whose times differ by more than | fitted: pairs | ranked right, % | unseen: pairs | ranked right, % |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for least in APART:
+        cells = [(right[gap > least]) for gap, right in (half.T for half in ranked)]
+        lines.append(
+            f"| {100 * least:.0f} % | " + " | ".join(f"{len(cell)} | {100 * cell.mean():.1f}" for cell in cells) + " |"
+        )
+    return lines
+
+
+def table() -> str:
+    """The lines of the page."""
+    predictions = predict([row for row in shipped() if row.dataset == DATASET])
+    rates = cluster_rates(predictions[0].row.machine, predictions[0].row.stack)
+    lines = ["| | class | runs | mean | standard deviation |", "|---|---|--:|--:|--:|"]
+    errors = 100 * np.log([one.seconds / one.row.seconds for one in predictions])
+    lines.append(f"| all | | {len(errors)} | {errors.mean():+.1f} | {errors.std():.1f} |")
+    for name, (of, edges) in COLUMNS.items():
+        values = np.array([of(one.row.model, one.row.layout, rates) for one in predictions])
+        parts = classes(predictions, values, edges)
+        between = sum(len(part) * (part.mean() - errors.mean()) ** 2 for _, part in parts) / len(errors)
+        lines.append(f"| **{name}** | explains {100 * between / errors.var():.0f} % of the variance | | | |")
+        lines += [f"| | {word} | {len(part)} | {part.mean():+.1f} | {part.std():.1f} |" for word, part in parts]
+    return "\n".join([*pairs(predictions), "", *lines]) + "\n"
+
+
+if __name__ == "__main__":
+    write_measured(PAGE, __file__, table())

@@ -1,0 +1,251 @@
+"""One run that changes vendor and layout every few hundred steps, beside two that never do, one of each vendor.
+
+    python -m benchmarks.training.switch_vendors [--devices cpu,cuda] [--dtypes fp32,bf16] [--steps 200] [--directory
+    runs/switch_vendors] [--out docs]
+
+The experiment of MosaicML's "training LLMs with AMD MI250" (2023), whose run moved between AMD and NVIDIA GPUs. Every
+segment is a start of `frontier-llm train` that loads the checkpoint of the segment before. On one device, the CPU by
+default, the two vendors are all that stands between a run and its hardware: other code for every op (C++ or plain
+torch) and another transport (shared memory or gloo). With two devices each brings its own. The bar is the vendors' own
+distance, that of the two uninterrupted runs. Ended, the same command goes on with the segment that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from frontier_llm.checkpoint.directory import named_steps, read_manifest, step_name
+from frontier_llm.ops.reference import GROUPS
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and how they work
+    "1 rank": (1, []),
+    "tp 2, sequence parallel": (2, ["parallel.tensor=2", "parallel.sequence_parallel=true"]),
+    "pp 2, 2 chunks, interleaved": (2, ["parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=interleaved"]),
+    "dp 2, no ZeRO": (2, ["parallel.data=2", "parallel.zero=0"]),
+    "tp 2 x dp 2, ZeRO-1": (4, ["parallel.tensor=2", "parallel.data=2"]),
+    "dp 2 x pp 2, zb-h1": (4, ["parallel.data=2", "parallel.pipeline=2", "parallel.schedule=zb-h1"]),
+}
+CPU_VENDORS = {
+    "cpu: C++ ops, shared memory": ["comm.transport=shm"],
+    "cpu: plain torch, gloo": [*(f"ops.{group}=reference" for group in GROUPS), "comm.transport=torch"],
+}
+SEQUENCES = 8  # of a step
+RUN = """
+model: {{base: llama-tiny, vocab_size: 257, sequence_length: 128}}
+batch: {{global_batch: {sequences}, micro_batch: 2}}
+optimizer: {{lr: 1.0e-3, warmup_steps: 20, decay_steps: {total}}}
+precision: {{dtype: {dtype}}}
+data: {{train: [{{path: {data}/train}}], tokenizer: bytes}}
+train: {{run_dir: {run_dir}, device: cpu, tensorboard: false, save_interval: {steps}, keep_checkpoints: 100}}
+"""
+
+
+def vendors(devices: list[str]) -> dict[str, list[str]]:
+    """Name → words for `frontier-llm train`."""
+    if len(devices) == 1:
+        return {name: [*words, f"train.device={devices[0]}"] for name, words in CPU_VENDORS.items()}
+    return {device: [f"train.device={device}"] for device in devices}
+
+
+def layout_on(vendor: str, name: str) -> tuple[str, list[str]]:
+    """The layout, or one rank where the vendor's devices are too few."""
+    ranks, words = LAYOUTS[name]
+    return (
+        (name, words)
+        if not vendor.startswith("cuda") or ranks <= torch.cuda.device_count()
+        else next((k, w) for k, (_, w) in LAYOUTS.items())
+    )
+
+
+def train(run_dir: Path, until: int, words: list[str]) -> str:
+    """What `frontier-llm train` says from the run's last checkpoint to step `until`, in all its starts; read where
+    that has been done before.
+    """
+    said = run_dir / f"until_{until}.txt"
+    unfinished = run_dir / f"until_{until}.unfinished"
+    if not said.exists():
+        command = [
+            sys.executable,
+            "-m",
+            "frontier_llm.cli.main",
+            "train",
+            str(run_dir / "run.yaml"),
+            f"train.steps={until}",
+            *words,
+        ]
+        with unfinished.open("a") as output:
+            done = subprocess.run(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output, check=False
+            )
+        if done.returncode:
+            sys.exit(f"{' '.join(command)}\nended with {done.returncode}; see {unfinished}")
+        unfinished.rename(said)
+    return said.read_text()
+
+
+def losses(run_dir: Path, steps: int) -> np.ndarray:
+    """By step; of a step that was done again, the later."""
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    by_step = {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+    return np.array([by_step[step] for step in range(1, steps + 1)])
+
+
+def contents(run_dir: Path, steps: int) -> list[dict[str, Any]]:
+    """Of the checkpoint after each segment, what it holds beside numbers, none of which may come from a device, a
+    back-end or a layout; and its place in the data.
+    """
+    held = []
+    checkpoints = run_dir / "checkpoints"
+    for step in (step for step in named_steps(checkpoints) if step % steps == 0):
+        manifest, _ = read_manifest(path := checkpoints / step_name(step))
+        types = set[str]()
+        for shard in manifest.shards:
+            with safe_open(path / shard.file, "numpy") as file:
+                types |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118 no mapping
+        tensors = sorted((tensor.name, tensor.shape, manifest.kinds_of(tensor)) for tensor in manifest.tensors)
+        place = (step, manifest.progress.consumed_samples, manifest.progress.tokens)
+        held.append(
+            {
+                "types": sorted(types),
+                "tensors": tensors,
+                "optimizer": manifest.optimizer,
+                "data": manifest.data,
+                "place": place,
+            }
+        )
+    return held
+
+
+def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(what the switches did, curves by name: a steady one for each vendor, and the one that switches)."""
+    sides = vendors(args.devices.split(","))
+    steps = args.steps
+    total = args.steps * len(LAYOUTS)
+    folders = {
+        name: (args.directory / dtype / name.replace(": ", "_").replace(", ", "_").replace(" ", "_")).resolve()
+        for name in (*sides, "switching")
+    }
+    for run_dir in folders.values():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "sequences": SEQUENCES,
+            "total": total,
+            "dtype": dtype,
+            "data": args.data.resolve(),
+            "run_dir": run_dir,
+            "steps": steps,
+        }
+        (run_dir / "run.yaml").write_text(RUN.format(**settings))
+    for name, words in sides.items():
+        train(folders[name], total, words)
+    switching = folders["switching"]
+    segments = list[dict[str, Any]]()
+    for number, asked in enumerate(LAYOUTS):
+        vendor = list(sides)[number % len(sides)]
+        layout, words = layout_on(vendor, asked)
+        said = train(switching, (number + 1) * steps, [*words, *sides[vendor]])
+        changes = [
+            line.partition("differs from the checkpoint: ")[2]
+            for line in said.splitlines()
+            if "differs from the checkpoint: " in line
+        ]
+        segments.append({"vendor": vendor, "layout": layout, "said on resuming": changes})
+    curves = {name: losses(run_dir, total) for name, run_dir in folders.items()}
+    first, *others = (curves[name] for name in sides)
+    for number, segment in enumerate(segments):
+        part = slice(number * steps, (number + 1) * steps)
+        segment["from steady"] = float(np.abs(curves["switching"] - first)[part].max())
+        segment["of vendors"] = float(max(np.abs(other - first)[part].max() for other in others))
+    steady = contents(folders[next(iter(sides))], steps)
+    held = contents(switching, steps)
+    if steady != held:
+        sys.exit(f"checkpoints of {switching} hold something else than those of a steady run:\n{held}\n{steady}")
+    result = {
+        "steps": total,
+        "segments": segments,
+        "checkpoints": {
+            "alike": len(held),
+            "types": held[-1]["types"],
+            "tensors": len(held[-1]["tensors"]),
+            "samples": max(one["place"][1] for one in held),
+        },
+        "between two steps, median": float(np.median(np.abs(np.diff(first)))),
+        "mean of the last segment": {name: float(curve[-steps:].mean()) for name, curve in curves.items()},
+    }
+    return result, curves
+
+
+def plot(curves: dict[str, dict[str, np.ndarray]], steps: int, names: list[str], path: Path) -> None:
+    """A column for each type: the curves on top, what lies between them below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        2, len(curves), figsize=(7 * len(curves), 6), sharex=True, squeeze=False, layout="constrained"
+    )
+    for (top, bottom), (dtype, by_name) in zip(axes.T, curves.items(), strict=True):
+        (steady, first), *others = by_name.items()
+        top.plot(first, label=steady, linewidth=3, alpha=0.4)
+        for color, (name, curve) in enumerate(others, 1):
+            top.plot(curve, label=name, linewidth=0.7, color=f"C{color}")
+            bottom.semilogy(
+                np.maximum(np.abs(curve - first), 1e-9),
+                label=f"{name}, minus {steady}",
+                linewidth=0.7,
+                color=f"C{color}",
+            )
+        for number, name in enumerate(names):
+            top.axvline(number * steps, color="grey", linewidth=0.5)
+            top.text((number + 0.05) * steps, first.max(), name, rotation=90, verticalalignment="top", fontsize=7)
+        top.set(title=dtype, ylabel="loss, nats per byte")
+        bottom.set(ylabel="difference", xlabel="step")
+        top.legend(fontsize=7, loc="center right")
+        bottom.legend(fontsize=7, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """What was written: by type, then by segment."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--steps", type=int, default=200, help="of each segment")
+    options.add_argument("--devices", default="cpu", help="comma-separated, one after another: cpu,cuda")
+    options.add_argument("--dtypes", default="fp32,bf16", help="working types, each a rehearsal of its own")
+    options.add_argument("--directory", type=Path, default=Path("runs/switch_vendors"), help="of the runs")
+    options.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
+    options.add_argument(
+        "--out", type=Path, default=Path("runs/switch_vendors"), help="results/ and figures/ are written below it"
+    )
+    args = options.parse_args(argv)
+    if not (args.data / "validation.idx").exists():
+        subprocess.run(
+            [sys.executable, "-m", "frontier_llm.cli.main", "data", "stdlib", str(args.data), "--tokenizer", "bytes"],
+            check=True,
+        )
+    results = dict[str, Any]()
+    curves = defaultdict[str, dict[str, np.ndarray]](dict)
+    for dtype in args.dtypes.split(","):
+        results[dtype], curves[dtype] = rehearse(dtype, args)
+    target = args.out / "results" / "switch_vendors.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    plot(curves, args.steps, list(LAYOUTS), args.out / "figures" / "switch_vendors.png")
+    print(json.dumps(results, indent=1))
+    return results
+
+
+if __name__ == "__main__":
+    main()

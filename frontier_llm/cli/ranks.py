@@ -1,0 +1,167 @@
+"""Ranks of the commands that need them: those of a launcher, or else local ones."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from frontier_llm import log
+from frontier_llm.cli.arguments import NO_VERIFY, PLUGIN, as_typed, option, positive
+
+if TYPE_CHECKING:
+    import torch
+
+    from frontier_llm.comm import Axis
+    from frontier_llm.config import RunConfig
+    from frontier_llm.inference.model import InferenceModel
+    from frontier_llm.inference.open import OpenedModel
+    from frontier_llm.run.launchers import RankEnv
+
+
+def local_world_size(config: RunConfig) -> int:
+    """Ranks to start when no launcher has: the degrees as given, data = 1 where the run leaves it open."""
+    return config.parallel.model_ranks * (config.parallel.data or 1)
+
+
+def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -> int:
+    """Run `frontier-llm ARGV` as `world_size` ranks, with their logs in the run directory; the exit code of the
+    first that failed, or 0.
+    """
+    from frontier_llm.cluster.local import run_local_ranks
+    from frontier_llm.run.rank_env import environment
+
+    run_dir = Path(config.train.run_dir)
+    return run_local_ranks(world_size, argv, environment(), run_dir / "logs", run_dir=run_dir)
+
+
+def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, RankEnv | None], None]) -> int:
+    """`measure` in the run's layout: on this rank of a launcher, alone where one rank suffices, else on local ranks
+    that type the same.
+    """
+    from frontier_llm.cli.checks import check
+    from frontier_llm.cluster.rank_variables import set_rank_variables
+    from frontier_llm.config import load_run
+    from frontier_llm.run.rank_env import discover
+
+    config = load_run(args.run, args.overrides)
+    place = discover()
+    if place is not None:
+        set_rank_variables(config, place)  # before anything imports torch
+    world_size = place.world_size if place else local_world_size(config)
+    if place is None:
+        check(config, world_size, saves=False)
+    if place is None and world_size > 1:
+        return start_local_ranks(config, world_size, args.typed)
+    measure(config, place)
+    return 0
+
+
+_FLAGS = {
+    "parallel.tensor": "--tensor",
+    "parallel.pipeline": "--pipeline",
+    "parallel.expert": "--expert",
+    "train.device=": "--device ",
+}
+
+
+MODEL_OPTIONS = (
+    PLUGIN,
+    NO_VERIFY,
+    option("model", metavar="MODEL", help="a run directory, one of its checkpoints, or a Hugging Face directory"),
+    option("--tokenizer", help="a .model or tokenizer.json file, its directory, or `bytes` (default: the run's own)"),
+    option(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16", "fp64"),
+        help="working precision (default: the run's; fp32 for others)",
+    ),
+    option(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="cuda is also ROCm's name in torch (default: auto)",
+    ),
+    option("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel degree (default: 1)"),
+    option("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (default: 1)"),
+    option(
+        "--expert",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tensor ranks that share out a mixture's experts (default: 1, each has all)",
+    ),
+)
+
+
+def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
+    """Run `work` on this rank when a launcher started it or one rank suffices, else on local ranks that are started
+    here.
+
+    Model and layout are refused here, in one process, before any rank starts.
+    """
+    from frontier_llm.run.rank_env import discover, environment
+
+    world_size = args.tensor * args.pipeline * getattr(args, "data_parallel", 1)
+    with as_typed(_FLAGS):
+        if discover() is not None or world_size == 1:
+            return work(args)
+        from frontier_llm.inference.model import inference_plan
+        from frontier_llm.inference.open import open_model
+
+        model = open_model(args.model, plugins=args.plugin).source.model
+        inference_plan(model, args.tensor, args.pipeline, world_size, args.expert)
+    from frontier_llm.cluster.local import run_local_ranks
+    from frontier_llm.run.node_folders import temporary_folder
+
+    with temporary_folder() as logs:
+        return run_local_ranks(world_size, args.typed, environment(), logs)
+
+
+@contextmanager
+def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[tuple[InferenceModel, bool]]:
+    """(this rank's part with its weights, True on the rank that prints). A damaged checkpoint is refused, unless
+    args.no_verify.
+    """
+    from frontier_llm.config import OpsConfig
+    from frontier_llm.inference.model import build_inference_model, inference_run
+    from frontier_llm.run.rank_env import discover
+    from frontier_llm.training.join import joined
+
+    place = discover()
+    run = inference_run(
+        opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device, args.expert
+    )
+    with joined(run, place, recorded=False) as (plan, mesh, device):
+        verify_together(args, opened, mesh.world, device)
+        model = build_inference_model(opened.source, plan, mesh, device, args.dtype or opened.dtype, OpsConfig())
+        yield model, mesh.world.rank == 0
+
+
+def verify_together(args: argparse.Namespace, opened: OpenedModel, world: Axis, device: torch.device) -> None:
+    """Compare the checkpoint with its digests; each rank reads its share of the files. Collective.
+
+    Raises DamagedCheckpoint, alike on all ranks, naming each damaged file.
+    """
+    from frontier_llm.checkpoint.manifest import DamagedCheckpoint
+    from frontier_llm.checkpoint.weights import CheckpointWeights
+    from frontier_llm.comm import all_gather_json
+    from frontier_llm.errors import Problem, first_of
+
+    if not isinstance(opened.source, CheckpointWeights):
+        return
+    if args.no_verify:
+        log.info(f"{opened.path}: {verification(args, opened)}")
+        return
+    mine = [vars(problem) for problem in opened.source.damage(world.rank, world.size)[:10]]
+    problems = [Problem(**row) for rows in all_gather_json(mine, world, device) for row in rows]
+    if problems:
+        raise DamagedCheckpoint(first_of(problems))
+
+
+def verification(args: argparse.Namespace, opened: OpenedModel) -> str:
+    """How far what was read is known to be what was written, for a command's output."""
+    if opened.run is None:
+        return "not verified: a Hugging Face directory has no digests"
+    return "not verified (--no-verify)" if args.no_verify else "verified against its digests"

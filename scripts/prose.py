@@ -1,0 +1,271 @@
+"""Count habits that make the English of this project hard to read, and refuse more of them than the bounds below.
+
+    python scripts/prose.py [--check] [--list HABIT[:KIND]] [FILE ...]
+
+Four kinds of text are measured: docstrings, comments, messages (texts of errors, problems and log calls) and pages
+(Markdown without code, tables and headings). Each bound is a share of the sentences of a kind. In torchtitan, OLMo-core
+and nanotron each habit is in 0.0 to 0.4 % of the docstrings' sentences; only long sentences are more frequent.
+
+A sentence that must stay is excepted by `# prose: ok: reason` (in pages `<!-- prose: ok: reason -->`) on its first line
+or on the line before it. The exceptions are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_WORDS = 25
+LONG = "long"
+REPEATS_NAME = "repeats-name"
+HABITS = {
+    "where-for-if": re.compile(
+        r"\bwhere (it|they|there|that|this|a|an|the|one|no|none|nobody|some|each|all|both|only|ranks|nothing)\b"
+    ),
+    "what-as-noun": re.compile(
+        r"\b(what is|what was|what has|what it|what they|what a|those that|that of|those of|as many|so many)\b"
+    ),
+    "starts-with-of": re.compile(r"^(And |But )?Of\b"),
+    "starts-with-where": re.compile(r"^Where\b"),
+    "persons": re.compile(r"\b(who|whoever|nobody|whom|somebody|everybody|he|heard)\b", re.IGNORECASE),
+}
+MESSAGE_CALLS = ("Problem", "warn", "warning", "info", "error")
+EXCEPTION = re.compile(r"prose: ok: \w+")
+FILLER = {
+    "a",
+    "an",
+    "the",
+    "of",
+    "to",
+    "and",
+    "for",
+    "from",
+    "in",
+    "it",
+    "its",
+    "this",
+    "get",
+    "return",
+    "is",
+    "i",
+    "thi",
+}
+FORMULA = re.compile(r"[@=+*\[]")
+# Generated pages and results have no sentences of their own; the simulator's folder can be copied by other projects.
+LEFT_OUT = ("docs/generated/", "docs/configuration.md", "tests/cdna2/", "CHANGELOG.md")
+
+# Highest share of sentences with each habit, in percent, by kind of text. A bound may only be lowered.
+GOAL = dict.fromkeys(HABITS, 0.5) | {LONG: 5.0, REPEATS_NAME: 0.0}
+BOUNDS = {
+    "docstring": GOAL
+    | {"where-for-if": 4.1, "what-as-noun": 6.5, "starts-with-of": 1.8, "starts-with-where": 1.1, "persons": 1.7},
+    "comment": GOAL | {"where-for-if": 3.6, "what-as-noun": 6.1, "persons": 2.0, LONG: 7.8},
+    "message": GOAL,
+    "page": GOAL
+    | {
+        "where-for-if": 4.0,
+        "what-as-noun": 7.1,
+        "starts-with-of": 0.6,
+        "starts-with-where": 0.6,
+        "persons": 2.5,
+        LONG: 27.9,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One sentence of the project's text."""
+
+    kind: str  # docstring, comment, message or page
+    place: str  # path:line
+    text: str
+    repeats_name: bool = False  # a docstring that has only words of the name that it documents
+
+
+def habits_of(sentence: Sentence) -> list[str]:
+    """Names of the habits in a sentence."""
+    found = [name for name, pattern in HABITS.items() if pattern.search(sentence.text)]
+    if len(sentence.text.split()) > MOST_WORDS:
+        found.append(LONG)
+    if sentence.repeats_name:
+        found.append(REPEATS_NAME)
+    return found
+
+
+def split_sentences(text: str) -> Iterator[str]:
+    """Sentences of a text. Code, tables and fragments of less than three words are left out."""
+    text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", " ", text, flags=re.DOTALL)
+    text = re.sub(r"``[^`]*``|`[^`]*`", "X", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    for paragraph in re.split(r"\n\s*\n|\n\s*[-*|#]|\n\s*\d+\.\s", text):
+        paragraph = " ".join(paragraph.split())
+        if "|" in paragraph:
+            continue
+        for sentence in re.split(r"(?<=[.!?;:])\s+(?=[A-Z`(X])|(?<=[.!?])\s+", paragraph):
+            if len(re.findall(r"[A-Za-z]{2,}", sentence)) >= 3:
+                yield sentence.strip()
+
+
+def words_of(text: str) -> set[str]:
+    """Words of a name or a sentence, in lower case and without a plural's s."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", text)
+    return {word.lower().rstrip("s") for word in words}
+
+
+def repeats_name(docstring: str, node: ast.AST) -> bool:
+    """Whether a docstring says nothing that the name and the parameters of its function or class do not say."""
+    signature = words_of(getattr(node, "name", ""))
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        for parameter in parameters:
+            signature |= words_of(parameter.arg)
+    if FORMULA.search(docstring):
+        return False
+    said = words_of(docstring) - FILLER
+    return bool(said) and said <= signature
+
+
+def literal_text(node: ast.AST) -> str:
+    """Text of a string or an f-string, with X in place of each value; '' for other nodes."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        parts = [str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values]
+        return "".join(parts)
+    return ""
+
+
+def sentences_of_python(path: str, source: str) -> Iterator[Sentence]:
+    """Sentences of a module's docstrings, messages and comments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            docstring = ast.get_docstring(node) or ""
+            place = f"{path}:{getattr(node, 'lineno', 1)}"
+            if repeats_name(docstring, node):
+                yield Sentence("docstring", place, docstring, repeats_name=True)
+                continue
+            for text in split_sentences(docstring):
+                yield Sentence("docstring", place, text)
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called.endswith(("Error", "Problem")) or called in MESSAGE_CALLS:
+                for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                    for text in split_sentences(literal_text(argument)):
+                        yield Sentence("message", f"{path}:{node.lineno}", text)
+    for line, block in comment_blocks(source):
+        for text in split_sentences(block):
+            yield Sentence("comment", f"{path}:{line}", text)
+
+
+def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
+    """First line and text of each block of comments on consecutive lines."""
+    block: list[str] = []
+    first = last = -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT or token.string.startswith(("#!", "# type", "# noqa", "# fmt", "# prose")):
+            continue
+        line = token.start[0]
+        if block and line != last + 1:
+            yield first, " ".join(block)
+            block = []
+        if not block:
+            first = line
+        block.append(token.string.lstrip("# "))
+        last = line
+    if block:
+        yield first, " ".join(block)
+
+
+def sentences_of_page(path: str, text: str) -> Iterator[Sentence]:
+    """Sentences of a Markdown page, with the line of the paragraph that each stands in."""
+    line = 1
+    for part in re.split(r"(```.*?```)", text, flags=re.DOTALL):
+        if not part.startswith("```"):
+            for paragraph in re.split(r"(\n\s*\n)", part):
+                for sentence in split_sentences(paragraph):
+                    yield Sentence("page", f"{path}:{line}", sentence)
+                line += paragraph.count("\n")
+        else:
+            line += part.count("\n")
+
+
+def tracked_files() -> list[str]:
+    """Python files and pages in git, without those that are left out."""
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = sorted(listed.stdout.split())
+    return [path for path in paths if not path.startswith(LEFT_OUT) and (ROOT / path).is_file()]
+
+
+def sentences(paths: list[str]) -> Iterator[Sentence]:
+    """All sentences of these files (relative to the project's folder, or absolute)."""
+    for path in paths:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        yield from sentences_of_python(path, source) if path.endswith(".py") else sentences_of_page(path, source)
+
+
+def is_excepted(sentence: Sentence) -> bool:
+    """Whether the line of the sentence, or the line before it, has an exception with a reason."""
+    path, line = sentence.place.rsplit(":", 1)
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    index = int(line) - 1
+    return any(EXCEPTION.search(each) for each in lines[max(0, index - 1) : index + 1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a share is above its bound")
+    parser.add_argument("--list", metavar="HABIT[:KIND]", help="print the sentences with a habit")
+    parser.add_argument("files", nargs="*", help="Python files and pages (default: all in git)")
+    arguments = parser.parse_args()
+
+    totals: Counter[str] = Counter()
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    found: list[tuple[str, Sentence]] = []
+    exceptions = 0
+    for sentence in sentences(arguments.files or tracked_files()):
+        totals[sentence.kind] += 1
+        habits = habits_of(sentence)
+        if habits and is_excepted(sentence):
+            exceptions += 1
+            continue
+        for habit in habits:
+            counts[sentence.kind][habit] += 1
+            found.append((habit, sentence))
+
+    if arguments.list:
+        habit, _, kind = arguments.list.partition(":")
+        for name, sentence in found:
+            if name == habit and kind in ("", sentence.kind):
+                print(f"{sentence.place}\n    {sentence.text}")
+        return 0
+
+    broken = []
+    for kind, bounds in BOUNDS.items():
+        shares = {habit: 100 * counts[kind][habit] / max(1, totals[kind]) for habit in [*HABITS, LONG, REPEATS_NAME]}
+        print(
+            f"{kind}: {totals[kind]} sentences; " + ", ".join(f"{name} {share:.2f} %" for name, share in shares.items())
+        )
+        for habit, share in shares.items():
+            if share > bounds[habit]:
+                broken.append(f"{kind}: {habit} in {share:.2f} % of the sentences, at most {bounds[habit]} %")
+    print(f"{exceptions} sentences are excepted with a reason")
+    if arguments.check and broken:
+        print("\n".join([*broken, "list them: python scripts/prose.py --list HABIT:KIND"]), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What a training step launches on a GPU, counted on tensors without memory: every kernel of ours, and every
+operation that torch has one for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from frontier_llm.comm import serial_mesh
+from frontier_llm.config import BatchConfig, ModelConfig, PrecisionConfig, RunConfig, TrainConfig
+from frontier_llm.data.loader import SampleBatch
+from frontier_llm.ops import Ops, reference, torch_linear
+from frontier_llm.ops.gpu import GpuOps
+from frontier_llm.ops.providers import functions_of
+from frontier_llm.optim import inputs
+from frontier_llm.schedule import Action, Kind
+from frontier_llm.topology.plan import make_plan
+from frontier_llm.training import build
+from frontier_llm.training.feed import Feed
+
+_NO_KERNELS = (
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "set_",
+    "resize_",
+)
+
+
+class Launch(NamedTuple):
+    """Where in the step, and by whom: a kernel of ours, or aten's operation."""
+
+    phase: str
+    name: str
+
+
+class Source:
+    """Microbatches of one token and, where it is asked for, of one document."""
+
+    microbatches = 1
+
+    def __init__(self, rows: int, sequence: int, documents: bool) -> None:
+        self._rows = rows
+        self._sequence = sequence
+        self.reset_at_documents = documents
+        self.masks_targets = documents
+
+    def microbatch(self, _step: int, _index: int) -> SampleBatch:
+        tokens = np.zeros((self._rows, self._sequence + 1), np.int64)
+        documents = np.zeros((self._rows, self._sequence), np.int32)
+        return SampleBatch(tokens, documents, documents == 0) if self.reset_at_documents else SampleBatch(tokens)
+
+    def sample_ids(self, _step: int, _index: int) -> range:
+        return range(self._rows)
+
+
+def skip_without_fp32_products_on_meta() -> None:
+    """torch 2.10 ignores out_dtype on the meta device, which these tests use in place of a GPU. Its GPU kernels
+    honour it.
+    """
+    total = torch.empty(16, 16, device="meta")
+    half = total.to(torch.bfloat16)
+    try:
+        torch_linear._in_the_product(total, half, half)
+    except TypeError:
+        pytest.skip(f"torch {torch.__version__} has no addmm with out_dtype on the meta device")
+
+
+@contextmanager
+def without_numbers(kernels: Any) -> Iterator[None]:
+    """`kernels` behind the training's ops; what would need numbers is left out."""
+    skip_without_fp32_products_on_meta()
+    with pytest.MonkeyPatch.context() as patch:
+        # as `select_ops` fills up
+        functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))
+        patch.setattr(build, "select_ops", lambda *_, **__: Ops(**functions))
+        patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
+        patch.setattr(inputs, "initialize", lambda *_, **__: None)
+        patch.setattr(
+            Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device)
+        )
+        yield
+
+
+def step_of(model: ModelConfig, micro_batch: int, documents: bool) -> build.TrainState:
+    """A rank with all of the model, of one microbatch per step."""
+    config = RunConfig(
+        model=model,
+        batch=BatchConfig(global_batch=micro_batch, micro_batch=micro_batch),
+        precision=PrecisionConfig(dtype="bf16"),
+        train=TrainConfig(steps=10),
+    )
+    source = Source(micro_batch, model.sequence_length, documents)
+    return build.build_state(config, make_plan(config, 1), serial_mesh(), torch.device("meta"), source)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what is dispatched below autograd, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+        self.counts = Counter[Launch]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        where = next((x.device for x in (*args, *(kwargs or {}).values(), out) if isinstance(x, torch.Tensor)), None)
+        moves = not func.is_view and name not in _NO_KERNELS and not name.startswith(("sym_", "_local_scalar"))
+        if moves and where is not None and where.type == "meta":
+            self.counts[Launch(self.phase, name)] += 1
+        return out
+
+
+def launches(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: bool = False) -> Counter[Launch]:
+    """Of forward and backward of one microbatch, without the step's begin and end; inside `without_numbers`."""
+    with pytest.MonkeyPatch.context() as patch:
+        state = step_of(model, micro_batch, documents)
+        counting = _Counting()
+        launch = kernels.launch
+
+        def count(kernel: str, *rest: Any, **arguments: Any) -> None:
+            counting.counts[Launch(counting.phase, kernel)] += 1
+            launch(kernel, *rest, **arguments)
+
+        def begin(action: Action | None) -> None:
+            counting.phase = "" if action is None else "forward" if action.kind is Kind.FORWARD else "backward"
+
+        patch.setattr(kernels, "launch", count)
+        patch.setattr(state.pipeline, "on_action", begin)
+        state.sync.begin()
+        with counting:
+            state.pipeline.run(state.feed.step(0), 1.0)
+    return Counter({launch: count for launch, count in counting.counts.items() if launch.phase})
+
+
+def of_a_layer(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: bool = False) -> Counter[Launch]:
+    """What one layer more launches more."""
+    few, more = (
+        launches(kernels, model.model_copy(update={"layers": layers}), micro_batch, documents) for layers in (2, 3)
+    )
+    return more - few
