@@ -25,7 +25,7 @@ from benchmarks.comm.simulated_link import Link, linked
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
-from frontier_llm.experiments.measure.timeline import Timeline, draw, write_chrome_trace
+from frontier_llm.experiments.measure.timeline import MeasuredTimeline, draw, write_chrome_trace
 from frontier_llm.run.launchers import free_port
 from frontier_llm.schedule import Action
 from frontier_llm.topology.plan import make_plan
@@ -78,7 +78,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
     connect(rank, RANKS[switch], Meeting("127.0.0.1", port, 0, RANKS[switch]), "gloo", 120.0)
     built = states(arguments, switch, rank)
     times: dict[bool, list[float]] = {True: [], False: []}
-    timelines = {overlap: Timeline(rank) for overlap in built}
+    timelines = {overlap: MeasuredTimeline(rank) for overlap in built}
     for round_number in range(arguments.rounds):
         for overlap, state in built.items():
             barrier(state.mesh.world)
@@ -86,7 +86,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
             if round_number == arguments.rounds - 1:  # the last round is drawn
                 timelines[overlap].attach(state.mesh.ledger)
 
-                def begins(action: Action | None, timeline: Timeline = timelines[overlap]) -> None:
+                def begins(action: Action | None, timeline: MeasuredTimeline = timelines[overlap]) -> None:
                     timeline.at(action.kind.name.lower() if action else "")
 
                 state.pipeline.on_action = begins
@@ -102,7 +102,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
     disconnect()
 
 
-def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any], list[Timeline]]:
+def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any], list[MeasuredTimeline]]:
     """What one switch does, and the timelines of the last step with it."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

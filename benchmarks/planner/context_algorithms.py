@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from itertools import product
 
-from benchmarks.harness import DOCS, write_measured
+from benchmarks.harness import MEASURED, write_measured
 from frontier_llm.blueprint.items import EXCHANGE
 from frontier_llm.blueprint.layout import Layout, context_way
 from frontier_llm.blueprint.work import block_work
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama-3-8b", "llama-2-7b"])
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--machine", default="frontier")
-    parser.add_argument("--page", action="store_true", help="write the table into docs/long_context.md")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/benchmarks/long_context.md")
     arguments = parser.parse_args()
     numbers = rates(load_machine(arguments.machine))
     lines = [
@@ -54,7 +54,7 @@ def main() -> None:
             f"| {name} | {tp} | {cp} | {' | '.join(cells)} | {1e3 * else_s:.0f} | {context_way(model, tp, cp)} |"
         )
     if arguments.page:
-        write_measured(DOCS / "long_context.md", __file__, "\n".join(lines) + "\n")
+        write_measured(MEASURED / "long_context.md", __file__, "\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -12,26 +12,24 @@ constants fitted on that cluster's other models. Needs scipy.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from frontier_llm.config import configs_dir
-from frontier_llm.machine.load import PLACES, load_machine, rates
+from frontier_llm.experiments.measure.fit import Measurements, fit
+from frontier_llm.experiments.measure.machine_file import update_machine, value_of
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.published.datasets import FITTED, PublishedRun, shipped
 from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, predict, rates_of
 from frontier_llm.planner.published.validate import Accuracy, as_text, score
 
-KNEE = 0.03  # of log time
-PRIOR = 0.003  # weight of (log constant - log start)² against one row
-CEILING = 1.0  # efficiencies are shares
+KNEE = 0.03
+PRIOR = 0.003
 
 # where each constant starts, and what the weak prior holds it to; the file's own value would drift from fit to fit
 START = {
@@ -72,48 +70,24 @@ def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
     return replace(numbers, **constants)
 
 
-def fit(rows: Sequence[PublishedRun], start: Rates, keys: Sequence[str], evaluations: int = 100) -> Rates:
-    """`start` with `keys` changed to suit `rows` best."""
+def fit_rows(rows: Sequence[PublishedRun], start: Rates, constants: Sequence[str], evaluations: int = 100) -> Rates:
+    """`start` with `constants` changed to suit `rows` best."""
     layouts = [complete(row, rates_of(row, start)) for row in rows]
-    measured_s = np.array([row.seconds for row in rows])
 
-    def residual(x: np.ndarray) -> np.ndarray:
-        constants = apply(start, keys, x)
-        seconds = [
-            float(step_s(row.model, layout, rates_of(row, constants)))
-            for row, layout in zip(rows, layouts, strict=True)
-        ]
-        return np.concatenate([soften(np.log(np.array(seconds) / measured_s)), np.sqrt(PRIOR) * x])
+    def predicted_s(numbers: Rates) -> np.ndarray:
+        pairs = zip(rows, layouts, strict=True)
+        return np.array([float(step_s(row.model, layout, rates_of(row, numbers))) for row, layout in pairs])
 
-    return apply(
-        start, keys, least_squares(residual, np.zeros(len(keys)), diff_step=1e-3, x_scale=0.5, max_nfev=evaluations).x
+    measurements = Measurements(
+        start=start,
+        constants=constants,
+        predicted_s=predicted_s,
+        measured_s=np.array([row.seconds for row in rows]),
+        prior=PRIOR,
+        knee=KNEE,
+        ceilings={"fabric_bytes_s": FABRIC_CEILING},
     )
-
-
-def soften(error: np.ndarray) -> np.ndarray:
-    """Residuals whose squares are Huber's loss with knee `KNEE`."""
-    size = np.abs(error)
-    return np.sign(error) * np.where(size < KNEE, size, np.sqrt(np.maximum(2 * KNEE * size - KNEE**2, 0.0)))
-
-
-def apply(start: Rates, keys: Sequence[str], x: np.ndarray) -> Rates:
-    """`start` with each key multiplied by exp(x); shares stay at most 1.
-
-    A tuple is scaled as a whole, or, with the key's suffix "/N", in its entry for groups of N devices.
-    """
-    changes: dict[str, Any] = {}
-    for key, shift in zip(keys, x, strict=True):
-        name, _, ranks = key.partition("/")
-        value = changes.get(name, getattr(start, name))
-        if ranks:
-            at = start.fabric_size.index(int(ranks))
-            changes[name] = (*value[:at], min(float(value[at] * np.exp(shift)), FABRIC_CEILING), *value[at + 1 :])
-        elif isinstance(value, tuple):
-            changes[key] = tuple(min(float(one * np.exp(shift)), FABRIC_CEILING) for one in value)
-        else:
-            grown = float(value * np.exp(shift))
-            changes[key] = min(grown, CEILING) if key.endswith(("efficiency", "crowding")) else grown
-    return replace(start, **changes)
+    return fit(measurements, evaluations=evaluations, scale=0.5)
 
 
 def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
@@ -127,46 +101,11 @@ def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
         predictions: list[RowPrediction] = []
         for model in models:
             others = [row for row in mine if row.model.name != model]
-            constants = fit(others, starting_point(machine, cluster_rates(machine, stack), keys), keys, evaluations=40)
+            start = starting_point(machine, cluster_rates(machine, stack), keys)
+            constants = fit_rows(others, start, keys, evaluations=40)
             predictions += predict([row for row in mine if row.model.name == model], constants)
         scores.append(score(f"{mine[0].dataset} ({machine})", f"left out, {len(models)} models", predictions))
     return scores
-
-
-def rewrite(path: Path, stack: str, key: str, value: float, source: str) -> None:
-    """Replace one number's value and source in place; comments and order of the file stay."""
-    key, _, ranks = key.partition("/")
-    section, name, unit = PLACES[key]
-    lines = path.read_text().splitlines()
-    inside = ""
-    out = []
-    within_fabric = False
-    for line in lines:
-        top = re.match(r"^(\w+):", line)
-        if top:
-            inside = top.group(1)
-        sub = re.match(r"^  ([\w-]+):\s*$", line)
-        if inside == "stacks" and sub:
-            inside_stack = sub.group(1)
-        if inside == "node" and line.startswith("  ") and not line.startswith("    "):
-            within_fabric = line.strip() == "fabric_gbps:"
-        here = (
-            section == "stack" and inside == "stacks" and line.startswith(f"    {name}:") and inside_stack == stack
-        ) or (section == inside and line.startswith(f"  {name}:") and "{" in line)
-        if key == "fabric_bytes_s":
-            here = within_fabric and bool(re.match(rf"^    {ranks or '[0-9]+'}:", line))
-        if here:
-            head = line.split("{")[0]
-            line = f'{head}{{value: {value / unit:.4g}, tag: estimated, source: "{source}"}}'
-        out.append(line)
-    path.write_text("\n".join(out) + "\n")
-
-
-def value_of(best: Rates, key: str) -> float:
-    """A fitted constant; "fabric_bytes_s/4" is the entry for groups of four."""
-    name, _, ranks = key.partition("/")
-    value = getattr(best, name)
-    return value[best.fabric_size.index(int(ranks)) if ranks else 0] if isinstance(value, tuple) else value
 
 
 def main() -> None:
@@ -187,7 +126,7 @@ def main() -> None:
         rows = [row for row in shipped() if (row.machine, row.stack) == (name, stack)]
         train = [row for row in rows if row.fitted]
         unseen = [row for row in rows if not row.fitted]
-        best = fit(train, starting_point(name, rates(load_machine(name), stack), keys), keys)
+        best = fit_rows(train, starting_point(name, rates(load_machine(name), stack), keys), keys)
         for title, part in (("fitted", train), ("unseen", unseen)):
             if part:
                 error = np.array([one.error for one in predict(part, best)])
@@ -196,12 +135,11 @@ def main() -> None:
                     f"median {100 * np.median(np.abs(error)):5.2f} % bias {100 * np.mean(error):+5.2f} %"
                 )
         for key in keys:
-            value = value_of(best, key)
-            print(f"    {key} = {value:.4g}")
-            if not args.dry_run:
-                share = f"{len(train)} of {len(rows)} rows of {train[0].dataset}"
-                source = f"fitted on {share} (benchmarks/planner/fit_machines.py)"
-                rewrite(configs_dir() / "machines" / f"{name}.yaml", stack, key, value, source)
+            print(f"    {key} = {value_of(best, key):.4g}")
+        if not args.dry_run:
+            share = f"{len(train)} of {len(rows)} rows of {train[0].dataset}"
+            source = f"fitted on {share} (benchmarks/planner/fit_machines.py)"
+            update_machine(configs_dir() / "machines" / f"{name}.yaml", stack, best, keys, source)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """Step time and memory by schedule, simulated: with equal passes against the papers' closed forms, and of the models on
 Frontier.
 
-Writes the tables of docs/schedules.md.
+Writes the tables of docs/benchmarks/schedules.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.harness import DOCS, write_measured
+from benchmarks.harness import MEASURED, write_measured
 from frontier_llm.config import load_model
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.search import Plan, search
 from frontier_llm.schedule import Action, Kind, build, one_end, peak_in_flight, simulate
 from frontier_llm.units import GIB
 
-PAGE = DOCS / "schedules.md"
+PAGE = MEASURED / "schedules.md"
 UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 SCHEDULES = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "v-half", "v-min")
 # (stages - 1) units, of one F of a whole stage, in the step and between a rank's first and last action; activations, in

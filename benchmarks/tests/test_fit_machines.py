@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.planner.fit_machines import fit, soften, starting_point
+from benchmarks.planner.fit_machines import KNEE, fit_rows, starting_point
+from frontier_llm.config import configs_dir
+from frontier_llm.experiments.measure.fit import soften
+from frontier_llm.experiments.measure.machine_file import update_machine
+from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.published.datasets import shipped
 from frontier_llm.planner.published.predict import cluster_rates, predict
 
@@ -18,11 +23,42 @@ def test_the_fit_recovers_constants_that_made_the_data() -> None:
     start = starting_point("selene", cluster_rates("selene", "megatron-lm"), keys)
     truth = replace(start, gemm_efficiency=0.6, fabric_latency_s=60e-6)
     made = [replace(row, seconds=one.seconds) for row, one in zip(rows, predict(rows, truth), strict=True)]
-    best = fit(made, start, keys)
+    best = fit_rows(made, start, keys)
     assert best.gemm_efficiency == pytest.approx(0.6, rel=0.01)
     assert max(abs(one.error) for one in predict(made, best)) < 0.01
 
 
 def test_stalled_runs_count_by_their_size_and_not_by_its_square() -> None:
-    assert soften(np.array([0.01])) == pytest.approx([0.01])
-    assert float(soften(np.array([1.0]))[0]) < 0.3
+    assert soften(np.array([0.01]), KNEE) == pytest.approx([0.01])
+    assert float(soften(np.array([1.0]), KNEE)[0]) < 0.3
+
+
+def test_the_fitted_constants_stand_in_the_file_and_nothing_else_changes(tmp_path: Path) -> None:
+    """The values are those that the fit found when the file was last fitted by hand-written code of its own."""
+    keys = ("unaligned_penalty", "fabric_share")
+    rows = [row for row in shipped() if (row.machine, row.stack) == ("frontier", "gpt-neox") and row.fitted]
+    best = fit_rows(rows, starting_point("frontier", rates(load_machine("frontier"), "gpt-neox"), keys), keys)
+    before = (configs_dir() / "machines" / "frontier.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "frontier.yaml"
+    path.write_text(before, encoding="utf-8")
+    update_machine(path, "gpt-neox", best, keys, "a test")
+    changed = set(path.read_text(encoding="utf-8").splitlines()) - set(before.splitlines())
+    assert changed == {
+        '    unaligned_penalty: {value: 2.086, tag: estimated, source: "a test"}',
+        '    fabric_share: {value: 0.05531, tag: estimated, source: "a test"}',
+    }
+
+
+def test_a_number_is_written_for_its_stack_and_its_group_size(tmp_path: Path) -> None:
+    path = tmp_path / "frontier.yaml"
+    path.write_text((configs_dir() / "machines" / "frontier.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    numbers = rates(load_machine("frontier"))
+    size = numbers.fabric_size[1]
+    speeds = tuple(1e9 * place for place in range(1, len(numbers.fabric_bytes_s) + 1))
+    made = replace(numbers, fabric_bytes_s=speeds, gemm_efficiency=0.123)
+    update_machine(path, "megatron-deepspeed", made, [f"fabric_bytes_s/{size}", "gemm_efficiency"], "a test")
+    written = load_machine(str(path))
+    assert rates(written, "megatron-deepspeed").gemm_efficiency == 0.123
+    own = rates(written)
+    assert own.gemm_efficiency == numbers.gemm_efficiency
+    assert own.fabric_bytes_s == (numbers.fabric_bytes_s[0], 2e9, *numbers.fabric_bytes_s[2:])

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planner.replay_search import at_random, measured_space, repeatability, searched
 
-SEEDS = range(8)
+SEEDS = range(24)
 
 
 @pytest.mark.thorough
@@ -24,7 +24,7 @@ def test_a_quarter_of_the_trials_beats_random_order_and_the_planner() -> None:
     chance = at_random(seconds, quarter)[:, -1]
     assert found.mean() < chance.mean() and found.mean() < seconds[0] / seconds.min()
     assert np.median(found) <= 1.03
-    assert (found <= 1.03).mean() >= 0.8 > (chance <= 1.03).mean()  # the likeliest kernel alone: 0.75
+    assert (found <= 1.03).mean() >= 0.9 > (chance <= 1.03).mean()
 
 
 def test_the_table_itself_repeats_to_no_better_than_its_bar() -> None:

@@ -27,7 +27,9 @@ import torch
 
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.blueprint.parameters import Parameter, ParameterKind
-from frontier_llm.checkpoint import CheckpointManager, Progress
+from frontier_llm.checkpoint.checkpoints import Checkpoints
+from frontier_llm.checkpoint.facts import JobFacts
+from frontier_llm.checkpoint.manifest import Progress
 from frontier_llm.comm import serial_mesh, single
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, OptimizerConfig, RunConfig
 from frontier_llm.ops import select_ops
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def manager_of(directory: Path, gib: float) -> tuple[CheckpointManager, Zero]:
+def checkpoints_of(directory: Path, gib: float) -> tuple[Checkpoints, Zero]:
     rows = int(gib * GIB / 12 / 4096 / 8)
 
     class Matrices(torch.nn.Module):
@@ -65,7 +67,8 @@ def manager_of(directory: Path, gib: float) -> tuple[CheckpointManager, Zero]:
         state["exp_avg_sq"].normal_()
     model = ModelConfig(layers=1, hidden=64, heads=1, ffn_hidden=64, vocab_size=128, sequence_length=8)
     config = RunConfig(model=model, batch=BatchConfig(global_batch=1))
-    return CheckpointManager(directory, mesh, optimizer, config=config, keep=2), optimizer
+    train = config.train.model_copy(update={"run_dir": str(directory)})
+    return Checkpoints(train, mesh, optimizer, JobFacts(config.model_dump(mode="json"))), optimizer
 
 
 def cpu_seconds() -> float:
@@ -119,8 +122,8 @@ def main() -> None:
     options = parser().parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.directory, prefix="bench-checkpoint-"))
     try:
-        manager, _ = manager_of(folder / "checkpoints", options.gib)
-        size = manager._writer.total_bytes
+        checkpoints, _ = checkpoints_of(folder, options.gib)
+        size = checkpoints.total_bytes
         source = folder / "source"
         copies = [folder / f"dd-{number}" / "file" for number in range(options.repeats)]
         with source.open("wb") as file:
@@ -147,13 +150,14 @@ def main() -> None:
                     digest.update(memoryview(buffer)[:count])
 
         def save() -> None:
-            manager.save(progress_at(next(steps)))
+            checkpoints.begin(progress_at(next(steps)))
+            checkpoints.finish(verify=False)
 
         def copy() -> None:
-            manager._writer.snapshot.take()
+            checkpoints.snapshot.take()
 
         def load() -> None:
-            manager.load_latest(strict=True)
+            checkpoints.newest(strict=True)
 
         steps = iter(range(1, 1000))
         save()  # allocates the copy
@@ -168,7 +172,7 @@ def main() -> None:
         cpu_s = dict.fromkeys(work, 0.0)
         for _ in range(options.repeats):  # in turns, so that both sides of a ratio meet the same neighbours
             for name, measured in work.items():
-                manager.wait()
+                checkpoints.finish()
                 if name == "dd_fsync":
                     source.read_bytes()  # into the page cache
                 else:

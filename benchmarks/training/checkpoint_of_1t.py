@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from frontier_llm.blueprint.optimizers import ADAMW
+from frontier_llm.checkpoint.facts import JobFacts, build_manifest, contents_of
 from frontier_llm.checkpoint.load import plan
 from frontier_llm.checkpoint.manifest import Progress, SavedPiece, parse, shard_name
-from frontier_llm.checkpoint.save import build_manifest
 from frontier_llm.checkpoint.shard import shard_layout
 from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import CommConfig, OpsConfig, OptimizerConfig, load_model
@@ -97,7 +97,7 @@ def main() -> None:
     built_mib = peak_mib()
 
     started = time.process_time()
-    written = [[SavedPiece(name, *map(tuple, rest)) for name, *rest in json.loads(text)["pieces"]] for text in gathered]
+    contents = contents_of([json.loads(text)["pieces"] for text in gathered], "F32")
     collect_s = time.process_time() - started
     started = time.process_time()
     parts: list[dict[str, Any] | None] = [
@@ -106,18 +106,8 @@ def main() -> None:
     progress = Progress(
         step=1, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0
     )
-    manifest = build_manifest(
-        progress,
-        incarnation=1,
-        layout={},
-        config={},
-        environment={},
-        data={},
-        dtype="F32",
-        optimizer="adamw",
-        pieces=written,
-        parts=parts,
-    )
+    facts = JobFacts(config={}, optimizer="adamw", incarnation=1)
+    manifest = build_manifest(progress, facts, contents, parts)
     content = manifest.to_bytes()
     manifest_s = time.process_time() - started
 
@@ -135,7 +125,7 @@ def main() -> None:
         "ranks": layout.grid.world_size,
         "parameters": sum(numel for _, numel in sizes),
         "checkpoint_tib": round(sum(size for size, _ in sizes) / 2**40, 2),
-        "rectangles": sum(map(len, written)),
+        "rectangles": sum(map(len, contents.pieces)),
         "manifest_mib": round(len(content) / 2**20, 2),
         "save: any rank's plan and header, once, s": round(plan_s, 3),
         "save: rank 0 collects the pieces, once, s": round(collect_s, 3),

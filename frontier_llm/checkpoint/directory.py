@@ -1,15 +1,17 @@
-"""A run's `checkpoints/` folder: names, the commit, LATEST, leftovers. Only rank 0 changes it; ranks write their shards
-into it.
+"""A run's `checkpoints/` folder: names, the commit, LATEST, BEST, leftovers. Only rank 0 changes it; ranks write their
+shards into it.
 
 `step_00000100/` is complete, always: it got that name by one rename after every byte in it was flushed to the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from frontier_llm import log
@@ -27,6 +29,7 @@ from frontier_llm.run.complete import (
     named_steps,
     step_name,
 )
+from frontier_llm.units import format_bytes
 
 LATEST = "LATEST"
 BEST = "BEST"
@@ -128,7 +131,9 @@ def begin(directory: Path, step: int, incarnation: int) -> Path:
 
 
 def commit(directory: Path, manifest: Manifest) -> Path:
-    """Turn the temporary folder, whose shards are durable, into a complete checkpoint and point LATEST at it."""
+    """Turn the temporary folder, whose shards are durable, into a complete checkpoint. LATEST names it then, and BEST
+    too if its held-out loss is the lowest.
+    """
     step = manifest.progress.step
     incarnation = manifest.incarnation
     building = temporary(directory, step, incarnation)
@@ -154,6 +159,8 @@ def commit(directory: Path, manifest: Manifest) -> Path:
     sync_directory(directory)
     hit("checkpoint.before_latest")
     point_latest(directory, final.name)
+    if manifest.progress.is_best:
+        point_best(directory, final.name)
     if replaced.exists():
         delete_tree(replaced)
     return final
@@ -201,3 +208,24 @@ def unexpected_files(path: Path, manifest: Manifest) -> list[str]:
     """Names in a checkpoint's folder that its manifest does not account for."""
     known = {MANIFEST, MANIFEST_DIGEST, *(shard.file for shard in manifest.shards)}
     return sorted(entry.name for entry in os.scandir(path) if entry.name not in known)
+
+
+@contextlib.contextmanager
+def writing(where: Path, needed_bytes: int) -> Iterator[None]:
+    """Turn an OSError inside into a CheckpointError with its cause. A full disk adds what is needed and free."""
+    try:
+        yield
+    except OSError as error:
+        where = Path(error.filename or where)
+        what = f"cannot write the checkpoint: {error.strerror or error}"
+        fix = "check the file system; the checkpoints before this one are untouched"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            existing = next(path for path in (where, *where.parents) if path.exists())
+            free = os.statvfs(existing)
+            free_bytes = format_bytes(free.f_bavail * free.f_frsize)
+            what += f"; needs {format_bytes(needed_bytes)}, {free_bytes} and {free.f_favail} files are free"
+            fix = (
+                "free space or raise the quota or ulimit -f; lower train.keep_checkpoints; the checkpoints before "
+                "this one are untouched"
+            )
+        raise CheckpointError(what, fix, str(where)) from error

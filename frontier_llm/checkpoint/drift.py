@@ -16,6 +16,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from frontier_llm.blueprint.parameters import model_parameters
+from frontier_llm.checkpoint.facts import JobFacts
 from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import ModelConfig, RunConfig, Stretches, in_steps, phases_of
@@ -248,24 +249,24 @@ def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) ->
     ]
 
 
-def allowed_changes(
-    saved: Manifest,
-    config: Mapping[str, Any],
-    data: Mapping[str, str],
-    plugins: Sequence[PluginRecord],
-    allowed: Collection[str],
-    where: str,
-) -> list[Change]:
-    """Changes of configuration, data and plugins since a checkpoint that a run goes on from. Raises CheckpointError
-    as `check_allowed`.
+def allowed_changes(saved: Manifest, facts: JobFacts, allowed: Collection[str], where: str) -> list[Change]:
+    """Changes of configuration, data and plugins between a checkpoint and the job that continues from it.
+
+    Raises CheckpointError as `check_allowed`.
     """
     progress = saved.progress
     begun = progress.consumed_samples > 0
-    done = progress.position.steps_done if progress.position is not None else ()
-    before = with_defaults(saved.config)
-    changes = config_changes(before, config, begun, progress.step, saved_data=saved.data, data=data, done=done)
-    changes += data_changes(saved.data, data, begun)
-    changes += plugin_changes(saved.known_plugins, plugins, begun)
+    changes = config_changes(
+        with_defaults(saved.config),
+        facts.config,
+        begun,
+        progress.step,
+        saved_data=saved.data,
+        data=facts.data,
+        done=progress.position.steps_done if progress.position is not None else (),
+    )
+    changes += data_changes(saved.data, facts.data, begun)
+    changes += plugin_changes(saved.known_plugins, facts.plugins, begun)
     check_allowed(changes, allowed, where)
     return changes
 

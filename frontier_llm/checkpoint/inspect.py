@@ -21,11 +21,12 @@ from frontier_llm.checkpoint.drift import (
     environment_changes,
     plugin_changes,
 )
+from frontier_llm.checkpoint.facts import JobFacts
 from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.weights import CheckpointWeights
 from frontier_llm.config import RunConfig
 from frontier_llm.config.plugins import records_of
-from frontier_llm.data.identity import datasets_of, identities
+from frontier_llm.data.identity import datasets_of
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.run.complete import fault
 
@@ -52,10 +53,12 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
             saved = folder.read_manifest(path)[0]
         except DamagedCheckpoint:
             continue
-        plugins = records_of(config.plugins)
-        allowed_changes(
-            saved, config.model_dump(mode="json"), identities(datasets_of([config])), plugins, allowed, str(path)
+        facts = JobFacts(
+            config=config.model_dump(mode="json"),
+            plugins=records_of(config.plugins),
+            datasets=datasets_of([config]),
         )
+        allowed_changes(saved, facts, allowed, str(path))
         return
 
 

@@ -52,6 +52,8 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Size = Annotated[int, Field(gt=0, le=2**53)]
 Dims = Annotated[tuple[Size, ...], Field(max_length=_MAX_DIMS)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# index into the manifest's tensors, offset, shape
+PieceRow = tuple[Count, Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)], Dims]
 StateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]  # a state's name, or "master"
 
 
@@ -79,7 +81,13 @@ class Progress(_Record):
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     scaler_clean_steps: Count
     skipped_steps: Count
-    policy: dict[str, Any] = {}  # what the loss-spike policy remembers (train room)
+    policy: dict[str, Any] = {}  # losses and rewinds of the loss-spike policy, and the best evaluation
+
+    @property
+    def is_best(self) -> bool:
+        """The held-out loss of this step was the lowest of the run (train.keep_best)."""
+        best = self.policy.get("best")
+        return best is not None and bool(best["step"] == self.step)
 
 
 class TensorEntry(_Record):
@@ -91,16 +99,12 @@ class TensorEntry(_Record):
 
 
 class Shard(_Record):
-    """A file, and the rectangles in it: (index into `tensors`, offset, shape), each once for each kind of its
-    tensor, in file order.
-    """
+    """A file, and the rectangles in it in file order. Each is there once for each kind of its tensor."""
 
     file: str
     bytes: Size
     sha256: Digest  # of the file's header and blocks (see `shard`)
-    pieces: Annotated[
-        tuple[tuple[Count, Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)], Dims], ...], Field(min_length=1)
-    ]
+    pieces: Annotated[tuple[PieceRow, ...], Field(min_length=1)]
 
 
 class SavedPiece(NamedTuple):

@@ -26,9 +26,9 @@ from torch import Tensor
 from frontier_llm.blueprint.optimizers import MASTER, STATISTIC, optimizer_rule
 from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.facts import JobFacts, build_manifest, checkpoints_folder, contents_of
 from frontier_llm.checkpoint.load import DTYPES
 from frontier_llm.checkpoint.manifest import ITEM_BYTES, DamagedCheckpoint, DtypeName, Progress, SavedPiece, shard_name
-from frontier_llm.checkpoint.save import build_manifest, writing
 from frontier_llm.checkpoint.shard import (
     BLOCK_BYTES,
     ShardLayout,
@@ -177,9 +177,9 @@ class CheckpointWeights:
 def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) -> Path:
     """Write `config.train.run_dir`/checkpoints/step_00000000 from a source.
 
-    One tensor at a time is in memory. Raises CheckpointError when the run has a checkpoint already.
+    One tensor at a time is in memory. Raises CheckpointError if the run has a checkpoint already.
     """
-    directory = Path(config.train.run_dir) / "checkpoints"
+    directory = checkpoints_folder(config.train)
     steps = folder.named_steps(directory)
     if steps:
         what = f"holds {folder.step_name(steps[0])} already"
@@ -187,48 +187,40 @@ def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) 
     dtype: DtypeName = "F64" if config.precision.dtype == "fp64" else "F32"
     rule = optimizer_rule(config.optimizer.name)
     parameters = list(model_parameters(config.model).values())
-    tensors = [(p, rule.kinds(p)) for p in parameters] + [
-        (one, (STATISTIC,)) for p in parameters for one in rule.statistics(p)
-    ]
+    tensors = [(parameter, rule.kinds(parameter)) for parameter in parameters]
+    tensors += [(one, (STATISTIC,)) for parameter in parameters for one in rule.statistics(parameter)]
     everything = [SavedPiece(one.name, (0,) * len(one.shape), one.shape, kinds, one.shape) for one, kinds in tensors]
 
     def state_bytes(piece: SavedPiece) -> int:
         return prod(piece.shape) * len(piece.kinds) * ITEM_BYTES[dtype]
 
-    files = list(packed(everything, state_bytes, shard_bytes))
-    parts = []
-    scale = initial_loss_scale(config)
+    held = list(packed(everything, state_bytes, shard_bytes))
+    facts = JobFacts(
+        config=config.model_dump(mode="json"),
+        plugins=records_of(config.plugins),
+        layout={"tp": 1, "cp": 1, "pp": 1, "dp": 1, "zero": 0},
+        optimizer=rule.name,
+    )
     progress = Progress(
         step=0,
         consumed_samples=0,
         tokens=0,
         optimizer_updates=0,
-        loss_scale=scale,
+        loss_scale=initial_loss_scale(config),
         scaler_clean_steps=0,
         skipped_steps=0,
     )
     try:
-        with writing(directory, sum(map(state_bytes, everything))):
+        with folder.writing(directory, sum(map(state_bytes, everything))):
             directory.mkdir(parents=True, exist_ok=True)
-            building = folder.begin(directory, 0, 0)
-            for number, pieces in enumerate(files):
-                layout = shard_layout(pieces, dtype, 0, shard_name(number))
-                digest = _write_shard(building / shard_name(number), source, pieces, layout, DTYPES[dtype])
-                parts.append({"file": shard_name(number), "bytes": layout.total_bytes, "sha256": digest})
-            manifest = build_manifest(
-                progress,
-                incarnation=0,
-                layout={"tp": 1, "cp": 1, "pp": 1, "dp": 1, "zero": 0},
-                config=config.model_dump(mode="json"),
-                environment={},
-                data={},
-                plugins=records_of(config.plugins),
-                dtype=dtype,
-                optimizer=rule.name,
-                pieces=files,
-                parts=parts,
-            )
-            return folder.commit(directory, manifest)
+            building = folder.begin(directory, step=0, incarnation=0)
+            files = []
+            for number, pieces in enumerate(held):
+                name = shard_name(number)
+                layout = shard_layout(pieces, dtype, 0, name)
+                digest = _write_shard(building / name, source, pieces, layout, DTYPES[dtype])
+                files.append({"file": name, "bytes": layout.total_bytes, "sha256": digest})
+            return folder.commit(directory, build_manifest(progress, facts, contents_of(held, dtype), files))
     except BaseException:
         shutil.rmtree(folder.temporary(directory, 0, 0), ignore_errors=True)
         raise

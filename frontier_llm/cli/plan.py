@@ -51,7 +51,9 @@ if TYPE_CHECKING:
         help="compare the choice with one that has this changed",
     ),
     option(
-        "--explain", action="store_true", help="the step and the memory line by line, with the source of each number"
+        "--explain",
+        action="store_true",
+        help="the step and the memory line by line, with the source of each number",
     ),
     option("--allow-cross-node-tp", action="store_true", help="also price tensor parallelism beyond the node"),
     option("--tokens", type=count_of, metavar="COUNT", help="token budget, e.g. 300B (default: 20 per parameter)"),
@@ -139,7 +141,15 @@ def _plan(args: argparse.Namespace) -> int:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
     shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else {}
-    outcome = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, **shared)
+    outcome = search(
+        model,
+        numbers,
+        nodes,
+        batch,
+        fixed,
+        cross_node=args.allow_cross_node_tp,
+        **shared,
+    )
     check_found(outcome, machine, numbers)
     # how many are shown must not change the choice
     best = outcome.best
@@ -148,15 +158,44 @@ def _plan(args: argparse.Namespace) -> int:
 
     def text() -> str:
         explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
-        return "\n".join([report.text(outcome, machine, stack, numbers, run_of, _width()), *explained])
+        return "\n".join(
+            [
+                report.text(
+                    outcome=outcome,
+                    machine=machine,
+                    stack=stack,
+                    rates=numbers,
+                    run=run_of,
+                    width=_width(),
+                ),
+                *explained,
+            ]
+        )
 
     show(args, report.search_as_dict(outcome, machine, stack, numbers, run_of), text)
     if args.emit:
         from frontier_llm.planner.emit import Request, emit
 
         request = Request(args.model, args.machine, args.run, args.tokens)
-        print(emit(args.emit, request, machine, outcome, numbers, run_of), file=sys.stderr if args.json else sys.stdout)
-    _extras(args, outcome, machine, stack, numbers, fixed)
+        print(
+            emit(
+                path=args.emit,
+                request=request,
+                machine=machine,
+                outcome=outcome,
+                rates=numbers,
+                saves=run_of,
+            ),
+            file=sys.stderr if args.json else sys.stdout,
+        )
+    _extras(
+        args=args,
+        outcome=outcome,
+        machine=machine,
+        stack=stack,
+        numbers=numbers,
+        fixed=fixed,
+    )
     return 0
 
 
@@ -210,7 +249,12 @@ def _measured(args: argparse.Namespace) -> int:
 
 
 def _extras(
-    args: argparse.Namespace, outcome: Search, machine: Machine, stack: str, numbers: Rates, fixed: dict[str, Any]
+    args: argparse.Namespace,
+    outcome: Search,
+    machine: Machine,
+    stack: str,
+    numbers: Rates,
+    fixed: dict[str, Any],
 ) -> None:
     """What-if lines and files."""
     if args.what_if:

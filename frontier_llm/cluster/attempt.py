@@ -21,7 +21,7 @@ from frontier_llm import log
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.rank_logs import conclusion, failure_lines, first_traceback
-from frontier_llm.cluster.rank_variables import step_variables
+from frontier_llm.cluster.site_variables import step_variables
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
 from frontier_llm.run import hostlist, job_secret, run_dir

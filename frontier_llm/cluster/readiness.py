@@ -16,13 +16,13 @@ from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.code import snapshot
-from frontier_llm.cluster.installation import Installation, ask
 from frontier_llm.cluster.sites import Site, root_dir
 from frontier_llm.config import RunConfig, dump, saves_nothing
 from frontier_llm.errors import ConfigError, FrontierError, Problem
 from frontier_llm.libraries import BUILD_COMMAND, TORCH_OPS
 from frontier_llm.machine.load import load_machine
 from frontier_llm.machine.schema import Device
+from frontier_llm.run.installation import Installation, ask
 from frontier_llm.run.rank_env import environ, environment, rank_python
 from frontier_llm.units import format_bytes
 

@@ -52,7 +52,11 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
         own = own_plugins(path) if is_run_directory else ()
         import_recorded(source.manifest.known_plugins, given=plugins, own=own, where=str(checkpoints[0]))
         return OpenedModel(
-            checkpoints[0], source, source.config, source.config.precision.dtype, source.config.data.tokenizer
+            checkpoints[0],
+            source,
+            source.config,
+            source.config.precision.dtype,
+            source.config.data.tokenizer,
         )
     what = "is no model" if path.exists() else "does not exist"
     fix = (
@@ -76,7 +80,9 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
     if given is None and spec.startswith(HUB) and recorded_tokenizer(str(opened.path), spec) is None:
         what = f"names the tokenizer {spec[:200]}, which was never fetched here"  # a checkpoint may be a stranger's
         raise DataError(
-            what, where=str(opened.path), fix=f"if you trust that name, fetch it with --tokenizer {spec[:200]}"
+            what,
+            where=str(opened.path),
+            fix=f"if you trust that name, fetch it with --tokenizer {spec[:200]}",
         )
     tokenizer = load_tokenizer(spec)
     check_vocabulary(tokenizer, opened.source.model)

@@ -157,7 +157,10 @@ _ROCM = (
 
 _SLINGSHOT = (
     Variable(
-        "GLOO_SOCKET_IFNAME", "hsn0", "needed above about 300 nodes, harmless below", "eminorhan/frontier-torchtitan"
+        "GLOO_SOCKET_IFNAME",
+        "hsn0",
+        "needed above about 300 nodes, harmless below",
+        "eminorhan/frontier-torchtitan",
     ),
     Variable(
         "NCCL_SOCKET_IFNAME",
@@ -183,10 +186,16 @@ _SLINGSHOT = (
 _OWN = {
     "frontier": (
         Variable(
-            "FI_MR_CACHE_MONITOR", "kdreg2", "memory-registration cache: Frontier's default, safe with the plugin", OLCF
+            "FI_MR_CACHE_MONITOR",
+            "kdreg2",
+            "memory-registration cache: Frontier's default, safe with the plugin",
+            OLCF,
         ),
         Variable(
-            "FI_CXI_RDZV_PROTO", "alt_read", "faster RCCL at scale; needs `--network=disable_rdzv_get` in the job", OLCF
+            "FI_CXI_RDZV_PROTO",
+            "alt_read",
+            "faster RCCL at scale; needs `--network=disable_rdzv_get` in the job",
+            OLCF,
         ),
         Variable("NCCL_NET_GDR_LEVEL", "PHB", "GPU RDMA through the NIC of the same package", OLCF),
     ),
@@ -305,6 +314,9 @@ def _slingshot(machine: str, nodes: int) -> list[Variable]:
             "out; by default every 1000"
         )
         chosen["TORCH_NCCL_COORD_CHECK_MILSEC"] = Variable(
-            "TORCH_NCCL_COORD_CHECK_MILSEC", str(period_ms), reason, "PyTorch source"
+            "TORCH_NCCL_COORD_CHECK_MILSEC",
+            str(period_ms),
+            reason,
+            "PyTorch source",
         )
     return list(chosen.values())

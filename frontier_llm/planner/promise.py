@@ -81,7 +81,9 @@ def basis(machine: Machine, stack: str) -> str:
         for name, numbers in machine.stacks.items()
         if any(isinstance(value, Number) and value.source.startswith("fitted on") for _, value in numbers)
     }
-    return SAME if stack in fitted else OTHER if fitted else ESTIMATED
+    if stack in fitted:
+        return SAME
+    return OTHER if fitted else ESTIMATED
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,10 @@ class Promise:
         if self.untried:
             lines[0] += "; this stack has never run on this machine, so the slow end leads"
         if self.best is not None:
-            alike = (
-                f"{self.best_alike[0]:.1f} TFLOP/s for such a model ({self.best_alike[1]}), " if self.best_alike else ""
-            )
+            if self.best_alike:
+                alike = f"{self.best_alike[0]:.1f} TFLOP/s for such a model ({self.best_alike[1]}), "
+            else:
+                alike = ""
             lines.append(
                 f"  best published per {self.device} device: {alike}{self.best[0]:.1f} for any ({self.best[1]})"
             )

@@ -9,9 +9,12 @@ from pathlib import Path
 
 # the first backward imports it, and sympy with it: not while the other ranks wait
 from frontier_llm import failpoints, log
-from frontier_llm.checkpoint import CheckpointManager, is_there, point_best
+from frontier_llm.checkpoint.checkpoints import Checkpoints
+from frontier_llm.checkpoint.directory import is_there
+from frontier_llm.checkpoint.facts import JobFacts, checkpoints_folder
+from frontier_llm.checkpoint.save import Saved
 from frontier_llm.comm import StragglerWatch, broadcast_json, maximum
-from frontier_llm.config import RunConfig, RunPhase, TrainConfig, dump, phase_at, phases_of, plugins, resolved
+from frontier_llm.config import RunConfig, RunPhase, dump, phase_at, phases_of, plugins, resolved
 from frontier_llm.data.identity import Dataset, datasets_of, wanted
 from frontier_llm.data.loader import Batches, open_batches, open_run_batches
 from frontier_llm.data.summary import news
@@ -32,7 +35,6 @@ from frontier_llm.training.guard import (
     Recompute,
     ReplicaCheck,
     RouterWatch,
-    Saves,
     Skips,
     Watchdog,
     Wish,
@@ -60,7 +62,7 @@ def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resu
     # torch's store waits for ever for a rank 0 that is stopped, and the watchdog begins when all have met
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
     # 175B on 64 devices is 2.7 billion numbers for each: not drawn where a checkpoint replaces them
-    draws = not is_there(_checkpoints(config.train))
+    draws = not is_there(checkpoints_folder(config.train))
     try:
         with joined_state(config, place, draws) as state:
             watchdog = Watchdog(config.train, state.mesh)
@@ -106,9 +108,9 @@ class _Session:
         self.routers = RouterWatch(self.config.model)
         self.wishes = Wishes(signals, self.run_dir, world, state.device)
         self.decisions = Decisions(self.run_dir / "decisions.jsonl" if self.is_first else None)
-        self.manager = _manager(config, state, resume, self.datasets)
-        self.saves = Saves(self.manager, _lag_steps(self.config.train), self._check_before_save, self._saved)
-        self.skips = Skips(self.config.guard, self.decisions, self.saves)
+        facts = _job_facts(config, state, self.datasets)
+        self.checkpoints = Checkpoints(config.train, state.mesh, state.optimizer, facts, resume.allow_changes)
+        self.skips = Skips(self.config.guard, self.decisions, self.checkpoints)
 
     def run(self) -> int:
         """The whole of it, whatever happens told to the observers."""
@@ -123,7 +125,7 @@ class _Session:
         self._resume()
         if self.is_first:
             self._write_run_files()
-            self.metrics = metrics_of(self.config, self.state, self.manager.incarnation, self.observers)
+            self.metrics = metrics_of(self.config, self.state, self.checkpoints.facts.incarnation, self.observers)
             self.metrics.data(self.state)
             if self.state.current_step >= self.config.train.steps:
                 log.info(
@@ -133,8 +135,9 @@ class _Session:
         finished = self._train_until_end()
         with self.watchdog.section("save"):
             if self.config.train.save_final or (not finished and self.config.train.save_interval):
-                self.saves.finish(progress_of(self.state, self.decisions.rewinds))
-            self.saves.close(audit=finished)
+                self._finish_save()
+            self._log_saved(self.checkpoints.finish(verify=False))
+            self.checkpoints.close(verify=finished)
         if self.metrics is not None:
             self.metrics.close()
         if not finished and not environ("SLURM_JOB_ID"):  # a job's supervisor goes on by itself
@@ -148,7 +151,7 @@ class _Session:
 
     def _resume(self) -> None:
         with self.watchdog.section("load"):
-            progress = self.saves.resume(self.resume.strict)
+            progress = self.checkpoints.newest(self.resume.strict)
         if progress is not None:
             restore(self.state, progress)
         # some rank had seen a checkpoint that is gone
@@ -187,6 +190,8 @@ class _Session:
         train = self.config.train
         if self.wishes.stop() or (state.current_step == 0 and not self._evaluate()):
             return False
+        if state.current_step >= train.steps:
+            return self._evaluate()
         while state.current_step < train.steps:
             self._follow_phase()
             wish = self._step()
@@ -198,11 +203,13 @@ class _Session:
                 state.current_step, self.config.guard.recompute_interval, train.steps
             ):
                 self._look_for_wrong_arithmetic(self.recompute)
-            if _due(state.current_step, train.eval_interval, train.steps) and not self._evaluate():
+            is_last = state.current_step >= train.steps
+            evaluates = is_last or _due(state.current_step, train.eval_interval, train.steps)
+            if evaluates and not self._evaluate():  # before the save, which records the best evaluation
                 return False
             if wish.save or _due(state.current_step, train.save_interval, train.steps):
-                self.saves.begin(progress_of(state, self.decisions.rewinds))
-        return self._evaluate()
+                self._begin_save()
+        return True
 
     def _count_durations(self) -> None:
         """Durations in tokens become steps, counted from what the run has done: its batch may have changed since."""
@@ -263,7 +270,7 @@ class _Session:
             if self.metrics is not None:
                 self.metrics.event("collapsed router", step, asdict(collapsed))
         self.watchdog.at(step + 1, "train")
-        self.saves.follow(step + 1)
+        self._advance_save()
         self._judge(step, result)
         return result.wish
 
@@ -286,7 +293,7 @@ class _Session:
             self._enter(phase, samples)
             self.skips.rewound(step, self.state.current_step, self.state.position.samples_left_out, samples)
             # at once, so that a crash from here on does not run into the spike again
-            self.saves.finish(progress_of(self.state, self.decisions.rewinds))
+            self._finish_save()
 
     def _look_for_wrong_arithmetic(self, recompute: Recompute) -> None:
         with self.watchdog.section("recompute"):
@@ -313,24 +320,49 @@ class _Session:
         return True
 
     def _keep_if_best(self, losses: Mapping[str, float]) -> None:
-        """Save a step at once whose held-out loss is the lowest so far; BEST names it when it is on disk."""
+        """Save a step at once if its held-out loss is the lowest so far. The commit lets BEST name it."""
         state = self.state
         name = self.config.train.keep_best
         loss = losses.get("loss" if name == "validation" else name or "")
         if loss is None or state.current_step == 0 or (state.best is not None and not loss < state.best.loss):
             return
         state.best = BestLoss(state.current_step, loss)
-        self.saves.begin(progress_of(state, self.decisions.rewinds))
+        self._begin_save()
 
-    def _check_before_save(self, step: int) -> None:
+    def _begin_save(self) -> None:
+        """Copy the state and write it while training goes on. The first failure in a row is only logged."""
+        with self.checkpoints.tolerating_one_failure():
+            self._start_save()
+        self._advance_save()
+
+    def _finish_save(self) -> None:
+        """Have this step on disk. Every failure is raised, because no other save would follow."""
+        self._start_save()
+        self._log_saved(self.checkpoints.finish(verify=False))
+
+    def _start_save(self) -> None:
+        """Nothing if this step is on disk or being written."""
+        step = self.state.current_step
+        if self.checkpoints.newest_step == step:
+            return
         if self.config.guard.replica_check_interval:
             self.replicas.check(step, self.state.mesh.world)
+        self._log_saved(self.checkpoints.finish())
+        self.checkpoints.begin(progress_of(self.state, self.decisions.rewinds))
 
-    def _saved(self, step: int, path: Path) -> None:
-        if self.is_first and self.state.best is not None and self.state.best.step == step:
-            point_best(path.parent, path.name)
+    def _advance_save(self) -> None:
+        """Move the save under way on. The first failure in a row is only logged."""
+        save = self.checkpoints.under_way
+        if save is not None:
+            with self.checkpoints.tolerating_one_failure():
+                self._log_saved(save.advance(self.state.current_step))
+
+    def _log_saved(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        log.info(f"saved {saved.path}")
         if self.metrics is not None:
-            self.metrics.event("save", step, {"path": str(path)})
+            self.metrics.event("save", saved.step, {"path": str(saved.path)})
             self.metrics.communication()  # for `status` of a run that goes on
 
     def _write_run_files(self) -> None:
@@ -346,10 +378,6 @@ def _recompute(state: TrainState) -> Recompute:
     return Recompute(lambda: local_gradients(state, feed), state.mesh)
 
 
-def _checkpoints(train: TrainConfig) -> Path:
-    return Path(train.run_dir) / "checkpoints"
-
-
 def _validation(state: TrainState) -> dict[str, Batches]:
     """Of each held-out set by name."""
     dp = state.mesh.dp
@@ -363,30 +391,18 @@ def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
     return {path: Dataset(*dataset) for path, dataset in found.items()}
 
 
-def _manager(
-    config: RunConfig, state: TrainState, resume: Resume, datasets: Mapping[str, Dataset]
-) -> CheckpointManager:
-    train = config.train
-    return CheckpointManager(
-        _checkpoints(train),
-        state.mesh,
-        state.optimizer,
-        config=config,
-        keep=train.keep_checkpoints,
-        keep_every=train.keep_every,
-        environment=provenance(state.device) if state.mesh.world.rank == 0 else {},
-        plugins=plugins.records_of(config.plugins) if state.mesh.world.rank == 0 else (),
+def _job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Dataset]) -> JobFacts:
+    """What checkpoints record of this job. Only rank 0, which writes the manifest, looks at environment and plugins."""
+    is_first = state.mesh.world.rank == 0
+    return JobFacts(
+        config=config.model_dump(mode="json"),
+        environment=provenance(state.device) if is_first else {},
+        plugins=plugins.records_of(config.plugins) if is_first else (),
         datasets=datasets,
         job=environ("SLURM_JOB_ID", "") or "",
         restart=int(environ("SLURM_RESTART_COUNT", "0") or 0),
         incarnation=int(environ("FRONTIER_LLM_INCARNATION", "0") or 0),
-        allow_changes=resume.allow_changes,
     )
-
-
-def _lag_steps(train: TrainConfig) -> int:
-    """Steps that may run before a save must be on disk."""
-    return max(1, train.save_interval // 10) if train.save_lag_steps is None else train.save_lag_steps
 
 
 def _due(step: int, interval: int, last: int) -> bool:

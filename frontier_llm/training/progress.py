@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from frontier_llm.checkpoint import Progress
+from frontier_llm.checkpoint.manifest import Progress
 from frontier_llm.data.position import START
 from frontier_llm.training.build import BestLoss, TrainState
 

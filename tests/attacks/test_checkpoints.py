@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import save_file
 
 from frontier_llm import files
-from frontier_llm.checkpoint import DamagedCheckpoint, manifest
 from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint import manifest
 from frontier_llm.checkpoint.inspect import verify
+from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.cli.main import main
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import CheckpointError, DataError

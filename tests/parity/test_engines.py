@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.comm import build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import BackendError
@@ -25,6 +24,7 @@ from frontier_llm.training.guard import ReplicaCheck
 from frontier_llm.training.step import StepResult, train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
+from tests.harness.saving import checkpoints_of, save_step
 from tests.parity.cases import Case
 from tests.parity.compare import Tensors, assemble
 from tests.parity.play import Piece, Source
@@ -222,36 +222,20 @@ def test_state_elsewhere_than_deepspeed_says_stops_the_run(ranks: RankPool) -> N
         assert "DeepSpeed says wrongly where the state of" in said
 
 
-def manager(state: TrainState, directory: Path) -> CheckpointManager:
-    return CheckpointManager(directory, state.mesh, state.optimizer, config=state.config, keep=2)
-
-
 def save_and_go_on(rank: int, case: Case, engine: str, directory: Path) -> Outcome:
     """Two steps, a checkpoint, a third step; the state is the checkpoint's."""
     state = build(rank, case, engine, "bf16")
     steps = [train_step(state) for _ in range(2)]
     at_save = state_of(state)
-    checkpoints = manager(state, directory)
-    checkpoints.save(
-        Progress(
-            step=2,
-            consumed_samples=16,
-            tokens=192,
-            optimizer_updates=2,
-            loss_scale=1.0,
-            scaler_clean_steps=0,
-            skipped_steps=0,
-        )
-    )
-    checkpoints.close()
+    save_step(state, directory, step=2, samples=16, tokens=192)
     return Outcome([*steps, train_step(state)], at_save)
 
 
 def resume(rank: int, case: Case, engine: str, directory: Path) -> Outcome:
     """The third step from the checkpoint; the state is what was loaded."""
     state = build(rank, case, engine, "bf16")
-    checkpoints = manager(state, directory)
-    progress = checkpoints.load_latest()
+    checkpoints = checkpoints_of(state, directory)
+    progress = checkpoints.newest()
     assert progress is not None and state.optimizer.updates == 2
     state.current_step = progress.step
     loaded = state_of(state)

@@ -21,7 +21,6 @@ from frontier_llm.blueprint.parameters import (
     ParameterKind,
     Split,
 )
-from frontier_llm.checkpoint import CheckpointManager, Progress
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.errors import CheckpointError
 from frontier_llm.ops import Ops
@@ -30,6 +29,7 @@ from frontier_llm.training.guard import ReplicaCheck
 from frontier_llm.training.step import train_step
 from tests.harness.marks import but_first, thorough
 from tests.harness.pool import RankPool
+from tests.harness.saving import checkpoints_of, save_step
 from tests.oracle.optimizers import momentum
 from tests.parity.cases import Case
 from tests.parity.compare import differences, gather
@@ -172,27 +172,11 @@ def test_whole_matrices_lie_with_one_owner_each_and_evenly(ranks: RankPool) -> N
     assert ranks.run(4, places, named(SGD, dp=4))[0][0] == 0
 
 
-def manager(state: Any, directory: Path, *allowed: str) -> CheckpointManager:
-    return CheckpointManager(directory, state.mesh, state.optimizer, config=state.config, keep=2, allow_changes=allowed)
-
-
 def save_and_go_on(rank: int, case: Case, directory: Path) -> list[float]:
     """Losses of three steps, with a checkpoint after the second."""
     state = build(rank, case)
     losses = [train_step(state).loss for _ in range(2)]
-    checkpoints = manager(state, directory)
-    checkpoints.save(
-        Progress(
-            step=2,
-            consumed_samples=16,
-            tokens=192,
-            optimizer_updates=2,
-            loss_scale=1.0,
-            scaler_clean_steps=0,
-            skipped_steps=0,
-        )
-    )
-    checkpoints.close()
+    save_step(state, directory, step=2, samples=16, tokens=192)
     return [*losses, train_step(state).loss]
 
 
@@ -201,9 +185,9 @@ def resume(rank: int, case: Case, directory: Path, *allowed: str) -> tuple[float
     refused.
     """
     state = build(rank, case)
-    checkpoints = manager(state, directory, *allowed)
+    checkpoints = checkpoints_of(state, directory, *allowed)
     try:
-        progress = checkpoints.load_latest()
+        progress = checkpoints.newest()
     except CheckpointError as error:
         return str(error)
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from frontier_llm.blueprint.layout import Layout, layout_of
 from frontier_llm.blueprint.work import elementwise
 from frontier_llm.config import ModelConfig, RunConfig
 from frontier_llm.config.schema import ParallelConfig
+from frontier_llm.experiments.measure.fit import Measurements, fit_two
 from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.planner.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.planner.costs.time import step_s
@@ -97,30 +98,17 @@ def _shares(samples: Samples) -> tuple[tuple[int, float], ...]:
 
 
 def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, seconds: np.ndarray) -> Rates:
-    """Efficiency and k-half by a robust search on log time: an outlier counts by its size, not by its square, and a
-    weak prior holds both.
-
-    A pattern of 25 points moves to its best one, and shrinks when that is its middle.
-    """
-
-    def changed(x: np.ndarray) -> Rates:
-        return replace(start, gemm_efficiency=float(min(np.exp(x[0]), 1.0)), gemm_k_half=float(64 * np.exp(x[1])))
-
+    """Efficiency and k-half, with an outlier counting by its size and not by its square."""
     products = [Product(int(m), int(n), int(k)) for m, n, k in zip(M, N, K, strict=True)]
-
-    def loss(x: np.ndarray) -> float:
-        numbers = changed(x)
-        size = np.abs(np.log(np.array([product_s(product, numbers) for product in products]) / seconds))
-        return float(np.sum(np.where(size < KNEE, size**2, 2 * KNEE * size - KNEE**2)) + PRIOR * np.sum(x**2))
-
-    pattern = [np.array(offset) for offset in product((0.0, -0.5, 0.5, -1.0, 1.0), repeat=2)]
-    best = np.zeros(2)
-    width = 0.5
-    while width > 1e-3:
-        step = min(pattern, key=lambda offset: loss(best + width * offset))
-        best = best + width * step
-        width = width if step.any() else width / 2
-    return changed(best)
+    measurements = Measurements(
+        start=replace(start, gemm_efficiency=1.0, gemm_k_half=64.0),
+        constants=("gemm_efficiency", "gemm_k_half"),
+        predicted_s=lambda numbers: np.array([product_s(product, numbers) for product in products]),
+        measured_s=seconds,
+        prior=PRIOR,
+        knee=KNEE,
+    )
+    return fit_two(measurements)
 
 
 def _fit_attention(fitted: Rates, samples: Samples) -> Rates:

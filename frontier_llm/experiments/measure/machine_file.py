@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,37 +36,70 @@ def write_machine(path: Path, content: dict[str, Any]) -> None:
     load_machine(str(path))
 
 
-def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str, Any]:
-    """The machine file's mapping: `local` with every calibrated number replaced, tagged and sourced."""
-    fitted = calibrated_rates(samples, config, rates(load_machine("local")))
-    how = f"{samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
-    provenance = {"tag": "measured", "source": f"frontier-llm calibrate, {when}: {how}"}
-    return {
-        "base": "local",
-        "title": f"this computer, calibrated {when}",
-        "device": _device(fitted, samples, provenance),
-        "node": _node(fitted, samples, provenance),
-        "stacks": {
-            OWN_STACK: {
-                **_numbers(fitted, "stack", provenance),
-                "optimizer_bytes": rounded(fitted.optimizer_bytes),
-                "accumulate_bytes": fitted.accumulate_bytes,
+def update_machine(path: Path, stack: str, fitted: Rates, constants: Iterable[str], source: str) -> None:
+    """Replace constants' values and sources in a machine file in place. Comments and order of the file stay.
+
+    `constants` are fields of Rates, as for `fit`. Raises ConfigError where the file cannot be read back.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for constant in constants:
+        value = value_of(fitted, constant) / PLACES[constant.partition("/")[0]][2]
+        number = f'{{value: {value:.4g}, tag: estimated, source: "{source}"}}'
+        lines = [
+            f"{line.split('{')[0]}{number}" if is_place else line
+            for line, is_place in zip(lines, _places_of(lines, stack, constant), strict=True)
+        ]
+    write_atomically(path, "\n".join(lines) + "\n")
+    load_machine(str(path))
+
+
+def _places_of(lines: Sequence[str], stack: str, constant: str) -> Iterator[bool]:
+    """Of each line, whether it holds this constant."""
+    field, _, devices = constant.partition("/")
+    section, key, _ = PLACES[field]
+    outer = inner = ""
+    for line in lines:
+        if top := re.match(r"(\w+):", line):
+            outer = top[1]
+            inner = ""
+        elif re.match(r"  \S", line):
+            inner = line.strip().removesuffix(":")
+        if section == "stack":
+            yield outer == "stacks" and inner == stack and line.startswith(f"    {key}:")
+        elif field == "fabric_bytes_s":
+            yield (outer, inner) == (section, key) and bool(re.match(rf"    {devices or '[0-9]+'}:", line))
+        else:
+            yield outer == section and line.startswith(f"  {key}:") and "{" in line
+
+
+def value_of(numbers: Rates, constant: str) -> float:
+    """A constant; "fabric_bytes_s/4" is the entry for groups of four, "fabric_bytes_s" that of the smallest groups."""
+    name, _, devices = constant.partition("/")
+    value = getattr(numbers, name)
+    if isinstance(value, tuple):
+        value = value[numbers.fabric_size.index(int(devices)) if devices else 0]
+    return float(value)
+
+
+def numbers_of(
+    fitted: Rates, constants: Iterable[str], provenance: dict[str, str], digits: int = 5
+) -> dict[str, dict[str, Any]]:
+    """Section of a machine file → its key → value with tag and source, in the file's units."""
+    sections: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for constant in constants:
+        section, key, unit = PLACES[constant]
+        value = getattr(fitted, constant)
+        if isinstance(value, tuple):
+            sections[section][key] = {
+                size: {"value": rounded(one / unit, digits), **provenance}
+                for size, one in zip(fitted.fabric_size, value, strict=True)
             }
-        },
-    }
-
-
-def _number(value: float, provenance: dict[str, str]) -> dict[str, Any]:
-    return {"value": rounded(value), **provenance}
+        else:
+            sections[section][key] = {"value": rounded(value / unit, digits), **provenance}
+    return dict(sections)
 
 
 CALIBRATED = (
-    "peak_flops",
-    "memory_bytes",
-    "hbm_bytes_s",
-    "node_devices",
-    "fabric_latency_s",
-    "fabric_hop_s",
     "gemm_efficiency",
     "gemm_k_half",
     "flash_efficiency",
@@ -74,32 +109,46 @@ CALIBRATED = (
     "launch_s",
     "microbatch_s",
     "step_s",
+    "fabric_latency_s",
+    "fabric_hop_s",
+    "peak_flops",
+    "hbm_bytes_s",
+    "memory_bytes",
+    "node_devices",
+    "fabric_bytes_s",
 )
 
 
-def _numbers(fitted: Rates, section: str, provenance: dict[str, str]) -> dict[str, Any]:
-    """The calibrated numbers of a section of the file, under its keys and in their units."""
-    places = (
-        (field, key, unit) for field, (place, key, unit) in PLACES.items() if place == section and field in CALIBRATED
-    )
-    return {key: _number(getattr(fitted, field) / unit, provenance) for field, key, unit in places}
-
-
-def _device(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
+def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str, Any]:
+    """The machine file's mapping: `local` with every calibrated number replaced, tagged and sourced."""
+    fitted = calibrated_rates(samples, config, rates(load_machine("local")))
+    how = f"{samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
+    provenance = {"tag": "measured", "source": f"frontier-llm calibrate, {when}: {how}"}
+    numbers = numbers_of(fitted, CALIBRATED, provenance)
     shapes = [[*(int(size) for size in shape), rounded(seconds * 1e6)] for *shape, seconds in fitted.gemm_shapes]
-    return {
+    device = {
         "name": f"{samples.device}, one of {samples.ranks} ranks",
-        **_numbers(fitted, "device", provenance),
+        **numbers["device"],
         "host_executes": fitted.host_executes,
         "gemm_shapes": {**provenance, "mnk_us": shapes},
     }
+    stack = {
+        **numbers["stack"],
+        "optimizer_bytes": rounded(fitted.optimizer_bytes),
+        "accumulate_bytes": fitted.accumulate_bytes,
+    }
+    return {
+        "base": "local",
+        "title": f"this computer, calibrated {when}",
+        "device": device,
+        "node": {**numbers["node"], **_together(fitted, samples, provenance)},
+        "stacks": {OWN_STACK: stack},
+    }
 
 
-def _node(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
-    fabric = dict(zip(fitted.fabric_size, fitted.fabric_bytes_s, strict=True))
+def _together(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
+    """What ranks of a node do to each other: they share cores, wait and communicate."""
     node: dict[str, Any] = {
-        **_numbers(fitted, "node", provenance),
-        "fabric_gbps": {size: _number(speed / 1e9, provenance) for size, speed in fabric.items()},
         "contention": {**provenance, "share": {count: rounded(share) for count, share in fitted.contention}},
     }
     if samples.ranks > 1:
@@ -125,9 +174,9 @@ def collectives(tables: Mapping[str, Table], provenance: dict[str, str]) -> dict
     }
 
 
-def rounded(value: float) -> float:
-    """Five digits."""
-    return float(f"{value:.5g}")
+def rounded(value: float, digits: int = 5) -> float:
+    """`value` with this many significant digits."""
+    return float(f"{value:.{digits}g}")
 
 
 def report(samples: Samples, config: RunConfig) -> str:

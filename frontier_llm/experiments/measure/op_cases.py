@@ -1,4 +1,4 @@
-"""What `bench` times: each op at the shapes of one microbatch on one rank, and the ways to compute the same."""
+"""What `bench` times: the catalogue's cases at the shapes of one microbatch on one rank, beside eager torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from frontier_llm.config.model import ModelConfig
 from frontier_llm.experiments.measure.products import Call, operands, product_calls
-from frontier_llm.ops import Mask, Routing, sdpa, stream_key
-from frontier_llm.ops.reference import AdamWUpdate, Ops, Scores
+from frontier_llm.ops import Routing, sdpa
+from frontier_llm.ops import cases as catalogue
+from frontier_llm.ops.reference import Ops, Scores
 
 SDPA_BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -26,7 +27,7 @@ SDPA_BACKENDS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Timed:
     """One op, ours beside eager torch; forward and backward where there are gradients of its outputs.
 
     A function that returns None for a differentiable op has been its own backward.
@@ -34,7 +35,7 @@ class Case:
 
     ours: Callable[..., Any]
     eager: Callable[..., Any]
-    inputs: Sequence[Tensor] = ()
+    inputs: Sequence[Tensor | None] = ()
     grads: Sequence[Tensor] = ()
     bytes_moved: int = 0
     flops: float = 0.0
@@ -51,12 +52,13 @@ class Case:
         if self.grads and outputs is not None:
             torch.autograd.backward(outputs if isinstance(outputs, tuple) else (outputs,), self.grads)
         for x in self.inputs:
-            x.grad = None
+            if x is not None:
+                x.grad = None
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of one microbatch on one rank, and tensors of them."""
+    """Sizes of one microbatch on one rank."""
 
     model: ModelConfig
     micro_batch: int
@@ -79,223 +81,238 @@ class Shapes:
         """Bytes of an element."""
         return self.dtype.itemsize
 
-    def random(self, *shape: int) -> Tensor:
-        """Normal numbers."""
-        return torch.randn(*shape, dtype=self.dtype, device=self.device)
-
-    def leaf(self, *shape: int) -> Tensor:
-        """Normal numbers that want a gradient."""
-        return self.random(*shape).requires_grad_()
+    @property
+    def flat(self) -> int:
+        """Elements of a flat buffer of the optimizer."""
+        return 8 * self.model.hidden * self.model.ffn_hidden
 
 
-def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Case:
+def _timed(
+    ops: Ops,
+    case: catalogue.Case,
+    eager: Callable[..., Any],
+    *,
+    bytes_moved: int = 0,
+    flops: float = 0.0,
+    others: Mapping[str, Callable[..., Any]] | None = None,
+    outputs: Sequence[tuple[int, ...]] = (),
+) -> Timed:
+    """A differentiable case of the catalogue beside eager torch. `outputs` are shapes, if not the first input's."""
+    inputs = [None if x is None else x.requires_grad_() for x in case.inputs]
+    assert inputs[0] is not None
+    grads = [torch.randn(*shape, dtype=inputs[0].dtype) for shape in outputs or [tuple(inputs[0].shape)]]
+    return Timed(
+        ours=partial(case.call, ops),
+        eager=eager,
+        inputs=inputs,
+        grads=grads,
+        bytes_moved=bytes_moved,
+        flops=flops,
+        others=others or {},
+    )
+
+
+def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Timed:
     model = shapes.model
     B = shapes.micro_batch
     S = shapes.model.sequence_length
     A = model.heads // shapes.tp
     G = model.num_kv_heads // shapes.tp
     D = model.dim_per_head
-    slopes = 2.0 ** (-8.0 * torch.arange(1, A + 1, device=shapes.device) / A) if alibi else None
-    inputs = [shapes.leaf(S, B, A, D), shapes.leaf(S, B, G, D), shapes.leaf(S, B, G, D)]
-    grads = [shapes.random(S, B, A, D)]
+    slopes = 2.0 ** (-8.0 * torch.arange(1, A + 1) / A) if alibi else None
     scores = Scores(D**-0.5, slopes)
-    ours, eager = (lambda q, k, v: ops.attention(q, k, v, scores)), (lambda q, k, v: sdpa.attention(q, k, v, scores))
-    flops = 7.0 * S * S * B * A * D  # half of a square: 2 products forward, 5 backward
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa.attention(q, k, v, scores)
 
     def forced(backend: SDPBackend, *inputs: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return eager(*inputs)
 
-    backends = {} if alibi else {way: partial(forced, backend) for way, backend in SDPA_BACKENDS.items()}
-    return Case(ours, eager, inputs, grads, flops=flops, others=backends)
-
-
-def _norm(ops: Ops, shapes: Shapes, kind: str) -> Case:
-    N = shapes.rows
-    H = shapes.model.hidden
-    ours, eager = _norms(ops, shapes.model.norm_eps)[kind]
-    return Case(
-        ours, eager, [shapes.leaf(N, H), shapes.leaf(H)], [shapes.random(N, H)], bytes_moved=5 * N * H * shapes.width
+    return _timed(
+        ops,
+        catalogue.attention(shapes.dtype, S, B, A, G, D, scores=scores),
+        eager,
+        flops=7.0 * S * S * B * A * D,  # half of a square: 2 products forward, 5 backward
+        others={} if alibi else {way: partial(forced, backend) for way, backend in SDPA_BACKENDS.items()},
     )
 
 
-def _norms(ops: Ops, eps: float) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
-    """By `model.norm`: ours and torch's own."""
-    return {
-        "rmsnorm": (lambda x, w: ops.rms_norm(x, w, eps), lambda x, w: F.rms_norm(x, w.shape, w, eps)),
-        "layernorm": (
-            lambda x, w: ops.layer_norm(x, w, None, eps),
-            lambda x, w: F.layer_norm(x, w.shape, w, None, eps),
-        ),
-    }
+def _norm(ops: Ops, shapes: Shapes, kind: str) -> Timed:
+    N = shapes.rows
+    H = shapes.model.hidden
+    eps = shapes.model.norm_eps
+    if kind == "rmsnorm":
+        case = catalogue.rms_norm(shapes.dtype, N, H, eps=eps)
+    else:
+        case = catalogue.layer_norm(shapes.dtype, N, H, eps=eps, bias=False)
+    return _timed(
+        ops, case, lambda x, weight, *_: _eager_norm(kind, x, weight, eps), bytes_moved=5 * N * H * shapes.width
+    )
 
 
-def _add_norm(ops: Ops, shapes: Shapes) -> Case:
+def _eager_norm(kind: str, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Torch's own, by `model.norm`."""
+    if kind == "rmsnorm":
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, None, eps)
+
+
+def _add_norm(ops: Ops, shapes: Shapes) -> Timed:
     N = shapes.rows
     H = shapes.model.hidden
     eps = shapes.model.norm_eps
     kind = shapes.model.norm
 
-    def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def eager(x: Tensor, residual: Tensor, weight: Tensor, _bias: None) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return _norms(ops, eps)[kind][1](total, weight), total
+        return _eager_norm(kind, total, weight, eps), total
 
-    inputs = [shapes.leaf(N, H), shapes.leaf(N, H), shapes.leaf(H)]
-    grads = [shapes.random(N, H), shapes.random(N, H)]
-    ours = lambda x, r, w: ops.add_norm(x, r, w, None, eps, kind)  # noqa: E731
-    return Case(ours, eager, inputs, grads, bytes_moved=8 * N * H * shapes.width)
+    case = catalogue.add_norm(shapes.dtype, N, H, kind=kind, eps=eps)
+    return _timed(ops, case, eager, bytes_moved=8 * N * H * shapes.width, outputs=[(N, H), (N, H)])
 
 
-def _rope(ops: Ops, shapes: Shapes) -> Case:
+def _rope(ops: Ops, shapes: Shapes) -> Timed:
     S = shapes.model.sequence_length
     D = shapes.model.dim_per_head
     shape = (S, shapes.micro_batch, shapes.model.heads // shapes.tp, D)
-    angle = torch.randn(S, D // 2, device=shapes.device)
-    cos = angle.cos()
-    sin = angle.sin()
-    wide_cos, wide_sin = (f(angle).repeat(1, 2)[:, None, None].to(shapes.dtype) for f in (torch.cos, torch.sin))
+    half = D // 2
+    cos, sin = (x.repeat(1, 2)[:, None, None].to(shapes.dtype) for x in catalogue.rotations(*shape, half=half))
 
     def eager(q: Tensor) -> Tensor:
         first, second = q.chunk(2, -1)
-        return q * wide_cos + torch.cat((-second, first), -1) * wide_sin
+        return q * cos + torch.cat((-second, first), -1) * sin
 
-    inputs = [shapes.leaf(*shape)]
-    return Case(
-        lambda q: ops.rope(q, cos, sin),
-        eager,
-        inputs,
-        [shapes.random(*shape)],
-        bytes_moved=4 * inputs[0].numel() * shapes.width,
-    )
+    case = catalogue.rope(shapes.dtype, *shape, half=half)
+    return _timed(ops, case, eager, bytes_moved=4 * math.prod(shape) * shapes.width)
 
 
-def _swiglu(ops: Ops, shapes: Shapes) -> Case:
-    N = shapes.rows
-    ffn = shapes.ffn
-    inputs = [shapes.leaf(N, 2, ffn)]
-    grads = [shapes.random(N, ffn)]
-    return Case(ops.swiglu, lambda y: F.silu(y[:, 0]) * y[:, 1], inputs, grads, bytes_moved=8 * N * ffn * shapes.width)
+def _swiglu(ops: Ops, shapes: Shapes) -> Timed:
+    case = catalogue.swiglu(shapes.dtype, shapes.rows, 2, shapes.ffn)
+    bytes_moved = 8 * shapes.rows * shapes.ffn * shapes.width
+    eager = lambda y: F.silu(y[:, 0]) * y[:, 1]  # noqa: E731
+    return _timed(ops, case, eager, bytes_moved=bytes_moved, outputs=[(shapes.rows, shapes.ffn)])
 
 
-def _gelu(ops: Ops, shapes: Shapes, approximate: str) -> Case:
-    N = shapes.rows
-    ffn = shapes.ffn
-    ours, eager = (
-        (lambda y, b: ops.gelu(y, b, approximate == "tanh")),
-        (lambda y, b: F.gelu(y + b, approximate=approximate)),
-    )
-    inputs = [shapes.leaf(N, ffn), shapes.leaf(ffn)]
-    grads = [shapes.random(N, ffn)]
-    bytes_moved = 6 * N * ffn * shapes.width  # the bias' gradient reads once more
-    return Case(ours, eager, inputs, grads, bytes_moved=bytes_moved)
+def _gelu(ops: Ops, shapes: Shapes, approximate: str) -> Timed:
+    case = catalogue.gelu(shapes.dtype, shapes.rows, shapes.ffn, approximate=approximate == "tanh")
+    bytes_moved = 6 * shapes.rows * shapes.ffn * shapes.width  # the bias' gradient reads once more
+    return _timed(ops, case, lambda y, bias: F.gelu(y + bias, approximate=approximate), bytes_moved=bytes_moved)
 
 
-def _route(ops: Ops, shapes: Shapes) -> Case:
+def _route(ops: Ops, shapes: Shapes) -> Timed:
     """A model without experts routes to 64, 8 for each token."""
     moe = shapes.model.moe
-    N = shapes.rows
     experts, top_k = (64, 8) if moe is None else (moe.experts, moe.top_k)
-    logits = torch.randn(N, experts, device=shapes.device)
-    grads = [torch.randn(N, size, device=shapes.device) for size in (experts, top_k)]
+    (logits,) = catalogue.route(experts, Routing(top_k), tokens=shapes.rows).inputs
+    assert logits is not None
+    grads = [torch.randn(shapes.rows, size) for size in (experts, top_k)]
 
     def eager(logits_NE: Tensor) -> tuple[Tensor, Tensor]:
         scores_NE = logits_NE.softmax(-1)
         weights_Nk = scores_NE.gather(1, scores_NE.topk(top_k).indices)
         return scores_NE, weights_Nk / weights_Nk.sum(-1, keepdim=True)
 
-    ours = lambda logits_NE: ops.route(logits_NE, None, Routing(top_k))[:2]  # noqa: E731
-    return Case(ours, eager, [logits.requires_grad_()], grads, bytes_moved=5 * 4 * logits.numel())
+    def ours(logits_NE: Tensor) -> Any:
+        return ops.route(logits_NE, None, Routing(top_k))[:2]
+
+    return Timed(ours, eager, [logits.requires_grad_()], grads, bytes_moved=5 * 4 * logits.numel())
 
 
-def _drop(ops: Ops, shapes: Shapes) -> Case:
-    """Of what is added to the residual stream, which has the same gradient."""
-    B = shapes.micro_batch
-    S = shapes.model.sequence_length
-    H = shapes.model.hidden
-    rate = 0.1
-    mask = Mask(
-        stream_key(0, "bench"),
-        round(rate * 2**16),
-        torch.arange(B, device=shapes.device),
-        torch.arange(S, device=shapes.device),
-    )
-    grad = shapes.random(S, B, H)
+def _drop(ops: Ops, shapes: Shapes) -> Timed:
+    """Forward, and the same of the gradient. The residual stream's gradient is the gradient itself."""
+    shape = (shapes.model.sequence_length, shapes.micro_batch, shapes.model.hidden)
+    case = catalogue.drop(shapes.dtype, *shape)
+    grad = torch.randn(*shape, dtype=shapes.dtype)
 
     def ours(x: Tensor, residual: Tensor) -> None:
-        ops.drop(x, residual, mask)
-        ops.drop(grad, None, mask)
+        case.call(ops, x.detach(), residual.detach())
+        case.call(ops, grad, None)
 
-    inputs = [shapes.leaf(S, B, H), shapes.leaf(S, B, H)]
-    return Case(
-        ours,
-        lambda x, residual: residual + F.dropout(x, rate),
-        inputs,
-        [grad],
-        bytes_moved=5 * grad.numel() * shapes.width,
-    )
+    inputs = [None if x is None else x.requires_grad_() for x in case.inputs]
+    eager = lambda x, residual: residual + F.dropout(x, 0.25)  # noqa: E731
+    return Timed(ours, eager, inputs, [grad], bytes_moved=5 * grad.numel() * shapes.width)
 
 
-def _cross_entropy(ops: Ops, shapes: Shapes) -> Case:
-    rows = shapes.rows
-    vocab = shapes.model.vocab_size
-    device = shapes.device
-    logits = shapes.random(rows, vocab)
-    targets = torch.randint(0, vocab, (rows,), device=device)
-    ones = torch.ones(rows, device=device)
+def _cross_entropy(ops: Ops, shapes: Shapes) -> Timed:
+    vocabulary = shapes.model.vocab_size
+    targets = torch.randint(0, vocabulary, (shapes.rows,))
+    case = catalogue.cross_entropy(shapes.dtype, vocabulary, targets=targets, first=0)
+    (logits,) = case.inputs
+    assert logits is not None
+    overwritten = logits.clone()
 
     def ours(_: Tensor) -> None:
-        stats = ops.cross_entropy_stats(logits, targets, 0)
-        ops.cross_entropy_backward_(logits, targets, 0, stats[0] + stats[1].log(), ones)
+        case.call(ops, overwritten)
 
     def eager(x: Tensor) -> Tensor:
         return F.cross_entropy(x.float(), targets)
 
-    leaf = logits.clone().requires_grad_()
-    return Case(ours, eager, [leaf], [torch.ones((), device=device)], bytes_moved=3 * logits.numel() * shapes.width)
+    bytes_moved = 3 * logits.numel() * shapes.width
+    return Timed(ours, eager, [logits.requires_grad_()], [torch.ones(())], bytes_moved=bytes_moved)
 
 
-def _product(ops: Ops, shapes: Shapes, which: str) -> Case:
+def _product(ops: Ops, shapes: Shapes, which: str) -> Timed:
     sizes = shapes.rows, shapes.ffn, shapes.model.hidden
     ours, eager = product_calls(ops, *operands(*sizes, shapes.dtype, shapes.device))[which]
-    return Case(ours, eager, flops=2.0 * math.prod(sizes))
+    return Timed(ours, eager, flops=2.0 * math.prod(sizes))
 
 
-def _flat_buffer(ops: Ops, shapes: Shapes, which: str) -> Case:
-    count = 8 * shapes.model.hidden * shapes.model.ffn_hidden
-    device = shapes.device
-    first, second, third, fourth = (torch.zeros(count, device=device) for _ in range(4))
-    low = torch.zeros(count, dtype=shapes.dtype, device=device)
-    parameter = torch.zeros(count, device=device).requires_grad_()
-    parameter.grad = second
+def _adamw(ops: Ops, shapes: Shapes) -> Timed:
+    case = catalogue.adamw(shapes.dtype, shapes.flat)
+    master, gradient, _, _, weights = case.inputs
+    assert master is not None and gradient is not None and weights is not None
+    parameter = master.clone().requires_grad_()
+    parameter.grad = gradient
     optimizer = torch.optim.AdamW([parameter], foreach=True)
-    update = AdamWUpdate(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
 
-    def eager_adamw() -> None:
+    def eager() -> None:
         optimizer.step()
-        low.copy_(parameter.detach())
+        weights.copy_(parameter.detach())
 
-    ways: dict[str, tuple[Call, Call, int]] = {
-        "adamw": (lambda: ops.adamw_(first, second, third, fourth, low, update), eager_adamw, 28 + shapes.width),
-        "sum_of_squares": (lambda: ops.sum_of_squares(second), lambda: second.double().square().sum(), 4),
-        "accumulate": (lambda: ops.accumulate_(first, low), lambda: first.add_(low), 8 + shapes.width),
-    }
-    ours, eager, size = ways[which]
-    return Case(ours, eager, bytes_moved=count * size)
+    return Timed(lambda: case.call(ops, *case.inputs), eager, bytes_moved=shapes.flat * (28 + shapes.width))
 
 
-CASES: dict[str, Callable[[Ops, Shapes], Case]] = {
-    "attention": partial(_attention, alibi=False),
-    "attention_alibi": partial(_attention, alibi=True),
-    "rms_norm": partial(_norm, kind="rmsnorm"),
-    "layer_norm": partial(_norm, kind="layernorm"),
-    "add_norm": _add_norm,
-    "rope": _rope,
-    "swiglu": _swiglu,
-    "gelu": partial(_gelu, approximate="none"),
-    "gelu_tanh": partial(_gelu, approximate="tanh"),
-    "route": _route,
-    "drop": _drop,
-    "cross_entropy": _cross_entropy,
-    **{name: partial(_product, which=name) for name in ("linear", "linear_input_gradient", "weight_gradient")},
-    **{name: partial(_flat_buffer, which=name) for name in ("adamw", "sum_of_squares", "accumulate")},
+def _sum_of_squares(ops: Ops, shapes: Shapes) -> Timed:
+    case = catalogue.sum_of_squares(torch.float32, shapes.flat)
+    (gradient,) = case.inputs
+    assert gradient is not None
+    return Timed(
+        lambda: case.call(ops, gradient), lambda: gradient.double().square().sum(), bytes_moved=4 * shapes.flat
+    )
+
+
+def _accumulate(ops: Ops, shapes: Shapes) -> Timed:
+    case = catalogue.accumulate(shapes.dtype, shapes.flat)
+    main, gradient = case.inputs
+    assert main is not None and gradient is not None
+    bytes_moved = shapes.flat * (8 + shapes.width)
+    return Timed(lambda: case.call(ops, main, gradient), lambda: main.add_(gradient), bytes_moved=bytes_moved)
+
+
+def _build(make: Callable[..., Timed], ops: Ops, shapes: Shapes, **more: Any) -> Timed:
+    """A case whose tensors lie on the shapes' device."""
+    with shapes.device:
+        return make(ops, shapes, **more)
+
+
+CASES: dict[str, Callable[[Ops, Shapes], Timed]] = {
+    "attention": partial(_build, _attention, alibi=False),
+    "attention_alibi": partial(_build, _attention, alibi=True),
+    "rms_norm": partial(_build, _norm, kind="rmsnorm"),
+    "layer_norm": partial(_build, _norm, kind="layernorm"),
+    "add_norm": partial(_build, _add_norm),
+    "rope": partial(_build, _rope),
+    "swiglu": partial(_build, _swiglu),
+    "gelu": partial(_build, _gelu, approximate="none"),
+    "gelu_tanh": partial(_build, _gelu, approximate="tanh"),
+    "route": partial(_build, _route),
+    "drop": partial(_build, _drop),
+    "cross_entropy": partial(_build, _cross_entropy),
+    "linear": partial(_build, _product, which="linear"),
+    "linear_input_gradient": partial(_build, _product, which="linear_input_gradient"),
+    "weight_gradient": partial(_build, _product, which="weight_gradient"),
+    "adamw": partial(_build, _adamw),
+    "sum_of_squares": partial(_build, _sum_of_squares),
+    "accumulate": partial(_build, _accumulate),
 }

@@ -128,7 +128,9 @@ class _Bench:
 
     def attention(self, B: int, tp: int) -> tuple[int, int, int, int, float, float]:
         case = CASES["attention"](self.ops, Shapes(self.model, B, self.dtype, self.device, tp))
-        S, _, a, D = case.inputs[0].shape
+        S = self.model.sequence_length
+        D = self.model.dim_per_head
+        a = self.model.heads // tp
         forward_s = self.kernel_s(partial(case.ours, *case.inputs))
         both_s = self.kernel_s(case.ways()["ours"])
         return B, a, S, D, forward_s, max(both_s - forward_s, 0.5 * forward_s)
@@ -143,7 +145,7 @@ class _Bench:
             "swiglu" if model.gated else model.activation,
         )
         cases = [CASES[name](self.ops, shapes) for name in names]
-        x = shapes.random(shapes.rows, model.hidden)
+        x = torch.randn(shapes.rows, model.hidden, dtype=self.dtype, device=self.device)
 
         @torch.no_grad()
         def layer() -> None:

@@ -38,7 +38,7 @@ class Interval:
 
 
 @dataclass
-class Timeline:
+class MeasuredTimeline:
     """One rank's recorder; attached to its ledger, and told of actions by the engine's `on_action`."""
 
     rank: int
@@ -103,7 +103,7 @@ def _covered_s(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def write_chrome_trace(path: Path, timelines: list[Timeline]) -> None:
+def write_chrome_trace(path: Path, timelines: list[MeasuredTimeline]) -> None:
     """One file with all given ranks."""
     events = [event for timeline in timelines for event in timeline.chrome_events()]
     path.write_text(
@@ -112,7 +112,7 @@ def write_chrome_trace(path: Path, timelines: list[Timeline]) -> None:
     )
 
 
-def draw(path: Path, timelines: list[Timeline]) -> None:
+def draw(path: Path, timelines: list[MeasuredTimeline]) -> None:
     """A figure (PNG, SVG or PDF): for each rank what it computes, when it stands still, and a row of what is in
     flight on each axis.
     """
@@ -141,7 +141,7 @@ def draw(path: Path, timelines: list[Timeline]) -> None:
     pyplot.close(figure)
 
 
-def _rows(timeline: Timeline) -> list[tuple[str, list[Interval]]]:
+def _rows(timeline: MeasuredTimeline) -> list[tuple[str, list[Interval]]]:
     """('computes', …), ('blocked', …), ('dp in flight', …) …"""
     of = {row: [interval for interval in timeline.intervals if interval.row == row] for row in ROWS}
     by_axis: dict[str, list[Interval]] = defaultdict(list)

@@ -162,7 +162,9 @@ def read_table(path: Path) -> list[Row]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"cannot read: {error}", where=str(path), fix="give a vTrain CSV or a throughput TSV"
+            f"cannot read: {error}",
+            where=str(path),
+            fix="give a vTrain CSV or a throughput TSV",
         ) from error
     header = text.partition("\n")[0]
     delimiter = "\t" if "\t" in header else ","
@@ -180,7 +182,8 @@ def read_table(path: Path) -> list[Row]:
     heads = dict[str, str]()
     for cells in csv.DictReader(text.splitlines(), delimiter=delimiter):
         row = defaultdict(
-            str, {key: (value or "").strip() for key, value in (_vtrain(cells) if vtrain else cells).items() if key}
+            str,
+            {key: (value or "").strip() for key, value in (_vtrain(cells) if vtrain else cells).items() if key},
         )
         # tables give the head count where it changes: an empty cell means the one above, of the same source
         source = row["source"][:60]

@@ -119,4 +119,6 @@ def complete(row: PublishedRun, numbers: Rates) -> Layout:
     even = [option for option in choices if model.layers % (option.pp * option.chunks) == 0]
     choices = even or choices  # uneven stages only where no number of stages divides the layers
     fitting = [option for option in choices if peak_bytes(model, option, numbers) <= numbers.memory_bytes] or choices
-    return min(fitting, key=lambda option: float(step_s(model, option, numbers))) if fitting else given
+    if fitting:
+        return min(fitting, key=lambda option: float(step_s(model, option, numbers)))
+    return given

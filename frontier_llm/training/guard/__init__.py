@@ -1,7 +1,6 @@
 """What keeps a run alive and honest: nothing here trains.
 
 Watchdog      sees a rank that died, froze or hangs, and has the first to fail named (`cause`)
-Saves         keeps checkpoints coming, bears one failed save
 Wishes        signals and the files STOP and SAVE, told to all ranks by the step's sum
 SpikePolicy   judges each step's loss and gradient norm; Skips decides what follows, Decisions writes it down
 ReplicaCheck  compares the copies of weights that must be bit-equal
@@ -14,7 +13,6 @@ from frontier_llm.training.guard.provenance import provenance
 from frontier_llm.training.guard.recompute import Recompute, WrongArithmetic
 from frontier_llm.training.guard.replicas import ReplicaCheck, ReplicaDrift
 from frontier_llm.training.guard.routers import RouterWatch
-from frontier_llm.training.guard.saves import Saves
 from frontier_llm.training.guard.skips import Decisions, Skips
 from frontier_llm.training.guard.spikes import SpikePolicy
 from frontier_llm.training.guard.watchdog import Watchdog
@@ -26,7 +24,6 @@ __all__ = [
     "ReplicaCheck",
     "ReplicaDrift",
     "RouterWatch",
-    "Saves",
     "Skips",
     "SpikePolicy",
     "Watchdog",

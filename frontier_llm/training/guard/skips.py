@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
-from frontier_llm.checkpoint import Progress
+from frontier_llm.checkpoint.checkpoints import Checkpoints
+from frontier_llm.checkpoint.manifest import Progress
 from frontier_llm.config import GuardConfig
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import write_atomically
 from frontier_llm.run import run_dir
-from frontier_llm.training.guard.saves import Saves
 from frontier_llm.units import strict_json
 
 MOST_REWINDS = 3  # to one checkpoint: then other data has not helped, and the run must not go in circles
@@ -23,10 +23,10 @@ MOST_REWINDS = 3  # to one checkpoint: then other data has not helped, and the r
 class Skips:
     """Counts skipped steps and decides alike on every rank, because all see the same losses."""
 
-    def __init__(self, config: GuardConfig, decisions: Decisions, saves: Saves) -> None:
+    def __init__(self, config: GuardConfig, decisions: Decisions, checkpoints: Checkpoints) -> None:
         self._config = config
         self._decisions = decisions
-        self._saves = saves
+        self._checkpoints = checkpoints
         self._in_row = 0
 
     def accepted(self) -> None:
@@ -54,11 +54,11 @@ class Skips:
 
     def _rewind(self, step: int) -> Progress | None:
         """Back to a checkpoint from before the spike, past the data that led to it."""
-        target = self._saves.newest_at_most(step - self._config.rewind_steps)
+        target = self._checkpoints.newest_at_most(step - self._config.rewind_steps)
         if target is not None and self._decisions.rewinds_to(target) >= MOST_REWINDS:
             log.info(f"spike at step {step}: after {MOST_REWINDS} rewinds to step {target} it is skipped instead")
             return None
-        progress = self._saves.rewind(step - self._config.rewind_steps)
+        progress = self._checkpoints.rewind(step - self._config.rewind_steps)
         if progress is None:
             log.info(
                 f"no checkpoint is {self._config.rewind_steps} steps older than the spike at step {step}: the step "

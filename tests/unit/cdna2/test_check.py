@@ -15,8 +15,8 @@ from tests.harness import check_gfx90a
 
 @pytest.fixture
 def swiglu_alone(monkeypatch):
-    cases = check.cases
-    monkeypatch.setattr(check, "cases", lambda dtype: [case for case in cases(dtype) if case.op == "swiglu"])
+    checks = check.checks
+    monkeypatch.setattr(check, "checks", lambda dtype: [one for one in checks(dtype) if one.case.op == "swiglu"])
 
 
 @pytest.mark.usefixtures("swiglu_alone")

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from frontier_llm.errors import BackendError
-from frontier_llm.ops import Scores, check, manifest
+from frontier_llm.ops import Scores, check, manifest, reference
+from frontier_llm.ops.cases import normal
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.kernel_table import variants
 from frontier_llm.ops.prebuilt import PrebuiltKernels
@@ -36,8 +37,8 @@ def test_every_bf16_code_object_computes_what_the_reference_does(objects):
 
 def test_routers_choose_and_pass_gradients_back_as_the_reference_does(objects, monkeypatch):
     """Which is done in fp32 alone: each code object, whatever the convention, with experts that are equally liked."""
-    cases = check.cases
-    monkeypatch.setattr(check, "cases", lambda dtype: [case for case in cases(dtype) if case.op == "route"])
+    checks = check.checks
+    monkeypatch.setattr(check, "checks", lambda dtype: [one for one in checks(dtype) if one.case.op == "route"])
     results = list(simulate(objects, ["fp32"]))
     assert not [result for result in results if not result["ok"]]
     shipped = {
@@ -76,11 +77,11 @@ def test_attention_computes_no_product_twice(objects, kernel, variant):
 def test_attention_in_fp16_reads_views_where_they_lie(objects):
     driver = SimulatedGpu()
     ops = GpuOps(PrebuiltKernels("gfx90a", objects, driver))
-    fused = check.normal(33, 2, 2, 3, 64, dtype=torch.float16)
+    fused = normal(33, 2, 2, 3, 64, dtype=torch.float16)
     q, k, v = fused.unbind(3)
     wide = [x.double() for x in (q, k, v)]
     got = ops.attention(q, k, v, Scores(0.125))
-    expected = check.reference.attention(*wide, Scores(0.125))
+    expected = reference.attention(*wide, Scores(0.125))
     assert check.units(got, expected) < 1.0
     (launch,) = driver.launches
     assert launch.symbol == "attention_forward" and launch.counts.instructions["mfma"] > 0

@@ -1,15 +1,18 @@
-"""A CheckpointManager of one process over a tiny model, with states that say which step they are of."""
+"""The Checkpoints of one process over a tiny model, with states that say which step they are of."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from frontier_llm import failpoints
-from frontier_llm.checkpoint import CheckpointManager, Progress
+from frontier_llm.checkpoint.checkpoints import Checkpoints
+from frontier_llm.checkpoint.facts import JobFacts
+from frontier_llm.checkpoint.manifest import Progress
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import BatchConfig, OpsConfig, OptimizerConfig, RunConfig
 from frontier_llm.ops import select_ops
@@ -34,12 +37,23 @@ def progress(step: int) -> Progress:
 class Run:
     """One start of a run."""
 
-    def __init__(self, directory: Path, dtype: str = "bf16", **options: object) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        dtype: str = "bf16",
+        config: RunConfig = CONFIG,
+        keep_every: int = 0,
+        lag_steps: int | None = None,
+        allow_changes: Collection[str] = (),
+        **facts: Any,
+    ) -> None:
         mesh = serial_mesh()
         self.buckets = buckets_of(TINY, Layout(dtype=dtype), 0)
         self.optimizer = Zero(self.buckets, OptimizerConfig(), select_ops(OpsConfig(), "cpu", torch.float32))
-        settings = {"config": CONFIG, "keep": 2, **options}
-        self.manager = CheckpointManager(directory / "checkpoints", mesh, self.optimizer, **settings)
+        policy = {"run_dir": str(directory), "keep_every": keep_every, "save_lag_steps": lag_steps}
+        train = config.train.model_copy(update=policy)
+        job = JobFacts(config.model_dump(mode="json"), **facts)
+        self.checkpoints = Checkpoints(train, mesh, self.optimizer, job, allow_changes)
 
     def fill(self, step: int) -> None:
         for number, state in enumerate(self.optimizer.states):
@@ -51,8 +65,8 @@ class Run:
     def save(self, *steps: int) -> None:
         for step in steps:
             self.fill(step)
-            self.manager.save(progress(step))
-            self.manager.wait()
+            self.checkpoints.begin(progress(step))
+            self.checkpoints.finish()
 
     def check(self, step: int) -> None:
         """Optimizer and weights are those of `fill(step)`."""

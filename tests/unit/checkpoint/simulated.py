@@ -14,8 +14,8 @@ import torch
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint import directory as folder
 from frontier_llm.checkpoint import load, shard
+from frontier_llm.checkpoint.facts import JobFacts, build_manifest, contents_of
 from frontier_llm.checkpoint.manifest import Manifest, Progress
-from frontier_llm.checkpoint.save import build_manifest
 from frontier_llm.checkpoint.snapshot import Snapshot
 from frontier_llm.comm import Axis, Ledger
 from frontier_llm.config import ModelConfig, OpsConfig, OptimizerConfig, load_model
@@ -131,18 +131,8 @@ def write(model: ModelConfig, layout: Layout, directory: Path, step: int = 7, co
         pieces.append(snapshot.pieces)
         dtype = snapshot.dtype
     degrees = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "zero": layout.zero}
-    manifest = build_manifest(
-        progress(step),
-        incarnation=1,
-        layout=degrees,
-        config=config or {},
-        environment={},
-        data={},
-        dtype=dtype,
-        optimizer="adamw",
-        pieces=pieces,
-        parts=parts,
-    )
+    facts = JobFacts(config=config or {}, layout=degrees, optimizer="adamw", incarnation=1)
+    manifest = build_manifest(progress(step), facts, contents_of(pieces, dtype), parts)
     folder.commit(directory, manifest)
     return manifest
 

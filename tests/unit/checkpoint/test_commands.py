@@ -44,10 +44,10 @@ def as_version_1(checkpoint: Path) -> None:
 
 
 def test_version_1_is_read_and_its_damage_found(run: Run) -> None:
-    newest = run.manager.directory / "step_00000004"
+    newest = run.checkpoints.directory / "step_00000004"
     as_version_1(newest)
     assert verify(newest) == []
-    loaded = run.manager.load_latest(strict=True)
+    loaded = run.checkpoints.newest(strict=True)
     assert loaded is not None and loaded.step == 4
     run.check(4)
     flip(newest / "shard_00000.safetensors", -1)
@@ -55,7 +55,7 @@ def test_version_1_is_read_and_its_damage_found(run: Run) -> None:
 
 
 def test_list_is_a_table_with_ages_and_sizes(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = run.manager.directory
+    directory = run.checkpoints.directory
     old_s = time.time() - 2.5 * 3600
     os.utime(directory / "step_00000002" / folder.MANIFEST, (old_s, old_s))
     assert main(["checkpoint", "list", str(directory.parent)]) == 0
@@ -70,7 +70,7 @@ def test_list_is_a_table_with_ages_and_sizes(run: Run, capsys: pytest.CaptureFix
 
 
 def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = run.manager.directory
+    directory = run.checkpoints.directory
     assert main(["checkpoint", "verify", str(directory)]) == 0
     assert [line.split("  ")[:2] for line in capsys.readouterr().out.splitlines()] == [
         [f"step_0000000{step}", "intact"] for step in (2, 4)
@@ -85,7 +85,7 @@ def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> N
     """Those that training sees: the newest by its name, also where a crash came before LATEST moved, and without the
     folder around them.
     """
-    directory = run.manager.directory
+    directory = run.checkpoints.directory
     folder.point_latest(directory, "step_00000002")
     (directory / "checkpoints").mkdir()  # an empty one hides nothing
     for path in (tmp_path, directory):
@@ -103,7 +103,7 @@ def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> N
 
 
 def test_diff_groups_and_counts(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = (str(run.manager.directory / f"step_0000000{step}") for step in (2, 4))
+    first, second = (str(run.checkpoints.directory / f"step_0000000{step}") for step in (2, 4))
     assert main(["checkpoint", "diff", first, first]) == 0
     assert capsys.readouterr().out == "weights and optimizer state are bit-equal\n"
     assert main(["checkpoint", "diff", first, second]) == 1

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.checkpoint import DamagedCheckpoint, load
 from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint import load
 from frontier_llm.checkpoint.inspect import verify
+from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.errors import CheckpointError
 from tests.unit.checkpoint.serial import Run
 from tests.unit.checkpoint.simulated import TINY, Layout, buckets_of, optimizer_of, write
@@ -35,7 +36,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def newest(run: Run) -> Path:
-    return run.manager.directory / "step_00000004"
+    return run.checkpoints.directory / "step_00000004"
 
 
 @pytest.mark.parametrize("name", ["shard_00000.safetensors", "manifest.json", "manifest.sha256"])
@@ -59,14 +60,14 @@ def test_damaged_file_is_named_and_the_checkpoint_before_is_used(
     path = newest(run) / name
     flip(path, path.stat().st_size * 4)
     with pytest.raises(DamagedCheckpoint) as caught:
-        run.manager.load_latest(strict=True)
+        run.checkpoints.newest(strict=True)
     assert str(newest(run)) in str(caught.value)
-    loaded = run.manager.load_latest()
+    loaded = run.checkpoints.newest()
     assert loaded is not None and loaded.step == 2
     run.check(2)
     said = capfd.readouterr().err
     assert "step_00000004 is damaged; trying the one before it" in said and ("digest" in said or "sha256" in said)
-    assert folder.read_latest(run.manager.directory) == "step_00000002"
+    assert folder.read_latest(run.checkpoints.directory) == "step_00000002"
 
 
 def test_message_names_file_tensor_expected_and_found(run: Run) -> None:
@@ -84,9 +85,9 @@ def test_truncation(share: float, run: Run) -> None:
         content = path.read_bytes()
         path.write_bytes(content[: int(len(content) * share)])
         assert verify(newest(run))
-        assert run.manager.load_latest().step == 2
+        assert run.checkpoints.newest().step == 2
         path.write_bytes(content)
-    assert run.manager.load_latest().step == 4
+    assert run.checkpoints.newest().step == 4
 
 
 @pytest.mark.parametrize("name", ["shard_00000.safetensors", "manifest.json", "manifest.sha256"])
@@ -95,16 +96,16 @@ def test_deleted_emptied_linked_or_replaced_by_a_folder(name: str, run: Run, tmp
     copy = tmp_path / "copy"
     shutil.copy(path, copy)
     path.unlink()
-    assert run.manager.load_latest().step == 2
+    assert run.checkpoints.newest().step == 2
     path.symlink_to(copy)  # the right bytes, but from outside the checkpoint
     assert verify(newest(run))
-    assert run.manager.load_latest().step == 2
+    assert run.checkpoints.newest().step == 2
     path.unlink()
     path.mkdir()
     assert verify(newest(run))
     path.rmdir()
     path.touch()
-    assert run.manager.load_latest().step == 2
+    assert run.checkpoints.newest().step == 2
 
 
 def test_shards_of_another_step_or_rank_are_not_taken(tmp_path: Path) -> None:
@@ -149,17 +150,17 @@ def test_every_rank_of_another_layout_sees_damage_in_what_it_reads(tmp_path: Pat
 
 def test_no_intact_checkpoint_stops_instead_of_starting_anew(run: Run) -> None:
     for step in (2, 4):
-        flip(run.manager.directory / folder.step_name(step) / "shard_00000.safetensors", 10_000)
+        flip(run.checkpoints.directory / folder.step_name(step) / "shard_00000.safetensors", 10_000)
     with pytest.raises(CheckpointError, match="no checkpoint is intact") as caught:
-        run.manager.load_latest()
+        run.checkpoints.newest()
     assert "step_00000002" in str(caught.value) and "step_00000004" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["step_00000099\n", "../../etc\n", "", "step_00000004"])
 def test_wrong_latest_is_mended(content: str, run: Run) -> None:
-    (run.manager.directory / "LATEST").write_text(content)
-    assert run.manager.load_latest().step == 4
-    assert (run.manager.directory / "LATEST").read_text() == "step_00000004\n"
+    (run.checkpoints.directory / "LATEST").write_text(content)
+    assert run.checkpoints.newest().step == 4
+    assert (run.checkpoints.directory / "LATEST").read_text() == "step_00000004\n"
 
 
 def test_added_file_is_reported(run: Run) -> None:
@@ -179,6 +180,6 @@ def test_planted_pickle_is_never_run(run: Run, tmp_path: Path) -> None:
         old = path.read_bytes() if path.exists() else None
         path.write_bytes(pickle.dumps(Bomb()))
         assert verify(newest(run))
-        run.manager.load_latest()
+        run.checkpoints.newest()
         path.unlink() if old is None else path.write_bytes(old)
     assert not (tmp_path / "exploded").exists()

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from frontier_llm.checkpoint import Superseded
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.lock import RunLock
+from frontier_llm.checkpoint.lock import RunLock, Superseded
 from frontier_llm.errors import CheckpointError, FrontierError
 from frontier_llm.run import holder
 from frontier_llm.run.holder import STALE_AFTER_S, this_process
@@ -166,7 +165,7 @@ def test_unreadable_lock_is_taken_over(content: str, tmp_path: Path) -> None:
 
 def replaced(run: Run) -> None:
     """A newer incarnation starts while the old one still lives, as after a requeue that left orphans behind."""
-    path = run.manager.directory / "incarnations" / "00000001.json"
+    path = run.checkpoints.directory / "incarnations" / "00000001.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "released": True}))
 
 
@@ -174,31 +173,31 @@ def test_stale_incarnation_cannot_begin_commit_or_prune(tmp_path: Path) -> None:
     old = Run(tmp_path)
     old.save(2, 4)
     old.fill(6)
-    old.manager.start_save(progress(6))  # its shard is being written when the successor starts
+    save = old.checkpoints.begin(progress(6))  # its shard is being written when the successor starts
     replaced(old)
     new = Run(tmp_path)
-    assert new.manager.incarnation == 2
-    assert new.manager.load_latest().step == 4
+    assert new.checkpoints.facts.incarnation == 2
+    assert new.checkpoints.newest().step == 4
     with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
-        old.manager.wait()
+        old.checkpoints.finish()
     with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
-        old.manager.save(progress(8))
+        old.checkpoints.begin(progress(8))
+    old.checkpoints.keep = 0  # everything is to be pruned
     with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
-        old.manager._writer.keep = 0  # everything is to be pruned
-        old.manager._writer.prune()
-    assert folder.named_steps(new.manager.directory) == [4, 2]
+        save._prune()
+    assert folder.named_steps(new.checkpoints.directory) == [4, 2]
     new.save(6)
-    assert new.manager.load_latest(strict=True).step == 6
+    assert new.checkpoints.newest(strict=True).step == 6
     new.check(6)
-    old.manager.close()  # must not release the successor's lock
-    new.manager.save(progress(8))
+    old.checkpoints.close()  # must not release the successor's lock
+    new.save(8)
 
 
 def test_cleaning_takes_the_stale_writers_folder_away(tmp_path: Path) -> None:
     """Even past the check: what a stale incarnation has written is gone, so there is nothing that it could rename."""
     old = Run(tmp_path)
     old.save(2)
-    building = folder.temporary(old.manager.directory, 4, 1)
+    building = folder.temporary(old.checkpoints.directory, 4, 1)
     building.mkdir()
     replaced(old)
     Run(tmp_path)

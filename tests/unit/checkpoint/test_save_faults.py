@@ -18,8 +18,10 @@ import pytest
 
 import frontier_llm
 from frontier_llm import failpoints
-from frontier_llm.checkpoint import Superseded
 from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint.lock import Superseded
+from frontier_llm.checkpoint.manifest import Progress
+from frontier_llm.checkpoint.save import Save, Saved
 from frontier_llm.checkpoint.weights import CheckpointWeights, write_checkpoint
 from frontier_llm.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.serial import CONFIG, Run, in_child, progress
@@ -63,16 +65,16 @@ def test_killed_while_saving(point: str, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     run = Run(tmp_path)
     expected = 6 if point in AFTER_RENAME else 4
-    loaded = run.manager.load_latest(strict=True)
+    loaded = run.checkpoints.newest(strict=True)
     assert loaded is not None and loaded.step == expected
     run.check(expected)
     assert folder.leftovers(checkpoints) == []
     assert folder.read_latest(checkpoints) == folder.step_name(expected)
     run.save(6, 8)
     assert folder.named_steps(checkpoints) == [8, 6]
-    assert run.manager.load_latest(strict=True).step == 8
+    assert run.checkpoints.newest(strict=True).step == 8
     run.check(8)
-    run.manager.close()
+    run.checkpoints.close()
 
 
 def test_killed_while_replacing_a_checkpoint_of_the_same_step(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_killed_while_replacing_a_checkpoint_of_the_same_step(tmp_path: Path) ->
     assert in_child(work) == -signal.SIGKILL
     assert folder.named_steps(tmp_path / "checkpoints") == []
     run = Run(tmp_path)
-    assert run.manager.load_latest().step == 4
+    assert run.checkpoints.newest().step == 4
     run.check(4)
 
 
@@ -107,7 +109,7 @@ def test_failing_device(point: str, cause: str, tmp_path: Path) -> None:
     run.check(4)  # training goes on from memory as if nothing had been
     assert not list((tmp_path / "checkpoints").glob("step_*.tmp.*"))
     run.save(6)
-    assert run.manager.load_latest(strict=True).step == 6
+    assert run.checkpoints.newest(strict=True).step == 6
 
 
 @pytest.mark.parametrize("point", ["replaced", "before_latest", "latest_written"])
@@ -122,11 +124,11 @@ def test_failing_device_while_a_step_is_saved_again(point: str, cause: str, tmp_
             run.save(4)
         failpoints.arm("")
         assert folder.named_steps(tmp_path / "checkpoints") == [4, 2]
-        assert run.manager.load_latest(strict=True).step == 4
+        assert run.checkpoints.newest(strict=True).step == 4
         run.check(4)
     run.save(4, 6)
     assert folder.named_steps(tmp_path / "checkpoints") == [6, 4] and folder.leftovers(tmp_path / "checkpoints") == []
-    assert run.manager.load_latest(strict=True).step == 6
+    assert run.checkpoints.newest(strict=True).step == 6
 
 
 def test_newest_checkpoint_deleted_while_it_is_loaded(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_newest_checkpoint_deleted_while_it_is_loaded(tmp_path: Path) -> None:
     failpoints.arm("checkpoint.loading=sleep:1")
     timer = threading.Timer(0.5, shutil.rmtree, [tmp_path / "checkpoints" / "step_00000004"])
     timer.start()
-    loaded = run.manager.load_latest()
+    loaded = run.checkpoints.newest()
     timer.join()
     assert loaded is not None and loaded.step == 2
     run.check(2)
@@ -156,10 +158,10 @@ def test_real_full_disk(tmp_path: Path) -> None:
             CheckpointError, match=r"No space left on device; needs 2\.\d MiB, 1\.\d MiB and \d+ files are free"
         ):
             run.save(6)
-        assert run.manager.load_latest(strict=True).step == 4
+        assert run.checkpoints.newest(strict=True).step == 4
         run.check(4)
         # else its lock's heartbeat would warn in the middle of later tests that the directory is gone
-        run.manager.close()
+        run.checkpoints.close()
     finally:
         subprocess.run(["umount", "-l", str(mounted)], check=True)
 
@@ -176,7 +178,7 @@ def test_file_size_limit(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
-    assert run.manager.load_latest(strict=True).step == 2
+    assert run.checkpoints.newest(strict=True).step == 2
 
 
 def test_unwritable_directory_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -189,27 +191,104 @@ def test_state_is_that_of_the_call_even_when_training_goes_on(tmp_path: Path) ->
     run = Run(tmp_path)
     failpoints.arm("checkpoint.shard_created=sleep:0.3")
     run.fill(2)
-    run.manager.start_save(progress(2))
+    save = run.checkpoints.begin(progress(2))
     run.fill(99)
-    assert run.manager.poll() is None and folder.read_latest(tmp_path / "checkpoints") == ""
-    assert run.manager.wait() == tmp_path / "checkpoints" / "step_00000002"
-    assert run.manager.load_latest().step == 2
+    assert save.advance(2) is None
+    assert folder.read_latest(tmp_path / "checkpoints") == ""
+    assert save.finish() == Saved(2, tmp_path / "checkpoints" / "step_00000002")
+    assert run.checkpoints.newest().step == 2
     run.check(2)
 
 
 def test_background_failure_surfaces_at_a_later_poll_and_saves_never_overlap(tmp_path: Path) -> None:
     run = Run(tmp_path)
     failpoints.arm("checkpoint.shard_written=errno:EIO")
-    run.manager.start_save(progress(2))
+    run.checkpoints.begin(progress(2))
     with pytest.raises(CheckpointError, match="Input/output error"):
-        run.manager.start_save(progress(4))  # waits for the one under way, which has failed
-    assert not run.manager.saving
+        run.checkpoints.begin(progress(4))  # waits for the one under way, which has failed
+    assert run.checkpoints.under_way is None
     failpoints.arm("checkpoint.shard_written=error:unforeseen")
-    run.manager.start_save(progress(6))
+    save = run.checkpoints.begin(progress(6))
     with pytest.raises(CheckpointError, match="RuntimeError: unforeseen"):
-        while run.manager.saving:
-            run.manager.poll()
+        while not save.is_over:
+            save.advance(6)
+    assert run.checkpoints.under_way is None
     assert folder.named_steps(tmp_path / "checkpoints") == []
+
+
+def attempt(run: Run, step: int, failpoint: str = "") -> None:
+    """Save as the training loop does, which tolerates one failure."""
+    failpoints.arm(failpoint)
+    with run.checkpoints.tolerating_one_failure():
+        run.checkpoints.begin(progress(step))
+        run.checkpoints.finish()
+    failpoints.arm("")
+
+
+def test_the_second_failure_in_a_row_is_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    full = "checkpoint.shard_created=errno:ENOSPC"
+    attempt(run, 5, full)
+    assert "a save failed, training goes on and stops if the next one fails too" in capfd.readouterr().err
+    assert run.checkpoints.newest_step == -1  # the step may be saved again
+    attempt(run, 10)
+    assert run.checkpoints.newest_step == 10
+    attempt(run, 15, full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        attempt(run, 20, full)
+
+
+def test_a_lost_run_directory_is_not_tolerated(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    lock = tmp_path / "checkpoints" / "incarnations" / "00000001.json"
+    lock.rename(lock.with_name("00000002.json"))
+    with pytest.raises(Superseded, match="incarnation 1 has been replaced by"):
+        attempt(run, 5)
+
+
+@pytest.mark.parametrize("lag_steps", [0, 1, 3])
+def test_training_waits_for_a_save_that_is_late(
+    lag_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    write = Save._write
+    monkeypatch.setattr(Save, "_write", lambda save: released.wait(60) and write(save))
+    run = Run(tmp_path, lag_steps=lag_steps)
+    run.fill(5)
+    save = run.checkpoints.begin(progress(5))
+    for steps_done in range(5, 5 + lag_steps):
+        assert save.advance(steps_done) is None
+    released.set()
+    # without waiting, one call moves a save by one stage at most
+    assert save.advance(5 + lag_steps) == Saved(5, tmp_path / "checkpoints" / "step_00000005")
+
+
+def best_at(step: int) -> Progress:
+    return progress(step).model_copy(update={"policy": {"best": {"step": step, "loss": 1.0}}})
+
+
+def test_the_commit_names_the_best_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for step in (2, 4):
+        run.fill(step)
+        run.checkpoints.begin(best_at(step) if step == 2 else progress(step))
+        run.checkpoints.finish(verify=False)
+        assert folder.read_latest(run.checkpoints.directory, folder.BEST) == "step_00000002"
+
+
+def test_killed_before_best_is_named(tmp_path: Path) -> None:
+    def work() -> None:
+        run = Run(tmp_path)
+        run.fill(4)
+        failpoints.arm("checkpoint.latest_moved=kill")
+        run.checkpoints.begin(best_at(4))
+        run.checkpoints.finish()
+
+    assert in_child(work) == -signal.SIGKILL
+    checkpoints = tmp_path / "checkpoints"
+    assert folder.read_latest(checkpoints, folder.BEST) == ""
+    assert Run(tmp_path).checkpoints.newest().is_best
+    assert folder.read_latest(checkpoints, folder.BEST) == "step_00000004"
 
 
 def test_durability_order(tmp_path: Path) -> None:
@@ -274,9 +353,9 @@ def test_weights_that_are_not_finite_are_not_saved(value: float, tmp_path: Path)
     run.save(2)
     run.fill(4)
     run.optimizer.states[0]["master"][3] = value
-    run.manager.start_save(progress(4))
+    run.checkpoints.begin(progress(4))
     with pytest.raises(CheckpointError, match="step 4: weights are not finite: "):
-        run.manager.wait()
+        run.checkpoints.finish()
     assert folder.read_latest(tmp_path / "checkpoints") == "step_00000002\n".strip()
     assert folder.named_steps(tmp_path / "checkpoints") == [2] and folder.leftovers(tmp_path / "checkpoints") == []
 
@@ -286,9 +365,9 @@ def test_a_directory_moved_away_mid_run_is_called_that(tmp_path: Path) -> None:
     run.save(2)
     (tmp_path / "checkpoints").rename(tmp_path / "archive")
     with pytest.raises(CheckpointError, match="was moved away or deleted while the run goes on") as caught:
-        run.manager.start_save(progress(4))
+        run.checkpoints.begin(progress(4))
     assert not isinstance(caught.value, Superseded) and not (tmp_path / "checkpoints").exists()
-    run.manager.close()
+    run.checkpoints.close()
 
 
 def test_a_full_disk_while_importing_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ import pytest
 
 from frontier_llm.cluster.attempt import JobStep, run_step
 from frontier_llm.cluster.batch import BatchRun
-from frontier_llm.cluster.rank_variables import MODULE_NAMES, ORIGINS, USER_NAMES, expected_settings
+from frontier_llm.cluster.site_variables import expected_settings
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
 from frontier_llm.machine.env import EXPORTED, THIS_FILE, Variable, environment, resolve
+from frontier_llm.machine.rank_variables import MODULE_NAMES, ORIGINS, USER_NAMES
 from frontier_llm.run.job import Job
 from frontier_llm.run.job_secret import VARIABLE, folder_of
 from frontier_llm.run.rank_env import with_this_package

@@ -10,12 +10,12 @@ import pytest
 
 from frontier_llm.cluster import readiness, slurm
 from frontier_llm.cluster.batch import BatchRun
-from frontier_llm.cluster.installation import InputFacts, Installation, KernelFacts, TorchFacts
 from frontier_llm.cluster.readiness import before_the_queue, problems_of, refuse_unready
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.libraries import LIBRARIES, TORCH_OPS
+from frontier_llm.run.installation import InputFacts, Installation, KernelFacts, TorchFacts
 from frontier_llm.run.job import Job
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ import torch
 from frontier_llm.comm import DONE, build_mesh
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import LayoutError
-from frontier_llm.experiments.measure.timeline import ROWS, Timeline, draw, write_chrome_trace
+from frontier_llm.experiments.measure.timeline import ROWS, MeasuredTimeline, draw, write_chrome_trace
 from frontier_llm.optim import Bucket
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
@@ -226,9 +226,9 @@ TRACED = {
 }
 
 
-def _two_steps(rank: int, case: Case, comm: dict[str, Any]) -> Timeline:
+def _two_steps(rank: int, case: Case, comm: dict[str, Any]) -> MeasuredTimeline:
     state = _state(rank, case, comm)
-    timeline = Timeline(rank)
+    timeline = MeasuredTimeline(rank)
     timeline.attach(state.mesh.ledger)
     state.pipeline.on_action = lambda action: timeline.at(action.kind.name.lower() if action else "")
     train_step(state)

@@ -15,7 +15,7 @@ import torch
 from frontier_llm.comm import all_reduce_, barrier, build_mesh, start_all_reduce_
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import SampleBatch
-from frontier_llm.experiments.measure.timeline import Interval, Timeline, draw, write_chrome_trace
+from frontier_llm.experiments.measure.timeline import Interval, MeasuredTimeline, draw, write_chrome_trace
 from frontier_llm.topology.grid import Grid
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
@@ -23,11 +23,11 @@ from frontier_llm.training.step import train_step
 from tests.harness.pool import RankPool
 
 
-def _record(rank: int) -> Timeline:
+def _record(rank: int) -> MeasuredTimeline:
     """Two all-reduces: one waited for at once, one under way while 60 ms are computed."""
     mesh = build_mesh(Grid(1, 1, 2), rank, timeout_s=30.0)
     barrier(mesh.world)
-    timeline = Timeline(rank)
+    timeline = MeasuredTimeline(rank)
     timeline.attach(mesh.ledger)
     timeline.at("exposed")
     all_reduce_(torch.ones(1000), mesh.dp)
@@ -64,7 +64,7 @@ def test_exposed_and_hidden(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_calls_that_overlap_count_once() -> None:
-    timeline = Timeline(0)
+    timeline = MeasuredTimeline(0)
     spans = (
         ("in flight", 0.0, 2.0),
         ("in flight", 1.0, 3.0),

@@ -155,7 +155,9 @@ def test_every_shipped_machine_states_its_device(name: str) -> None:
     ],
 )
 def test_a_file_without_a_vendor_has_that_of_its_architecture_or_of_its_environment(
-    tmp_path: Path, lines: str, expected: tuple[str, str | None]
+    tmp_path: Path,
+    lines: str,
+    expected: tuple[str, str | None],
 ) -> None:
     text = (
         FRONTIER.read_text()

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from frontier_llm.libraries import BUILD_COMMAND
-from frontier_llm.ops import AdamWUpdate, Mask, Routing, Scores, native, reference
-from frontier_llm.ops.check import against_reference, gathered_rows, grouped_gradient, grouped_products, normal, routed
+from frontier_llm.ops import AdamWUpdate, Mask, Routing, Scores, cases, native, reference
+from frontier_llm.ops.cases import normal
+from tests.unit.ops.compare import Comparison
 from tests.unit.ops.stretches import compare_stretch
 
 missing = native.load_cpu_library()
@@ -37,38 +38,29 @@ def isa(request):
     torch.ops.frontier_llm.use_instruction_set(best)
 
 
-def close(got, expected, factor=1.0):
-    """|got - expected| within the rounding of got's type, relative to the largest expected value."""
-    step = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float64: 2e-5}[got.dtype]
-    scale = expected.abs().max().item() or 1.0
-    error = (got.double() - expected).abs().max().item()
-    assert error <= factor * step * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
+comparison = Comparison({torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float64: 2e-5})
+close = comparison.close
 
 
-def compare(op_name, inputs, *args, factor=1.0, weights=None):
-    """Outputs and input gradients of cpu.<op> equal those of reference.<op> on the same values in float64."""
-    for got, expected in against_reference(cpu, op_name, inputs, *args, weights=weights):
-        assert got.shape == expected.shape
-        close(got, expected, factor)
+def compare(case, factor=1.0):
+    return comparison.case(cpu, case, factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 7, 64, 100])
 def test_attention_in_a_window(isa, dtype, window):
-    q, k, v = (normal(150, 2, heads, 16, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
-    compare("attention", (q, k, v), Scores(0.25, window=window), factor=2.0)
+    compare(cases.attention(dtype, 150, 2, 4, 2, 16, scores=Scores(0.25, window=window)), factor=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_attention_of_bounded_scores(isa, dtype, softcap):
-    q, k, v = (normal(150, 2, heads, 16, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     documents = (torch.arange(300) // 70).view(2, 150)
     for scores in (
         Scores(0.25, softcap=softcap),
         Scores(2.0, 2.0 ** -torch.arange(1, 5), documents, window=30, softcap=softcap),
     ):
-        compare("attention", (q, k, v), scores, factor=2.0)
+        compare(cases.attention(dtype, 150, 2, 4, 2, 16, scores=scores), factor=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,16 +96,13 @@ def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
     ],
 )
 def test_attention(isa, dtype, sequence, batch, heads, kv_heads, dim):
-    q = normal(sequence, batch, heads, dim, dtype=dtype)
-    k, v = (normal(sequence, batch, kv_heads, dim, dtype=dtype, seed=seed) for seed in (1, 2))
-    compare("attention", (q, k, v), Scores(dim**-0.5), factor=2.0)
+    scores = Scores(dim**-0.5)
+    compare(cases.attention(dtype, sequence, batch, heads, kv_heads, dim, scores=scores), factor=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("extras", ["alibi", "documents", "both"])
 def test_attention_with_alibi_and_documents(isa, dtype, extras):
-    q = normal(150, 2, 4, 24, dtype=dtype)
-    k, v = (normal(150, 2, 2, 24, dtype=dtype, seed=seed) for seed in (1, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if extras != "documents" else None
     # document 9 starts after a block that it does not see at all; ids are not ordered
     documents = (
@@ -121,7 +110,7 @@ def test_attention_with_alibi_and_documents(isa, dtype, extras):
         if extras != "alibi"
         else None
     )
-    compare("attention", (q, k, v), Scores(0.2, slopes, documents), factor=2.0)
+    compare(cases.attention(dtype, 150, 2, 4, 2, 24, scores=Scores(0.2, slopes, documents)), factor=2.0)
 
 
 def test_attention_reads_views_of_one_fused_tensor(isa):
@@ -144,22 +133,15 @@ def test_attention_survives_huge_scores():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 9), (3, 5, 77), (4, 384), (2, 3, 129)])
 def test_norms(isa, dtype, shape):
-    x = normal(*shape, dtype=dtype)
-    weight = normal(shape[-1], dtype=dtype)
-    bias = normal(shape[-1], dtype=dtype, seed=3)
-    compare("rms_norm", (x, weight), 1e-5)
-    compare("layer_norm", (x, weight, bias), 1e-3)
-    compare("layer_norm", (x, weight, None), 1e-3)
+    compare(cases.rms_norm(dtype, *shape))
+    for bias in (True, False):
+        compare(cases.layer_norm(dtype, *shape, bias=bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_add_norm(isa, dtype, kind):
-    # quarters: the sum of the two is exact in bf16, so both sides norm the same values
-    x, residual = ((normal(3, 4, 77, dtype=torch.float32, seed=s) * 4).round().div(4).to(dtype) for s in (0, 1))
-    weight = normal(77, dtype=dtype)
-    bias = normal(77, dtype=dtype, seed=3) if kind == "layernorm" else None
-    compare("add_norm", (x, residual, weight, bias), 1e-5, kind)
+    compare(cases.add_norm(dtype, 3, 4, 77, kind=kind, bias=kind == "layernorm"))
 
 
 def test_layer_norm_of_values_far_from_zero(isa):
@@ -173,37 +155,31 @@ def test_layer_norm_of_values_far_from_zero(isa):
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (20, 5), (7, 3)])
 def test_rope(isa, dtype, per_sample, dim, half):
-    x = normal(9, 2, 3, dim, dtype=dtype)
-    angle = normal(9, 2, half, dtype=torch.float32) if per_sample else normal(9, half, dtype=torch.float32)
-    compare("rope", (x,), angle.cos(), angle.sin())
-    compare("rotated_heads", (normal(9, 2, 3, 4, dim, dtype=dtype),), angle.cos(), angle.sin())
-    fused = normal(9, 2, 3, 2, dim, dtype=dtype)
-    close(
-        cpu.rope(fused[:, :, :, 1], angle.cos(), angle.sin()),
-        reference.rope(fused[:, :, :, 1].double(), angle.cos(), angle.sin()),
-    )
+    shape = (9, 2, 3, dim)
+    compare(cases.rope(dtype, *shape, half=half, per_sample=per_sample))
+    compare(cases.rope(dtype, 9, 2, 3, 4, dim, half=half, per_sample=per_sample, op="rotated_heads"))
+    cos, sin = cases.rotations(*shape, half=half, per_sample=per_sample)
+    view = normal(9, 2, 3, 2, dim, dtype=dtype)[:, :, :, 1]
+    close(cpu.rope(view, cos, sin), reference.rope(view.double(), cos, sin))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 16, 77, 300])
 def test_activations(isa, dtype, width):
-    compare("swiglu", (4 * normal(3, 5, 2, width, dtype=dtype),))
+    compare(cases.swiglu(dtype, 3, 5, 2, width, size=4.0))
     for approximate in (False, True):
-        compare("gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate)
-        compare("gelu", (4 * normal(3, 5, width, dtype=dtype), None), approximate)
+        for bias in (True, False):
+            compare(cases.gelu(dtype, 3, 5, width, approximate=approximate, bias=bias, size=4.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 16, 77])
 def test_rows_are_weighted_where_they_are_activated(isa, dtype, width):
-    weights = normal(3, 5)
-    compare("swiglu", (4 * normal(3, 5, 2, width, dtype=dtype),), weights=weights)
+    compare(cases.swiglu(dtype, 3, 5, 2, width, weighted=True, size=4.0))
     for approximate in (False, True):
-        compare(
-            "gelu", (4 * normal(3, 5, width, dtype=dtype), normal(width, dtype=dtype)), approximate, weights=weights
-        )
+        compare(cases.gelu(dtype, 3, 5, width, approximate=approximate, weighted=True, size=4.0))
     with pytest.raises(RuntimeError, match="one for each of 15 rows"):
-        cpu.swiglu(normal(15, 2, width, dtype=dtype), weights[0])
+        cpu.swiglu(normal(15, 2, width, dtype=dtype), normal(5))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (13, 1), (100, 6), (256, 16), (1021, 8)])
@@ -212,12 +188,12 @@ def test_rows_are_weighted_where_they_are_activated(isa, dtype, width):
     [(False, True, False), (False, False, True), (True, True, True), (True, False, False)],
 )
 def test_a_router_chooses_weighs_and_passes_gradients_back(isa, experts, top_k, sigmoid, normalise, biased):
-    *numbers, (chosen, expected) = [
-        routed(experts, Routing(top_k, sigmoid, normalise, 2.5), biased, cpu)[place] for place in (0, 1, 3, 2)
-    ]
+    case = cases.route(experts, Routing(top_k, sigmoid, normalise, 2.5), biased=biased)
+    pairs = case.pairs(cpu)
+    chosen, expected = pairs.pop(2)
     assert torch.equal(chosen.double(), expected)
-    for pair in numbers:
-        close(*pair)
+    for got, wanted in pairs:
+        close(got, wanted)
 
 
 def test_equal_experts_are_taken_in_their_order_and_what_is_no_number_last(isa):
@@ -230,8 +206,8 @@ def test_equal_experts_are_taken_in_their_order_and_what_is_no_number_last(isa):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 16, 77])
 def test_rows_are_gathered_and_summed(isa, dtype, width):
-    for got, expected in gathered_rows(dtype, width, cpu):
-        close(got, expected)
+    for terms in (1, 3):
+        compare(cases.gather_rows(dtype, width, terms=terms))
     x = normal(7, width, dtype=dtype)
     assert torch.equal(cpu.gather_rows(x, torch.arange(6, -1, -1)[:, None]), x.flip(0))  # a copy, bit for bit
     assert not cpu.gather_rows(x[:0], torch.full((2, 3), -1)).any() and cpu.gather_rows(
@@ -253,28 +229,22 @@ def test_activations_at_the_ends(isa):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 9, 77, 384, 2175])
 def test_dropout_draws_the_reference_s_masks(isa, dtype, columns):
-    x, residual = (normal(5, 2, columns, dtype=dtype, seed=seed) for seed in (0, 1))
-    mask = Mask(0xFEDCBA9876543210, 1 << 14, torch.tensor([3, (5 << 32) + 7]), torch.arange(5) + 1000)
-    assert torch.equal(cpu.drop(x, None, mask), reference.drop(x, None, mask))
-    close(cpu.drop(x, residual, mask), reference.drop(x.double(), residual.double(), mask))
+    case = cases.drop(dtype, 5, 2, columns, residual=False)
+    assert torch.equal(*(case.outputs(ops, case.inputs)[0] for ops in (cpu, reference)))
+    compare(cases.drop(dtype, 5, 2, columns))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 77, 512])
 def test_cross_entropy(isa, dtype, columns):
-    logits = 3 * normal(6, columns, dtype=dtype)
-    targets = torch.tensor([100, 100 + columns - 1, 99, 100 + columns, -1, 100])
-    wide = logits.double()
-    stats = cpu.cross_entropy_stats(logits, targets, 100)
-    expected = reference.cross_entropy_stats(wide, targets, 100)
-    assert stats.dtype == torch.float32
-    close(stats, expected)
-    logsumexp = expected[0] + expected[1].log()
-    grad_loss = torch.tensor([1.0, 0.5, 0.25, 1, 0, 2])
-    buffer = logits.clone()
-    got = cpu.cross_entropy_backward_(buffer, targets, 100, logsumexp.float(), grad_loss)
-    assert got.data_ptr() == buffer.data_ptr()
-    close(got, reference.cross_entropy_backward_(wide, targets, 100, logsumexp, grad_loss))
+    stats, gradient = compare(cases.cross_entropy(dtype, columns))
+    assert stats.dtype == torch.float32 and gradient.dtype == dtype
+
+
+def test_the_gradient_of_the_logits_takes_their_place(isa):
+    logits = normal(2, 40)
+    got = cpu.cross_entropy_backward_(logits, torch.tensor([0, 39]), 0, torch.ones(2), torch.ones(2))
+    assert got.data_ptr() == logits.data_ptr()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -289,20 +259,20 @@ def test_cross_entropy_hides_no_bad_logit(isa, bad):
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 def test_adamw(isa, weights_dtype):
-    ours = [normal(1003, dtype=torch.float32, seed=seed) for seed in range(4)]
-    ours[3].abs_()
-    wide = [x.double() for x in ours]
-    weights = torch.empty(1003, dtype=weights_dtype)
-    update = AdamWUpdate(
-        lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=torch.tensor(0.25)
-    )
-    cpu.adamw_(*ours, weights, update)
-    reference.adamw_(*wide, wide[0], update)
-    for a, b in zip((ours[0], ours[2], ours[3]), (wide[0], wide[2], wide[3]), strict=True):
-        close(a, b, 0.05)
-    assert torch.equal(weights, ours[0].to(weights_dtype))
-    cpu.adamw_(*ours, ours[0], update)  # weights may be the master itself
-    assert ours[0].isfinite().all()
+    case = cases.adamw(weights_dtype, 1003, grad_scale=torch.tensor(0.25))
+    pairs = case.pairs(cpu)
+    master = pairs[0][0]
+    weights = pairs[3][0]
+    assert torch.equal(weights, master.to(weights_dtype))
+    for got, expected in pairs[:3]:
+        close(got, expected, 0.05)
+
+
+def test_adamw_may_write_the_weights_over_the_master(isa):
+    master, grad, exp_avg, exp_avg_sq, _ = cases.adamw(torch.float32, 1003).inputs
+    update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
+    cpu.adamw_(master, grad, exp_avg, exp_avg_sq, master, update)
+    assert master.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -319,7 +289,7 @@ def test_linear_and_its_gradients(isa, dtype, n, o, k):
     torch.ops.frontier_llm.gemm(x, weight.t(), out, False)
     close(out, x.double() @ weight.double().t())
     close(cpu.linear_input_gradient(grad, weight), grad.double() @ weight.double())
-    compare("linear", (x.view(1, n, k), weight, normal(o, dtype=dtype)), factor=2.0)
+    compare(cases.linear(dtype, n, o, k), factor=2.0)
 
 
 def test_weight_gradient_of_a_slice_of_a_wider_buffer(isa):
@@ -332,19 +302,12 @@ def test_weight_gradient_of_a_slice_of_a_wider_buffer(isa):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_sums(isa, dtype):
-    main = normal(1003, dtype=torch.float32)
-    grad = normal(1003, dtype=dtype, seed=1)
+    main, grad = cases.accumulate(dtype, 1003).inputs
     expected = main + grad.float()
     cpu.accumulate_(main, grad)
     assert torch.equal(main, expected)
     assert cpu.sum_of_squares(grad).item() == pytest.approx(grad.double().square().sum().item(), rel=1e-13)
-    table = torch.zeros(5, 37)
-    ids = torch.tensor([[3, 7], [9, 3]])
-    rows = normal(2, 2, 37, dtype=dtype)
-    expected = torch.zeros(5, 37)
-    cpu.embedding_backward_(table, ids, rows, 3)
-    reference.embedding_backward_(expected, ids, rows, 3)
-    assert torch.equal(table, expected)
+    compare(cases.embedding(dtype, 37))
 
 
 MANY_ROWS = 1 << 20
@@ -454,9 +417,8 @@ def test_two_threads_give_the_same_as_one():
 def test_products_over_groups(isa, dtype, inputs, outputs):
     """Groups of no, few and many rows; a part of 512 rows and what is left of it."""
     ends = torch.tensor([0, 5, 605, 605, 640], dtype=torch.int32)
-    for pairs in (grouped_products, grouped_gradient):
-        for got, expected in pairs(dtype, ends, inputs, outputs, cpu):
-            close(got, expected)
+    for make in (cases.grouped_linear, cases.grouped_gradient):
+        compare(make(dtype, ends, inputs, outputs))
 
 
 def test_ends_that_fall_are_past_the_rows_or_too_few_are_refused():

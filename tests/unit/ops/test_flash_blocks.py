@@ -9,7 +9,7 @@ import torch
 
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import Scores, reference, sdpa
-from frontier_llm.ops.check import normal
+from frontier_llm.ops.cases import normal
 
 # queries, keys, offset: a rank's first chunk; a later one, with all before it; a ring's block from before the queries;
 # one token

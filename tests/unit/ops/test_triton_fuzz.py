@@ -11,8 +11,9 @@ from hypothesis import strategies as some
 
 pytest.importorskip("triton", reason="pip install --no-deps triton")
 
-from frontier_llm.ops import Scores, reference
-from tests.unit.ops.test_triton import close, compare, gpu, normal
+from frontier_llm.ops import Scores, cases, reference
+from frontier_llm.ops.cases import normal
+from tests.unit.ops.test_triton import close, compare, gpu
 
 EXAMPLES = settings(max_examples=6, derandomize=True, phases=[Phase.generate])  # shrinking would take minutes
 dtypes = some.sampled_from([torch.float32, torch.float16])
@@ -64,13 +65,9 @@ def test_attention(case):
     some.booleans(),
 )
 def test_norms(dtype, rows, columns, has_bias):
-    x = normal(rows, columns, dtype=dtype)
-    weight = normal(columns, dtype=dtype)
-    bias = normal(columns, dtype=dtype, seed=3)
-    compare("rms_norm", (x, weight), 1e-3, factor=2.0)
-    compare("layer_norm", (x, weight, bias if has_bias else None), 1e-1, factor=4.0)
-    whole = (x.float() * 4).round().div(4).to(dtype)  # sums are exact
-    compare("add_norm", (whole, whole.flip(0), weight, bias if has_bias else None), 1e-1, "layernorm", factor=4.0)
+    compare(cases.rms_norm(dtype, rows, columns, eps=1e-3), factor=2.0)
+    compare(cases.layer_norm(dtype, rows, columns, eps=1e-1, bias=has_bias), factor=4.0)
+    compare(cases.add_norm(dtype, rows, columns, eps=1e-1, bias=has_bias), factor=4.0)
 
 
 @EXAMPLES
@@ -82,9 +79,8 @@ def test_norms(dtype, rows, columns, has_bias):
     some.booleans(),
 )
 def test_activations(dtype, rows, columns, has_bias, approximate):
-    compare("swiglu", (2 * normal(rows, 2, columns, dtype=dtype),))
-    bias = normal(columns, dtype=dtype, seed=1) if has_bias else None
-    compare("gelu", (2 * normal(rows, columns, dtype=dtype), bias), approximate, factor=2.0)
+    compare(cases.swiglu(dtype, rows, 2, columns))
+    compare(cases.gelu(dtype, rows, columns, approximate=approximate, bias=has_bias), factor=2.0)
 
 
 @EXAMPLES
@@ -99,10 +95,10 @@ def test_activations(dtype, rows, columns, has_bias, approximate):
 )
 @pytest.mark.thorough
 def test_rope(dtype, sequence, batch, heads, half, rest, per_sample):
-    angle = normal(sequence, batch, half) if per_sample else normal(sequence, half)
-    compare("rope", (normal(sequence, batch, heads, 2 * half + rest, dtype=dtype),), angle.cos(), angle.sin())
-    qkv = normal(sequence, batch, heads, 3 + (heads + rest) % 3, 2 * half + rest, dtype=dtype)
-    compare("rotated_heads", (qkv,), angle.cos(), angle.sin())
+    dim = 2 * half + rest
+    compare(cases.rope(dtype, sequence, batch, heads, dim, half=half, per_sample=per_sample))
+    shape = (sequence, batch, heads, 3 + (heads + rest) % 3, dim)
+    compare(cases.rope(dtype, *shape, half=half, per_sample=per_sample, op="rotated_heads"))
 
 
 @EXAMPLES

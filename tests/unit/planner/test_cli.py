@@ -65,15 +65,23 @@ def test_a_plan_says_what_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("model", "nodes"), [("gpt-22b", "8"), ("llama-2-70b", "64"), ("mpt-13b", "16"), ("gpt-175b", "128")]
+    ("model", "nodes"),
+    [("gpt-22b", "8"), ("llama-2-70b", "64"), ("mpt-13b", "16"), ("gpt-175b", "128")],
 )
 def test_how_many_plans_are_shown_does_not_change_the_choice(
-    model: str, nodes: str, capsys: pytest.CaptureFixture[str]
+    model: str,
+    nodes: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = {top: json.loads(run(capsys, model, "--nodes", nodes, "--json", "--top", top)[1]) for top in ("1", "8")}
     assert len(shown["1"]["plans"]) == 1 < len(shown["8"]["plans"])
     assert shown["1"]["plans"][0] == shown["8"]["plans"][0]
     assert shown["1"]["promise"] == shown["8"]["promise"]
+
+
+def test_the_exchange_of_keys_and_values_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "mpt-30b", "--nodes", "8", "--fix", "context=2", "--explain")
+    assert code == 0 and "cp communication" in out
 
 
 def test_what_else_is_shown_does_not_change_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,19 +141,23 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("played", "words"), [(8, ""), (4, ": 4 of the 8 microbatches, the pattern of the middle repeats")]
+    ("played", "words"),
+    [(8, ""), (4, ": 4 of the 8 microbatches, the pattern of the middle repeats")],
 )
 def test_a_pipeline_that_is_drawn_in_part_says_so(played: int, words: str) -> None:
     schedule = SimpleNamespace(microbatches=played)
     plan = SimpleNamespace(
-        layout=SimpleNamespace(microbatches=8), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule))
+        layout=SimpleNamespace(microbatches=8),
+        played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)),
     )
     assert played_part(plan) == words  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("columns", [80, 140])
 def test_the_report_fits_the_terminal(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    columns: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = run(
@@ -170,7 +182,16 @@ def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
 ) -> None:
     path = tmp_path / "mine.yaml"
     code, out, _ = run(
-        capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--tokens", "300B", "--emit", str(path)
+        capsys,
+        "gpt-22b",
+        "--nodes",
+        "8",
+        "--global-batch",
+        "512",
+        "--tokens",
+        "300B",
+        "--emit",
+        str(path),
     )
     assert code == 0
     config = load_run(str(path))
@@ -255,7 +276,17 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
 ) -> None:
     emitted = tmp_path / "planned.yaml"
     code, out, _ = run(
-        capsys, "--run", "quickstart", "--machine", "local", "--nodes", "1", "--fix", "data=2", "--emit", str(emitted)
+        capsys,
+        "--run",
+        "quickstart",
+        "--machine",
+        "local",
+        "--nodes",
+        "1",
+        "--fix",
+        "data=2",
+        "--emit",
+        str(emitted),
     )
     assert code == 0
     assert f"frontier-llm train {emitted}" in out
@@ -308,7 +339,17 @@ def test_of_a_runs_own_layout_nothing_is_left(tmp_path: Path, capsys: pytest.Cap
     )
     mine.write_text(f"base: quickstart\n{own}\n")
     code, _, err = run(
-        capsys, "--run", str(mine), "--machine", "local", "--nodes", "1", "--fix", "zero=1", "--emit", str(emitted)
+        capsys,
+        "--run",
+        str(mine),
+        "--machine",
+        "local",
+        "--nodes",
+        "1",
+        "--fix",
+        "zero=1",
+        "--emit",
+        str(emitted),
     )
     assert code == 0, err
     planned = load_run(str(emitted))
@@ -322,7 +363,10 @@ def test_of_a_runs_own_layout_nothing_is_left(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(("tensor", "algorithms"), [(8, "frontier"), (2, "flat")])
 def test_an_emitted_run_has_the_algorithms_that_were_priced(
-    tensor: int, algorithms: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tensor: int,
+    algorithms: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Eight groups per node share its NICs and cross 16 nodes: two stages; two groups over 4 nodes: rings."""
     path = tmp_path / "mine.yaml"
@@ -337,7 +381,16 @@ def test_an_emitted_run_has_the_algorithms_that_were_priced(
 def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "long.yaml"
     code, _, _ = run(
-        capsys, "llama-2-7b", "--nodes", "2", "--global-batch", "64", "--sequence-length", "8192", "--emit", str(path)
+        capsys,
+        "llama-2-7b",
+        "--nodes",
+        "2",
+        "--global-batch",
+        "64",
+        "--sequence-length",
+        "8192",
+        "--emit",
+        str(path),
     )
     assert code == 0
     assert load_run(str(path)).model.sequence_length == 8192
@@ -364,7 +417,10 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
     ],
 )
 def test_bad_input_names_the_way_out(
-    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "run.yaml").write_text("base: quickstart\ntrain: {steps: 5}\n")
     code, out, err = run(capsys, *(word.format(file=tmp_path / "run.yaml") for word in words))

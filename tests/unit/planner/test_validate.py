@@ -162,7 +162,12 @@ def test_llama_3_405b_at_131072_tokens_is_timed_and_fits() -> None:
     ],
 )
 def test_rows_of_unknown_clusters_find_a_file_by_what_they_say(
-    hardware: str, shard: str, precision: str, flash: str, expected: tuple[str, str], tmp_path: Path
+    hardware: str,
+    shard: str,
+    precision: str,
+    flash: str,
+    expected: tuple[str, str],
+    tmp_path: Path,
 ) -> None:
     columns = (PUBLISHED / "throughput.tsv").read_text(encoding="utf-8").partition("\n")[0].split("\t")
     row = dict.fromkeys(columns, "") | {
@@ -242,7 +247,8 @@ def write_table(path: Path, *changes: dict[str, str]) -> Path:
     }
     rows = [dict.fromkeys([*columns, "experts", "CP"], "") | stated | change for change in changes]
     path.write_text(
-        "\n".join("\t".join(row) for row in [list(rows[0]), *(row.values() for row in rows)]) + "\n", encoding="utf-8"
+        "\n".join("\t".join(row) for row in [list(rows[0]), *(row.values() for row in rows)]) + "\n",
+        encoding="utf-8",
     )
     return path
 

@@ -35,7 +35,11 @@ BATCH = 960  # of one node's comparisons: every microbatch below divides it
 
 
 def tflops(
-    name: str, rates: Rates, devices: int = NODE, batch: int = BATCH, recompute: tuple[str, ...] = ("none", "full")
+    name: str,
+    rates: Rates,
+    devices: int = NODE,
+    batch: int = BATCH,
+    recompute: tuple[str, ...] = ("none", "full"),
 ) -> float:
     """Model TFLOP/s per device in the fastest fully sharded layout that fits."""
     model = load_model(name)
@@ -43,7 +47,11 @@ def tflops(
     for micro_batch, mode in product((1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20), recompute):
         microbatches, uneven = divmod(batch, devices * micro_batch)
         layout = Layout(
-            dp=devices, micro_batch=micro_batch, microbatches=microbatches, sharding="weights", recompute=mode
+            dp=devices,
+            micro_batch=micro_batch,
+            microbatches=microbatches,
+            sharding="weights",
+            recompute=mode,
         )
         if not uneven and peak_bytes(model, layout, rates) <= rates.memory_bytes:
             speeds.append(batch * model.sequence_length / float(step_s(model, layout, rates)) / devices)

@@ -73,6 +73,8 @@ def test_each_set_is_reported_by_its_name_and_the_best_checkpoint_stays(
         (8, False, False),
         (10, False, True),
     ]
+    saves = [row["step"] for row in run_dir.read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "save"]
+    assert saves == [2, 4, 6, 8, 10], "a step that is saved as the best one is not saved again by its interval"
     page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
     assert "validation/digits" in page and "validation/prose" in page
 

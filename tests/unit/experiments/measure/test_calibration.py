@@ -24,6 +24,7 @@ from frontier_llm.planner.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import play
 from frontier_llm.topology.plan import make_plan
+from tests.unit.experiments.recorded import assert_recorded
 
 CONFIG = load_run("bench", ["parallel.tensor=2"])
 TRUTH = replace(
@@ -191,6 +192,13 @@ def test_the_file_loads_and_gives_back_every_calibrated_number(tmp_path: Path) -
         assert float(step_s(CONFIG.model, w, loaded)) == pytest.approx(float(step_s(CONFIG.model, w, found)), rel=1e-3)
     assert (loaded.meeting_s, loaded.spread) == pytest.approx((found.meeting_s, found.spread), rel=1e-3)
     assert "all-reduce over 2 ranks" in report(samples(), CONFIG)
+
+
+def test_disturbed_samples_give_the_recorded_file() -> None:
+    made = samples(replace(TRUTH, meeting_s=3e-4, spread=0.06, sharded_slowdown=4.0), in_step=1.1)
+    rng = np.random.default_rng(3)
+    made.gemm = [(*shape, seconds * float(np.exp(rng.normal(0, 0.15)))) for *shape, seconds in made.gemm]
+    assert_recorded("calibrated.yaml", machine_content(made, CONFIG, "2026-01-02"))
 
 
 @pytest.mark.parametrize(

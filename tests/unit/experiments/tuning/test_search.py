@@ -14,13 +14,16 @@ import pytest
 from frontier_llm.blueprint.layout import layout_of, run_keys
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, DataError
+from frontier_llm.experiments.measure.fit import scaled
 from frontier_llm.experiments.measure.machine_file import write_machine
-from frontier_llm.experiments.tuning.constants import CONSTANTS, changed, fit, scaled, tuned_machine
+from frontier_llm.experiments.tuning.constants import tuned_machine
 from frontier_llm.experiments.tuning.search import Everything, Limits, Proposal, Tuner, run_search
 from frontier_llm.experiments.tuning.space import Space, laid_out, make_space, words_of
 from frontier_llm.experiments.tuning.trials import Trial, read_trials, write_trials
 from frontier_llm.machine.load import load_machine, rates
+from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.search import simulate_layout
+from tests.unit.experiments.recorded import assert_recorded
 
 NUMBERS = rates(load_machine("local"))
 
@@ -206,32 +209,38 @@ def test_a_layout_with_every_axis_is_run_as_what_it_is(run: str, overrides: list
         assert replace(as_run, imbalance=plan.layout.imbalance, expert_nodes=plan.layout.expert_nodes) == plan.layout
 
 
-def test_constants_that_have_changed_are_found_and_written(space: Space, tmp_path: Path) -> None:
-    factors = dict.fromkeys(CONSTANTS, 0.0) | {"gemm_efficiency": math.log(0.5), "fabric_bytes_s": math.log(0.1)}
-    true = scaled(NUMBERS, np.array(list(factors.values())))
+def measured_on(space: Space, true: Rates, trials: int, noise: float) -> Everything:
+    """Trials of a machine with these constants, whose log times have `noise`."""
+    rng = np.random.default_rng(5)
     search = Everything(space, [])
-    run_search(
-        search,
-        9,
-        Limits(1e9, 1, 16),
-        lambda proposal, limit_s: trial_of(
-            search, proposal, simulate_layout(space.config.model, space.plans[proposal.number].layout, true).step_s
-        ),
-        lambda rows: None,
-    )
-    moved = changed(NUMBERS, fit(search, NUMBERS))
-    assert moved["gemm_efficiency"][1] == pytest.approx(true.gemm_efficiency, rel=0.25)
-    assert moved["fabric_bytes_s"][1] == pytest.approx(true.fabric_bytes_s[0], rel=0.4)
-    write_machine(tmp_path / "tuned.yaml", tuned_machine(search))
+
+    def measure(proposal: Proposal, limit_s: float) -> Trial:
+        disturbance = float(np.exp(rng.normal(0, noise)))
+        layout = space.plans[proposal.number].layout
+        step_s = disturbance * simulate_layout(space.config.model, layout, SLOWER).step_s
+        return trial_of(search, proposal, step_s)
+
+    run_search(search, 9, Limits(1e9, 1, trials), measure, lambda rows: None)
+    return search
+
+
+SLOWER = scaled(NUMBERS, ("gemm_efficiency", "fabric_bytes_s"), np.log([0.5, 0.1]))
+
+
+def test_constants_that_have_changed_are_found_and_written(space: Space, tmp_path: Path) -> None:
+    content = tuned_machine(measured_on(space, SLOWER, 24, noise=0.08))
+    assert_recorded("tuned.yaml", content)
+    write_machine(tmp_path / "tuned.yaml", content)
     written = rates(load_machine(str(tmp_path / "tuned.yaml")))
-    assert written.gemm_efficiency == pytest.approx(moved["gemm_efficiency"][1], rel=1e-3)
+    assert written.gemm_efficiency == pytest.approx(SLOWER.gemm_efficiency, rel=0.25)
+    assert written.fabric_bytes_s == pytest.approx(SLOWER.fabric_bytes_s, rel=0.4)
     layouts = [plan.layout for plan in space.plans]
     errors = [
         [
             abs(
                 math.log(
                     simulate_layout(space.config.model, layout, one).step_s
-                    / simulate_layout(space.config.model, layout, true).step_s
+                    / simulate_layout(space.config.model, layout, SLOWER).step_s
                 )
             )
             for layout in layouts

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frontier_llm.checkpoint import CheckpointManager, DamagedCheckpoint, Progress
+from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.checkpoint.weights import CheckpointWeights, compare_models, write_checkpoint
 from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.config import (
@@ -32,6 +32,7 @@ from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.step import train_step
 from tests.harness.pool import RankPool
+from tests.harness.saving import checkpoints_of, save_step
 from tests.unit.interop.huggingface.families import saved
 
 LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2)]
@@ -62,26 +63,18 @@ def state_on(rank: int, config: RunConfig) -> TrainState:
     return build_state(config, plan, mesh, torch.device("cpu"), batches)
 
 
-def manager(state: TrainState) -> CheckpointManager:
-    directory = Path(state.config.train.run_dir) / "checkpoints"
-    return CheckpointManager(directory, state.mesh, state.optimizer, config=state.config, keep=2)
-
-
 def save(rank: int, config: RunConfig, steps: int) -> None:
     state = state_on(rank, config)
     for _ in range(steps):
         train_step(state)
-    checkpoints = manager(state)
-    counts = {"consumed_samples": 0, "tokens": 0, "loss_scale": 1.0, "scaler_clean_steps": 0, "skipped_steps": 0}
-    checkpoints.save(Progress(step=steps, optimizer_updates=steps, **counts))
-    checkpoints.close()
+    save_step(state, Path(config.train.run_dir), steps)
 
 
 def global_weights(rank: int, config: RunConfig) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
     """Load the newest checkpoint; this rank's rectangles. Then go on training."""
     state = state_on(rank, config)
-    checkpoints = manager(state)
-    assert checkpoints.load_latest() is not None
+    checkpoints = checkpoints_of(state, Path(config.train.run_dir))
+    assert checkpoints.newest() is not None
     checkpoints.close()
     parameters = [parameter for bucket in state.optimizer.buckets for parameter in bucket.parameters]
     loaded = {parameter.spec.name: (parameter.spec.offset, parameter.detach().clone()) for parameter in parameters}

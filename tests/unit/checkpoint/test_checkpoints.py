@@ -29,35 +29,35 @@ def changed(**sections: dict) -> RunConfig:
 
 def test_nothing_to_load(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert run.manager.load_latest() is None
-    assert folder.read_latest(run.manager.directory) == ""
+    assert run.checkpoints.newest() is None
+    assert folder.read_latest(run.checkpoints.directory) == ""
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp32"), ("fp32", "fp16"), ("fp32", "fp64"), ("fp64", "bf16")])
 def test_working_precision_may_change(saved: str, loaded: str, tmp_path: Path) -> None:
     run = Run(tmp_path, dtype=saved)
     run.save(3)
-    run.manager.close()
+    run.checkpoints.close()
     other = Run(tmp_path, dtype=loaded)
-    assert other.manager.load_latest() == other.manager.load(other.manager.directory / "step_00000003")
+    assert other.checkpoints.newest() == other.checkpoints.load(other.checkpoints.directory / "step_00000003")
     other.check(3)
 
 
 def test_keeps_the_newest_and_the_permanent(tmp_path: Path) -> None:
-    run = Run(tmp_path, keep=2, keep_every=4)
+    run = Run(tmp_path, keep_every=4)
     run.save(*range(1, 11))
-    assert folder.named_steps(run.manager.directory) == [10, 9, 8, 4]
+    assert folder.named_steps(run.checkpoints.directory) == [10, 9, 8, 4]
 
 
 def test_prunes_nothing_while_one_that_is_kept_is_damaged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path)
     run.save(1, 2)
-    flip(run.manager.directory / "step_00000002" / "shard_00000.safetensors", 100_000)
+    flip(run.checkpoints.directory / "step_00000002" / "shard_00000.safetensors", 100_000)
     run.save(3)
-    assert folder.named_steps(run.manager.directory) == [3, 2, 1]
+    assert folder.named_steps(run.checkpoints.directory) == [3, 2, 1]
     assert "nothing is deleted" in capfd.readouterr().err
-    flip(run.manager.directory / "step_00000003" / "shard_00000.safetensors", 100_000)
-    assert run.manager.load_latest().step == 1
+    flip(run.checkpoints.directory / "step_00000003" / "shard_00000.safetensors", 100_000)
+    assert run.checkpoints.newest().step == 1
     run.check(1)
 
 
@@ -69,7 +69,7 @@ def test_failed_delete_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture
     failpoints.arm("")
     assert "cannot delete step_00000001.deleted.1: Permission denied" in capfd.readouterr().err
     run.save(4)
-    assert run.manager.load_latest(strict=True).step == 4
+    assert run.checkpoints.newest(strict=True).step == 4
 
 
 def test_leftovers_that_cannot_be_deleted_do_not_keep_a_run_from_starting(
@@ -77,13 +77,13 @@ def test_leftovers_that_cannot_be_deleted_do_not_keep_a_run_from_starting(
 ) -> None:
     run = Run(tmp_path)
     run.save(1)
-    run.manager.close()
-    leftover = folder.temporary(run.manager.directory, 2, 1)
+    run.checkpoints.close()
+    leftover = folder.temporary(run.checkpoints.directory, 2, 1)
     leftover.mkdir()
     failpoints.arm("checkpoint.delete_renamed=errno:EACCES")
     again = Run(tmp_path)
     failpoints.arm("")
-    assert again.manager.load_latest().step == 1 and leftover.exists()
+    assert again.checkpoints.newest().step == 1 and leftover.exists()
     assert f"cannot delete {leftover.name}: Permission denied" in capfd.readouterr().err
 
 
@@ -93,61 +93,61 @@ def test_write_protected_checkpoints_stay(
     monkeypatch.setattr(folder.os, "access", lambda path, mode: path.name != "step_00000001")  # root may write anywhere
     run = Run(tmp_path)
     run.save(1, 2, 3, 4)
-    assert folder.named_steps(run.manager.directory) == [4, 3, 1]
+    assert folder.named_steps(run.checkpoints.directory) == [4, 3, 1]
     assert "cannot delete step_00000001: it is write-protected; it stays" in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_latest_names_is_missed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path)
     run.save(1, 2)
-    (run.manager.directory / "step_00000002").rename(tmp_path / "away")
+    (run.checkpoints.directory / "step_00000002").rename(tmp_path / "away")
     with pytest.raises(CheckpointError, match="step_00000002: is not there, though LATEST names it"):
-        run.manager.load_latest(strict=True)
-    assert run.manager.load_latest().step == 1
+        run.checkpoints.newest(strict=True)
+    assert run.checkpoints.newest().step == 1
     assert "step_00000002: is not there, though LATEST names it" in capfd.readouterr().err
-    folder.point_latest(run.manager.directory, "step_00000002")
-    (run.manager.directory / "step_00000001").rename(tmp_path / "away too")
+    folder.point_latest(run.checkpoints.directory, "step_00000002")
+    (run.checkpoints.directory / "step_00000001").rename(tmp_path / "away too")
     with pytest.raises(CheckpointError, match="no checkpoint is intact"):  # and not: starting from step 0
-        run.manager.load_latest()
+        run.checkpoints.newest()
 
 
 def test_a_copy_without_latest_and_through_a_link(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.save(1, 2)
-    run.manager.close()
-    (run.manager.directory / folder.LATEST).unlink()
+    run.checkpoints.close()
+    (run.checkpoints.directory / folder.LATEST).unlink()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     held = Run(tmp_path / "run")
     assert in_child(lambda: Run(tmp_path / "link")) == 1  # is in use
-    held.manager.close()
+    held.checkpoints.close()
     linked = Run(tmp_path / "link")
-    assert linked.manager.load_latest().step == 2
-    assert folder.read_latest(run.manager.directory) == "step_00000002"
+    assert linked.checkpoints.newest().step == 2
+    assert folder.read_latest(run.checkpoints.directory) == "step_00000002"
 
 
 @pytest.mark.parametrize("name", ["step_٠٠٠٠٠٠٠٩", "step_00000009 ", "step_9", "step_00000009.tmp"])
 def test_other_names_are_not_checkpoints(name: str, tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1)
-    (run.manager.directory / name).mkdir()
-    assert folder.named_steps(run.manager.directory) == [1]
-    assert run.manager.load_latest().step == 1
+    (run.checkpoints.directory / name).mkdir()
+    assert folder.named_steps(run.checkpoints.directory) == [1]
+    assert run.checkpoints.newest().step == 1
 
 
 def test_changed_mathematics_must_be_allowed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path, environment={"torch": "2.10.0"})
     run.save(2)
-    run.manager.close()
+    run.checkpoints.close()
     config = changed(optimizer={"betas": (0.9, 0.999), "lr": 1e-5}, parallel={"tensor": 2})
     with pytest.raises(CheckpointError) as caught:
-        Run(tmp_path, config=config).manager.load_latest()
+        Run(tmp_path, config=config).checkpoints.newest()
     text = str(caught.value)
     assert "optimizer.betas: [0.9, 0.95] → [0.9, 0.999]" in text and "optimizer.lr: 0.0003 → 1e-05" in text
     assert "--allow-change optimizer.lr --allow-change optimizer.betas" in text and "parallel" not in text
     allowed = Run(
         tmp_path, config=config, allow_changes=("optimizer.betas", "optimizer.lr"), environment={"torch": "2.13.0"}
     )
-    assert allowed.manager.load_latest().step == 2
+    assert allowed.checkpoints.newest().step == 2
     said = capfd.readouterr().err
     assert "parallel.tensor: 1 → 2" in said and "torch: '2.10.0' → '2.13.0'" in said
 
@@ -161,13 +161,13 @@ def test_other_tokens_under_the_same_path_must_be_allowed(tmp_path: Path) -> Non
             tmp_path, datasets={path: Dataset(identity, 1000) for path, identity in data.items()}, allow_changes=allowed
         )
         try:
-            return run.manager.load_latest().step == 2
+            return run.checkpoints.newest().step == 2
         finally:
-            run.manager.close()
+            run.checkpoints.close()
 
     run = Run(tmp_path, datasets={"text": Dataset(one, 1000), "more": Dataset(one, 1000)})
     run.save(2)
-    run.manager.close()
+    run.checkpoints.close()
     assert resumes({"text": one, "moved": other})  # another path is another data.train
     with pytest.raises(
         CheckpointError, match=r"'1{12}' → '2{12}' \(the tokens of more are others\)\n[\s\S]*--allow-change data.train"
@@ -185,7 +185,7 @@ def test_a_parent_looks_at_the_data_before_ranks_start(tmp_path: Path) -> None:
     config = changed(data={"train": str(tmp_path / "text")})
     run = Run(tmp_path, config=config, datasets=datasets_of([config]))
     run.save(2)
-    run.manager.close()
+    run.checkpoints.close()
     check_resume(tmp_path / "checkpoints", config, [])
     write(2)
     with pytest.raises(CheckpointError, match=r"the tokens of .*text are others"):
@@ -197,13 +197,13 @@ def resume_changed(change: dict, refused: bool, step: int, tmp_path: Path) -> No
     """A run saved at `step` is continued with `change`, or refuses it."""
     run = Run(tmp_path)
     run.save(step)
-    run.manager.close()
+    run.checkpoints.close()
     other = Run(tmp_path, config=changed(**change))
     if refused:
         with pytest.raises(CheckpointError, match="would change its mathematics"):
-            other.manager.load_latest()
+            other.checkpoints.newest()
     else:
-        assert other.manager.load_latest().step == step
+        assert other.checkpoints.newest().step == step
 
 
 @pytest.mark.parametrize(("change", "refused"), [
@@ -231,18 +231,18 @@ def test_before_the_first_step_only_the_weights_are_given(change: dict, refused:
 def test_other_model_is_named_by_its_tensors(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(2)
-    path = run.manager.directory / "step_00000002"
+    path = run.checkpoints.directory / "step_00000002"
     run.buckets[0].parameters[0].spec = shard(Parameter("other.weight", (3,), ParameterKind.VECTOR))
     with pytest.raises(
         CheckpointError, match=r"other.weight: the model has \(3,\), the checkpoint nothing of that name"
     ):
-        run.manager.load(path)
+        run.checkpoints.load(path)
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path)
     run.save(1, 2)
-    first, second = (str(run.manager.directory / folder.step_name(step)) for step in (1, 2))
+    first, second = (str(run.checkpoints.directory / folder.step_name(step)) for step in (1, 2))
     assert main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["step"], row["latest"]) for row in rows] == [(1, False), (2, True)]
@@ -252,7 +252,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["checkpoint", "diff", first, second, "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["same_state"] is False and result["tensors"][0]["largest"] == 1000.0
-    flip(run.manager.directory / "step_00000001" / "shard_00000.safetensors", 99_999)
+    flip(run.checkpoints.directory / "step_00000001" / "shard_00000.safetensors", 99_999)
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
     assert "expected" in capsys.readouterr().err
     assert main(["checkpoint", "list", str(tmp_path / "nowhere")]) == 2

@@ -1,0 +1,290 @@
+"""A run's checkpoints: when they are written, how many stay, and which one a run continues from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from frontier_llm import log
+from frontier_llm.checkpoint import directory as folder
+from frontier_llm.checkpoint import drift, load
+from frontier_llm.checkpoint.facts import JobFacts, checkpoints_folder, contents_of
+from frontier_llm.checkpoint.lock import RunLock, Superseded
+from frontier_llm.checkpoint.manifest import DamagedCheckpoint, Manifest, Progress, parse
+from frontier_llm.checkpoint.older import position_of
+from frontier_llm.checkpoint.ranks import from_rank_0, joint_error
+from frontier_llm.checkpoint.save import Save, Saved
+from frontier_llm.checkpoint.snapshot import Snapshot
+from frontier_llm.comm import Mesh, all_gather_json
+from frontier_llm.config import TrainConfig
+from frontier_llm.errors import CheckpointError, Problem
+from frontier_llm.failpoints import hit
+from frontier_llm.optim import Optimizer
+from frontier_llm.run.complete import fault
+from frontier_llm.run.holder import this_process
+
+
+class Checkpoints:
+    """Saves and loads one run's state. Public methods are collective over the world and return or raise alike on all
+    ranks, except `check_lock` and `expired`.
+    """
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        mesh: Mesh,
+        optimizer: Optimizer,
+        facts: JobFacts,
+        allow_changes: Collection[str] = (),
+    ) -> None:
+        """Take the run directory's lock and remove what an interrupted save has left.
+
+        allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
+        Raises CheckpointError if another live job holds the directory or it cannot be written.
+        """
+        self.directory = checkpoints_folder(train)
+        self.keep = train.keep_checkpoints
+        self._keep_every = train.keep_every
+        self.lag_steps = max(1, train.save_interval // 10)  # from the copy until training waits for the commit
+        if train.save_lag_steps is not None:
+            self.lag_steps = train.save_lag_steps
+        self.world = mesh.world
+        self.device = optimizer.device
+        self._optimizer = optimizer
+        self._allow_changes = tuple(allow_changes)
+        self._lock: RunLock | None = None  # of rank 0
+        incarnation = from_rank_0(partial(self._open, facts), self.world, self.device)
+        layout = degrees(mesh, optimizer)
+        self.facts = replace(facts, layout=layout, optimizer=optimizer.rule.name, incarnation=incarnation)
+        self.snapshot = Snapshot(optimizer, self.world.rank)
+        mine = {"pieces": self.snapshot.pieces, "bytes": self.snapshot.layout(step=0).data_bytes}
+        ranks = all_gather_json(mine, self.world, self.device)
+        self.total_bytes = sum(rank["bytes"] for rank in ranks)
+        pieces = [rank["pieces"] for rank in ranks] if self.world.rank == 0 else []
+        self.contents = contents_of(pieces, self.snapshot.dtype)
+        self.newest_step = -1  # of the checkpoint that this process has loaded, is writing or has written last
+        self.failures_in_row = 0
+        self._save: Save | None = None
+
+    def _open(self, facts: JobFacts) -> int:
+        """Rank 0: take the lock and clean. Returns the number of this start."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.directory, this_process(facts.job, facts.restart), facts.incarnation)
+            for path in folder.clean(self.directory):
+                log.info(f"removed {path.name}, left by an interrupted save")
+        except OSError as error:
+            what = f"cannot be used: {error.strerror}"
+            raise CheckpointError(what, "choose a train.run_dir that is writable", str(self.directory)) from error
+        return self._lock.incarnation
+
+    def check_lock(self) -> None:
+        """Rank 0: raise Superseded if a newer start of the run holds the directory, CheckpointError if it is gone."""
+        assert self._lock is not None, "only rank 0 writes"
+        self._lock.check()
+
+    def expired(self, steps: Sequence[int]) -> list[int]:
+        """Of steps with a checkpoint, newest first, those that may be deleted."""
+        older = steps[self.keep :]
+        return [step for step in older if not (self._keep_every and step % self._keep_every == 0)]
+
+    # --- saving ---
+
+    @property
+    def under_way(self) -> Save | None:
+        """The save that is not over."""
+        if self._save is None or self._save.is_over:
+            return None
+        return self._save
+
+    def begin(self, progress: Progress) -> Save:
+        """Copy the state and start to write it. Returns after the copy. First waits for a save that is under way.
+
+        Raises CheckpointError if that save failed, or this one cannot start.
+        """
+        self.finish()
+        self._save = Save(self, progress)
+        self.newest_step = progress.step
+        return self._save
+
+    def finish(self, verify: bool = True) -> Saved | None:
+        """Wait for the save under way; see Save.finish."""
+        return None if self._save is None else self._save.finish(verify)
+
+    @contextlib.contextmanager
+    def tolerating_one_failure(self) -> Iterator[None]:
+        """Log the first failed save, because the checkpoints before it are intact.
+
+        Raises the second CheckpointError in a row, and Superseded.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            self.newest_step = -1
+            self.failures_in_row += 1
+            if self.failures_in_row > 1 or isinstance(error, Superseded):
+                raise
+            log.info(f"a save failed, training goes on and stops if the next one fails too\n{error}")
+
+    def close(self, verify: bool = True) -> None:
+        """Finish the save under way as `finish` does, and release the run directory."""
+        try:
+            self.finish(verify)
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    # --- loading ---
+
+    def newest(self, strict: bool = False) -> Progress | None:
+        """Load the newest intact checkpoint. Returns None if there is no checkpoint at all.
+
+        A damaged checkpoint is logged by file and tensor, and the next older one is tried; with `strict` it is raised.
+        Raises CheckpointError if no checkpoint is intact, or the newest intact one does not fit the model or the
+        configuration.
+        """
+        steps, latest = from_rank_0(
+            lambda: [folder.named_steps(self.directory), folder.read_latest(self.directory)], self.world, self.device
+        )
+        damage: list[Problem] = []
+        if latest and folder.step_of(self.directory / latest) not in steps:
+            damage.append(Problem(str(self.directory / latest), f"is not there, though {folder.LATEST} names it"))
+            if strict:
+                raise DamagedCheckpoint(damage)
+            log.info(str(damage[0]))
+        progress = self._load_first(steps, damage, strict)
+        if progress is None and damage:
+            fix = "restore one from a copy, or start anew with another train.run_dir"
+            raise CheckpointError([*damage, Problem(str(self.directory), "no checkpoint is intact", fix)])
+        if progress is None:
+            log.info(f"no checkpoint in {self.directory}: starting from step 0")
+            return None
+        from_rank_0(partial(self._point_at, progress), self.world, self.device)
+        self.newest_step = progress.step
+        log.info(f"resuming after step {progress.step} ({progress.tokens:,} tokens)")
+        return progress
+
+    def newest_at_most(self, step: int) -> int | None:
+        """The newest checkpoint's step that is not above `step`. Waits for a save that is under way."""
+        return next(iter(self._at_most(step)), None)
+
+    def rewind(self, before: int) -> Progress | None:
+        """Load the newest intact checkpoint of at most step `before` and delete the newer ones, whose course the run
+        leaves. Returns None, and changes nothing, if there is no such checkpoint.
+        """
+        progress = self._load_first(self._at_most(before), [])
+        if progress is not None:
+            from_rank_0(partial(self._delete_newer, progress), self.world, self.device)
+            self.newest_step = -1  # the step may be saved again, with another position in the data
+        return progress
+
+    def load(self, path: Path) -> Progress:
+        """Fill optimizer state and weights from a checkpoint of any layout, and check the digest of every file.
+
+        Raises DamagedCheckpoint if bytes are not what was written, CheckpointError for another model or configuration.
+        After either error the state must not be trained on.
+        """
+        text = from_rank_0(partial(self._admit, path), self.world, self.device)
+        manifest = parse(text.encode(), str(path / folder.MANIFEST))
+        self._read(path, manifest)
+        self._optimizer.weights_from_masters()
+        hit("checkpoint.loaded")
+        position = position_of(manifest, self.facts.datasets)
+        updates = manifest.progress.optimizer_updates
+        if manifest.optimizer != self.facts.optimizer:
+            log.info(
+                f"only the weights are taken from {path.name}: {self.facts.optimizer} has no use for what "
+                f"{manifest.optimizer} keeps"
+            )
+            updates = 0
+        self._optimizer.updates = updates
+        return manifest.progress.model_copy(update={"position": position, "optimizer_updates": updates})
+
+    def _load_first(self, steps: Sequence[int], damage: list[Problem], strict: bool = False) -> Progress | None:
+        """Load the first of these checkpoints that is intact. Damage is added to `damage`, or raised with `strict`."""
+        for step in steps:
+            path = self.directory / folder.step_name(step)
+            try:
+                return self.load(path)
+            except DamagedCheckpoint as error:
+                if strict:
+                    raise
+                damage.extend(error.problems)
+                log.info("\n".join([f"{path.name} is damaged; trying the one before it", *map(str, error.problems)]))
+        return None
+
+    def _at_most(self, step: int) -> list[int]:
+        """Steps of the checkpoints that are not above `step`, newest first, after the save under way."""
+        self.finish()
+        steps: list[int] = from_rank_0(lambda: folder.named_steps(self.directory), self.world, self.device)
+        return [older for older in steps if older <= step]
+
+    def _admit(self, path: Path) -> str:
+        """Rank 0: the text of a checkpoint's manifest. Other ranks receive it instead of opening the same file.
+
+        Raises DamagedCheckpoint if the checkpoint is not complete, CheckpointError for changes that are not allowed.
+        """
+        if (problem := fault(path)) is not None:
+            raise DamagedCheckpoint(problem)
+        manifest, content = folder.read_manifest(path)
+        self._report_drift(manifest, str(path))
+        return content.decode()
+
+    def _read(self, path: Path, manifest: Manifest) -> None:
+        """Every rank reads its rectangles. Raises the problems of all ranks."""
+        error: CheckpointError | None = None
+        try:
+            problems = load.read_shards(path, manifest, self._optimizer, self.world.rank, self.world.size)
+            if problems:
+                error = DamagedCheckpoint(problems)
+        except CheckpointError as caught:
+            error = caught
+        failure = joint_error(error, self.world, self.device)
+        if failure is not None:
+            raise failure
+
+    def _report_drift(self, manifest: Manifest, where: str) -> None:
+        """Rank 0: log what has changed since the checkpoint. Raises CheckpointError for what is not allowed."""
+        changes = drift.allowed_changes(manifest, self.facts, self._allow_changes, where)
+        if manifest.environment:  # imported weights have none
+            changes += drift.environment_changes(manifest.environment, self.facts.environment)
+        for change in changes:
+            log.info(f"differs from the checkpoint: {change}")
+        if manifest.progress.position is None and manifest.progress.step:
+            log.info(
+                f"{where} has version {manifest.version}: how much of each dataset it has read follows from its step; "
+                "what earlier changes of batch, weights or data skipped or read twice is not recorded"
+            )
+
+    def _delete_newer(self, progress: Progress) -> None:
+        """Rank 0: delete the checkpoints after this one."""
+        self._point_at(progress)
+        for newer in folder.named_steps(self.directory):
+            if newer > progress.step:
+                self.check_lock()
+                folder.delete_checkpoint(self.directory, newer, self.facts.incarnation)
+
+    def _point_at(self, progress: Progress) -> None:
+        """Rank 0: let LATEST name the checkpoint that was loaded, and BEST too if it is the best one.
+
+        Needed after damage, and after a crash between the rename and the pointers.
+        """
+        name = folder.step_name(progress.step)
+        if folder.read_latest(self.directory) != name:
+            self.check_lock()
+            folder.point_latest(self.directory, name)
+        if progress.is_best and folder.read_latest(self.directory, folder.BEST) != name:
+            self.check_lock()
+            folder.point_best(self.directory, name)
+
+
+def degrees(mesh: Mesh, optimizer: Optimizer) -> dict[str, int]:
+    """The layout as a manifest records it."""
+    layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
+    layout["zero"] = int(optimizer.shards > 1)
+    if mesh.ep.size > 1:
+        layout["ep"] = mesh.ep.size
+    return layout

@@ -1,0 +1,64 @@
+"""Results of rank 0 and errors of any rank, on all ranks of a run: every rank returns or raises alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+
+from frontier_llm.checkpoint.lock import Superseded
+from frontier_llm.checkpoint.manifest import DamagedCheckpoint
+from frontier_llm.comm import Axis, all_gather_json, broadcast_json
+from frontier_llm.errors import CheckpointError, FrontierError, Problem
+
+MOST_PROBLEMS = 10  # that one rank sends to the others
+
+
+def from_rank_0(compute: Callable[[], Any], world: Axis, device: torch.device) -> Any:
+    """Call `compute` on rank 0 alone. Returns its JSON value, or raises its error, on every rank. Collective."""
+    value = None
+    error: Exception | None = None
+    if world.rank == 0:
+        try:
+            value = compute()
+        except (FrontierError, OSError) as caught:
+            error = caught
+    value, failure = broadcast_json([value, encoded(error)], world, device)
+    if failure is not None:
+        raise joined([failure])
+    return value
+
+
+def joint_error(error: BaseException | None, world: Axis, device: torch.device) -> CheckpointError | None:
+    """One error with the problems of all ranks, or None if no rank has an error. Collective."""
+    failures = [failure for failure in all_gather_json(encoded(error), world, device) if failure is not None]
+    return joined(failures) if failures else None
+
+
+def encoded(error: BaseException | None) -> dict[str, Any] | None:
+    """An error as JSON: its kind and its first problems."""
+    if error is None:
+        return None
+    if isinstance(error, FrontierError):
+        problems = error.problems
+    elif isinstance(error, OSError):
+        problems = (Problem(str(error.filename or "checkpoint"), str(error.strerror)),)
+    else:
+        problems = (Problem("checkpoint", f"{type(error).__name__}: {error}"),)
+    return {"kind": type(error).__name__, "problems": [astuple(problem) for problem in problems[:MOST_PROBLEMS]]}
+
+
+def joined(failures: Iterable[dict[str, Any]]) -> CheckpointError:
+    """One error of encoded ones, without repeated problems.
+
+    It is Superseded if any of them is, and DamagedCheckpoint if all of them are.
+    """
+    kinds = {failure["kind"] for failure in failures}
+    problems = dict.fromkeys(Problem(*problem) for failure in failures for problem in failure["problems"])
+    if Superseded.__name__ in kinds:
+        return Superseded(problems)
+    if kinds == {DamagedCheckpoint.__name__}:
+        return DamagedCheckpoint(problems)
+    return CheckpointError(problems)

@@ -1,0 +1,127 @@
+"""Fit machine constants to measured times.
+
+The one fitter of `calibrate`, `tune` and benchmarks/planner/fit_machines.py.
+
+Each constant is its start value times exp(x). The fit minimises the squared log errors of the predicted times, softened
+beyond a knee, plus a weak prior that holds x at 0. The prior keeps constants that the measurements do not determine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from frontier_llm.errors import FrontierError, not_installed
+from frontier_llm.machine.rates import Rates
+
+# constants that are shares: at most 1
+SHARES = ("gemm_efficiency", "flash_efficiency", "hbm_efficiency", "network_efficiency", "network_crowding")
+_PATTERN = tuple(np.array(offsets) for offsets in product((0.0, -0.5, 0.5, -1.0, 1.0), repeat=2))
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Measured times, and what they may change.
+
+    `constants` are fields of Rates. "fabric_bytes_s" scales all its entries, "fabric_bytes_s/N" the entry of groups of
+    N devices. `predicted_s` returns one time per entry of `measured_s`.
+    """
+
+    start: Rates
+    constants: Sequence[str]
+    predicted_s: Callable[[Rates], np.ndarray]
+    measured_s: np.ndarray
+    # weight of x² against one squared log error
+    prior: float
+    # log error beyond which an error counts linearly
+    knee: float
+    # largest values, beside those of SHARES
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+
+    def rates(self, x: np.ndarray) -> Rates:
+        """The constants at a point of the fit."""
+        return scaled(self.start, self.constants, x, self.ceilings)
+
+    def log_errors(self, x: np.ndarray) -> np.ndarray:
+        """log(predicted / measured) of each time."""
+        return np.log(self.predicted_s(self.rates(x)) / self.measured_s)
+
+
+def scaled(start: Rates, constants: Sequence[str], x: np.ndarray, ceilings: Mapping[str, float] | None = None) -> Rates:
+    """`start` with each constant times exp(its x), at most its ceiling."""
+    limits = {**dict.fromkeys(SHARES, 1.0), **(ceilings or {})}
+    changes: dict[str, Any] = {}
+    for constant, shift in zip(constants, x, strict=True):
+        name, _, devices = constant.partition("/")
+        value = changes.get(name, getattr(start, name))
+        factor = math.exp(shift)
+        ceiling = limits.get(name, math.inf)
+        if isinstance(value, tuple):
+            sizes = start.fabric_size if not devices else (int(devices),)
+            value = tuple(
+                min(one * factor, ceiling) if size in sizes else one
+                for size, one in zip(start.fabric_size, value, strict=True)
+            )
+        else:
+            value = min(value * factor, ceiling)
+        changes[name] = value
+    return replace(start, **changes)
+
+
+def soften(errors: np.ndarray, knee: float) -> np.ndarray:
+    """Residuals whose squares are Huber's loss: squares below the knee, linear beyond."""
+    size = np.abs(errors)
+    return np.sign(errors) * np.where(size < knee, size, np.sqrt(np.maximum(2 * knee * size - knee**2, 0.0)))
+
+
+def fit(measurements: Measurements, *, evaluations: int, smooth: bool = False, scale: float = 1.0) -> Rates:
+    """The constants that suit the measurements best. Needs scipy.
+
+    `evaluations` bounds the work. With `smooth` the knee is a smooth one (soft_l1), which also softens the prior.
+    `scale` is the expected size of x.
+    """
+    try:
+        from scipy.optimize import least_squares
+    except ModuleNotFoundError:
+        raise FrontierError(not_installed("scipy", "--emit-machine")) from None
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        errors = measurements.log_errors(x)
+        if not smooth:
+            errors = soften(errors, measurements.knee)
+        return np.concatenate([errors, math.sqrt(measurements.prior) * x])
+
+    best = least_squares(
+        residuals,
+        np.zeros(len(measurements.constants)),
+        diff_step=1e-3,
+        loss="soft_l1" if smooth else "linear",
+        f_scale=measurements.knee if smooth else 1.0,
+        x_scale=scale,
+        max_nfev=evaluations,
+    )
+    return measurements.rates(best.x)
+
+
+def fit_two(measurements: Measurements) -> Rates:
+    """The same for two constants, to one in a thousand, with numpy alone.
+
+    A pattern of 25 points moves to its best point, and halves if that is its middle.
+    """
+
+    def loss(x: np.ndarray) -> float:
+        errors = soften(measurements.log_errors(x), measurements.knee)
+        return float(np.sum(errors**2) + measurements.prior * np.sum(x**2))
+
+    best = np.zeros(2)
+    width = 0.5
+    while width > 1e-3:
+        step = min(_PATTERN, key=lambda offset: loss(best + width * offset))
+        best = best + width * step
+        width = width if step.any() else width / 2
+    return measurements.rates(best)
