@@ -40,7 +40,7 @@ set -u
 # the site's file) was not the user's: the module was loaded before sbatch, too.
 of_user="$(grep -vxFf <(printf '%s\n' "${FRONTIER_LLM_FROM_MODULES:-none}") <<<"$exported" || true)"
 eval "$of_user"
-# Names for the origins that rank 0 logs (cluster/rank_variables.py).
+# Names for the origins that rank 0 logs (machine/rank_variables.py).
 FRONTIER_LLM_USER_VARIABLES="$(names "$of_user" | paste -sd' ')"
 of_modules="$(grep -E "$pattern" <<<"${FRONTIER_LLM_FROM_MODULES:-}" || true)"
 FRONTIER_LLM_MODULE_VARIABLES="$(names "$of_modules" | paste -sd' ')"
@@ -51,7 +51,7 @@ python="${FRONTIER_LLM_PYTHON:-${active:+$active/bin/python3}}"
 python="${python:-python3}"
 # --as-rank does not unpack the archive: the active environment, from which it was packed, answers for it
 if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" && -z "$as_rank" ]]; then
-    unpacked="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE")"
+    unpacked="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE" "${@:2}")"
     python="$(sed -n 1p <<<"$unpacked")"
     FRONTIER_LLM_BROKEN_NODES="$(sed -n 2p <<<"$unpacked")" # spares take their place (cluster/slurm.py)
     export FRONTIER_LLM_BROKEN_NODES

@@ -143,7 +143,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
         "sharding": "weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
         "data_shard": parallel.data_shard or 0,
-        "expert_nodes": 1,  # how many, costs.experts.over_nodes says
+        "expert_nodes": 1,  # how many, topology.expert_nodes.over_nodes says
         "dtype": config.precision.dtype,
         "optimizer": config.optimizer.name,
     }
@@ -159,11 +159,17 @@ def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
     }
     sharded = layout.sharding == "weights"
     parallel = sections["parallel"]
+    if layout.ep == 1:
+        all_to_all = "auto"
+    elif layout.expert_nodes > 1:
+        all_to_all = "hierarchical"
+    else:
+        all_to_all = "flat"
     parallel |= {
         "data_mode": "fsdp" if sharded else "zero",
         "zero": SHARDING[layout.sharding],
         "data_shard": layout.data_shard or None,
-        "expert_all_to_all": "auto" if layout.ep == 1 else "hierarchical" if layout.expert_nodes > 1 else "flat",
+        "expert_all_to_all": all_to_all,
         "stage_layers": None,
     }
     if sharded:
@@ -188,4 +194,6 @@ def context_way(model: ModelConfig, tp: int, cp: int, wanted: str = "auto") -> s
         return wanted
     heads = model.heads // tp
     kv_heads = model.num_kv_heads // tp
-    return "heads" if kv_heads % cp == 0 and 4 * (heads + kv_heads) < 6 * kv_heads * cp else "gather"
+    if kv_heads % cp == 0 and 4 * (heads + kv_heads) < 6 * kv_heads * cp:
+        return "heads"
+    return "gather"

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
         help="ranks that measure at once: as many as will train (default: 2)",
     ),
     option(
-        "--repeats", type=positive, default=5, metavar="N", help="timings per sample; the median counts (default: 5)"
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="timings per sample; the median counts (default: 5)",
     ),
     option(
         "--output",
@@ -43,16 +47,18 @@ if TYPE_CHECKING:
 def calibrate(args: argparse.Namespace) -> int:
     """Join a launcher's ranks or start local ones; rank 0 writes the file."""
     from frontier_llm.cli.ranks import start_local_ranks
-    from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
     from frontier_llm.errors import ConfigError
+    from frontier_llm.machine.rank_variables import set_rank_variables
     from frontier_llm.planner.candidates import tensor_degrees
     from frontier_llm.run.rank_env import discover
 
     if args.output.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            f"{args.output} is no name of a machine file", f"--output {args.output.with_suffix('.yaml')}", "--output"
+            f"{args.output} is no name of a machine file",
+            f"--output {args.output.with_suffix('.yaml')}",
+            "--output",
         )
     place = discover()
     ranks = place.world_size if place else args.ranks

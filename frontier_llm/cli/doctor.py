@@ -51,11 +51,12 @@ def doctor(args: argparse.Namespace) -> int:
     from frontier_llm.blueprint.optimizers import state_bytes
     from frontier_llm.cluster.doctor import examine
     from frontier_llm.cluster.probe import Settings
-    from frontier_llm.cluster.rank_variables import expected_settings, run_variables
     from frontier_llm.cluster.readiness import installation_problems
+    from frontier_llm.cluster.site_variables import expected_settings
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.config import load_run
     from frontier_llm.machine.env import environment
+    from frontier_llm.machine.rank_variables import run_variables
     from frontier_llm.run import hostlist
     from frontier_llm.run.rank_env import environ
 

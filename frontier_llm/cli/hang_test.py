@@ -21,10 +21,10 @@ def hang_test(args: argparse.Namespace) -> int:
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.ranks import local_world_size, start_local_ranks
-    from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.config import load_run
     from frontier_llm.errors import LayoutError
     from frontier_llm.experiments.measure import hang
+    from frontier_llm.machine.rank_variables import set_rank_variables
     from frontier_llm.run.node_folders import temporary_folder
     from frontier_llm.run.rank_env import COMMAND, discover, environment, with_this_package
 
@@ -62,7 +62,14 @@ def hang_test(args: argparse.Namespace) -> int:
             ]
             words += ["--hang-test", "--mode", mode, "--times", str(args.times)]
             command = [sys.executable, *COMMAND, *words]
-            verdict = hang.watch(command, with_this_package(environment()), mode, args.times, args.step_limit, run_dir)
+            verdict = hang.watch(
+                command=command,
+                environment=with_this_package(environment()),
+                mode=mode,
+                times=args.times,
+                limit_s=args.step_limit,
+                folder=run_dir,
+            )
             print(verdict.describe(), file=sys.stderr, flush=True)
             verdicts.append(verdict)
     return _report(args, config, verdicts)

@@ -28,9 +28,16 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
         option("overrides", nargs="*", metavar="key=value", help="changes to every point, e.g. train.steps=50"),
         option("--nodes", required=True, metavar="N,N,…", help="node counts, e.g. 16,32,64,128"),
         option(
-            "--site", help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)"
+            "--site",
+            help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)",
         ),
-        option(batch, dest="batch", type=positive, metavar="N", help="in sequences (default: ORNL's for that model)"),
+        option(
+            batch,
+            dest="batch",
+            type=positive,
+            metavar="N",
+            help="in sequences (default: ORNL's for that model)",
+        ),
         option(
             "--repeats",
             type=positive,
@@ -69,7 +76,9 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
             help="with --in-job: nodes of the allocation to keep in hand (default: 0)",
         ),
         option(
-            "--preflight", action="store_true", help="with --in-job: `doctor` on every node of the allocation first"
+            "--preflight",
+            action="store_true",
+            help="with --in-job: `doctor` on every node of the allocation first",
         ),
         JSON,
     )
@@ -82,28 +91,34 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.forecast import as_text
-    from frontier_llm.experiments.scaling.launch import BARE, AllocationRanks
+    from frontier_llm.experiments.scaling.launch import BARE, open_tool_job
     from frontier_llm.experiments.scaling.series import default_batch, find_run, make_series
 
     overrides = [*BARE, *args.overrides]
     run = args.run or find_run(args.model)
-    config = load_run(run, overrides)
-    if args.site is None and not args.in_job:
+    root = Path(args.output or "runs/scaling").resolve()
+    tool = open_tool_job(root, run, overrides, site=load_site(args.site), spares=args.spares) if args.in_job else None
+    config = load_run(run, tool.overrides if tool else overrides)
+    if args.site is None and tool is None:
         raise ConfigError("which site's nodes are these?", "e.g. --site frontier", "--site")
-    site = load_site(args.site)
-    launcher = AllocationRanks(site, spares=args.spares) if args.in_job else None
-    site = launcher.site if launcher else site
+    site = tool.ranks.site if tool else load_site(args.site)
     try:
         nodes = [int(count) for count in args.nodes.split(",")]
     except ValueError:
         raise ConfigError(f"{args.nodes!r} is not a list of numbers", "write e.g. 16,32,64", "--nodes") from None
-    root = Path(args.output or "runs/scaling").resolve()
-    batch = args.batch or default_batch(mode, config)
-    points = make_series(mode, config, site, nodes, batch=batch, root=root, repeats=args.repeats)
+    points = make_series(
+        mode=mode,
+        config=config,
+        site=site,
+        nodes=nodes,
+        batch=args.batch or default_batch(mode, config),
+        root=root,
+        repeats=args.repeats,
+    )
     if args.simulate:
         return _simulate(args, points, root)
-    if launcher is not None:
-        return _run_here(args, points, launcher, [run, f"machine={site.machine}", *overrides], root)
+    if tool is not None:
+        return _run_here(args, points, tool.ranks, tool.job.words, root)
     priced, jobs = _submit(args, points, site, config)
     rows = [
         {**row.point.describe(), **row.describe(), "run_dir": str(row.point.directory), "job_id": job}
@@ -119,7 +134,11 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
 
 
 def _run_here(
-    args: argparse.Namespace, points: list[Point], launcher: AllocationRanks, words: list[str], root: Path
+    args: argparse.Namespace,
+    points: list[Point],
+    launcher: AllocationRanks,
+    words: tuple[str, ...],
+    root: Path,
 ) -> int:
     """`--in-job`: the series by srun steps of this allocation, then its report."""
     from frontier_llm import log
@@ -159,7 +178,7 @@ def _run_here(
             f"train.steps={config.train.steps}",
             f"train.run_dir={row.point.directory}",
         ]
-        return tuple(words + own)
+        return tuple([*words, *own])
 
     run_series(priced, launcher, words_of, side_by_side=args.side_by_side)
     rows = harvest(root)
@@ -169,11 +188,16 @@ def _run_here(
 
 def _own_steps(args: argparse.Namespace, config: RunConfig) -> int | None:
     """train.steps where the user has typed it."""
-    return config.train.steps if any(word.startswith("train.steps=") for word in args.overrides) else None
+    if any(word.startswith("train.steps=") for word in args.overrides):
+        return config.train.steps
+    return None
 
 
 def _submit(
-    args: argparse.Namespace, points: list[Point], site: Site, config: RunConfig
+    args: argparse.Namespace,
+    points: list[Point],
+    site: Site,
+    config: RunConfig,
 ) -> tuple[list[Forecast], list[str | None]]:
     """(each point priced, its job id or None in a dry run)."""
     from frontier_llm import log
@@ -193,13 +217,12 @@ def _submit(
     priced = forecasts(with_walltime(points, site, args.partition, minutes, _own_steps(args, config)))
     requests = [
         submit.JobRequest(
+            job=submit.wanted_job(row.point.config, site, row.point.nodes, continuation="never"),
             config=row.point.config,
             site=site,
-            nodes=row.point.nodes,
             account=account,
             partition=args.partition,
             minutes=row.minutes,
-            continue_with="never",
             saves=False,
             name=f"{row.point.mode}-{row.point.nodes}",
         )

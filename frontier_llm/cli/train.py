@@ -61,13 +61,15 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from frontier_llm.cluster.rank_variables import set_rank_variables
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
+    from frontier_llm.machine.rank_variables import set_rank_variables
     from frontier_llm.run.holder import refuse_second_start
     from frontier_llm.run.rank_env import discover
     from frontier_llm.run.signals import SignalWatcher, held
 
-    overrides = [*args.overrides, *(["ops.no_jit=true"] if args.no_jit else [])]
+    overrides = list(args.overrides)
+    if args.no_jit:
+        overrides.append("ops.no_jit=true")
     place = discover()
     if place is not None:
         log.set_rank(place.rank, place.world_size)  # rank 0 alone reports what it finds in the run file

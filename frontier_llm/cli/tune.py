@@ -20,7 +20,7 @@ from frontier_llm.cli.arguments import (
 from frontier_llm.tables import aligned
 
 if TYPE_CHECKING:
-    from frontier_llm.experiments.scaling.launch import Launcher
+    from frontier_llm.experiments.scaling.launch import Launcher, ToolJob
     from frontier_llm.experiments.tuning.search import Tuner
 
 DIRECTORY = "runs/tune"
@@ -37,7 +37,11 @@ DIRECTORY = "runs/tune"
     ),
     option("--nodes", type=positive, metavar="N", help="nodes of a trial (default: the allocation's, less the spares)"),
     option(
-        "--spares", type=natural, default=0, metavar="N", help="nodes of the allocation to keep in hand (default: 0)"
+        "--spares",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="nodes of the allocation to keep in hand (default: 0)",
     ),
     option(
         "--ranks",
@@ -81,14 +85,23 @@ DIRECTORY = "runs/tune"
     ),
     option("--allow-cross-node-tp", action="store_true", help="also try tensor parallelism beyond the node"),
     option("--exhaustive", action="store_true", help="try every layout of the space, in random order"),
-    option("--seed", type=natural, default=0, metavar="N", help="of what is chosen at random (default: 0)"),
+    option(
+        "--seed",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="of what is chosen at random (default: 0)",
+    ),
     option(
         "--output",
         metavar="DIR",
         help=f"trials, table and report; the same directory goes on (default: {DIRECTORY}/RUN)",
     ),
     option(
-        "--emit", type=Path, metavar="FILE", help="the fastest layout as a run file (default: best.yaml in the output)"
+        "--emit",
+        type=Path,
+        metavar="FILE",
+        help="the fastest layout as a run file (default: best.yaml in the output)",
     ),
     option(
         "--emit-machine",
@@ -118,13 +131,21 @@ def tune(args: argparse.Namespace) -> int:
     from frontier_llm.experiments.tuning.trials import TRIALS_FILE, write_trials
 
     root = Path(args.output or Path(DIRECTORY) / Path(args.run).stem).resolve()
-    launcher, overrides = _launcher(args)
+    tool = _tool_job(args, root)
+    if tool is not None:
+        launcher: Launcher = tool.ranks
+        overrides = list(tool.overrides)
+    else:
+        launcher = _local_ranks(args)
+        overrides = list(args.overrides)
     search = _search(args, overrides, launcher, root)
     log.info(_cost(search, launcher.nodes, args, root))
     if args.dry_run:
         rows = _plan_rows(search)
         show(args, rows, lambda: aligned((">step_s", ">gib", "layout"), (row.values() for row in rows)))
         return 0
+    if tool is not None:
+        tool.record()
     if args.preflight:
         launcher.preflight(root)
     bench = Bench(launcher, args.run, overrides, args.steps, root)
@@ -139,18 +160,32 @@ def tune(args: argparse.Namespace) -> int:
     return _conclude(args, search, overrides, root)
 
 
-def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
-    """Where trials run, and the words of the run: inside an allocation for its site's machine."""
+def _tool_job(args: argparse.Namespace, root: Path) -> ToolJob | None:
+    """The job of this allocation; None outside of one."""
     from frontier_llm.cluster.sites import load_site
-    from frontier_llm.config import load_run
-    from frontier_llm.errors import ConfigError
-    from frontier_llm.experiments.scaling.launch import AllocationRanks, LocalRanks
-    from frontier_llm.machine.load import load_machine
+    from frontier_llm.experiments.scaling.launch import open_tool_job
     from frontier_llm.run.rank_env import environ
 
-    if environ("SLURM_JOB_ID") and environ("SLURM_JOB_NODELIST"):
-        site = load_site()
-        return AllocationRanks(site, args.nodes, args.spares), [f"machine={site.machine}", *args.overrides]
+    if not (environ("SLURM_JOB_ID") and environ("SLURM_JOB_NODELIST")):
+        return None
+    return open_tool_job(
+        root,
+        args.run,
+        args.overrides,
+        site=load_site(),
+        nodes=args.nodes,
+        spares=args.spares,
+        max_node_hours=args.budget_node_hours or None,
+    )
+
+
+def _local_ranks(args: argparse.Namespace) -> Launcher:
+    """Ranks of this machine. Raises ConfigError if more nodes are wanted than it has."""
+    from frontier_llm.config import load_run
+    from frontier_llm.errors import ConfigError
+    from frontier_llm.experiments.scaling.launch import LocalRanks
+    from frontier_llm.machine.load import load_machine
+
     devices = load_machine(load_run(args.run, args.overrides).machine).devices_per_node
     nodes = args.nodes or 1
     if nodes > 1 and not args.dry_run:
@@ -159,7 +194,7 @@ def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
             f"shows the space"
         )
         raise ConfigError(f"{nodes} nodes, and this is no allocation", fix, "--nodes")
-    return LocalRanks(nodes * (args.ranks or devices), nodes), list(args.overrides)
+    return LocalRanks(nodes * (args.ranks or devices), nodes)
 
 
 def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, root: Path) -> Tuner:
@@ -178,12 +213,13 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
     config = load_run(args.run, overrides)
     machine = load_machine(config.machine)
     numbers = rates(machine, own_stack(machine))
-    tp_max = min(numbers.node_devices, launcher.devices // launcher.nodes)
     if args.allow_cross_node_tp:
         tp_max = launcher.devices
+    else:
+        tp_max = min(numbers.node_devices, launcher.devices // launcher.nodes)
     space = make_space(
-        config,
-        numbers,
+        config=config,
+        rates=numbers,
         devices=launcher.devices,
         tp_max=tp_max,
         fixed=parse_fixed(args.fix),

@@ -24,9 +24,9 @@ from types import FrameType
 from typing import IO, BinaryIO
 
 from frontier_llm.cluster.rank_logs import failure_lines
-from frontier_llm.cluster.rank_variables import ORIGINS
 from frontier_llm.errors import FrontierError
 from frontier_llm.files import open_below
+from frontier_llm.machine.rank_variables import ORIGINS
 from frontier_llm.run.failure import Evidence, Failure, forget_failure, read_failure, write_failure
 from frontier_llm.run.holder import refuse_second_start
 from frontier_llm.run.job_secret import VARIABLE, folder_of, new_secret

@@ -13,14 +13,14 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config.fields import Section
-from frontier_llm.files import package_digest, write_durably
+from frontier_llm.files import package_digest
 from frontier_llm.machine.env import environment as machine_environment
+from frontier_llm.run.installation import storage
 from frontier_llm.run.rank_env import environ, environment, node_name
 from frontier_llm.units import GIB
 
@@ -158,22 +158,6 @@ def comparable_environment(site: Site) -> dict[str, str]:
         "PYTHONPATH": env.get("PYTHONPATH", ""),
         **{name: env.get(name, "(not set)") for name in variables},
     }
-
-
-def storage(directory: Path, host: str) -> tuple[str, int, float]:
-    """(error, free bytes, seconds to write and flush 1 MiB) of a directory, which is made if it is missing."""
-    started_s = time.monotonic()
-    path = directory / f".doctor-{host}-{os.getpid()}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_durably(path, bytes(2**20))
-        free = shutil.disk_usage(directory).free
-    except OSError as error:
-        return f"{directory}: {error.strerror}", 0, 0.0
-    finally:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-    return "", free, time.monotonic() - started_s
 
 
 def main(words: list[str]) -> int:

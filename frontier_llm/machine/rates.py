@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from frontier_llm.blueprint.items import Software
+
+Number = Any  # int, float or a numpy array of them; arrays broadcast against each other
 
 
 @dataclass(frozen=True)
@@ -74,3 +79,8 @@ class Rates(Software):
     spread: float = 0.0  # … and as a share of the compute between two meetings
     one_in_flight: bool = False  # each communication of a rank ends before the next begins (comm.in_flight)
     sharded_slowdown: float = 1.0  # collectives of sharded weights, which torch carries, over those of the tables
+
+
+def fabric_bandwidth(rates: Rates, ranks: Number) -> Number:
+    """Bus bandwidth, bytes/s, of a group of `ranks` neighbours inside a node."""
+    return np.interp(np.asarray(ranks, dtype=float), rates.fabric_size, rates.fabric_bytes_s) * rates.fabric_share

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from frontier_llm.machine.affinity import NODE, best_ring, bus_limit_gbps
-from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.rates import Rates, fabric_bandwidth
 from frontier_llm.machine.schema import Machine
-from frontier_llm.planner.costs.collectives import fabric_bandwidth
 from frontier_llm.planner.costs.layouts import Seats, seats
 from frontier_llm.planner.pipeline import play
 from frontier_llm.planner.search import Plan
@@ -33,7 +32,11 @@ def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
         links["context"] = _context(layout.cp, int(place.cp_per_node), machine, rates)
     if layout.replicas > 1:
         links["data"] = _replicas(
-            layout.replicas, int(place.replicas_per_node), int(place.replicas_sharing), machine, rates
+            layout.replicas,
+            int(place.replicas_per_node),
+            int(place.replicas_sharing),
+            machine,
+            rates,
         )
     return links
 

@@ -8,9 +8,9 @@ from frontier_llm.config import RunConfig, phases_of, planned_tokens
 from frontier_llm.errors import Problem
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.experts import run_layout
 from frontier_llm.planner.operations import Campaign, campaign
 from frontier_llm.planner.search import Plan, simulate_layout
+from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.units import GIB
 
 START_S = 600.0  # of a job, until its first step: environment, imports, rendezvous, weights (assumed)
@@ -40,7 +40,7 @@ class PointPrediction:
             "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set "
             "train.recompute=full"
         )
-        return [Problem("memory", what, fix)]
+        return [Problem(where="memory", what=what, fix=fix)]
 
 
 def predict(config: RunConfig, devices: int, machine: str | None = None) -> PointPrediction:

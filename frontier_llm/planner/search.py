@@ -14,13 +14,13 @@ from frontier_llm.blueprint.work import hardware_flops_per_token, model_flops_pe
 from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.candidates import SEARCHED, enumerate_layouts
-from frontier_llm.planner.costs.experts import over_nodes
 from frontier_llm.planner.costs.layouts import Layouts
 from frontier_llm.planner.costs.memory import memory_by_rank, peak_memory
 from frontier_llm.planner.costs.seconds import times
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import Played, play
 from frontier_llm.schedule import v_names
+from frontier_llm.topology.expert_nodes import over_nodes
 from frontier_llm.topology.grid import AXIS_ORDERS
 from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
@@ -111,7 +111,15 @@ def simulate_layout(model: ModelConfig, layout: Layout, rates: Rates, counts: tu
     stages = split_layers(model, layout.pp * layout.chunks, counts)
     played = play(model, layout, rates, stages)
     memory = memory_by_rank(model, layout, rates, stages)
-    return Plan(model, layout, stages, played, memory, rates.memory_bytes, float(step_s(model, layout, rates)))
+    return Plan(
+        model=model,
+        layout=layout,
+        stages=stages,
+        played=played,
+        memory=memory,
+        limit_bytes=rates.memory_bytes,
+        closed_form_s=float(step_s(model, layout, rates)),
+    )
 
 
 def search(
@@ -132,7 +140,14 @@ def search(
     tp_max = max(rates.node_devices, fixed.get("tp", 1))
 
     def legal(tp_max: int) -> Layouts:
-        layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, **shared)
+        layouts = enumerate_layouts(
+            model,
+            devices,
+            global_batch,
+            tp_max,
+            fixed,
+            **shared,
+        )
         layouts = over_nodes(model, layouts, rates, fixed.get("expert_all_to_all", "auto"))
         # topology.plan refuses FSDP where one communication may be in flight: it issues its own
         if rates.one_in_flight and not {"sharding", "data_shard"} & fixed.keys():
@@ -141,7 +156,15 @@ def search(
 
     layouts = legal(tp_max)
     nothing = Search(
-        model, nodes, global_batch, legal=0, fitting=0, dominated=0, plans=(), smallest_bytes=0.0, fixed=fixed
+        model=model,
+        nodes=nodes,
+        global_batch=global_batch,
+        legal=0,
+        fitting=0,
+        dominated=0,
+        plans=(),
+        smallest_bytes=0.0,
+        fixed=fixed,
     )
     if len(layouts) == 0:
         return nothing
@@ -168,7 +191,11 @@ def search(
 
 
 def _finalists(
-    model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight: np.ndarray, rates: Rates
+    model: ModelConfig,
+    fitting: Layouts,
+    seconds: np.ndarray,
+    tight: np.ndarray,
+    rates: Rates,
 ) -> list[Plan]:
     """Simulate the closed form's best of each (tp, pp, microbatch, schedule, tight or roomy), best first, within the
     action budget.

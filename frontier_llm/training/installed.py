@@ -19,10 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from frontier_llm.cluster.installation import InputFacts, Installation, KernelFacts, TorchFacts
 from frontier_llm.errors import BackendError, Problem
 from frontier_llm.files import package_digest
 from frontier_llm.libraries import LIBRARIES, TORCH_OPS, load_library
+from frontier_llm.run.installation import InputFacts, Installation, KernelFacts, TorchFacts, storage
 from frontier_llm.run.rank_env import node_name
 
 # Modules of the packages in setup.py's install_requires.
@@ -110,7 +110,6 @@ def input_facts(run_text: str) -> InputFacts | None:
 
     Nothing stays behind: the probe of the run directory is written beside it if it does not exist yet.
     """
-    from frontier_llm.cluster.probe import storage
     from frontier_llm.config import load_run
     from frontier_llm.data.loader import data_problems
 

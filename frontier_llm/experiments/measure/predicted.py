@@ -10,10 +10,10 @@ from statistics import median
 from frontier_llm.errors import DataError
 from frontier_llm.experiments.measure.run_record import read_run
 from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.experts import run_layout
 from frontier_llm.planner.report import layout_words
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.tables import aligned
+from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.units import format_seconds
 
 MISSING = "train it first, or name the run directory (train.run_dir) of a run that has taken steps"

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from frontier_llm.cluster.installation import Installation, ask, of_this_interpreter
 from frontier_llm.errors import FrontierError
 from frontier_llm.libraries import LIBRARIES, TORCH_OPS
+from frontier_llm.run.installation import Installation, ask, of_this_interpreter
 from frontier_llm.run.rank_env import environment
 from frontier_llm.training.installed import REQUIREMENTS, installation, torch_facts
 

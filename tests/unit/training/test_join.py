@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from frontier_llm.cluster.rank_variables import ORIGINS
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.config.load import find_file
 from frontier_llm.errors import BackendError, ConfigError
 from frontier_llm.machine.env import environment, rccl_log_variables
+from frontier_llm.machine.rank_variables import ORIGINS
 from frontier_llm.run.job_secret import VARIABLE
 from frontier_llm.run.launchers import RankEnv
 from frontier_llm.run.rank_env import environ

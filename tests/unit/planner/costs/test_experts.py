@@ -13,9 +13,9 @@ from frontier_llm.blueprint.parameters import model_parameters, total_parameters
 from frontier_llm.blueprint.work import block_work, model_flops_per_token
 from frontier_llm.config import ModelConfig, load_model
 from frontier_llm.machine.load import load_machine, rates
-from frontier_llm.planner.costs.experts import experts_inside, over_nodes
 from frontier_llm.planner.costs.memory import kept_bytes, stage_memory
 from frontier_llm.planner.costs.seconds import by_cause, times, work_s
+from frontier_llm.topology.expert_nodes import experts_inside, over_nodes
 from frontier_llm.units import GIB
 
 FRONTIER = rates(load_machine("frontier"))

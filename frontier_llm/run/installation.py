@@ -8,13 +8,19 @@ that it works in an interpreter that lacks both.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from frontier_llm.errors import FrontierError, Problem
+from frontier_llm.files import write_durably
 from frontier_llm.units import strict_json
 
 COLLECTOR = "frontier_llm.training.installed"
@@ -122,7 +128,9 @@ def ask(
     `run_text` is a run file's content, whose data, tokenizer and run directory are examined there.
     Raises FrontierError with the interpreter's own last words if it gives no facts.
     """
-    words = [*command, COLLECTOR, architecture or "none", *(["-"] if run_text is not None else [])]
+    words = [*command, COLLECTOR, architecture or "none"]
+    if run_text is not None:
+        words.append("-")
     try:
         done = subprocess.run(  # noqa: S603 a list
             words,
@@ -153,3 +161,19 @@ def of_this_interpreter(
 ) -> Installation:
     """`ask` an interpreter that has the environment of this process."""
     return ask((python, "-P", "-m"), environment, architecture)
+
+
+def storage(directory: Path, host: str) -> tuple[str, int, float]:
+    """(error, free bytes, seconds to write and flush 1 MiB) of a directory, which is made if it is missing."""
+    started_s = time.monotonic()
+    path = directory / f".doctor-{host}-{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_durably(path, bytes(2**20))
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return f"{directory}: {error.strerror}", 0, 0.0
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    return "", free, time.monotonic() - started_s

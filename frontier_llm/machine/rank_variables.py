@@ -1,18 +1,18 @@
 """Set the variables of `machine.env` for the ranks of a run, before torch is imported: HIP reads some of them when its
 library is loaded.
 
-The supervisor exports them to the environment of srun. A rank sets those that differ between ranks, and all of them if
-another launcher (torchrun, mpirun, a bare srun) started it. ORIGINS tells a rank what the supervisor, the user, a
-module or the site file has set.
+The supervisor exports them to the environment of srun (`cluster.site_variables`). A rank sets those that differ between
+ranks, and all of them if another launcher (torchrun, mpirun, a bare srun) started it. ORIGINS tells a rank what the
+supervisor, the user, a module or the site file has set.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig
 from frontier_llm.machine import env as machine_env
 from frontier_llm.machine.env import MACHINES, THIS_FILE, Setting, Variable, resolve
@@ -46,60 +46,16 @@ def run_variables(config: RunConfig, nodes: int) -> list[Variable]:
     return [*machine, machine_env.flight_record_variable(run_dir)]
 
 
-def _site_file(site: Site) -> str:
-    return f"slurm/sites/{site.name}.yaml"
+def known_origins(variables: Mapping[str, str], site_file: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """What set the variables of a process: as its parent recorded, else as launch/job.sh recorded.
 
-
-def known_origins(variables: Mapping[str, str], site: Site | None = None) -> dict[str, str]:
-    """What set the variables of a process: as its parent says, else as launch/job.sh and the site file say."""
+    `site_file`: origin of each variable that the site's file sets.
+    """
     if ORIGINS in variables:
         return dict(json.loads(variables[ORIGINS]))
     modules = dict.fromkeys(variables.get(MODULE_NAMES, "").split(), "a module")
-    in_site_file = dict.fromkeys(site.environment, _site_file(site)) if site else {}
     user = dict.fromkeys(variables.get(USER_NAMES, "").split(), "you")
-    return {**modules, **in_site_file, **user}
-
-
-def expected_settings(wanted: Sequence[Variable], site: Site) -> list[Setting]:
-    """What the ranks of a job would get if it were submitted from this shell, before launch/job.sh has loaded the
-    site's file.
-    """
-    exported = environment()
-    if MODULE_NAMES not in exported:
-        extends_others = {name for name, value in site.environment.items() if "$" in value}
-        from_site = {
-            name: value for name, value in site.environment.items() if name in extends_others or name not in exported
-        }
-        exported = {
-            **exported,
-            **from_site,
-            ORIGINS: strict_json(dict.fromkeys(from_site, _site_file(site)), indent=None),
-        }
-    return job_settings(wanted, site, site.cpus_per_task, exported)
-
-
-def job_settings(
-    wanted: Sequence[Variable], site: Site, cpus_per_task: int, exported: Mapping[str, str]
-) -> list[Setting]:
-    """What the ranks of a job get if their parent has the environment `exported`. `wanted`: what the machine and the
-    run need.
-    """
-    exported = dict(exported)
-    origins = known_origins(exported, site)
-    if "OMP_NUM_THREADS" not in exported:
-        exported["OMP_NUM_THREADS"] = str(cpus_per_task)
-        origins["OMP_NUM_THREADS"] = "sbatch --cpus-per-task"
-    return resolve(wanted, exported, origins)
-
-
-def step_variables(config: RunConfig, nodes: int, site: Site, cpus_per_task: int) -> dict[str, str]:
-    """What the supervisor adds to the environment of srun: all that is the same for every rank, and ORIGINS."""
-    wanted = run_variables(config, nodes)
-    by_rank = {variable.name for variable in wanted if variable.differs_by_rank}
-    settings = job_settings(wanted, site, cpus_per_task, environment())
-    same_everywhere = [setting for setting in settings if setting.origin != THIS_FILE or setting.name not in by_rank]
-    origins = {setting.name: setting.origin for setting in same_everywhere}
-    return {**{setting.name: setting.value for setting in same_everywhere}, ORIGINS: strict_json(origins, indent=None)}
+    return {**modules, **site_file, **user}
 
 
 def set_rank_variables(config: RunConfig, place: RankEnv, folder: Path | None = None) -> list[Setting]:
@@ -107,7 +63,7 @@ def set_rank_variables(config: RunConfig, place: RankEnv, folder: Path | None = 
 
     Commands call this before they import torch. `folder` is the job's private folder on this node. Without it, values
     that contain it are set only if the launcher has given the job's secret; the others follow when the rank joins
-    (`train.join`).
+    (`training.join`).
     """
     secret = environ(job_secret.VARIABLE)
     if folder is None and secret:

@@ -13,9 +13,7 @@ from frontier_llm.blueprint.expert_work import nodes_of_a_token
 from frontier_llm.blueprint.items import Collective
 from frontier_llm.blueprint.layout import Layout, layout_of
 from frontier_llm.config import ModelConfig, RunConfig
-from frontier_llm.machine.rates import Rates
-from frontier_llm.planner.costs.collectives import fabric_bandwidth
-from frontier_llm.planner.costs.layouts import Layouts, Number, distinct
+from frontier_llm.machine.rates import Number, Rates, fabric_bandwidth
 
 OneOrMany = TypeVar("OneOrMany", bound=Layout)
 
@@ -71,19 +69,21 @@ def over_nodes(model: ModelConfig, layouts: OneOrMany, rates: Rates, wanted: str
     if wanted == "auto":
         token_bytes = model.sequence_length // layouts.cp * layouts.micro_batch / layouts.tp * model.hidden * 2
         travelling = sum(
-            (nodes == number) * nodes_of_a_token(moe.experts, moe.top_k, number)
-            for number in distinct(np.atleast_1d(nodes))
+            (nodes == number) * nodes_of_a_token(moe.experts, moe.top_k, number) for number in np.unique(nodes).tolist()
         )
         rows_bytes = token_bytes * moe.top_k * layouts.etp
         if moe.capacity is not None:  # as many travel as may
             travelling = np.minimum(nodes, moe.top_k * moe.capacity)
             rows_bytes = rows_bytes * moe.capacity
         in_two_s = all_to_all_s(token_bytes * travelling, nodes, 1, rates) + all_to_all_s(
-            rows_bytes, inside, inside, rates
+            rows_bytes,
+            inside,
+            inside,
+            rates,
         )
         possible &= in_two_s < all_to_all_s(rows_bytes, ranks, inside, rates)
     chosen: Number = np.where(possible, nodes, 1)
-    return replace(layouts, expert_nodes=chosen if isinstance(layouts, Layouts) else int(chosen))
+    return replace(layouts, expert_nodes=chosen if np.ndim(chosen) else int(chosen))
 
 
 def run_layout(config: RunConfig, world_size: int, rates: Rates) -> Layout:
