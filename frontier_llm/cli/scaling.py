@@ -173,12 +173,9 @@ def _run_here(
 
     def words_of(row: Forecast) -> tuple[str, ...]:
         config = row.point.config
-        own = [
-            f"batch.global_batch={config.batch.global_batch}",
-            f"train.steps={config.train.steps}",
-            f"train.run_dir={row.point.directory}",
-        ]
-        return tuple([*words, *own])
+        own = [*words, f"batch.global_batch={config.batch.global_batch}", f"train.steps={config.train.steps}"]
+        own.append(f"train.run_dir={row.point.directory}")
+        return tuple(own)
 
     run_series(priced, launcher, words_of, side_by_side=args.side_by_side)
     rows = harvest(root)
