@@ -24,7 +24,8 @@ from benchmarks.harness import MEASURED, RESULTS, write_measured
 from frontier_llm.cluster.local import free_port
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import CommConfig
-from frontier_llm.parallel.pipeline import ActivationSpec, Engine
+from frontier_llm.parallel.pipeline import Engine
+from frontier_llm.parallel.stages import ActivationSpec
 from frontier_llm.schedule import Action, Kind, Schedule, build, rule, simulate, simulate_in_turn
 from frontier_llm.topology.grid import Grid
 
