@@ -116,7 +116,9 @@ def _not_below(error: OSError, path: Path) -> Exception:
     if path.is_symlink():
         what = f"is a link to {os.readlink(path)}; nothing is written through links below a run directory"
         return FrontierError(
-            what, "remove the link; the run directory itself and its checkpoints/ may be links", str(path)
+            what,
+            "remove the link; the run directory itself and its checkpoints/ may be links",
+            str(path),
         )
     if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
         return FrontierError(f"is in the way: {error.strerror}", "move it away", str(path))
@@ -200,7 +202,9 @@ def lift_bounds(times: str | None) -> None:
         times.isascii() and times.isdecimal() and 1 <= len(times) <= 4 and 1 <= int(times) <= 1000
     ):
         raise ConfigError(
-            f"{times[:20]!r} is not a whole number from 1 to 1000", "unset it, or name a number", LIFT_VARIABLE
+            f"{times[:20]!r} is not a whole number from 1 to 1000",
+            "unset it, or name a number",
+            LIFT_VARIABLE,
         )
     globals()["_times"] = int(times or 1)
 

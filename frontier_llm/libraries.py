@@ -47,7 +47,9 @@ def libraries_digest() -> str:
 
 
 def load_library(
-    name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]], answers: Mapping[str, int] | None = None
+    name: str,
+    functions: Mapping[str, tuple[Any, Sequence[Any]]],
+    answers: Mapping[str, int] | None = None,
 ) -> ctypes.CDLL:
     """Load a library by its file name. `functions` maps a name to its result type and argument types.
 
@@ -63,7 +65,9 @@ def load_library(
         given = {question: getattr(library, question)() for question in expected}
         if given != expected:
             raise BackendError(
-                f"{name} answers {given}, expected {expected}", f"build it again: {BUILD_COMMAND}", str(DIRECTORY)
+                f"{name} answers {given}, expected {expected}",
+                f"build it again: {BUILD_COMMAND}",
+                str(DIRECTORY),
             )
         for function, (result, arguments) in functions.items():
             getattr(library, function).restype, getattr(library, function).argtypes = result, arguments

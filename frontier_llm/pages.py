@@ -103,10 +103,26 @@ def line(
 
 
 def points(
-    name: str, x: Iterable[Any], y: Iterable[Any], index: int = 0, *, shape: str = "circle", hover: Sequence[str] = ()
+    name: str,
+    x: Iterable[Any],
+    y: Iterable[Any],
+    index: int = 0,
+    *,
+    shape: str = "circle",
+    hover: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Points without a line between them."""
-    return {**line(name, x, y, index, marks=shape, hover=hover), "mode": "markers"}
+    return {
+        **line(
+            name,
+            x,
+            y,
+            index,
+            marks=shape,
+            hover=hover,
+        ),
+        "mode": "markers",
+    }
 
 
 def level(name: str, y: float, x: Sequence[float]) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def format_seconds(seconds: float) -> str:
     minutes, rest_s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    return f"{days}d {hours:02}:{minutes:02}:{rest_s:02}" if days else f"{hours}:{minutes:02}:{rest_s:02}"
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}:{rest_s:02}"
+    return f"{hours}:{minutes:02}:{rest_s:02}"
 
 
 def plural(number: int, noun: str) -> str:
@@ -84,4 +86,6 @@ def _without_nan(content: Any) -> Any:
         return {key: _without_nan(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return [_without_nan(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    return content

@@ -54,7 +54,9 @@ class Rows(NamedTuple):
 
 def room_of(moe: MoeConfig, tokens: int) -> int | None:
     """Rows that an expert takes of a rank's `tokens`; None = all."""
-    return None if moe.capacity is None else ceil(tokens * moe.top_k / moe.experts * moe.capacity)
+    if moe.capacity is None:
+        return None
+    return ceil(tokens * moe.top_k / moe.experts * moe.capacity)
 
 
 def most_rows(room: int, experts: int, tokens: int, choices: int) -> int:
@@ -82,7 +84,14 @@ def even_rows(model: ModelConfig, layout: Layout) -> Rows:
     if nodes == 1:
         return Rows(rows, rows * busy, rows * busy)
     travelling = tokens * nodes_of_a_token(model.moe.experts, model.moe.top_k, nodes)
-    return Rows(rows, rows * busy, rows * busy, nodes, travelling, travelling)
+    return Rows(
+        sent=rows,
+        received=rows * busy,
+        computed=rows * busy,
+        nodes=nodes,
+        to_nodes=travelling,
+        from_nodes=travelling,
+    )
 
 
 def _bounded_rows(moe: MoeConfig, layout: Layout, tokens: int, computed: float) -> Rows:
@@ -99,7 +108,14 @@ def _bounded_rows(moe: MoeConfig, layout: Layout, tokens: int, computed: float) 
         tokens = along_rail
         ranks = ranks // nodes
     rows = ranks * most_rows(room, local, tokens, choices)
-    return Rows(rows, rows, computed, nodes, along_rail, along_rail)
+    return Rows(
+        sent=rows,
+        received=rows,
+        computed=computed,
+        nodes=nodes,
+        to_nodes=along_rail,
+        from_nodes=along_rail,
+    )
 
 
 def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Rows | None = None) -> Iterator[Item]:
@@ -128,14 +144,26 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
         return Item(phase, DISPATCH, Collective(axis, operation, int(size_bytes), under), again)
 
     def there_and_back(
-        axis: str, sent: float, received: float, numbers: int, weights: int, chosen: int = 0
+        axis: str,
+        sent: float,
+        received: float,
+        numbers: int,
+        weights: int,
+        chosen: int = 0,
     ) -> Iterator[Item]:
         """Rows with so many weights and experts each; `numbers` of them are told before. The way there is beside the
         shared expert, and its gradients'.
         """
         under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.OTHER
         yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)
-        yield send(Phase.F, "all_to_all", sent * size * H, FULL, axis, under)
+        yield send(
+            Phase.F,
+            "all_to_all",
+            sent * size * H,
+            FULL,
+            axis,
+            under,
+        )
         yield send(Phase.F, "all_to_all", sent * weights * wide, FULL, axis)
         if chosen:
             yield send(Phase.F, "all_to_all", sent * chosen * CHOICE_BYTES, FULL, axis)
@@ -146,7 +174,14 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
 
     for axis in () if moe.balance == "global" else ("tp", "cp"):  # the load of whole sequences
         if getattr(layout, axis) > 1:
-            yield send(Phase.F, "all_reduce", layout.micro_batch * E * wide, FULL, axis, Under.NOTHING)
+            yield send(
+                Phase.F,
+                "all_reduce",
+                layout.micro_batch * E * wide,
+                FULL,
+                axis,
+                Under.NOTHING,
+            )
     # each tensor rank cuts its part out, and all get the whole again
     if layout.tp > 1 and not layout.sequence_parallel:
         yield send(Phase.F, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
@@ -158,13 +193,30 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     yield Item(Phase.I, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12))
     if moe.shared_gate:
         yield from _shared_gate_work(T if not layout.sequence_parallel else t, H, size)
-    waits = 0 if moe.capacity is not None else 2 if rows.nodes > 1 else int(ranks > 1)  # for numbers of rows
+    if moe.capacity is not None:
+        waits = 0
+    elif rows.nodes > 1:
+        waits = 2
+    else:
+        waits = int(ranks > 1)
+    # the host waits for the numbers of rows
     yield Item(Phase.F, DISPATCH, HostWait(waits * LAUNCHES_AFTER_WAIT), FULL)
     if rows.nodes > 1:
-        yield from there_and_back("ep.rail", rows.to_nodes, rows.from_nodes, rows.nodes, moe.top_k, moe.top_k)
+        yield from there_and_back(
+            "ep.rail",
+            rows.to_nodes,
+            rows.from_nodes,
+            rows.nodes,
+            moe.top_k,
+            moe.top_k,
+        )
     if ranks > rows.nodes:
         yield from there_and_back(
-            "ep" if rows.nodes == 1 else "ep.node", rows.sent, rows.received, E * layout.etp // rows.nodes, 1
+            "ep" if rows.nodes == 1 else "ep.node",
+            rows.sent,
+            rows.received,
+            E * layout.etp // rows.nodes,
+            1,
         )
     # rows are gathered where they leave, put in order where they arrive, and the other way round when they come back
     # and are summed

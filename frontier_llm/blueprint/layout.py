@@ -159,11 +159,17 @@ def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
     }
     sharded = layout.sharding == "weights"
     parallel = sections["parallel"]
+    if layout.ep == 1:
+        all_to_all = "auto"
+    elif layout.expert_nodes > 1:
+        all_to_all = "hierarchical"
+    else:
+        all_to_all = "flat"
     parallel |= {
         "data_mode": "fsdp" if sharded else "zero",
         "zero": SHARDING[layout.sharding],
         "data_shard": layout.data_shard or None,
-        "expert_all_to_all": "auto" if layout.ep == 1 else "hierarchical" if layout.expert_nodes > 1 else "flat",
+        "expert_all_to_all": all_to_all,
         "stage_layers": None,
     }
     if sharded:
@@ -188,4 +194,6 @@ def context_way(model: ModelConfig, tp: int, cp: int, wanted: str = "auto") -> s
         return wanted
     heads = model.heads // tp
     kv_heads = model.num_kv_heads // tp
-    return "heads" if kv_heads % cp == 0 and 4 * (heads + kv_heads) < 6 * kv_heads * cp else "gather"
+    if kv_heads % cp == 0 and 4 * (heads + kv_heads) < 6 * kv_heads * cp:
+        return "heads"
+    return "gather"

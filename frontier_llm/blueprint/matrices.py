@@ -38,7 +38,9 @@ class Matrices:
     @property
     def transposed(self) -> bool:
         """Whether rows are the longer side; of a square the side that tp cuts counts as the longer one."""
-        return self.split == 1 if self.rows == self.columns else self.rows > self.columns
+        if self.rows == self.columns:
+            return self.split == 1
+        return self.rows > self.columns
 
     @property
     def short(self) -> int:
@@ -59,8 +61,16 @@ class Matrices:
     def on_rank(self, tp: int, ep: int = 1) -> tuple[int, int, int]:
         """(count, shorter side, longer side) of what one of `tp` ranks has, of experts that `ep` ranks share out."""
         part = self.part(tp)
-        count = self.count // (tp if self.split == 0 else 1) // ep
-        return count, self.short // (tp if part is Part.SHORT else 1), self.long // (tp if part is Part.LONG else 1)
+        count = self.count // ep
+        short = self.short
+        long = self.long
+        if self.split == 0:
+            count //= tp
+        if part is Part.SHORT:
+            short //= tp
+        if part is Part.LONG:
+            long //= tp
+        return count, short, long
 
 
 def is_matrix(parameter: Parameter) -> bool:
@@ -77,7 +87,7 @@ def matrices_of(parameter: Parameter, by_group: bool = False) -> list[Matrices]:
     last = len(parameter.shape) - 1
     split = None
     if isinstance(how, Split):
-        split = 0 if how.dim < lead else 1 if how.dim < last else 2
+        split = int(how.dim >= lead) + int(how.dim >= last)
     result = []
     for piece in parameter.pieces or (None,):
         assert piece is None or not isinstance(how, Split) or piece.dim != how.dim, (

@@ -59,13 +59,22 @@ def matrix_means(parameter: Parameter) -> tuple[Parameter, ...]:
         return Split(dim) if dim < last else How.PARTIAL
 
     def of_columns(dim: int) -> Split | How:
-        return Split(1) if dim < lead else Split(2) if dim == last else How.PARTIAL
+        if dim < lead:
+            return Split(1)
+        return Split(2) if dim == last else How.PARTIAL
 
     def declared(name: str, shape: tuple[int, ...], cut: Callable[[int], Split | How]) -> Parameter:
         axes = {
             axis: cut(how.dim) if isinstance(how, Split) else How.REPLICATED for axis, how in parameter.axes.items()
         }
-        return replace(parameter, name=f"{parameter.name}.{name}", shape=shape, axes=axes, pieces=(), grouped=False)
+        return replace(
+            parameter,
+            name=f"{parameter.name}.{name}",
+            shape=shape,
+            axes=axes,
+            pieces=(),
+            grouped=False,
+        )
 
     columns = (len(matrices), matrices[0].count, parameter.shape[last])
     return declared("row_means", parameter.shape[:last], of_rows), declared("column_means", columns, of_columns)

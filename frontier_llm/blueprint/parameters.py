@@ -132,7 +132,11 @@ class Parameter:
 def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) -> Iterator[Parameter]:
     """A norm's weight and, for LayerNorm with norm_bias, its bias."""
     yield Parameter(
-        f"{name}.weight", (model.hidden,), ParameterKind.VECTOR, across, init_value=1.0 - model.norm_plus_one
+        f"{name}.weight",
+        (model.hidden,),
+        ParameterKind.VECTOR,
+        across,
+        init_value=1.0 - model.norm_plus_one,
     )
     if model.norm_bias:
         yield Parameter(f"{name}.bias", (model.hidden,), ParameterKind.VECTOR, across)
@@ -151,13 +155,23 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
     output_std = model.init_std / (2.0 * model.layers) ** 0.5
 
     def column(
-        part: str, shape: tuple[int, ...], dim: int, bias: bool, pieces: tuple[Piece, ...] = ()
+        part: str,
+        shape: tuple[int, ...],
+        dim: int,
+        bias: bool,
+        pieces: tuple[Piece, ...] = (),
     ) -> Iterator[Parameter]:
         """Output features (all dims but the last) cut over tp along `dim`."""
         split = {"tp": Split(dim)}
         grouped = part == "attention.qkv"
         yield Parameter(
-            f"{name}.{part}.weight", shape, ParameterKind.MATRIX, split, model.init_std, pieces=pieces, grouped=grouped
+            name=f"{name}.{part}.weight",
+            shape=shape,
+            kind=ParameterKind.MATRIX,
+            axes=split,
+            init_std=model.init_std,
+            pieces=pieces,
+            grouped=grouped,
         )
         if bias:
             yield Parameter(f"{name}.{part}.bias", shape[:-1], ParameterKind.VECTOR, split, pieces=pieces)
@@ -220,17 +234,35 @@ def expert_parameters(model: ModelConfig, moe: MoeConfig, name: str, output_std:
     H = model.hidden
     F = model.expert_hidden
     yield Parameter(
-        f"{name}.router.weight", (E, H), ParameterKind.MATRIX, {"tp": How.PARTIAL}, model.init_std, wide=True
+        name=f"{name}.router.weight",
+        shape=(E, H),
+        kind=ParameterKind.MATRIX,
+        axes={"tp": How.PARTIAL},
+        init_std=model.init_std,
+        wide=True,
     )
     if moe.selection_bias:
         yield Parameter(f"{name}.router.bias", (E,), ParameterKind.VECTOR, uses=0, wide=True)
     if moe.balance == "global":
         yield Parameter(
-            f"{name}.router.load", (E,), ParameterKind.VECTOR, init_value=1.0, uses=0, wide=True, of_training=True
+            name=f"{name}.router.load",
+            shape=(E,),
+            kind=ParameterKind.VECTOR,
+            init_value=1.0,
+            uses=0,
+            wide=True,
+            of_training=True,
         )
     shape, pieces = ((E, 2, F, H), (Piece("gate", 1, 0, 1), Piece("up", 1, 1, 2))) if model.gated else ((E, F, H), ())
     across: dict[str, Split | How] = {"ep": Split(0), "etp": Split(len(shape) - 2)}
-    yield Parameter(f"{name}.experts.up.weight", shape, ParameterKind.EXPERTS, across, model.init_std, pieces=pieces)
+    yield Parameter(
+        name=f"{name}.experts.up.weight",
+        shape=shape,
+        kind=ParameterKind.EXPERTS,
+        axes=across,
+        init_std=model.init_std,
+        pieces=pieces,
+    )
     across = {"ep": Split(0), "etp": Split(2)}
     yield Parameter(f"{name}.experts.down.weight", (E, H, F), ParameterKind.EXPERTS, across, output_std)
 
@@ -255,7 +287,12 @@ def stage_parameters(
         tied: dict[str, How] = {"tied": How.PARTIAL} if model.tied_embeddings and tied_ranks > 1 else {}
         uses = 2 if model.tied_embeddings and tied_ranks == 1 else 1
         yield Parameter(
-            VOCABULARY[0], vocabulary, ParameterKind.EMBEDDING, {"tp": Split(0), **tied}, model.init_std, uses=uses
+            name=VOCABULARY[0],
+            shape=vocabulary,
+            kind=ParameterKind.EMBEDDING,
+            axes={"tp": Split(0), **tied},
+            init_std=model.init_std,
+            uses=uses,
         )
     if stage.embedding and model.position == "learned":
         yield Parameter(
@@ -274,7 +311,9 @@ def stage_parameters(
 
 
 def rank_parameters(
-    model: ModelConfig, stages: Sequence[StageSpec], sequence_parallel: bool = False
+    model: ModelConfig,
+    stages: Sequence[StageSpec],
+    sequence_parallel: bool = False,
 ) -> Iterator[Parameter]:
     """Everything that one pipeline rank declares, its virtual stages in model order; an embedding that is also its
     own head stands once.

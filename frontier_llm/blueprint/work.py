@@ -110,7 +110,9 @@ def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
     inputs = weight.shape[-1]
     outputs = prod(weight.shape[:-1])
     column = isinstance(how, Split) and how.dim < len(weight.shape) - 1
-    return (True, outputs // tp, inputs) if column else (False, outputs, inputs // tp)
+    if column:
+        return True, outputs // tp, inputs
+    return False, outputs, inputs // tp
 
 
 def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause: str = PRODUCTS) -> Iterator[Item]:
@@ -121,13 +123,16 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
     reduce-scatter, and what it takes in is gathered: forward its input, backward its gradient; under the input gradient
     the input once more, and where a weight gradient waits for its W the gradient once more.
     """
-    head, (column, outputs, inputs) = cause == HEAD, local_shape(weight, layout.tp)
+    head = cause == HEAD
+    column, outputs, inputs = local_shape(weight, layout.tp)
     again = () if head else FULL
 
     def product(m: int, n: int, k: int) -> Product:
         return Product(m, n, k, parameter=weight.name, fp8=not head)
 
-    added = software.accumulate_bytes + (6 if layout.gradient_wire == "fp32" and software.gradient_bytes == 2 else 0)
+    added = software.accumulate_bytes
+    if layout.gradient_wire == "fp32" and software.gradient_bytes == 2:
+        added += 6
     forward = product(T, outputs, inputs)
     backward = product(T, inputs, outputs)
     yield Item(Phase.F, cause, forward, again)
@@ -138,7 +143,11 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
         return
 
     def send(
-        phase: Phase, operation: str, under: Under = Under.PRODUCT, beside: Product | None = None, apart: bool = False
+        phase: Phase,
+        operation: str,
+        under: Under = Under.PRODUCT,
+        beside: Product | None = None,
+        apart: bool = False,
     ) -> Item:
         size = T * model_width * DTYPE_BYTES[layout.dtype]
         repeated = again if phase is Phase.F else ()
@@ -167,7 +176,18 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
         return [
             *context_exchange(model, layout),
             Item(Phase.F, ATTENTION, FlashCore(B, a, queries, S, D), ANY),
-            Item(Phase.I, ATTENTION, FlashCore(B, a, queries, S, D, backward=True)),
+            Item(
+                Phase.I,
+                ATTENTION,
+                FlashCore(
+                    batch=B,
+                    heads=a,
+                    queries=queries,
+                    keys=S,
+                    head_dim=D,
+                    backward=True,
+                ),
+            ),
             # log-sum-exp
             Item(Phase.F, ATTENTION, Keep(float(statistics_bytes(layout.dtype)) * B * queries * a, modes)),
         ]
@@ -220,7 +240,10 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
     def send(phase: Phase, operation: str, size: int, under: Under = Under.NOTHING, calls: int = 1) -> Item:
         return Item(
-            phase, EXCHANGE, Collective("cp", operation, size, under, calls=calls), ANY if phase is Phase.F else ()
+            phase,
+            EXCHANGE,
+            Collective("cp", operation, size, under, calls=calls),
+            ANY if phase is Phase.F else (),
         )
 
     way = context_way(model, layout.tp, cp, layout.context_attention)

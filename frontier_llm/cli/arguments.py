@@ -28,7 +28,9 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, **{"max_help_position": 32, **settings})
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
+        if text.startswith("examples:"):
+            return text
+        return super()._fill_text(text, width, indent)
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,19 +61,15 @@ class Parser(argparse.ArgumentParser):
         fix = ", ".join(near)
         if not near and any(action.dest == "overrides" for action in self._actions):
             setting = re.sub(r"^-+", "", words[0])
-            example = (
-                f"{setting}=VALUE"
-                if "." in setting and "=" not in setting
-                else setting
-                if "." in setting
-                else "train.steps=100"
-            )
+            if "." in setting and "=" not in setting:
+                example = f"{setting}=VALUE"
+            else:
+                example = setting if "." in setting else "train.steps=100"
             fix = f"settings of a run are words of the form key=value, e.g. {example}"
-            fix += (
-                "; docs/coming_from.md has other frameworks' options"
-                if words[0].startswith("-") and "." not in setting
-                else ""
-            )
+            if words[0].startswith("-") and "." not in setting:
+                fix += "; docs/coming_from.md has other frameworks' options"
+            else:
+                fix += ""
         elif not near and (flag := self._repeatable_before(words[0], typed)):
             fix = f"{flag} takes one value; repeat it: {flag} {typed[typed.index(flag) + 1]} {flag} {words[0]}"
         self.error(f"unrecognized arguments: {' '.join(words)}", fix)
@@ -161,7 +159,10 @@ def run_options(about: str = "", default: str | None = None) -> tuple[Option, Op
     return (
         option("run", metavar="RUN", help=text + (f" (default: {default})" if default else ""), **optional),
         option(
-            "overrides", metavar="key=value", nargs="*", help="changes to it, e.g. train.steps=100 parallel.tensor=2"
+            "overrides",
+            metavar="key=value",
+            nargs="*",
+            help="changes to it, e.g. train.steps=100 parallel.tensor=2",
         ),
     )
 
@@ -256,7 +257,9 @@ def size_of(text: str) -> int:
 def count_of(text: str) -> float:
     """'300B' -> 3e11, '1.5T' -> 1.5e12, '2e9' -> 2e9."""
     match = _number(
-        text.replace("_", ""), r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)", "a count such as 300B, 1.5T or 3e11"
+        text.replace("_", ""),
+        r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)",
+        "a count such as 300B, 1.5T or 3e11",
     )
     return float(match[1]) * _COUNTS[match[2]]
 

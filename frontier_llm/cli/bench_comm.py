@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 @command(
     JSON,
     *run_options("its layout is measured, with comm.algorithms=hierarchical both algorithms"),
-    option("--min", type=size_of, default=size_of("1KiB"), metavar="SIZE", help="smallest message (default: 1KiB)"),
+    option(
+        "--min",
+        type=size_of,
+        default=size_of("1KiB"),
+        metavar="SIZE",
+        help="smallest message (default: 1KiB)",
+    ),
     option("--max", type=size_of, metavar="SIZE", help="largest message (default: 16MiB on CPU, 4GiB on GPUs)"),
     option("--no-pairs", action="store_true", help="leave out the messages between all pairs of ranks"),
     option("--emit", type=Path, metavar="FILE", help="write a measured algorithm table for comm.algorithms"),
@@ -39,7 +45,11 @@ if TYPE_CHECKING:
         help="instead: which modes of comm.in_flight are safe here, by steps under a watchdog",
     ),
     option(
-        "--times", type=positive, default=200, metavar="N", help="steps of each mode of the hang test (default: 200)"
+        "--times",
+        type=positive,
+        default=200,
+        metavar="N",
+        help="steps of each mode of the hang test (default: 200)",
     ),
     option(
         "--step-limit",
@@ -66,7 +76,9 @@ def comm(args: argparse.Namespace) -> int:
 
         if place is None:
             raise LayoutError(
-                "a layout of one rank moves nothing", "add e.g. parallel.tensor=2, or start it with srun", "bench comm"
+                "a layout of one rank moves nothing",
+                "add e.g. parallel.tensor=2, or start it with srun",
+                "bench comm",
             )
         from frontier_llm.blueprint.layout import layout_of
         from frontier_llm.experiments.measure import links
@@ -79,8 +91,22 @@ def comm(args: argparse.Namespace) -> int:
             pieces = bench_pieces(mesh, config.model, layout_of(config, mesh.world.size), device)
             pairs = [] if args.no_pairs else links.bench_pairs(mesh, device)
             if mesh.world.rank == 0:
-                _write_files(args, config, mesh, measurements, pieces, place.local_world_size)
-                _report(args, config, measurements, pieces, pairs, place.local_world_size)
+                _write_files(
+                    args=args,
+                    config=config,
+                    mesh=mesh,
+                    measurements=measurements,
+                    pieces=pieces,
+                    per_node=place.local_world_size,
+                )
+                _report(
+                    args=args,
+                    config=config,
+                    measurements=measurements,
+                    pieces=pieces,
+                    pairs=pairs,
+                    per_node=place.local_world_size,
+                )
 
     return measure_on_ranks(args, measure)
 
@@ -117,7 +143,9 @@ def _write_files(
             tables = node_tables(measurements, per_node, where)
         except ValueError as error:
             raise LayoutError(
-                str(error), "measure a layout whose tensor degree fits a node", "--machine-file"
+                str(error),
+                "measure a layout whose tensor degree fits a node",
+                "--machine-file",
             ) from error
         base = config.machine
         content: dict[str, Any] = {
@@ -170,18 +198,28 @@ def _piece_lines(pieces: list[PiecesTime]) -> Iterator[str]:
 
 
 def _lines(
-    measurements: list[LinkTime], pairs: list[Pair], slow: list[Pair], kind: Callable[[int, int], str]
+    measurements: list[LinkTime],
+    pairs: list[Pair],
+    slow: list[Pair],
+    kind: Callable[[int, int], str],
 ) -> Iterator[str]:
     from statistics import median
 
     head = ("axis", ">ranks", "operation", "algorithm", "groups", ">bytes", ">time", ">algbw GB/s", ">busbw GB/s")
-    rows = (
+    rows = [
         (
-            *(m.axis, m.ranks, m.operation, m.algorithm, m.mode),
-            *(format_bytes(m.bytes), format_seconds(m.seconds), f"{m.algorithm_gbps:.3f}", f"{m.bus_gbps:.3f}"),
+            one.axis,
+            one.ranks,
+            one.operation,
+            one.algorithm,
+            one.mode,
+            format_bytes(one.bytes),
+            format_seconds(one.seconds),
+            f"{one.algorithm_gbps:.3f}",
+            f"{one.bus_gbps:.3f}",
         )
-        for m in measurements
-    )
+        for one in measurements
+    ]
     yield aligned(head, rows)
     for name in dict.fromkeys(kind(pair.a, pair.b) for pair in pairs):
         rates = [pair.gbps for pair in pairs if kind(pair.a, pair.b) == name]

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
         help="name in configs/models, or a path: whose shapes (default: %(default)s)",
     ),
     option("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="working precision (default: bf16)"),
-    option("--micro-batch", type=positive, default=4, metavar="N", help="samples per microbatch (default: 4)"),
+    option(
+        "--micro-batch",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="samples per microbatch (default: 4)",
+    ),
     option("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is also ROCm's name in torch (default: cpu)"),
     line="each fused op against eager torch, in one interleaved run",
     about="Measure each fused op against eager torch, in one interleaved run.",
@@ -69,11 +75,10 @@ def _table(timings: list[Timing]) -> str:
         ours = timed.get("ours")
         eager = timed.get("eager")
         if ours and eager and not ours.error and not eager.error:
-            rate = (
-                f"{ours.flops / ours.seconds / TERA:.3f} TFLOP/s"
-                if ours.flops
-                else f"{ours.bytes_moved / ours.seconds / 1e9:.0f} GB/s"
-            )
+            if ours.flops:
+                rate = f"{ours.flops / ours.seconds / TERA:.3f} TFLOP/s"
+            else:
+                rate = f"{ours.bytes_moved / ours.seconds / 1e9:.0f} GB/s"
             rows.append(
                 (
                     op,

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 @command(
     JSON,
     *run_options(),
-    option("--steps", type=positive, default=5, metavar="N", help="measured steps, after two of warm-up (default: 5)"),
+    option(
+        "--steps",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="measured steps, after two of warm-up (default: 5)",
+    ),
     line="the training step against this device's own matrix-product rate",
     about="Measure the training step against this device's own matrix-product rate.",
 )

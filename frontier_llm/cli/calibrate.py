@@ -24,7 +24,11 @@ if TYPE_CHECKING:
         help="ranks that measure at once: as many as will train (default: 2)",
     ),
     option(
-        "--repeats", type=positive, default=5, metavar="N", help="timings per sample; the median counts (default: 5)"
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="timings per sample; the median counts (default: 5)",
     ),
     option(
         "--output",
@@ -52,7 +56,9 @@ def calibrate(args: argparse.Namespace) -> int:
 
     if args.output.suffix not in (".yaml", ".yml"):
         raise ConfigError(
-            f"{args.output} is no name of a machine file", f"--output {args.output.with_suffix('.yaml')}", "--output"
+            f"{args.output} is no name of a machine file",
+            f"--output {args.output.with_suffix('.yaml')}",
+            "--output",
         )
     place = discover()
     ranks = place.world_size if place else args.ranks

@@ -86,11 +86,15 @@ def _profile_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if profile.range[-1] > steps:
         yield Problem(
-            "train.profile.steps", f"{profile.steps} is not over when the run ends after {steps}", f"end at {steps}"
+            where="train.profile.steps",
+            what=f"{profile.steps} is not over when the run ends after {steps}",
+            fix=f"end at {steps}",
         )
     if missing := [rank for rank in profile.ranks if rank >= world_size]:
         yield Problem(
-            "train.profile.ranks", f"the run has no rank {missing[0]}", f"name ranks of 0 to {world_size - 1}"
+            where="train.profile.ranks",
+            what=f"the run has no rank {missing[0]}",
+            fix=f"name ranks of 0 to {world_size - 1}",
         )
 
 
@@ -99,12 +103,12 @@ def _best_problems(config: RunConfig) -> Iterator[Problem]:
     best = config.train.keep_best
     sets = list(config.data.held_out)
     if best is not None and best not in sets:
-        yield Problem("train.keep_best", f"{best!r} is no held-out set of this run", suggest(best, sets))
+        yield Problem(where="train.keep_best", what=f"{best!r} is no held-out set of this run", fix=suggest(best, sets))
     elif best is not None and not config.train.eval_interval:
         yield Problem(
-            "train.keep_best",
-            "there is one evaluation, at the end, and nothing to choose from",
-            "set train.eval_interval=100",
+            where="train.keep_best",
+            what="there is one evaluation, at the end, and nothing to choose from",
+            fix="set train.eval_interval=100",
         )
 
 
@@ -115,7 +119,7 @@ def _task_problems(config: RunConfig) -> Iterator[Problem]:
     tasks = config.train.eval_tasks
     if tasks and config.data.tokenizer is None:
         fix = "set data.tokenizer to the one that made the data"
-        yield Problem("train.eval_tasks", "questions are text, and the run names no tokenizer", fix)
+        yield Problem(where="train.eval_tasks", what="questions are text, and the run names no tokenizer", fix=fix)
     for name, task in tasks.items():
         try:
             requests(read_task(name, task.path, task.limit), task.shots)
@@ -136,7 +140,9 @@ def check_start(config: RunConfig, world_size: int) -> None:
     stop = Path(config.train.run_dir) / STOP_FILE
     if stop.exists():  # in a job it keeps the next attempt from going on
         raise ConfigError(
-            "ends a run at its next step, and has been here since before this start", f"rm {stop}", str(stop)
+            "ends a run at its next step, and has been here since before this start",
+            f"rm {stop}",
+            str(stop),
         )
     has_gpu = any(Path(gpu).exists() for gpu in GPU_FILES.values())
     _check_driver(config)
@@ -156,7 +162,9 @@ def check_start(config: RunConfig, world_size: int) -> None:
         )
         fix = "take a smaller model, or a machine for it: frontier-llm plan --run RUN --machine frontier"
         raise ConfigError(
-            f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU", fix, "model"
+            f"{what}; this computer has {format_bytes(held_bytes)} of memory to spare and no GPU",
+            fix,
+            "model",
         )
 
 
@@ -207,7 +215,9 @@ def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
 
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            "deepspeed is not installed", f"{INSTALL}, or set optimizer.engine=native", "optimizer.engine"
+            "deepspeed is not installed",
+            f"{INSTALL}, or set optimizer.engine=native",
+            "optimizer.engine",
         )
     deepspeed_settings(config, microbatches)
     if problems := list(missing_ops(config, environment())):
@@ -234,7 +244,7 @@ def _run_dir_problems(run_dir: Path) -> list[Problem]:
     others = run_dir / "config.yaml"
     if others.is_file() and not any((run_dir / name).exists() for name in ("plan.json", "checkpoints")):
         what = f"{others} is not from a run, and a run there would overwrite it"
-        return [Problem("train.run_dir", what, "rename that file, or choose another directory")]
+        return [Problem(where="train.run_dir", what=what, fix="rename that file, or choose another directory")]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".writable"
@@ -243,7 +253,13 @@ def _run_dir_problems(run_dir: Path) -> list[Problem]:
     except OSError as error:
         file = next((path for path in (run_dir, *run_dir.parents) if path.is_file()), None)
         why = f"{file} is a file" if file else error.strerror
-        return [Problem("train.run_dir", f"{run_dir} cannot be written: {why}", "choose a directory you can write to")]
+        return [
+            Problem(
+                where="train.run_dir",
+                what=f"{run_dir} cannot be written: {why}",
+                fix="choose a directory you can write to",
+            )
+        ]
     return []
 
 
@@ -271,10 +287,9 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
         return []
     return [
         Problem(
-            "train.run_dir",
-            f"logs and the first {plural(count, 'checkpoint')} need {format_bytes(needed_bytes)} and {needed_files} "
-            f"files; "
-            f"{where} has {format_bytes(free_bytes)} and {free_files} files free",
-            "free space, raise the quota, or choose another train.run_dir",
+            where="train.run_dir",
+            what=f"logs and the first {plural(count, 'checkpoint')} need {format_bytes(needed_bytes)} and "
+            f"{needed_files} files; {where} has {format_bytes(free_bytes)} and {free_files} files free",
+            fix="free space, raise the quota, or choose another train.run_dir",
         )
     ]

@@ -37,8 +37,11 @@ def completions(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tup
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
                 yield from completions(inner, f"{path} {name}")
-        kind = {"run": "runs", "model": "models" if path == " plan" else ""}.get(action.dest)
-        words += [*(action.choices or ()), *(available(kind) if kind else ())]
+        words += action.choices or ()
+        if action.dest == "run":
+            words += available("runs")
+        if action.dest == "model" and path == " plan":
+            words += available("models")
     yield path, words
 
 
@@ -57,5 +60,7 @@ def completion(args: argparse.Namespace) -> int:
     words = dict(completions(parser_of(*COMMANDS)))
     paths = "|".join(f'"{path}"' for path in words if path)
     cases = "\n".join(f'        "{path}") words="{" ".join(choices)}" ;;' for path, choices in words.items())
-    print("\n".join([*([_ZSH] if args.shell == "zsh" else []), _BASH.format(paths=paths, cases=cases)]))
+    if args.shell == "zsh":
+        print(_ZSH)
+    print(_BASH.format(paths=paths, cases=cases))
     return 0

@@ -22,8 +22,8 @@ from frontier_llm.cli.arguments import (
     run_options,
     show,
 )
+from frontier_llm.cli.data_plan import plan, show_step
 from frontier_llm.tables import aligned
-from frontier_llm.units import format_count
 
 if TYPE_CHECKING:
     from frontier_llm.data.ids import IdScan
@@ -35,7 +35,11 @@ INPUTS = option(
     help="files, directories, URLs, dataset://NAME: text, JSONL(.gz/.zst), parquet, MDS",
 )
 BOUND = option(
-    "--max-mib", type=positive, default=128, metavar="N", help="of a line or an unpacked MDS shard (default: 128)"
+    "--max-mib",
+    type=positive,
+    default=128,
+    metavar="N",
+    help="of a line or an unpacked MDS shard (default: 128)",
 )
 OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
 TEXT_OPTIONS = (
@@ -54,8 +58,20 @@ TEXT_OPTIONS = (
 @command(
     INPUTS,
     option("--output", required=True, metavar="FILE", help="NAME.model (sentencepiece) or NAME.json (Hugging Face)"),
-    option("--vocab-size", type=positive, default=32000, metavar="N", help="ids (default: 32000)"),
-    option("--sample-mib", type=positive, default=64, metavar="N", help="MiB of text to train on (default: 64)"),
+    option(
+        "--vocab-size",
+        type=positive,
+        default=32000,
+        metavar="N",
+        help="ids (default: 32000)",
+    ),
+    option(
+        "--sample-mib",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="MiB of text to train on (default: 64)",
+    ),
     option(
         "--overwrite",
         action="store_true",
@@ -71,7 +87,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
 
     if not args.output.endswith((".model", ".json")):
         raise DataError(
-            f"--output {args.output} names no kind", fix="end it in .model (sentencepiece) or .json (Hugging Face)"
+            f"--output {args.output} names no kind",
+            fix="end it in .model (sentencepiece) or .json (Hugging Face)",
         )
     train = train_sentencepiece if args.output.endswith(".model") else train_huggingface
     options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, max_bytes=args.max_mib << 20)
@@ -99,12 +116,26 @@ def _tokenizer(args: argparse.Namespace) -> int:
 
 @command(
     INPUTS,
-    option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
     option(
-        "--tokenizer", required=True, help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`"
+        "--output",
+        required=True,
+        type=dataset_prefix,
+        metavar="PREFIX",
+        help="path without .bin/.idx",
+    ),
+    option(
+        "--tokenizer",
+        required=True,
+        help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`",
     ),
     option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
-    option("--shard-mib", type=positive, default=32, metavar="N", help="MiB of input per resumable part (default: 32)"),
+    option(
+        "--shard-mib",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="MiB of input per resumable part (default: 32)",
+    ),
     OVERWRITE,
     option("--prompt-key", metavar="NAME", help="JSON field that comes before the text, is read and not learnt"),
     JSON,
@@ -116,17 +147,40 @@ def _tokenize(args: argparse.Namespace) -> int:
 
     shard_bytes = args.shard_mib << 20
     max_bytes = args.max_mib << 20
-    options = TokenizeOptions(args.text_key, args.documents, args.skip_damaged, shard_bytes, args.prompt_key, max_bytes)
-    meta = tokenize(args.inputs, args.output, args.tokenizer, options, args.workers, args.overwrite)
+    options = TokenizeOptions(
+        text_key=args.text_key,
+        documents=args.documents,
+        skip_damaged=args.skip_damaged,
+        shard_bytes=shard_bytes,
+        prompt_key=args.prompt_key,
+        max_bytes=max_bytes,
+    )
+    meta = tokenize(
+        inputs=args.inputs,
+        prefix=args.output,
+        tokenizer=args.tokenizer,
+        options=options,
+        workers=args.workers,
+        overwrite=args.overwrite,
+    )
     show(args, asdict(meta), lambda: f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
 
 
 @command(
     option(
-        "inputs", nargs="+", metavar="INPUT", help="files, joined in this order, directories or URLs of .mds/.npy/.bin"
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files, joined in this order, directories or URLs of .mds/.npy/.bin",
     ),
-    option("--output", required=True, type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
+    option(
+        "--output",
+        required=True,
+        type=dataset_prefix,
+        metavar="PREFIX",
+        help="path without .bin/.idx",
+    ),
     option("--tokenizer", required=True, help="the one that made the tokens"),
     option(
         "--dtype",
@@ -143,7 +197,13 @@ def _import(args: argparse.Namespace) -> int:
 
     bound = args.max_mib << 20
     meta = import_tokens(
-        args.inputs, args.output, args.tokenizer, args.dtype, args.column, bound, overwrite=args.overwrite
+        inputs=args.inputs,
+        prefix=args.output,
+        tokenizer=args.tokenizer,
+        dtype=args.dtype,
+        column=args.column,
+        max_bytes=bound,
+        overwrite=args.overwrite,
     )
     print(f"{args.output}: {meta.documents} documents, {meta.tokens} tokens")
     return 0
@@ -169,8 +229,20 @@ def _index(args: argparse.Namespace) -> int:
 @command(
     option("prefix", type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
     option("--tokenizer", help="to decode with (default: the one that made the data)"),
-    option("--samples", type=natural, default=3, metavar="N", help="documents to show (default: 3)"),
-    option("--top", type=natural, default=20, metavar="N", help="most frequent tokens to show (default: 20)"),
+    option(
+        "--samples",
+        type=natural,
+        default=3,
+        metavar="N",
+        help="documents to show (default: 3)",
+    ),
+    option(
+        "--top",
+        type=natural,
+        default=20,
+        metavar="N",
+        help="most frequent tokens to show (default: 20)",
+    ),
     option(
         "--sequence-length",
         type=natural,
@@ -190,7 +262,13 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 @command(
-    option("prefixes", nargs="+", type=dataset_prefix, metavar="PREFIX", help="paths without .bin/.idx"),
+    option(
+        "prefixes",
+        nargs="+",
+        type=dataset_prefix,
+        metavar="PREFIX",
+        help="paths without .bin/.idx",
+    ),
     option(
         "--vocab-size",
         type=positive,
@@ -248,7 +326,14 @@ def _tables(report: dict[str, Any]) -> Iterator[str]:
         shares = [f"{count / report['tokens']:.2%}" for count in counts]
         bars = ["█" * max(1, round(20 * count / counts[0])) for count in counts]
         yield "most frequent tokens"
-        rows = zip((token["id"] for token in tokens), texts, counts, shares, bars, strict=True)
+        rows = zip(
+            (token["id"] for token in tokens),
+            texts,
+            counts,
+            shares,
+            bars,
+            strict=True,
+        )
         yield aligned((">id", "text", ">count", ">share", ""), rows, indent="  ")
     for sample in report["samples"]:
         body = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["first_ids"]))
@@ -262,7 +347,13 @@ def _words(value: Any) -> str:
 
 @command(
     option("directory", metavar="DIR", help="where to write them"),
-    option("--vocab-size", type=positive, default=4096, metavar="N", help="ids (default: 4096)"),
+    option(
+        "--vocab-size",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="ids (default: 4096)",
+    ),
     option("--tokenizer", help="use this one, e.g. `bytes`, instead of training one"),
     option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
     JSON,
@@ -284,99 +375,6 @@ def _stdlib(args: argparse.Namespace) -> int:
     return 0
 
 
-@command(
-    option("run", metavar="RUN_DIR", help="a run directory"),
-    option("--step", type=positive, required=True, metavar="N", help="counted from 1, as the log does"),
-    option("--samples", type=positive, default=8, metavar="N", help="samples to show (default: 8)"),
-    option("--characters", type=positive, default=60, metavar="N", help="of each sample's text (default: 60)"),
-    JSON,
-    line="source, sample, documents and text of what a step read",
-)
-def _show(args: argparse.Namespace) -> int:
-    from frontier_llm.cluster.recorded import before_step
-    from frontier_llm.config import RunConfig, build
-    from frontier_llm.config.load import read_yaml
-    from frontier_llm.data.inspect import samples_of_step
-
-    directory = Path(args.run)
-    config = build(RunConfig, read_yaml(directory / "config.yaml"), str(directory / "config.yaml"))
-    position, global_batch = before_step(directory, args.step)
-    samples = list(samples_of_step(config, position, global_batch, args.samples, args.characters))
-    content = {"step": args.step, "samples_of_step": global_batch, "samples": [asdict(sample) for sample in samples]}
-
-    def text() -> str:
-        head = (">sample", "source", ">index", ">length", "documents", "text")
-        rows = [
-            (
-                sample.number,
-                sample.source,
-                sample.index,
-                sample.sequence_length,
-                _documents(sample.documents),
-                repr(sample.text or ""),
-            )
-            for sample in samples
-        ]
-        return f"step {args.step} read {global_batch} samples\n{aligned(head, rows)}"
-
-    show(args, content, text)
-    return 0
-
-
-def _documents(documents: tuple[int, ...]) -> str:
-    more = f" and {len(documents) - 4} more" if len(documents) > 4 else ""
-    return ", ".join(map(str, documents[:4])) + more
-
-
-@command(
-    *run_options(),
-    JSON,
-    line="sources, tokens, tokenizers and epochs of each phase, and what is read twice or left out",
-)
-def _plan(args: argparse.Namespace) -> int:
-    from frontier_llm.cluster.recorded import as_it_stands, recorded_position
-    from frontier_llm.config import load_run
-    from frontier_llm.data.plan import data_plan
-    from frontier_llm.data.position import START
-
-    config = as_it_stands(load_run(args.run, args.overrides))
-    plan = data_plan(config, recorded_position(Path(config.train.run_dir)) or START)
-
-    def text() -> str:
-        head = (
-            ">phase",
-            "steps",
-            "source",
-            ">its tokens",
-            "tokenizer",
-            ">length",
-            ">share",
-            ">read",
-            ">epochs",
-            ">by then",
-        )
-        rows = [
-            (
-                source.phase,
-                f"{source.first_step}-{source.last_step}",
-                source.path,
-                format_count(source.dataset_tokens) if source.dataset_tokens else "-",
-                source.tokenizer or "-",
-                source.sequence_length,
-                f"{source.share:.3g}",
-                format_count(source.tokens),
-                "-" if source.epochs is None else f"{source.epochs:.3g}",
-                "-" if source.epochs_by_then is None else f"{source.epochs_by_then:.3g}",
-            )
-            for source in plan.sources
-        ]
-        begin = [f"from the checkpoint after step {plan.after_step} on"] if plan.after_step else []
-        return "\n".join([*begin, aligned(head, rows), *plan.notes])
-
-    show(args, asdict(plan), text)
-    return 0
-
-
 data = Command(
     about="From text, or tokens in another format, to the .bin/.idx datasets that train reads (Megatron's format).",
     examples=(
@@ -391,8 +389,8 @@ data = Command(
         "index": _index,
         "inspect": _inspect,
         "check": _check,
-        "plan": _plan,
-        "show": _show,
+        "plan": plan,
+        "show": show_step,
         "stdlib": _stdlib,
     },
 )

@@ -56,15 +56,33 @@ if TYPE_CHECKING:
         help="arc_easy, arc_challenge, boolq, hellaswag, piqa, winogrande, wsc273, or any name for a file in LLM "
         "Foundry's format",
     ),
-    option("--shots", type=natural, default=0, metavar="N", help="solved examples before each question (default: 0)"),
+    option(
+        "--shots",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="solved examples before each question (default: 0)",
+    ),
     option(
         "--shots-from",
         action="append",
         metavar="NAME=FILE",
         help="where a task's examples come from (default: its own file)",
     ),
-    option("--limit", type=natural, default=0, metavar="N", help="questions per task; 0 = all (default)"),
-    option("--batch-size", type=positive, default=8, metavar="N", help="sequences scored at once (default: 8)"),
+    option(
+        "--limit",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="questions per task; 0 = all (default)",
+    ),
+    option(
+        "--batch-size",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="sequences scored at once (default: 8)",
+    ),
     option(
         "--positions",
         type=positive,
@@ -119,7 +137,8 @@ def _tasks(args: argparse.Namespace) -> Iterator[tuple[str, Task, Task | None]]:
 
     pools = _named(args.shots_from, "--shots-from")
     for name, path in _named(args.task, "--task").items():
-        yield name, read_task(name, path, args.limit), read_task(name, pools[name]) if name in pools else None
+        pool = read_task(name, pools[name]) if name in pools else None
+        yield name, read_task(name, path, args.limit), pool
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -144,19 +163,33 @@ def _evaluate(args: argparse.Namespace) -> int:
     with inference_model(args, opened) as (model, prints):
         progress = ProgressBar(prints)
         losses = [
-            held_out(model, prefix, args.windows, args.batch_size, progress.on(prefix, "batches"), args.positions)
+            held_out(
+                model=model,
+                prefix=prefix,
+                windows=args.windows,
+                batch_size=args.batch_size,
+                on_batch=progress.on(prefix, "batches"),
+                positions=args.positions,
+            )
             for prefix in datasets
         ]
-        recalls = (
-            needles(model, datasets[0], args.needles, args.batch_size, progress.on("needles", "batches"))
-            if args.needles
-            else []
-        )
+        if args.needles:
+            recalls = needles(model, datasets[0], args.needles, args.batch_size, progress.on("needles", "batches"))
+        else:
+            recalls = []
         results = []
         for name, task, pool in _tasks(args):
             assert tokenizer is not None
             results.append(
-                evaluate_task(model, tokenizer, task, args.shots, pool, args.batch_size, progress.on(name, "batches"))
+                evaluate_task(
+                    model=model,
+                    tokenizer=tokenizer,
+                    task=task,
+                    shots=args.shots,
+                    pool=pool,
+                    batch_size=args.batch_size,
+                    on_batch=progress.on(name, "batches"),
+                )
             )
         progress.close()
         if prints:
@@ -192,7 +225,10 @@ def _report(
 
 
 def _tables(
-    losses: list[HeldOut], recalls: list[Recall], results: list[TaskResult], by_position: bool
+    losses: list[HeldOut],
+    recalls: list[Recall],
+    results: list[TaskResult],
+    by_position: bool,
 ) -> Iterator[str]:
     if losses:
         rows = [

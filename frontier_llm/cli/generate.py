@@ -21,18 +21,39 @@ if TYPE_CHECKING:
     *MODEL_OPTIONS,
     JSON,
     option(
-        "--prompt", action="append", metavar="TEXT", help="may be given several times; without it a new document begins"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be given several times; without it a new document begins",
     ),
     option("--prompt-file", metavar="FILE", help="a text file, one prompt per line"),
     option(
-        "--max-new-tokens", type=positive, default=128, metavar="N", help="at most so many per prompt (default: 128)"
+        "--max-new-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="at most so many per prompt (default: 128)",
     ),
     option(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 = always the most likely token (default: 0.8)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 = always the most likely token (default: 0.8)",
     ),
-    option("--top-k", type=natural, default=0, metavar="K", help="keep the K most likely tokens; 0 = all (default)"),
     option(
-        "--top-p", type=float, default=0.95, metavar="P", help="keep the most likely tokens with mass P (default: 0.95)"
+        "--top-k",
+        type=natural,
+        default=0,
+        metavar="K",
+        help="keep the K most likely tokens; 0 = all (default)",
+    ),
+    option(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="keep the most likely tokens with mass P (default: 0.95)",
     ),
     option(
         "--min-p",
@@ -48,9 +69,21 @@ if TYPE_CHECKING:
         metavar="X",
         help="above 1: what was said becomes less likely (default: 1)",
     ),
-    option("--seed", type=natural, default=0, metavar="N", help="of the draws (default: 0)"),
+    option(
+        "--seed",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="of the draws (default: 0)",
+    ),
     option("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times"),
-    option("--batch-size", type=positive, default=8, metavar="N", help="prompts continued at once (default: 8)"),
+    option(
+        "--batch-size",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="prompts continued at once (default: 8)",
+    ),
     option("--no-cache", action="store_true", help="recompute every position for every token, to check the cache"),
     about="Continue one or several prompts. Text goes to stdout as it is made; everything else to stderr.",
     examples=(
@@ -81,7 +114,9 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             ]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"cannot be read: {error}", where=args.prompt_file, fix="give a UTF-8 text file"
+                f"cannot be read: {error}",
+                where=args.prompt_file,
+                fix="give a UTF-8 text file",
             ) from error
     return prompts or [""]
 
@@ -105,12 +140,12 @@ def _generate(args: argparse.Namespace) -> int:
             _write(prompts[0])
         show = (lambda row, piece: _write(piece)) if live else (lambda row, piece: None)
         completions = complete(
-            model,
-            tokenizer,
-            prompts,
-            sampling,
-            args.stop or (),
-            show,
+            model=model,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            sampling=sampling,
+            stops=args.stop or (),
+            on_text=show,
             use_cache=not args.no_cache,
             batch_size=args.batch_size,
         )
@@ -118,7 +153,8 @@ def _generate(args: argparse.Namespace) -> int:
         state = verification(args, opened)
         print(
             strict_json(
-                [{**asdict(completion), "verification": state} for completion in completions], ensure_ascii=False
+                [{**asdict(completion), "verification": state} for completion in completions],
+                ensure_ascii=False,
             )
         )
     elif live:

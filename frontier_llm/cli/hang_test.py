@@ -62,7 +62,14 @@ def hang_test(args: argparse.Namespace) -> int:
             ]
             words += ["--hang-test", "--mode", mode, "--times", str(args.times)]
             command = [sys.executable, *COMMAND, *words]
-            verdict = hang.watch(command, with_this_package(environment()), mode, args.times, args.step_limit, run_dir)
+            verdict = hang.watch(
+                command=command,
+                environment=with_this_package(environment()),
+                mode=mode,
+                times=args.times,
+                limit_s=args.step_limit,
+                folder=run_dir,
+            )
             print(verdict.describe(), file=sys.stderr, flush=True)
             verdicts.append(verdict)
     return _report(args, config, verdicts)

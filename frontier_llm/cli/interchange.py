@@ -14,7 +14,7 @@ from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.units import GIB, printable
 
 if TYPE_CHECKING:
-    from frontier_llm.checkpoint.source import WeightSource
+    from frontier_llm.checkpoint.weights import WeightSource
     from frontier_llm.config import ModelConfig
     from frontier_llm.inference.open import OpenedModel
 
@@ -68,7 +68,7 @@ def import_hf(args: argparse.Namespace) -> int:
 )
 def import_megatron(args: argparse.Namespace) -> int:
     """From a Megatron checkpoint; the run's vocabulary says how many of the embedding's rows are no padding."""
-    from frontier_llm.interop.megatron import MegatronModel
+    from frontier_llm.interop.megatron.weights import MegatronModel
 
     return _import(
         args,
@@ -111,7 +111,13 @@ def _import(
     option("output", metavar="DIR", help="is created"),
     option("--dtype", choices=_DTYPES, help="of the written weights (default: the run's working precision)"),
     option("--tokenizer", help="file, directory, `bytes`, or `none` (default: the run's data.tokenizer)"),
-    option("--shard-gib", type=positive_amount, default=5.0, metavar="N", help="size of the files (default: 5)"),
+    option(
+        "--shard-gib",
+        type=positive_amount,
+        default=5.0,
+        metavar="N",
+        help="size of the files (default: 5)",
+    ),
     NO_VERIFY,
     option(
         "--push-to-hub",
@@ -145,7 +151,11 @@ def export_hf(args: argparse.Namespace) -> int:
         files = tokenizer_files(tokenizer, opened.source.model.sequence_length)
         companions = Companions(files, tokenizer.eod, companions.facts)
     family = export_huggingface(
-        opened.source, args.output, working_dtype(args.dtype or opened.dtype), companions, args.shard_gib
+        opened.source,
+        args.output,
+        working_dtype(args.dtype or opened.dtype),
+        companions,
+        args.shard_gib,
     )
     print(f"{Path(args.output)}: {family.architecture}")
     if repository is not None:
@@ -165,11 +175,10 @@ def run_facts(opened: OpenedModel) -> dict[str, object]:
     degrees = " x ".join(
         f"{axis} {manifest.layout[axis]}" for axis in ("tp", "cp", "pp", "dp") if axis in manifest.layout
     )
-    sources = (
-        "synthetic"
-        if isinstance(run.data.train, str)
-        else ", ".join(Path(source.path).name for source in run.data.train)
-    )
+    if isinstance(run.data.train, str):
+        sources = "synthetic"
+    else:
+        sources = ", ".join(Path(source.path).name for source in run.data.train)
     return {
         "Steps": manifest.progress.step,
         "Tokens": format_count(manifest.progress.tokens),

@@ -128,11 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.filename is None and not full) or name == "train":  # of a training rank the whole traceback is wanted
             raise
         what = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-        fix = (
-            "free space or raise the quota, then run the same command again"
-            if full
-            else "check the path and its permissions"
-        )
+        if full:
+            fix = "free space or raise the quota, then run the same command again"
+        else:
+            fix = "check the path and its permissions"
         print(f"frontier-llm {name}: error\n{what}\n    fix: {fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

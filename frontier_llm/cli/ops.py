@@ -16,7 +16,10 @@ from frontier_llm.tables import aligned, markdown
 @command(
     option("architecture", metavar="ARCHITECTURE", help="gfx90a, gfx942, sm_80 or sm_90"),
     option(
-        "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the kernels' operands (default: bf16)"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="of the kernels' operands (default: bf16)",
     ),
     JSON,
     line="registers, LDS, matrix instructions and occupancy of an architecture's code objects",
@@ -96,7 +99,10 @@ def _check(args: argparse.Namespace) -> int:
 
 @command(
     option(
-        "--dtype", choices=("bf16", "fp16", "fp32", "fp64"), default="bf16", help="working precision (default: bf16)"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32", "fp64"),
+        default="bf16",
+        help="working precision (default: bf16)",
     ),
     JSON,
     line="op x back-end x architecture: available, or why not",
@@ -128,12 +134,23 @@ def _list(args: argparse.Namespace) -> int:
 
 @command(
     option(
-        "--model", default="llama-2-7b", help="name in configs/models, or a path: whose shapes (default: %(default)s)"
+        "--model",
+        default="llama-2-7b",
+        help="name in configs/models, or a path: whose shapes (default: %(default)s)",
     ),
-    option("--micro-batch", type=positive, default=4, metavar="N", help="samples per microbatch (default: 4)"),
+    option(
+        "--micro-batch",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="samples per microbatch (default: 4)",
+    ),
     option("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="working precision (default: bf16)"),
     option(
-        "--device", choices=("cpu", "cuda"), default="cuda", help="cuda is also ROCm's name in torch (default: cuda)"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="cuda is also ROCm's name in torch (default: cuda)",
     ),
     option(
         "--output",

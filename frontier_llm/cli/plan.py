@@ -5,6 +5,7 @@ measurements.
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import sys
 from dataclasses import replace
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
         help="compare the choice with one that has this changed",
     ),
     option(
-        "--explain", action="store_true", help="the step and the memory line by line, with the source of each number"
+        "--explain",
+        action="store_true",
+        help="the step and the memory line by line, with the source of each number",
     ),
     option("--allow-cross-node-tp", action="store_true", help="also price tensor parallelism beyond the node"),
     option("--tokens", type=count_of, metavar="COUNT", help="token budget, e.g. 300B (default: 20 per parameter)"),
@@ -83,7 +86,7 @@ if TYPE_CHECKING:
         "--validate",
         nargs="*",
         metavar="FILE",
-        help="score predictions against measurements (default: the shipped set)",
+        help="score predictions against measurements (default: all of benchmarks/published; needs a checkout)",
     ),
     option("--rows", action="store_true", help="with --validate: print every prediction"),
     about="Pick the layout of a model on a machine by simulating the schedules that would run, and say why; "
@@ -97,12 +100,31 @@ if TYPE_CHECKING:
 def plan(args: argparse.Namespace) -> int:
     """Entry point; raises FrontierError for whatever the user can mend."""
     if args.validate is not None:
-        from frontier_llm.planner.published.validate import validate_command
-
-        return validate_command([Path(name) for name in args.validate], as_json=args.json, show_rows=args.rows)
+        return _validate(args)
     if args.measured:
         return _measured(args)
     return _plan(args)
+
+
+def _validate(args: argparse.Namespace) -> int:
+    """`--validate`: score predictions. The published rows and the code that reads them are in the checkout alone."""
+    from frontier_llm.cluster.sites import root_dir
+    from frontier_llm.errors import ConfigError
+
+    checkout = root_dir()
+    if not (checkout / "benchmarks" / "published").is_dir():
+        raise ConfigError(
+            "the published rows and the code that reads them are not here: they are in benchmarks/published of a "
+            f"checkout, and frontier_llm is installed from a wheel ({Path(__file__).resolve().parents[1]})",
+            "in a checkout, run: python -m frontier_llm plan --validate [FILE]",
+            "plan --validate",
+        )
+    sys.path.insert(0, str(checkout))
+    validate = importlib.import_module("benchmarks.published.validate")
+    exit_code: int = validate.validate_command(
+        [Path(name) for name in args.validate], as_json=args.json, show_rows=args.rows
+    )
+    return exit_code
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -139,7 +161,15 @@ def _plan(args: argparse.Namespace) -> int:
         print(f"note: {machine.name} has {numbers.nodes} nodes; {nodes} are priced as if it had", file=sys.stderr)
     batch = args.global_batch or (base.batch.global_batch if base else default_global_batch(model, nodes))
     shared = {"dtype": base.precision.dtype, "optimizer": base.optimizer.name} if base else {}
-    outcome = search(model, numbers, nodes, batch, fixed, cross_node=args.allow_cross_node_tp, **shared)
+    outcome = search(
+        model,
+        numbers,
+        nodes,
+        batch,
+        fixed,
+        cross_node=args.allow_cross_node_tp,
+        **shared,
+    )
     check_found(outcome, machine, numbers)
     # how many are shown must not change the choice
     best = outcome.best
@@ -148,15 +178,44 @@ def _plan(args: argparse.Namespace) -> int:
 
     def text() -> str:
         explained = ["", report.explain(best, machine, stack, numbers, _width())] if args.explain else []
-        return "\n".join([report.text(outcome, machine, stack, numbers, run_of, _width()), *explained])
+        return "\n".join(
+            [
+                report.text(
+                    outcome=outcome,
+                    machine=machine,
+                    stack=stack,
+                    rates=numbers,
+                    run=run_of,
+                    width=_width(),
+                ),
+                *explained,
+            ]
+        )
 
     show(args, report.search_as_dict(outcome, machine, stack, numbers, run_of), text)
     if args.emit:
         from frontier_llm.planner.emit import Request, emit
 
         request = Request(args.model, args.machine, args.run, args.tokens)
-        print(emit(args.emit, request, machine, outcome, numbers, run_of), file=sys.stderr if args.json else sys.stdout)
-    _extras(args, outcome, machine, stack, numbers, fixed)
+        print(
+            emit(
+                path=args.emit,
+                request=request,
+                machine=machine,
+                outcome=outcome,
+                rates=numbers,
+                saves=run_of,
+            ),
+            file=sys.stderr if args.json else sys.stdout,
+        )
+    _extras(
+        args=args,
+        outcome=outcome,
+        machine=machine,
+        stack=stack,
+        numbers=numbers,
+        fixed=fixed,
+    )
     return 0
 
 
@@ -210,7 +269,12 @@ def _measured(args: argparse.Namespace) -> int:
 
 
 def _extras(
-    args: argparse.Namespace, outcome: Search, machine: Machine, stack: str, numbers: Rates, fixed: dict[str, Any]
+    args: argparse.Namespace,
+    outcome: Search,
+    machine: Machine,
+    stack: str,
+    numbers: Rates,
+    fixed: dict[str, Any],
 ) -> None:
     """What-if lines and files."""
     if args.what_if:

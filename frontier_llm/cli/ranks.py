@@ -83,8 +83,20 @@ MODEL_OPTIONS = (
         default="auto",
         help="cuda is also ROCm's name in torch (default: auto)",
     ),
-    option("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel degree (default: 1)"),
-    option("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (default: 1)"),
+    option(
+        "--tensor",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tensor-parallel degree (default: 1)",
+    ),
+    option(
+        "--pipeline",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="pipeline stages (default: 1)",
+    ),
     option(
         "--expert",
         type=positive,
@@ -131,11 +143,23 @@ def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[t
 
     place = discover()
     run = inference_run(
-        opened.source.model, args.tensor, args.pipeline, place.world_size if place else 1, args.device, args.expert
+        model=opened.source.model,
+        tensor=args.tensor,
+        pipeline=args.pipeline,
+        world_size=place.world_size if place else 1,
+        device=args.device,
+        expert=args.expert,
     )
     with joined(run, place, recorded=False) as (plan, mesh, device):
         verify_together(args, opened, mesh.world, device)
-        model = build_inference_model(opened.source, plan, mesh, device, args.dtype or opened.dtype, OpsConfig())
+        model = build_inference_model(
+            source=opened.source,
+            plan=plan,
+            mesh=mesh,
+            device=device,
+            dtype=args.dtype or opened.dtype,
+            ops=OpsConfig(),
+        )
         yield model, mesh.world.rank == 0
 
 
@@ -164,4 +188,6 @@ def verification(args: argparse.Namespace, opened: OpenedModel) -> str:
     """How far what was read is known to be what was written, for a command's output."""
     if opened.run is None:
         return "not verified: a Hugging Face directory has no digests"
-    return "not verified (--no-verify)" if args.no_verify else "verified against its digests"
+    if args.no_verify:
+        return "not verified (--no-verify)"
+    return "verified against its digests"

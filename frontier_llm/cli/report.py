@@ -9,7 +9,13 @@ from frontier_llm.cli.arguments import PLUGIN, command, option
 
 
 @command(
-    option("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the curves of several share the axes"),
+    option(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN_DIR",
+        help="the curves of several share the axes",
+    ),
     option("--output", type=Path, metavar="FILE", help="default: report.html in the first run directory"),
     option("--sample", type=Path, metavar="FILE", help="text that is shown as a generated sample"),
     PLUGIN,

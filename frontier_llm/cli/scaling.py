@@ -28,9 +28,16 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
         option("overrides", nargs="*", metavar="key=value", help="changes to every point, e.g. train.steps=50"),
         option("--nodes", required=True, metavar="N,N,…", help="node counts, e.g. 16,32,64,128"),
         option(
-            "--site", help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)"
+            "--site",
+            help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)",
         ),
-        option(batch, dest="batch", type=positive, metavar="N", help="in sequences (default: ORNL's for that model)"),
+        option(
+            batch,
+            dest="batch",
+            type=positive,
+            metavar="N",
+            help="in sequences (default: ORNL's for that model)",
+        ),
         option(
             "--repeats",
             type=positive,
@@ -69,7 +76,9 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
             help="with --in-job: nodes of the allocation to keep in hand (default: 0)",
         ),
         option(
-            "--preflight", action="store_true", help="with --in-job: `doctor` on every node of the allocation first"
+            "--preflight",
+            action="store_true",
+            help="with --in-job: `doctor` on every node of the allocation first",
         ),
         JSON,
     )
@@ -98,7 +107,15 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     except ValueError:
         raise ConfigError(f"{args.nodes!r} is not a list of numbers", "write e.g. 16,32,64", "--nodes") from None
     root = Path(args.output or "runs/scaling").resolve()
-    points = make_series(mode, config, site, nodes, args.batch or default_batch(mode, config), root, args.repeats)
+    points = make_series(
+        mode=mode,
+        config=config,
+        site=site,
+        nodes=nodes,
+        batch=args.batch or default_batch(mode, config),
+        root=root,
+        repeats=args.repeats,
+    )
     if args.simulate:
         return _simulate(args, points, root)
     if launcher is not None:
@@ -118,7 +135,11 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
 
 
 def _run_here(
-    args: argparse.Namespace, points: list[Point], launcher: AllocationRanks, words: list[str], root: Path
+    args: argparse.Namespace,
+    points: list[Point],
+    launcher: AllocationRanks,
+    words: list[str],
+    root: Path,
 ) -> int:
     """`--in-job`: the series by srun steps of this allocation, then its report."""
     from frontier_llm import log
@@ -168,11 +189,16 @@ def _run_here(
 
 def _own_steps(args: argparse.Namespace, config: RunConfig) -> int | None:
     """train.steps where the user has typed it."""
-    return config.train.steps if any(word.startswith("train.steps=") for word in args.overrides) else None
+    if any(word.startswith("train.steps=") for word in args.overrides):
+        return config.train.steps
+    return None
 
 
 def _submit(
-    args: argparse.Namespace, points: list[Point], site: Site, config: RunConfig
+    args: argparse.Namespace,
+    points: list[Point],
+    site: Site,
+    config: RunConfig,
 ) -> tuple[list[Forecast], list[str | None]]:
     """(each point priced, its job id or None in a dry run)."""
     from frontier_llm import log

@@ -11,7 +11,10 @@ from frontier_llm.cli.arguments import JSON, command, option, show
 
 @command(
     option(
-        "run_dirs", nargs="*", metavar="DIR", help="a run, or a directory that holds runs at any depth (default: runs/)"
+        "run_dirs",
+        nargs="*",
+        metavar="DIR",
+        help="a run, or a directory that holds runs at any depth (default: runs/)",
     ),
     JSON,
     about="Where runs stand, from their directories and Slurm: job, step, loss, speed, time left, last durable "

@@ -27,10 +27,25 @@ if TYPE_CHECKING:
 @command(
     *run_options(),
     option("--site", required=True, help="frontier, lumi, generic, local, or the path of a site file"),
-    option("--nodes", type=positive, required=True, metavar="N", help="nodes that compute"),
-    option("--spares", type=natural, default=0, metavar="N", help="further nodes, to replace dead ones (default: 0)"),
     option(
-        "--until-tokens", type=count_of, metavar="COUNT", help="train on so many tokens, e.g. 300B (sets train.steps)"
+        "--nodes",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="nodes that compute",
+    ),
+    option(
+        "--spares",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="further nodes, to replace dead ones (default: 0)",
+    ),
+    option(
+        "--until-tokens",
+        type=count_of,
+        metavar="COUNT",
+        help="train on so many tokens, e.g. 300B (sets train.steps)",
     ),
     *JOB,
     option("--qos", metavar="NAME", help="e.g. debug"),
@@ -117,10 +132,12 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
-    return (
-        *(["--strict"] if args.strict else []),
-        *(word for key in args.allow_change for word in ("--allow-change", key)),
-    )
+    flags = []
+    if args.strict:
+        flags.append("--strict")
+    for key in args.allow_change:
+        flags += ["--allow-change", key]
+    return tuple(flags)
 
 
 def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:

@@ -67,7 +67,9 @@ def _run(args: argparse.Namespace) -> int:
     from frontier_llm.run.rank_env import discover
     from frontier_llm.run.signals import SignalWatcher, held
 
-    overrides = [*args.overrides, *(["ops.no_jit=true"] if args.no_jit else [])]
+    overrides = list(args.overrides)
+    if args.no_jit:
+        overrides.append("ops.no_jit=true")
     place = discover()
     if place is not None:
         log.set_rank(place.rank, place.world_size)  # rank 0 alone reports what it finds in the run file

@@ -37,7 +37,11 @@ DIRECTORY = "runs/tune"
     ),
     option("--nodes", type=positive, metavar="N", help="nodes of a trial (default: the allocation's, less the spares)"),
     option(
-        "--spares", type=natural, default=0, metavar="N", help="nodes of the allocation to keep in hand (default: 0)"
+        "--spares",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="nodes of the allocation to keep in hand (default: 0)",
     ),
     option(
         "--ranks",
@@ -81,14 +85,23 @@ DIRECTORY = "runs/tune"
     ),
     option("--allow-cross-node-tp", action="store_true", help="also try tensor parallelism beyond the node"),
     option("--exhaustive", action="store_true", help="try every layout of the space, in random order"),
-    option("--seed", type=natural, default=0, metavar="N", help="of what is chosen at random (default: 0)"),
+    option(
+        "--seed",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="of what is chosen at random (default: 0)",
+    ),
     option(
         "--output",
         metavar="DIR",
         help=f"trials, table and report; the same directory goes on (default: {DIRECTORY}/RUN)",
     ),
     option(
-        "--emit", type=Path, metavar="FILE", help="the fastest layout as a run file (default: best.yaml in the output)"
+        "--emit",
+        type=Path,
+        metavar="FILE",
+        help="the fastest layout as a run file (default: best.yaml in the output)",
     ),
     option(
         "--emit-machine",
@@ -178,10 +191,19 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
     config = load_run(args.run, overrides)
     machine = load_machine(config.machine)
     numbers = rates(machine, own_stack(machine))
-    tp_max = (
-        launcher.devices if args.allow_cross_node_tp else min(numbers.node_devices, launcher.devices // launcher.nodes)
+    if args.allow_cross_node_tp:
+        tp_max = launcher.devices
+    else:
+        tp_max = min(numbers.node_devices, launcher.devices // launcher.nodes)
+    space = make_space(
+        config=config,
+        rates=numbers,
+        devices=launcher.devices,
+        tp_max=tp_max,
+        fixed=parse_fixed(args.fix),
+        most=args.layouts,
+        within=args.within,
     )
-    space = make_space(config, numbers, launcher.devices, tp_max, parse_fixed(args.fix), args.layouts, args.within)
     trials = read_trials(root / TRIALS_FILE, space.plans[0].layout)
     return (Everything if args.exhaustive else Tuner)(space, trials, args.seed)
 

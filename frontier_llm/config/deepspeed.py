@@ -56,21 +56,25 @@ def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
     ours = _ours(config, microbatches)
     where = config.optimizer.deepspeed_config or ""
     problems = [
-        Problem(f"{where}: {key}", "is not DeepSpeed's to decide here", f"remove it; its place is {_ELSEWHERE[key]}")
+        Problem(
+            where=f"{where}: {key}",
+            what="is not DeepSpeed's to decide here",
+            fix=f"remove it; its place is {_ELSEWHERE[key]}",
+        )
         for key, value in _leaves(given)
         if key in _ELSEWHERE and not _is_off(value)
     ]
     problems += [
         Problem(
-            f"{where}: {key}",
-            f"is {value!r}, the run file says {ours[key][0]!r}",
-            f"remove it or make it agree with {ours[key][1]}",
+            where=f"{where}: {key}",
+            what=f"is {value!r}, the run file says {ours[key][0]!r}",
+            fix=f"remove it or make it agree with {ours[key][1]}",
         )
         for key, value in _leaves(given)
         if key in ours and value not in ("auto", ours[key][0])
     ]
     problems += [
-        Problem(f"{where}: {key}", "nvme: checkpoints are written from memory", 'use "device": "cpu"')
+        Problem(where=f"{where}: {key}", what="nvme: checkpoints are written from memory", fix='use "device": "cpu"')
         for key, value in _leaves(given)
         if isinstance(value, dict) and value.get("device") == "nvme"
     ]
@@ -124,7 +128,9 @@ def _read(path: str | None) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"cannot be read: {error.strerror}", "name a DeepSpeed JSON file", f"optimizer.deepspeed_config: {path}"
+            f"cannot be read: {error.strerror}",
+            "name a DeepSpeed JSON file",
+            f"optimizer.deepspeed_config: {path}",
         ) from error
     except ValueError as error:
         raise ConfigError(f"is not JSON: {error}", where=path) from error

@@ -92,7 +92,10 @@ def _phase_lengths(content: Mapping[str, Any], tokens_per_step: Sequence[int], d
         data = _value(phase, "data", "train") or _value(content, "data", "train")
         first = sum(length for length in lengths if isinstance(length, int))
         length = _steps(
-            f"train.phases.{number}.steps", _get(phase, "steps"), [*_after(done, first), (ENDLESS, size)], data
+            f"train.phases.{number}.steps",
+            _get(phase, "steps"),
+            [*_after(done, first), (ENDLESS, size)],
+            data,
         )
         lengths.append(length)
     return lengths
@@ -110,7 +113,9 @@ def _after(stretches: Stretches, steps: int) -> list[tuple[int, int]]:
 
 
 def _of_run(
-    content: Mapping[str, Any], planned: list[tuple[int, int]], stretches: list[tuple[int, int]]
+    content: Mapping[str, Any],
+    planned: list[tuple[int, int]],
+    stretches: list[tuple[int, int]],
 ) -> Mapping[str, Any]:
     """Steps for what counts over the run. `planned`: the stretches of its phases; `stretches`: those that it has
     done, and the rest.
@@ -118,13 +123,18 @@ def _of_run(
     for section, key in _FROM_START:
         from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"  # a length, not a place
         content = _resolved(
-            content, section, key, _of_end(stretches, _value(content, "train", "steps")) if from_end else stretches
+            content,
+            section,
+            key,
+            _of_end(stretches, _value(content, "train", "steps")) if from_end else stretches,
         )
     for section, key in _INTERVALS:
         value = _value(content, section, key)
         if len({size for _, size in planned}) > 1 and isinstance(value, str) and "step" not in value:
             raise ConfigError(
-                f"{value!r}, but the steps of the run's phases differ in size", "give it in steps", f"{section}.{key}"
+                f"{value!r}, but the steps of the run's phases differ in size",
+                "give it in steps",
+                f"{section}.{key}",
             )
         content = _resolved(content, section, key, planned)
     return content
@@ -143,7 +153,10 @@ def _of_end(stretches: list[tuple[int, int]], end: Any) -> list[tuple[int, int]]
 
 
 def _resolved(
-    content: Mapping[str, Any], section: str, key: str, stretches: Iterable[tuple[int, int]]
+    content: Mapping[str, Any],
+    section: str,
+    key: str,
+    stretches: Iterable[tuple[int, int]],
 ) -> Mapping[str, Any]:
     value = _value(content, section, key)
     steps = _steps(f"{section}.{key}", value, stretches, _value(content, "data", "train"))
@@ -185,7 +198,9 @@ def _epoch(where: str, data: Any) -> int:
         except (OSError, ValueError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else "is no Megatron dataset"
             raise ConfigError(
-                f"counts epochs of {path}: {reason}", "make the data first, or give it in steps or tokens", where
+                f"counts epochs of {path}: {reason}",
+                "make the data first, or give it in steps or tokens",
+                where,
             ) from error
     return total
 
@@ -195,7 +210,9 @@ def _tokens_per_step(content: Any, phase: Any) -> int | None:
         _value(phase, *key) or _value(content, *key)
         for key in (("batch", "global_batch"), ("model", "sequence_length"))
     ]
-    return sizes[0] * sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else None
+    if all(isinstance(size, int) and size > 0 for size in sizes):
+        return sizes[0] * sizes[1]
+    return None
 
 
 def _plain(text: str) -> str:
@@ -204,7 +221,9 @@ def _plain(text: str) -> str:
 
 def _get(section: Any, key: str) -> Any:
     """Of a mapping, or of a section that has been validated."""
-    return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
+    if isinstance(section, Mapping):
+        return section.get(key)
+    return getattr(section, key, None)
 
 
 def _value(content: Any, section: str, key: str) -> Any:

@@ -25,7 +25,9 @@ from pydantic import (
 
 def _whole(value: Any) -> Any:
     """1e3 is a whole number, which YAML hands on as text."""
-    return int(float(value)) if isinstance(value, str) and re.fullmatch(r"[1-9]\d*[eE]\+?\d\d?", value) else value
+    if isinstance(value, str) and re.fullmatch(r"[1-9]\d*[eE]\+?\d\d?", value):
+        return int(float(value))
+    return value
 
 
 # bounded, so that no mistyped number makes a search for its divisors or neighbours endless
@@ -128,7 +130,12 @@ class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
 
     # JSON has neither
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -30,16 +31,29 @@ T = TypeVar("T", bound=BaseModel)
 MAXIMUM_BYTES = 1 << 17
 MAXIMUM_NODES = 100_000  # of a file or value of YAML, aliases unfolded; the shipped files stay below 1,000
 
+# former name → name, by kind of file
+RENAMED: dict[str, dict[str, str]] = {"machines": {"eos": "h100", "selene": "a100"}}
+
 
 def configs_dir() -> Path:
     """The shipped configs/: beside the package in a checkout, under the prefix when installed from a wheel."""
     checkout = Path(__file__).resolve().parents[2] / "configs"
-    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "frontier_llm" / "configs"
+    if checkout.is_dir():
+        return checkout
+    return Path(sys.prefix) / "share" / "frontier_llm" / "configs"
 
 
 def available(kind: str) -> list[str]:
     """Names of the shipped files of a kind: 'models', 'runs', 'machines'."""
     return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
+
+
+@cache
+def _new_name(name: str, kind: str) -> str:
+    """The name that replaces a former one; says so once in a process."""
+    new = RENAMED[kind][name]
+    log.info(f"{kind[:-1]} {name!r} is now called {new!r}: write {new} where {name} is written")
+    return new
 
 
 def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
@@ -54,6 +68,8 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
         if path.suffix in (".yaml", ".yml") and os.path.isfile(path):
             return path
     shipped = available(kind)
+    if name in RENAMED.get(kind, {}):
+        name = _new_name(name, kind)
     if name in shipped:
         return configs_dir() / kind / f"{name}.yaml"
     fix = suggest(name, shipped) + "; or the path of a .yaml file"
@@ -80,7 +96,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         reason = str(error).replace('in "<unicode string>", ', "")
         raise ConfigError(
-            f"cannot read: {reason}", where=str(path), fix="check that the file is UTF-8 YAML and readable"
+            f"cannot read: {reason}",
+            where=str(path),
+            fix="check that the file is UTF-8 YAML and readable",
         ) from error
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"a {type(content).__name__}"
@@ -163,7 +181,8 @@ def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, fi
     files.append(path)
     if path in files[:-1]:
         raise ConfigError(
-            f"`base:` goes in a circle: {' -> '.join(map(str, files))}", fix="remove one of these `base:` lines"
+            f"`base:` goes in a circle: {' -> '.join(map(str, files))}",
+            fix="remove one of these `base:` lines",
         )
     below = _on_its_bases(_expanded(path), kind, path.parent, files)
     return merge(below, {key: value for key, value in content.items() if key != "base"})
@@ -188,7 +207,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     for word in overrides:
         key, separator, text = word.partition("=")
         if not separator or not key or any(not part for part in key.split(".")):
-            problems.append(Problem(word, "is not of the form key=value", "write e.g. train.steps=100"))
+            problems.append(Problem(where=word, what="is not of the form key=value", fix="write e.g. train.steps=100"))
             continue
         try:
             value = _parse(text)
@@ -203,7 +222,11 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
                 problems.append(
-                    Problem(word, f"{parent!r} is already given a value that has no keys", "drop one of the two")
+                    Problem(
+                        where=word,
+                        what=f"{parent!r} is already given a value that has no keys",
+                        fix="drop one of the two",
+                    )
                 )
                 target = {}
         target[leaf] = value
@@ -268,18 +291,18 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     # a value that may be one of several types is located with the type's name, which no user has written
     where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)?\[", str(part)))
     if error["type"] == "extra_forbidden":
-        return Problem(where, "unknown key", _unknown_key_fix(model_type, error["loc"]))
+        return Problem(where=where, what="unknown key", fix=_unknown_key_fix(model_type, error["loc"]))
     if error["type"] == "missing" and isinstance(error["loc"][-1], int):
         return Problem(
-            where.rpartition(".")[0],
-            f"must have at least {error['loc'][-1] + 1} entries; got {list(error['input'])}",
-            "",
+            where=where.rpartition(".")[0],
+            what=f"must have at least {error['loc'][-1] + 1} entries; got {list(error['input'])}",
+            fix="",
         )
     if error["type"] == "missing":
         return Problem(
-            where,
-            "is required",
-            f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""),
+            where=where,
+            what="is required",
+            fix=f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""),
         )
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
     # may hold braces of the user's own
@@ -288,9 +311,9 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
     value = repr(error["input"])
     return Problem(
-        where,
-        f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}",
-        f"did you mean {near!r}?" if near else "",
+        where=where,
+        what=f"{rule}; got {value if len(value) < 80 else value[:77] + '...'}",
+        fix=f"did you mean {near!r}?" if near else "",
     )
 
 
@@ -305,7 +328,8 @@ def _joined(problems: list[Problem]) -> list[Problem]:
         other = by_place.get(problem.where)
         if other is not None and "; got " in problem.what:
             problem = replace(
-                other, what=f"{other.what.partition('; got ')[0]}, or {problem.what.removeprefix('must be ')}"
+                other,
+                what=f"{other.what.partition('; got ')[0]}, or {problem.what.removeprefix('must be ')}",
             )
         by_place[problem.where] = problem
     return list(by_place.values())
@@ -318,7 +342,7 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
     except ValidationError as error:
         problems = _joined([as_problem(model_type, detail) for detail in error.errors()])
         raise ConfigError(
-            [Problem(f"{where}: {p.where}" if where else p.where, p.what, p.fix) for p in problems]
+            [Problem(where=f"{where}: {p.where}" if where else p.where, what=p.what, fix=p.fix) for p in problems]
         ) from None
 
 
@@ -365,7 +389,9 @@ def own_plugins(run_dir: Path) -> tuple[str, ...]:
     """The plugins that the run file of the user's own run directory names; none if it is not the user's own."""
     path = own_run_file(run_dir)
     names = compose(path, "runs")[0].get("plugins", ()) if path is not None else ()
-    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list | tuple) else ()
+    if isinstance(names, list | tuple):
+        return tuple(name for name in names if isinstance(name, str))
+    return ()
 
 
 def _within(key: str, others: Iterable[str]) -> bool:

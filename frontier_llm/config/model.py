@@ -136,7 +136,9 @@ class ModelConfig(Section):
     def window_of(self, layer: int) -> int:
         """Tokens that a query of this layer sees, itself included; 0 = all before it."""
         every = self.full_attention_every
-        return 0 if self.sliding_window is None or (every and (layer + 1) % every == 0) else self.sliding_window
+        if self.sliding_window is None or (every and (layer + 1) % every == 0):
+            return 0
+        return self.sliding_window
 
     @property
     def expert_hidden(self) -> int:
@@ -146,11 +148,9 @@ class ModelConfig(Section):
     @property
     def routed_layers(self) -> range:
         """Layers that have experts."""
-        return (
-            range(self.layers, self.layers)
-            if self.moe is None
-            else range(min(self.moe.dense_layers, self.layers), self.layers)
-        )
+        if self.moe is None:
+            return range(self.layers, self.layers)
+        return range(min(self.moe.dense_layers, self.layers), self.layers)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -116,11 +116,17 @@ def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], o
         match = _match(plugin, available)
         if match is None:
             what = f"needs the plugin {plugin}, and neither --plugin nor a run file of yours names it"
-            problems.append(Problem(where, what, f"read that file, then add --plugin {_likely_path(plugin)}"))
+            problems.append(
+                Problem(where=where, what=what, fix=f"read that file, then add --plugin {_likely_path(plugin)}")
+            )
         elif _differs(plugin, match):
             what = f"was trained with the plugin {plugin}, and {match.path} has sha256 {match.sha256[:SHOWN_DIGITS]}"
             problems.append(
-                Problem(where, what, f"restore that file, or add --plugin {match.path} to use it as it is now")
+                Problem(
+                    where=where,
+                    what=what,
+                    fix=f"restore that file, or add --plugin {match.path} to use it as it is now",
+                )
             )
         else:
             wanted.append(match.name)

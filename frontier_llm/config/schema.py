@@ -6,7 +6,7 @@ the world size: that is `topology.plan`. Nothing here imports anything of the pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -133,11 +133,9 @@ def _sources(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _sources(one) for name, one in value.items()}
     paths = [value] if isinstance(value, str) and value != "synthetic" else value
-    return (
-        [{"path": item} if isinstance(item, str) else item for item in paths]
-        if isinstance(paths, (list, tuple))
-        else paths
-    )
+    if isinstance(paths, (list, tuple)):
+        return [{"path": item} if isinstance(item, str) else item for item in paths]
+    return paths
 
 
 class DataConfig(Section):
@@ -298,8 +296,13 @@ RECOMPUTE = ("none", "selective", "full")  # selective: the attention core; full
 
 def recompute_modes(value: Any) -> str:
     """`[full, none]`, or `full,none` as on the command line, as "full,none"."""
-    modes = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    modes = [str(mode).strip() for mode in modes]
+    if isinstance(value, str):
+        words: Sequence[Any] = value.split(",")
+    elif isinstance(value, list | tuple):
+        words = value
+    else:
+        words = [value]
+    modes = [str(word).strip() for word in words]
     if not modes or set(modes) - set(RECOMPUTE):
         raise ValueError(
             "must be none, selective or full, or a list of them, which repeats through each virtual stage's layers"
@@ -327,11 +330,9 @@ class EvalTask(Section):
 
 def _tasks(value: Any) -> Any:
     """A path alone is a task without examples."""
-    return (
-        {name: {"path": task} if isinstance(task, str) else task for name, task in value.items()}
-        if isinstance(value, Mapping)
-        else value
-    )
+    if isinstance(value, Mapping):
+        return {name: {"path": task} if isinstance(task, str) else task for name, task in value.items()}
+    return value
 
 
 class TrainConfig(Section):

@@ -16,42 +16,66 @@ def model_problems(model: ModelConfig) -> list[Problem]:
     problems = []
     if model.head_dim is None and model.hidden % model.heads:
         fix = f"set heads to one of {nearest(model.heads, divisors(model.hidden))}, or head_dim"
-        problems.append(Problem("model.heads", f"{model.heads} does not divide hidden {model.hidden}", fix))
+        problems.append(
+            Problem(where="model.heads", what=f"{model.heads} does not divide hidden {model.hidden}", fix=fix)
+        )
     if model.heads % model.num_kv_heads:
         fix = f"set kv_heads to one of {nearest(model.num_kv_heads, divisors(model.heads))}"
-        problems.append(Problem("model.kv_heads", f"{model.num_kv_heads} does not divide heads {model.heads}", fix))
+        problems.append(
+            Problem(where="model.kv_heads", what=f"{model.num_kv_heads} does not divide heads {model.heads}", fix=fix)
+        )
     if model.position == "rope" and (rotary_dim(model) % 2 or not rotary_dim(model)):
         what = f"rotates {rotary_dim(model)} of {model.dim_per_head} dims, not an even number of them"
-        problems.append(Problem("model.rope_fraction", what, "choose a fraction that gives 2 or more, an even number"))
+        problems.append(
+            Problem(
+                where="model.rope_fraction",
+                what=what,
+                fix="choose a fraction that gives 2 or more, an even number",
+            )
+        )
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind in ("llama3", "yarn") and scaling.original_sequence_length is None:
         what = f"{scaling.kind} is relative to the context of before, which is not given"
         problems.append(
-            Problem("model.rope_scaling.original_sequence_length", what, f"set it, e.g. {model.sequence_length // 4}")
+            Problem(
+                where="model.rope_scaling.original_sequence_length",
+                what=what,
+                fix=f"set it, e.g. {model.sequence_length // 4}",
+            )
         )
     if scaling is not None and scaling.kind == "yarn" and scaling.beta_fast <= scaling.beta_slow:
         what = f"beta_fast {scaling.beta_fast} is not above beta_slow {scaling.beta_slow}"
-        problems.append(Problem("model.rope_scaling", what, "YaRN has 32 and 1"))
+        problems.append(Problem(where="model.rope_scaling", what=what, fix="YaRN has 32 and 1"))
     if scaling is not None and scaling.kind == "ntk" and rotary_dim(model) <= 2:
         problems.append(
-            Problem("model.rope_scaling.kind", "ntk has nothing to spread with a single rotation", "use linear")
+            Problem(
+                where="model.rope_scaling.kind",
+                what="ntk has nothing to spread with a single rotation",
+                fix="use linear",
+            )
         )
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
         what = f"high_freq_factor {scaling.high_freq_factor} is not above low_freq_factor {scaling.low_freq_factor}"
-        problems.append(Problem("model.rope_scaling", what, "Llama 3.1 has 1 and 4"))
+        problems.append(Problem(where="model.rope_scaling", what=what, fix="Llama 3.1 has 1 and 4"))
     if model.moe is not None:
         problems += _moe_problems(model, model.moe)
     if model.norm == "rmsnorm" and model.norm_bias:
-        problems.append(Problem("model.norm_bias", "rmsnorm has no bias", "set norm_bias: false or norm: layernorm"))
+        problems.append(
+            Problem(where="model.norm_bias", what="rmsnorm has no bias", fix="set norm_bias: false or norm: layernorm")
+        )
     if model.norm == "layernorm" and model.norm_plus_one:
         problems.append(
             Problem(
-                "model.norm_plus_one", "layernorm's weight stands alone", "set norm_plus_one: false or norm: rmsnorm"
+                where="model.norm_plus_one",
+                what="layernorm's weight stands alone",
+                fix="set norm_plus_one: false or norm: rmsnorm",
             )
         )
     if model.full_attention_every and model.sliding_window is None:
         what = "there is no window that the other layers would have"
-        problems.append(Problem("model.full_attention_every", what, "set sliding_window, or leave it out"))
+        problems.append(
+            Problem(where="model.full_attention_every", what=what, fix="set sliding_window, or leave it out")
+        )
     return problems
 
 
@@ -59,17 +83,27 @@ def _moe_problems(model: ModelConfig, moe: MoeConfig) -> list[Problem]:
     problems = []
     if moe.top_k > moe.experts:
         problems.append(
-            Problem("model.moe.top_k", f"{moe.top_k} of {moe.experts} experts", f"set top_k to {moe.experts} or fewer")
+            Problem(
+                where="model.moe.top_k",
+                what=f"{moe.top_k} of {moe.experts} experts",
+                fix=f"set top_k to {moe.experts} or fewer",
+            )
         )
     if moe.dense_layers >= model.layers:
         what = f"{moe.dense_layers} of {model.layers} layers are dense, so that none has experts"
         problems.append(
-            Problem("model.moe.dense_layers", what, f"set it to {model.layers - 1} or fewer, or leave moe out")
+            Problem(
+                where="model.moe.dense_layers",
+                what=what,
+                fix=f"set it to {model.layers - 1} or fewer, or leave moe out",
+            )
         )
     if moe.shared_gate and not moe.shared_hidden:
         problems.append(
             Problem(
-                "model.moe.shared_gate", "there is no shared expert", "set moe.shared_hidden, or shared_gate: false"
+                where="model.moe.shared_gate",
+                what="there is no shared expert",
+                fix="set moe.shared_hidden, or shared_gate: false",
             )
         )
     return problems
@@ -82,7 +116,9 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
     if optimizer.schedule == "constant" or optimizer.min_lr <= optimizer.lr:
         return []
     what = f"{optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}, so that the learning rate would rise"
-    return [Problem("optimizer.min_lr", what, f"set optimizer.min_lr={optimizer.lr / 10:g}, a tenth, or 0")]
+    return [
+        Problem(where="optimizer.min_lr", what=what, fix=f"set optimizer.min_lr={optimizer.lr / 10:g}, a tenth, or 0")
+    ]
 
 
 def phase_note(config: RunConfig) -> str:
@@ -124,11 +160,10 @@ def fp16_note(precision: PrecisionConfig, flushes_fp16: bool) -> str:
     """A warning for a run in fp16 on a device that flushes; '' where there is nothing to say."""
     if precision.dtype != "fp16" or not flushes_fp16:
         return ""
-    scale = (
-        ""
-        if precision.initial_loss_scale is None
-        else "; else leave precision.initial_loss_scale out, so that it follows the batch"
-    )
+    if precision.initial_loss_scale is None:
+        scale = ""
+    else:
+        scale = "; else leave precision.initial_loss_scale out, so that it follows the batch"
     return (
         "precision.dtype=fp16: MI250X's matrix products take numbers below 6.1e-5 for zero, small gradients among "
         "them (docs/numerics.md). "

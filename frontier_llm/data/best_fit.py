@@ -50,7 +50,8 @@ class PackedSamples:
         self.sequence_length = sequence_length
         self.key = key
         self._cache_dir = cache_dir
-        self._window, self._epoch = functools.lru_cache(2)(self._pack), functools.lru_cache(2)(self._order)
+        self._window = functools.lru_cache(2)(self._pack)
+        self._epoch = functools.lru_cache(2)(self._order)
 
     @functools.cached_property
     def _documents(self) -> tuple[object, ...]:
@@ -94,7 +95,10 @@ class PackedSamples:
 
         parameters = (self.key, self.sequence_length, BLOCK, WINDOW)
         return index_table(
-            self.dataset, length, lambda: index_path(self.dataset, self._cache_dir, purpose, *parameters), build
+            self.dataset,
+            length,
+            lambda: index_path(self.dataset, self._cache_dir, purpose, *parameters),
+            build,
         )
 
     def _pack(self, number: int) -> _Window:
@@ -103,10 +107,19 @@ class PackedSamples:
         out = np.empty((4, WINDOW), np.int64)
         tables = (*self._documents, dataset.sequence_pointers, dataset.document_count)
         order = (self.sequence_length, BLOCK, self._pieces, self.key, WINDOW, number)
-        sequences = call("fl_pack", *tables, *order, starts, *out, where=dataset.prefix)
+        sequences = call(
+            "fl_pack",
+            *tables,
+            *order,
+            starts,
+            *out,
+            where=dataset.prefix,
+        )
         if sequences != self.packed[number]:
             raise DataError(
-                FAILURES[-2], where=dataset.prefix, fix="delete the cache directory named in data.cache_dir"
+                FAILURES[-2],
+                where=dataset.prefix,
+                fix="delete the cache directory named in data.cache_dir",
             )
         _, offsets, sizes, document_bytes = out
         return _Window(starts, offsets, sizes, document_bytes // dataset.dtype.itemsize + offsets)
@@ -114,7 +127,9 @@ class PackedSamples:
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(The windows in the epoch's order, samples of the epoch before each)."""
         order = permute(
-            self.packed.size, derive_key("windows", self.key, epoch), np.arange(self.packed.size, dtype=np.uint64)
+            self.packed.size,
+            derive_key("windows", self.key, epoch),
+            np.arange(self.packed.size, dtype=np.uint64),
         ).astype(np.int64)
         return order, np.concatenate([[0], np.cumsum(self.packed[order].astype(np.int64))])
 
@@ -141,7 +156,10 @@ class PackedSamples:
             yield int(window.tokens[piece]), int(window.lengths[piece])
 
     def fill(
-        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+        self,
+        k: int,
+        tokens_S1: NDArray[np.int64],
+        learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
         """See SampleStream; padding counts as a piece of its own."""
         number, sequence = self.locate(k)

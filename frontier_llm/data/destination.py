@@ -30,7 +30,9 @@ def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> Datase
     if not overwrite:
         fix = "choose another --output, or add --overwrite to replace it"
         raise DataError(
-            "is a dataset made from other inputs, or with another tokenizer or options", where=str(prefix), fix=fix
+            "is a dataset made from other inputs, or with another tokenizer or options",
+            where=str(prefix),
+            fix=fix,
         )
     return None
 
@@ -52,10 +54,14 @@ def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
                 host, pid, other = (*lock.read_text(encoding="utf-8").split(), "?", "?", "?")[:3]
                 what = f"process {pid} on {host} is making it from {'the same' if other == digest else 'other'} inputs"
                 raise DataError(
-                    what, where=str(lock.with_suffix("")), fix="wait until it has ended, or choose another --output"
+                    what,
+                    where=str(lock.with_suffix("")),
+                    fix="wait until it has ended, or choose another --output",
                 )
             lock.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(
-            f"cannot write: {error.strerror or error}", where=str(error.filename or prefix), fix=fix
+            f"cannot write: {error.strerror or error}",
+            where=str(error.filename or prefix),
+            fix=fix,
         ) from error

@@ -78,7 +78,10 @@ class _Unpacked(io.RawIOBase):
 
 
 def read(
-    piece: InputPiece, text_key: str = "text", max_bytes: int = MAXIMUM_BYTES, prompt_key: str | None = None
+    piece: InputPiece,
+    text_key: str = "text",
+    max_bytes: int = MAXIMUM_BYTES,
+    prompt_key: str | None = None,
 ) -> Iterator[Text | Damage]:
     """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column.
 
@@ -111,7 +114,11 @@ def read(
 
 
 def _read_lines(
-    piece: InputPiece, content: IO[bytes], text_key: str, max_bytes: int, prompt_key: str | None
+    piece: InputPiece,
+    content: IO[bytes],
+    text_key: str,
+    max_bytes: int,
+    prompt_key: str | None,
 ) -> Iterator[Text | Damage]:
     for number, line in enumerate(_lines(piece, content, max_bytes)):
         if number == 0 and piece.start == 0:
@@ -301,7 +308,8 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
             nested = text_key in file.schema_arrow.names
             why = f"column {text_key!r} is nested, not a string" if nested else f"has no column {text_key!r}"
             yield Damage(
-                _name(piece), f"{why}; {suggest(text_key, [name for name in columns if '.' not in name][:20])}"
+                _name(piece),
+                f"{why}; {suggest(text_key, [name for name in columns if '.' not in name][:20])}",
             )
             return
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))

@@ -49,7 +49,9 @@ def dataset_files(url: str) -> list[str]:
         splits = builder.config.data_files or {}
     except ValueError as error:
         raise DataError(
-            f"cannot be opened: {reason_of(error)}", where=url, fix="choose another subset: ?subset=NAME"
+            f"cannot be opened: {reason_of(error)}",
+            where=url,
+            fix="choose another subset: ?subset=NAME",
         ) from None
     except Exception as error:  # its own, huggingface_hub's and the network library's have no common base
         fix = (

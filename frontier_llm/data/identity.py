@@ -38,14 +38,21 @@ def wanted(config: RunConfig, datasets: Mapping[str, Dataset]) -> Wanted:
     """What one phase trains on; `datasets` has an entry for each of its paths."""
     blend = config.data.train
     data = config.data
-    sources = (
-        (Source(dataset=SYNTHETIC, path=SYNTHETIC, tokens=0, weight=1.0),)
-        if isinstance(blend, str)
-        else tuple(
-            Source(datasets[one.path].identity, one.path, datasets[one.path].tokens, one.weight) for one in blend
+    sources = []
+    if isinstance(blend, str):
+        sources.append(
+            Source(
+                dataset=SYNTHETIC,
+                path=SYNTHETIC,
+                tokens=0,
+                weight=1.0,
+            )
         )
-    )
-    return Wanted(sources, config.model.sequence_length, data.packing, data.seed)
+    else:
+        for one in blend:
+            dataset = datasets[one.path]
+            sources.append(Source(dataset.identity, one.path, dataset.tokens, one.weight))
+    return Wanted(tuple(sources), config.model.sequence_length, data.packing, data.seed)
 
 
 def course(run: RunConfig, position: Position, datasets: Mapping[str, Dataset]) -> Iterator[tuple[RunPhase, Position]]:

@@ -32,7 +32,9 @@ class IdScan:
 
 
 def scan(
-    prefix: str, vocab_size: int | None = None, progress: Callable[[int, int], None] = lambda done, of: None
+    prefix: str,
+    vocab_size: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> IdScan:
     """Read every entry of the index and every token; `vocab_size` None = that of the dataset's record, if there is one.
 
@@ -60,7 +62,15 @@ def scan(
             place = int(bad.argmax())
             outside = f"{dataset.place_of(start + place)} is {chunk[place]}"
         progress(min(start + CHUNK_TOKENS, dataset.token_count), dataset.token_count)
-    return IdScan(prefix, dataset.document_count, dataset.token_count, smallest, largest, vocab_size, outside)
+    return IdScan(
+        prefix=prefix,
+        documents=dataset.document_count,
+        tokens=dataset.token_count,
+        smallest_id=smallest,
+        largest_id=largest,
+        vocab_size=vocab_size,
+        outside=outside,
+    )
 
 
 def known_largest_id(prefix: str) -> int | None:
@@ -74,4 +84,6 @@ def known_largest_id(prefix: str) -> int | None:
         return meta.largest_id
     dataset = IndexedDataset(prefix, scan=False)
     dataset.check_token_ids()
-    return int(dataset.tokens.max()) if 0 < dataset.token_count <= SCANNED_TOKENS else None
+    if 0 < dataset.token_count <= SCANNED_TOKENS:
+        return int(dataset.tokens.max())
+    return None

@@ -72,7 +72,12 @@ def import_tokens(
         # the text's size is not known, so text_bytes is 0 and no bits per byte are reported
         counts = codec.vocab_size, codec.eod, writer.document_count, writer.token_count
         meta = DatasetMeta(
-            codec.name, codec.digest, *counts, text_bytes=0, inputs_digest=digest, largest_id=writer.largest_id
+            codec.name,
+            codec.digest,
+            *counts,
+            text_bytes=0,
+            inputs_digest=digest,
+            largest_id=writer.largest_id,
         )
         write_meta(prefix, meta)
     log.info(
@@ -83,7 +88,11 @@ def import_tokens(
 
 
 def _blocks(
-    path: Path | RemoteFile, dtype: str | None, column: str, vocab_size: int, max_bytes: int
+    path: Path | RemoteFile,
+    dtype: str | None,
+    column: str,
+    vocab_size: int,
+    max_bytes: int,
 ) -> Iterator[NDArray[Any]]:
     """The file's ids in blocks, all inside the vocabulary."""
     is_mds = path.name.endswith(MDS_SUFFIXES)
@@ -102,7 +111,9 @@ def _blocks(
             if bad.size:
                 what = f"token {position + start + int(bad[0])} is {block[bad[0]]}, the vocabulary has {vocab_size}"
                 raise DataError(
-                    what, where=str(path), fix="give the tokenizer that made it, and its --dtype (uint16, uint32, …)"
+                    what,
+                    where=str(path),
+                    fix="give the tokenizer that made it, and its --dtype (uint16, uint32, …)",
                 )
             yield block
         position += array.size
@@ -123,7 +134,9 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
             return
         if dtype is None:
             raise DataError(
-                "has no header that says its type", where=str(path), fix="add --dtype uint16 (or uint32, int32, int64)"
+                "has no header that says its type",
+                where=str(path),
+                fix="add --dtype uint16 (or uint32, int32, int64)",
             )
         wanted = np.dtype(dtype).newbyteorder("<")
         size = path.stat().st_size

@@ -100,9 +100,11 @@ class IndexedDataset:
         bin_bytes = bin_path(prefix).stat().st_size
         self._check_ends(path, bin_bytes, offsets)
         self.token_count = bin_bytes // self.dtype.itemsize
-        self.tokens: NDArray[Any] = (
-            np.memmap(bin_path(prefix), self.dtype, "r") if self.token_count else np.zeros(0, self.dtype)
-        )
+        self.tokens: NDArray[Any]
+        if self.token_count:
+            self.tokens = np.memmap(bin_path(prefix), self.dtype, "r")
+        else:
+            self.tokens = np.zeros(0, self.dtype)
         self._file: FileIO | None = None
         self.scanned = False
         if scan or (scan is None and self.sequence_count <= SCAN_LIMIT):
@@ -127,7 +129,9 @@ class IndexedDataset:
     def modes(self) -> NDArray[Any] | None:
         """i8[S], the mode of each sequence; None if the file has none; a view of the file."""
         has_modes = self._map.size > self._offsets[3]
-        return self._view("i1", self._offsets[3], self._offsets[3] + self.sequence_count) if has_modes else None
+        if has_modes:
+            return self._view("i1", self._offsets[3], self._offsets[3] + self.sequence_count)
+        return None
 
     def _view(self, dtype: str, start: int, stop: int) -> NDArray[Any]:
         return self._index()[start:stop].view(np.ndarray).view(dtype)
@@ -155,7 +159,11 @@ class IndexedDataset:
         if first_document != 0 or last_document != self.sequence_count:
             wanted = f"document indices from 0 to {self.sequence_count}"
             raise _damaged(
-                path, offsets[2], wanted, f"{first_document} to {last_document}", "the index is damaged; make it anew"
+                path,
+                offsets[2],
+                wanted,
+                f"{first_document} to {last_document}",
+                "the index is damaged; make it anew",
             )
         end_bytes = 0
         if self.sequence_count:
@@ -187,17 +195,23 @@ class IndexedDataset:
             for at in np.flatnonzero((lengths < 0) | (pointers != starts))[:1].tolist():
                 if lengths[at] < 0:
                     raise self._bad_entry(
-                        lengths_at + 4 * (start + at), f"a length >= 0 for sequence {start + at}", lengths[at]
+                        lengths_at + 4 * (start + at),
+                        f"a length >= 0 for sequence {start + at}",
+                        lengths[at],
                     )
                 raise self._bad_entry(
-                    pointers_at + 8 * (start + at), f"pointer {starts[at]} for sequence {start + at}", pointers[at]
+                    pointers_at + 8 * (start + at),
+                    f"pointer {starts[at]} for sequence {start + at}",
+                    pointers[at],
                 )
             expected = int(ends[-1])
         for start in range(0, self.document_count, SCAN_CHUNK):
             chunk = self.document_indices[start : start + SCAN_CHUNK + 1]
             for at in (np.flatnonzero(chunk[1:] < chunk[:-1])[:1] + 1).tolist():
                 raise self._bad_entry(
-                    documents_at + 8 * (start + at), f"document index {start + at} >= {chunk[at - 1]}", chunk[at]
+                    documents_at + 8 * (start + at),
+                    f"document index {start + at} >= {chunk[at - 1]}",
+                    chunk[at],
                 )
         self.scanned = True
 
@@ -303,7 +317,9 @@ def _evenly(size: int, block: int) -> list[int]:
     not more.
     """
     last = -(-size // block) - 1
-    return sorted({number * last // (DIGEST_BLOCKS - 1) * block for number in range(DIGEST_BLOCKS)}) if size else []
+    if size:
+        return sorted({number * last // (DIGEST_BLOCKS - 1) * block for number in range(DIGEST_BLOCKS)})
+    return []
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
@@ -325,15 +341,16 @@ def _require_files(prefix: str) -> None:
         return
     siblings = [str(path.with_suffix("")) for path in Path(prefix).parent.glob("*.idx")]
     near = closest(prefix, siblings)
-    fix = (
-        f"did you mean {near!r}?"
-        if near
-        else "give the path without .bin/.idx; make one with `frontier-llm data tokenize`"
-    )
+    if near:
+        fix = f"did you mean {near!r}?"
+    else:
+        fix = "give the path without .bin/.idx; make one with `frontier-llm data tokenize`"
     if prefix.endswith((".bin", ".idx")):
         fix = f"give the path without its ending: {prefix[:-4]}"
     raise DataError(
-        "no such file" + "".join(f", nor {path.name}" for path in missing[1:]), where=str(missing[0]), fix=fix
+        "no such file" + "".join(f", nor {path.name}" for path in missing[1:]),
+        where=str(missing[0]),
+        fix=fix,
     )
 
 
@@ -362,7 +379,11 @@ def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]
     for offset, value, holds, expected in rules:
         if not holds:
             raise _damaged(
-                path, offset, expected, str(value), "the header is damaged or of a newer format; make the file anew"
+                path,
+                offset,
+                expected,
+                str(value),
+                "the header is damaged or of a newer format; make the file anew",
             )
     return code, sequences, documents
 

@@ -42,7 +42,9 @@ class IndexedWriter:
         if self.dtype.newbyteorder("=") not in DTYPE_CODES:
             valid = ", ".join(sorted(str(dtype) for dtype in DTYPE_CODES))
             raise DataError(
-                f"the format has no code for dtype {self.dtype}", where=self.prefix, fix=f"use one of {valid}"
+                f"the format has no code for dtype {self.dtype}",
+                where=self.prefix,
+                fix=f"use one of {valid}",
             )
         self.sequence_count = self.document_count = self.token_count = 0
         self.largest_id: int | None = None  # of the tokens so far
@@ -96,7 +98,9 @@ class IndexedWriter:
         """Append all documents of another dataset of the same dtype, streaming."""
         if other.dtype.newbyteorder("=") != self.dtype.newbyteorder("="):
             raise DataError(
-                f"is {other.dtype}, not {self.dtype}", where=other.prefix, fix="join datasets of one tokenizer only"
+                f"is {other.dtype}, not {self.dtype}",
+                where=other.prefix,
+                fix="join datasets of one tokenizer only",
             )
         documents = (self._documents, other.document_indices[1:], self.sequence_count)
         modes = np.broadcast_to(np.zeros(1, np.int8), other.sequence_count) if other.modes is None else other.modes

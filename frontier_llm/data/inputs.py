@@ -70,7 +70,7 @@ def find_inputs(
         if not files and not is_url(path) and not Path(path).is_dir():
             siblings = [child.name for child in Path(path).parent.iterdir()] if Path(path).parent.is_dir() else []
             fix = suggest(Path(path).name, siblings[:20]) if siblings else "check the path"
-            problems.append(Problem(path, "no such file or directory", fix))
+            problems.append(Problem(where=path, what="no such file or directory", fix=fix))
             continue
         # index.json beside them only repeats what they say
         shards = {_folder(file) for file in files if ".mds" in file.name}
@@ -78,14 +78,13 @@ def find_inputs(
             file for file in files if is_input(file) and not (file.name == "index.json" and _folder(file) in shards)
         ]
         if [str(file) for file in files] == [str(located(path))] and not inside:
-            problems.append(Problem(str(files[0]), f"unknown kind {files[0].suffix!r}", known))
+            problems.append(Problem(where=str(files[0]), what=f"unknown kind {files[0].suffix!r}", fix=known))
         elif not inside:
-            others = (
-                f"{known}; of a dataset of the Hub try &revision=refs/convert/parquet"
-                if path.startswith(DATASET)
-                else known
-            )
-            problems.append(Problem(str(located(path)), f"holds no {content} files", others))
+            if path.startswith(DATASET):
+                others = f"{known}; of a dataset of the Hub try &revision=refs/convert/parquet"
+            else:
+                others = known
+            problems.append(Problem(where=str(located(path)), what=f"holds no {content} files", fix=others))
         elif len(inside) < len(files):
             other = next(file.name for file in files if file not in inside)
             log.info(
@@ -172,11 +171,9 @@ def open_parquet(path: str | Path) -> Any:
 
 def open_packed(path: Path | RemoteFile) -> Any:
     """The content of a compressed file, as a binary file: gzip members or zstd frames, one after another."""
-    return (
-        gzip.open(_readable(path))
-        if path.suffix == ".gz"
-        else _pyarrow("pyarrow", path).input_stream(_readable(path), compression="zstd")
-    )
+    if path.suffix == ".gz":
+        return gzip.open(_readable(path))
+    return _pyarrow("pyarrow", path).input_stream(_readable(path), compression="zstd")
 
 
 def _readable(path: Path | RemoteFile) -> Any:
@@ -189,5 +186,7 @@ def _pyarrow(module: str, path: Path | RemoteFile) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise BackendError(
-            f"reading this needs pyarrow: {error}", where=str(path), fix="pip install 'frontier-llm[data]'"
+            f"reading this needs pyarrow: {error}",
+            where=str(path),
+            fix="pip install 'frontier-llm[data]'",
         ) from error

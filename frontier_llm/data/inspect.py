@@ -147,9 +147,13 @@ def recorded_tokenizer(prefix: str, name: str) -> str | None:
     if name.startswith("hf://"):
         from frontier_llm.data.hub import cached_tokenizer
 
-        return None if find_spec("huggingface_hub") is None or cached_tokenizer(name) is None else name
+        if find_spec("huggingface_hub") is None or cached_tokenizer(name) is None:
+            return None
+        return name
     candidates = (name, str(Path(prefix).parent / Path(name).name))
-    return name if name == "bytes" else next((path for path in candidates if Path(path).is_file()), None)
+    if name == "bytes":
+        return name
+    return next((path for path in candidates if Path(path).is_file()), None)
 
 
 def _histogram(dataset: IndexedDataset) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -190,7 +194,11 @@ class ReadSample:
 
 
 def samples_of_step(
-    run: RunConfig, position: Position, global_batch: int, most: int, characters: int
+    run: RunConfig,
+    position: Position,
+    global_batch: int,
+    most: int,
+    characters: int,
 ) -> Iterator[ReadSample]:
     """The first `most` samples of the step that follows `position`. Raises DataError for data that cannot be read."""
     codecs: dict[str, Tokenizer | None] = {}
@@ -208,7 +216,14 @@ def samples_of_step(
                 start, length = parts[0]
                 text = codec.decode(samples.dataset.read(start, min(length, characters)).tolist())[:characters]
         source = stream.path if stream.dataset != SYNTHETIC else SYNTHETIC
-        yield ReadSample(position.samples + offset, source, index, stream.sequence_length, documents, text)
+        yield ReadSample(
+            number=position.samples + offset,
+            source=source,
+            index=index,
+            sequence_length=stream.sequence_length,
+            documents=documents,
+            text=text,
+        )
 
 
 def _codec(prefix: str) -> Tokenizer | None:

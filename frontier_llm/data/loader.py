@@ -167,7 +167,8 @@ def open_samples(run: RunConfig, split: str = "train") -> BlendedSamples:
     seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
     if isinstance(sources, str):
         return BlendedSamples(
-            [SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)], lambda k: (0, k)
+            [SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)],
+            lambda k: (0, k),
         )
     # held-out sets are cut as ever, so that losses of runs that pack differently compare
     packing = run.data.packing if split == "train" else "concatenate"
@@ -184,7 +185,8 @@ def open_run(run: RunConfig, position: Position) -> BlendedSamples:
     """
     first = position.samples
     return BlendedSamples(
-        [open_stream(run, stream) for stream in position.current], lambda k: position.sample(k - first)
+        [open_stream(run, stream) for stream in position.current],
+        lambda k: position.sample(k - first),
     )
 
 
@@ -215,14 +217,19 @@ def open_run_batches(run: RunConfig, position: Position, step: int, dp_rank: int
 
 
 def _batches(
-    run: RunConfig, samples: SampleStream, dp_rank: int, dp: int, read_ahead: int = 4, first_sample: int = 0
+    run: RunConfig,
+    samples: SampleStream,
+    dp_rank: int,
+    dp: int,
+    read_ahead: int = 4,
+    first_sample: int = 0,
 ) -> Batches:
     return Batches(
-        samples,
-        run.batch.global_batch,
-        run.batch.micro_batch,
-        dp_rank,
-        dp,
+        samples=samples,
+        global_batch=run.batch.global_batch,
+        micro_batch=run.batch.micro_batch,
+        dp_rank=dp_rank,
+        dp=dp,
         vocab_size=run.model.vocab_size,
         reset_at_documents=run.data.reset_at_documents,
         read_ahead=read_ahead,
@@ -295,14 +302,20 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
     """What is no list of datasets at all."""
     if not paths:
         return Problem(
-            _key(split), "is an empty list", "name a dataset" + (", or write null" if split != "train" else "")
+            where=_key(split),
+            what="is an empty list",
+            fix="name a dataset" + (", or write null" if split != "train" else ""),
         )
     for path in paths:
         if re.match(r"[\d.]+ \S", path):
             fix = f"{_key(split)}=[{{path: PREFIX, weight: {path.split()[0]}}}, …]"
-            return Problem(_key(split), f"{path!r} is a blend as Megatron writes it", fix)
+            return Problem(where=_key(split), what=f"{path!r} is a blend as Megatron writes it", fix=fix)
         if closest(path.lower(), ["synthetic"]) and not idx_path(path).exists():
-            return Problem(_key(split), f"{path!r} is no dataset", f"did you mean {_key(split)}=synthetic?")
+            return Problem(
+                where=_key(split),
+                what=f"{path!r} is no dataset",
+                fix=f"did you mean {_key(split)}=synthetic?",
+            )
     return None
 
 
@@ -316,9 +329,9 @@ def _too_short(run: RunConfig, split: str, samples: SampleStream) -> list[Proble
     batch_tokens = run.batch.global_batch * run.model.sequence_length
     problems = [
         Problem(
-            _key(split),
-            f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1",
-            "give more data",
+            where=_key(split),
+            what=f"{dataset.prefix} holds {dataset.token_count} tokens, less than one sequence of {S} + 1",
+            fix="give more data",
         )
         for dataset in datasets
         if dataset.token_count <= S
@@ -329,7 +342,11 @@ def _too_short(run: RunConfig, split: str, samples: SampleStream) -> list[Proble
             f"holds {tokens} tokens, less than one batch of {run.batch.global_batch} sequences of {S} ({batch_tokens})"
         )
         problems.append(
-            Problem("data.train", what, f"give more data, or set batch.global_batch to at most {tokens // S}")
+            Problem(
+                where="data.train",
+                what=what,
+                fix=f"give more data, or set batch.global_batch to at most {tokens // S}",
+            )
         )
     return problems
 
@@ -339,7 +356,7 @@ def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
     if vocab_size <= run.model.vocab_size:
         return []
     what = f"{run.model.vocab_size} is less than the {vocab_size} ids of {owner}"
-    return [Problem("model.vocab_size", what, f"set model.vocab_size={vocab_size}")]
+    return [Problem(where="model.vocab_size", what=what, fix=f"set model.vocab_size={vocab_size}")]
 
 
 def _tokenizer_problems(run: RunConfig) -> list[Problem]:
@@ -366,7 +383,7 @@ def _tokenizer_problems(run: RunConfig) -> list[Problem]:
             theirs = f"{meta.tokenizer} (sha256 {meta.tokenizer_digest[:12]})"
             others = f"{first[0]} by {first[1].tokenizer} (sha256 {first[1].tokenizer_digest[:12]})"
             what = f"{path} was made by the tokenizer {theirs}, {others}: the same ids mean other text"
-            problems.append(Problem(_key(split), what, "tokenize the text of both with one tokenizer"))
+            problems.append(Problem(where=_key(split), what=what, fix="tokenize the text of both with one tokenizer"))
     return problems
 
 
@@ -386,7 +403,7 @@ def _mismatch(run: RunConfig, path: str, digest: str | None) -> list[Problem]:
             f"train with the tokenizer that made the data, or set model.vocab_size={largest + 1} or more; "
             f"`frontier-llm data check` shows the place"
         )
-        problems.append(Problem("model.vocab_size", what, fix))
+        problems.append(Problem(where="model.vocab_size", what=what, fix=fix))
     if meta is None:
         return problems
     if digest is not None and digest != meta.tokenizer_digest:
@@ -395,6 +412,10 @@ def _mismatch(run: RunConfig, path: str, digest: str | None) -> list[Problem]:
             f"({meta.tokenizer_digest[:12]})"
         )
         problems.append(
-            Problem("data.tokenizer", what, f"set data.tokenizer to {meta.tokenizer}, or tokenize the text again")
+            Problem(
+                where="data.tokenizer",
+                what=what,
+                fix=f"set data.tokenizer to {meta.tokenizer}, or tokenize the text again",
+            )
         )
     return problems

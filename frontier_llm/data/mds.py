@@ -44,7 +44,9 @@ VALUE_DTYPES = {
 
 
 def open_column(
-    path: str | Path | RemoteFile, column: str, max_bytes: int = MAXIMUM_BYTES
+    path: str | Path | RemoteFile,
+    column: str,
+    max_bytes: int = MAXIMUM_BYTES,
 ) -> tuple[str, Iterator[bytes]]:
     """A column's declared encoding and its raw value in every sample.
 
@@ -87,12 +89,17 @@ def read_texts(path: str | Path | RemoteFile, column: str, max_bytes: int = MAXI
             yield value.decode()
         except UnicodeDecodeError as error:
             raise DataError(
-                f"sample {sample} is not UTF-8: {error.reason}", where=str(path), fix="copy it again"
+                f"sample {sample} is not UTF-8: {error.reason}",
+                where=str(path),
+                fix="copy it again",
             ) from error
 
 
 def read_tokens(
-    path: str | Path | RemoteFile, column: str, bytes_dtype: str = "int64", max_bytes: int = MAXIMUM_BYTES
+    path: str | Path | RemoteFile,
+    column: str,
+    bytes_dtype: str = "int64",
+    max_bytes: int = MAXIMUM_BYTES,
 ) -> Iterator[NDArray[Any]]:
     """A column of token arrays; `bytes_dtype` says what a `bytes` column holds. Raises DataError for other
     encodings.
@@ -104,7 +111,9 @@ def read_tokens(
             yield decode(value)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise DataError(
-                f"sample {sample} holds no token array: {error}", where=str(path), fix="copy it again"
+                f"sample {sample} holds no token array: {error}",
+                where=str(path),
+                fix="copy it again",
             ) from error
 
 
@@ -126,11 +135,15 @@ def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any
         raise
     except Exception as error:  # struct, json, gzip and pyarrow have no common base
         raise DataError(
-            f"is no MDS shard: {error}", where=str(path), fix="copy it again, or give the directory of an MDS dataset"
+            f"is no MDS shard: {error}",
+            where=str(path),
+            fix="copy it again, or give the directory of an MDS dataset",
         ) from error
     if last != len(data):
         raise DataError(
-            f"at byte {4 + 4 * count}: expected {last} bytes, found {len(data)}", where=str(path), fix="copy it again"
+            f"at byte {4 + 4 * count}: expected {last} bytes, found {len(data)}",
+            where=str(path),
+            fix="copy it again",
         )
     if len(set(columns.values())) != 1:
         counts = ", ".join(f"{number} {key}" for key, number in columns.items())
@@ -139,7 +152,10 @@ def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any
 
 
 def _token_decoder(
-    path: str | Path | RemoteFile, encoding: str, column: str, bytes_dtype: str
+    path: str | Path | RemoteFile,
+    encoding: str,
+    column: str,
+    bytes_dtype: str,
 ) -> Callable[[bytes], NDArray[Any]]:
     kind, _, rest = encoding.partition(":")
     dtype, _, shape = rest.partition(":")

@@ -49,11 +49,10 @@ def call(name: str, *arguments: Any, where: str = "") -> int:
     pointers = [argument.ctypes.data if isinstance(argument, np.ndarray) else argument for argument in arguments]
     result = int(getattr(library(), name)(*pointers))
     if result < 0:
-        fix = (
-            "run `frontier-llm data inspect` on the dataset"
-            if result != -2
-            else "delete the cache directory named in data.cache_dir"
-        )
+        if result != -2:
+            fix = "run `frontier-llm data inspect` on the dataset"
+        else:
+            fix = "delete the cache directory named in data.cache_dir"
         raise DataError(FAILURES.get(result, f"{name} failed with code {result}"), where=where, fix=fix)
     return result
 
@@ -62,5 +61,12 @@ def permute(size: int, key: int, positions: NDArray[np.uint64]) -> NDArray[np.ui
     """Images of `positions` under the keyed permutation of [0, size)."""
     positions = np.ascontiguousarray(positions, np.uint64)
     images = np.empty_like(positions)
-    call("fl_permute", size, key, positions, positions.size, images)
+    call(
+        "fl_permute",
+        size,
+        key,
+        positions,
+        positions.size,
+        images,
+    )
     return images

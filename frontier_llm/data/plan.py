@@ -92,6 +92,6 @@ def _notes(end: Position) -> Iterator[str]:
 
 
 def _order(stream: Stream) -> str:
-    return (
-        f"at length {stream.sequence_length} (restarted)" if stream.retired else f"at length {stream.sequence_length}"
-    )
+    if stream.retired:
+        return f"at length {stream.sequence_length} (restarted)"
+    return f"at length {stream.sequence_length}"

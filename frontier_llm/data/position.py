@@ -73,7 +73,12 @@ class Wanted:
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        protected_namespaces=(),
+    )
 
 
 class Stream(_Record):

@@ -144,7 +144,8 @@ def identity_of(path: Path | RemoteFile) -> tuple[str, int, int | str]:
     content.
     """
     stat = path.stat()
-    return str(path), stat.st_size, stat.version if isinstance(stat, Stat) else stat.st_mtime_ns
+    version = stat.version if isinstance(stat, Stat) else stat.st_mtime_ns
+    return str(path), stat.st_size, version
 
 
 def remote_files(url: str) -> list[RemoteFile]:
@@ -169,7 +170,9 @@ def remote_files(url: str) -> list[RemoteFile]:
 def _stat(name: str, info: dict[str, Any]) -> Stat:
     if info.get("size") is None:
         raise UnreachableError(
-            "its server does not say how large it is", where=name, fix="download it first, and give its path"
+            "its server does not say how large it is",
+            where=name,
+            fix="download it first, and give its path",
         )
     marks = (info[key] for key in VERSIONS if info.get(key) is not None)
     return Stat(int(info["size"]), str(next(marks, "")))
@@ -185,7 +188,9 @@ def _file_system(url: str) -> tuple[Any, str]:
     if "::" in url:
         what = "is a chain of URLs: what is unpacked inside of fsspec has no bounds"
         raise FrontierError(
-            what, where=without_secrets(url), fix="give the file itself; gzip and zstd are unpacked here"
+            what,
+            where=without_secrets(url),
+            fix="give the file itself; gzip and zstd are unpacked here",
         )
     try:
         files, path = url_to_fs(url)
@@ -195,7 +200,9 @@ def _file_system(url: str) -> tuple[Any, str]:
         ) from None
     except ValueError as error:
         raise FrontierError(
-            without_secrets(str(error)), where=without_secrets(url), fix=f"known: {', '.join(PACKAGES)}"
+            without_secrets(str(error)),
+            where=without_secrets(url),
+            fix=f"known: {', '.join(PACKAGES)}",
         ) from None
     return files, str(path)
 
@@ -209,9 +216,13 @@ def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise UnreachableError(
-            "no such file or directory there, or it may not be read", where=without_secrets(url), fix=fix
+            "no such file or directory there, or it may not be read",
+            where=without_secrets(url),
+            fix=fix,
         ) from None
     except Exception as error:
         if "range requests" in str(error):
             fix = "its server cannot give parts of a file: download it first, and give its path"
-        raise UnreachableError(Problem(without_secrets(url), f"cannot be read: {reason_of(error)}", fix)) from None
+        raise UnreachableError(
+            Problem(where=without_secrets(url), what=f"cannot be read: {reason_of(error)}", fix=fix)
+        ) from None

@@ -45,7 +45,10 @@ class SampleStream(Protocol):
     masked: bool  # some tokens are read and not learnt
 
     def fill(
-        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+        self,
+        k: int,
+        tokens_S1: NDArray[np.int64],
+        learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
         """Write sample k into `tokens_S1`, and into `learnt_S1` whether each is learnt; return the lengths of the
         pieces of documents it is made of (they sum to S + 1).
@@ -103,7 +106,9 @@ def documents_of(dataset: IndexedDataset) -> tuple[NDArray[Any], NDArray[Any] | 
     """
     if not dataset.scanned:
         dataset.scan()
-    return dataset.sequence_lengths, None if dataset.one_sequence_per_document else dataset.document_indices
+    if dataset.one_sequence_per_document:
+        return dataset.sequence_lengths, None
+    return dataset.sequence_lengths, dataset.document_indices
 
 
 def index_path(dataset: IndexedDataset, cache_dir: Path | None, purpose: str, *parameters: object) -> Path:
@@ -117,7 +122,10 @@ def index_path(dataset: IndexedDataset, cache_dir: Path | None, purpose: str, *p
 
 
 def index_table(
-    dataset: IndexedDataset, length: int, path: Callable[[], Path], build: Callable[[NDArray[np.uint64]], None]
+    dataset: IndexedDataset,
+    length: int,
+    path: Callable[[], Path],
+    build: Callable[[NDArray[np.uint64]], None],
 ) -> NDArray[np.uint64]:
     """A table that `build` fills: of a large dataset mapped from the file at `path()`, of a small one made in
     memory.
@@ -167,7 +175,15 @@ class EpochIndex:
         dataset = self.dataset
         tables = (dataset.sequence_lengths, dataset.document_indices, dataset.sequence_pointers, dataset.document_count)
         order = (self.order_key(epoch), BLOCK, self.prefix(epoch))
-        count = call("fl_pieces", *tables, *order, token, wanted, *out, where=dataset.prefix)
+        count = call(
+            "fl_pieces",
+            *tables,
+            *order,
+            token,
+            wanted,
+            *out,
+            where=dataset.prefix,
+        )
         documents, offsets, lengths, document_bytes = out[:, :count]
         return Pieces(documents, offsets, lengths, document_bytes // dataset.dtype.itemsize + offsets)
 
@@ -219,7 +235,10 @@ class DocumentSamples:
         return epoch, (first + shuffled) * self.sequence_length - epoch * self.dataset.token_count
 
     def fill(
-        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+        self,
+        k: int,
+        tokens_S1: NDArray[np.int64],
+        learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
         """See SampleStream."""
         filled = 0
@@ -269,7 +288,10 @@ class BlendedSamples:
         self.sequence_length = streams[0].sequence_length
 
     def fill(
-        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+        self,
+        k: int,
+        tokens_S1: NDArray[np.int64],
+        learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
         """See SampleStream."""
         place, index = self.locate(k)
@@ -305,7 +327,10 @@ class SyntheticSamples:
         """See SampleStream."""
 
     def fill(
-        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+        self,
+        k: int,
+        tokens_S1: NDArray[np.int64],
+        learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
         """See SampleStream."""
         count = tokens_S1.size

@@ -81,16 +81,29 @@ def prepare(
         model = load_tokenizer(tokenizer) if tokenizer else _tokenizer(directory, train, vocab_size)
     except OSError as error:
         raise DataError(
-            f"cannot write: {error.strerror or error}", where=str(directory), fix="choose a directory you can write"
+            f"cannot write: {error.strerror or error}",
+            where=str(directory),
+            fix="choose a directory you can write",
         ) from error
     options = TokenizeOptions(shard_bytes=SHARD_BYTES)
     prefixes = {"train": train, "validation": validation}
     metas = {
-        split: tokenize(paths, directory / split, model.name, options, workers, overwrite=True)
+        split: tokenize(
+            inputs=paths,
+            prefix=directory / split,
+            tokenizer=model.name,
+            options=options,
+            workers=workers,
+            overwrite=True,
+        )
         for split, paths in prefixes.items()
     }
     return StdlibCorpus(
-        model.name, str(directory / "train"), str(directory / "validation"), metas["train"], metas["validation"]
+        model.name,
+        str(directory / "train"),
+        str(directory / "validation"),
+        metas["train"],
+        metas["validation"],
     )
 
 

@@ -62,7 +62,8 @@ def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
         if source.max_epochs is not None:
             identity = datasets[source.path].identity
             limits[identity] = min(
-                limits.get(identity, (source.max_epochs, source.path)), (source.max_epochs, source.path)
+                limits.get(identity, (source.max_epochs, source.path)),
+                (source.max_epochs, source.path),
             )
     for identity, (limit, path) in limits.items():
         tokens = datasets[path].tokens
@@ -72,7 +73,7 @@ def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
             before = f" ({done:.3g} of them so far)" if done else ""
             what = f"the run goes {epochs:.3g} times through {path}{before}, and its max_epochs is {limit:g}"
             fix = f"at most {limit / epochs:.1%} of its weight or of the steps, more data, or another max_epochs"
-            yield Problem("data.train", what, fix)
+            yield Problem(where="data.train", what=what, fix=fix)
 
 
 def news(before: Position, after: Position) -> Iterator[str]:
@@ -82,11 +83,10 @@ def news(before: Position, after: Position) -> Iterator[str]:
             continue
         elsewhere = [other for other in before.streams if other.dataset == stream.dataset and other.tokens_read]
         for other in elsewhere:
-            where = (
-                f"at sequence length {other.sequence_length}"
-                if other.sequence_length != stream.sequence_length
-                else "in another order"
-            )
+            if other.sequence_length != stream.sequence_length:
+                where = f"at sequence length {other.sequence_length}"
+            else:
+                where = "in another order"
             what = (
                 f"{format_count(other.tokens_read)} of its {format_count(stream.dataset_tokens)} tokens were read "
                 f"{where}"

@@ -111,7 +111,9 @@ def tokenize(
         for number, pieces in enumerate(shards)
     ]
     with sole_maker(
-        prefix, digest, "check space and permissions, then run the same command again: finished parts are kept"
+        prefix,
+        digest,
+        "check space and permissions, then run the same command again: finished parts are kept",
     ):
         directory.mkdir(exist_ok=True)
         try:
@@ -165,7 +167,10 @@ def _run(jobs: list[ShardWork], workers: int, prefix: str) -> list[ShardReport]:
         TextColumn("{task.fields[tokens]} tokens"),
     )
     with Progress(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
+        *columns,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
     ) as bar:
         task = bar.add_task("tokenizing", total=sum(job.size_bytes for job in jobs), tokens="0")
         tokens = 0
@@ -198,7 +203,9 @@ def _finished(job: ShardWork) -> ShardReport | None:
     from pydantic import TypeAdapter  # workers start without it
 
     path = Path(job.prefix + ".json")
-    return TypeAdapter(ShardReport).validate_json(path.read_bytes()) if path.exists() else None
+    if path.exists():
+        return TypeAdapter(ShardReport).validate_json(path.read_bytes())
+    return None
 
 
 @functools.lru_cache(maxsize=2)

@@ -77,10 +77,13 @@ class SentencePieceTokenizer:
                 where=str(path),
                 fix="give a .model file, or the tokenizer.json of another kind",
             ) from error
-        self.vocab_size, self.eod = self._model.vocab_size(), self._model.eos_id()
+        self.vocab_size = self._model.vocab_size()
+        self.eod = self._model.eos_id()
         if self.eod < 0:
             raise DataError(
-                "has no end-of-sentence id to end documents with", where=str(path), fix="train it with eos_id >= 0"
+                "has no end-of-sentence id to end documents with",
+                where=str(path),
+                fix="train it with eos_id >= 0",
             )
         pieces = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in META_SPACE.encode()]
         self._meta_space = pieces if all(self._model.is_byte(piece) for piece in pieces) else None
@@ -121,7 +124,9 @@ class HuggingFaceTokenizer:
                 self._model = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise DataError(
-                f"is no Hugging Face tokenizer: {error}", where=str(path), fix="give a tokenizer.json file"
+                f"is no Hugging Face tokenizer: {error}",
+                where=str(path),
+                fix="give a tokenizer.json file",
             ) from error
         # tokenizer.json, or its content
         self.as_file: str | Path = str(self._model.to_str(pretty=True)) if merges else Path(path)
@@ -139,7 +144,9 @@ class HuggingFaceTokenizer:
                 declared = dict(json.loads(config.read_text(encoding="utf-8"))).get("eos_token")
             except (ValueError, TypeError, RecursionError) as error:
                 raise DataError(
-                    f"holds no JSON object: {error}", where=str(config), fix="fetch the file again, or remove it"
+                    f"holds no JSON object: {error}",
+                    where=str(config),
+                    fix="fetch the file again, or remove it",
                 ) from error
             declared = declared.get("content") if isinstance(declared, dict) else declared
             names = [declared] if isinstance(declared, str) else []
@@ -232,7 +239,9 @@ def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
             raise DataError(what, where=str(file), fix=f"give the tokenizer's own file; {LIFT_HINT}")
     if path.name.endswith("merges.txt"):
         raise DataError("is half a tokenizer", where=str(path), fix="give the vocab.json beside it")
-    return HuggingFaceTokenizer(path) if path.suffix == ".json" else SentencePieceTokenizer(path)
+    if path.suffix == ".json":
+        return HuggingFaceTokenizer(path)
+    return SentencePieceTokenizer(path)
 
 
 def _digest(*paths: Path) -> str:
@@ -249,7 +258,10 @@ def take_bytes(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:
 
 
 def train_sentencepiece(
-    texts: Iterable[str], path: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES
+    texts: Iterable[str],
+    path: str | Path,
+    vocab_size: int,
+    sample_bytes: int = SAMPLE_BYTES,
 ) -> SentencePieceTokenizer:
     """Train a lossless byte-pair model and write it to `path`: decode(encode(text)) == text for every text.
 
@@ -285,15 +297,20 @@ def _refusal(reason: str, vocab_size: int) -> DataError:
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", reason):
         fix = f"set --vocab-size to at least {least[1]}"
         return DataError(
-            f"{vocab_size} pieces are too few: every byte and the characters of the text take {least[1]}", fix
+            f"{vocab_size} pieces are too few: every byte and the characters of the text take {least[1]}",
+            fix,
         )
     return DataError(
-        f"sentencepiece refused: {reason.rpartition('] ')[2]}", fix="give other text, or another --vocab-size"
+        f"sentencepiece refused: {reason.rpartition('] ')[2]}",
+        fix="give other text, or another --vocab-size",
     )
 
 
 def train_huggingface(
-    texts: Iterable[str], path: str | Path, vocab_size: int, sample_bytes: int = SAMPLE_BYTES
+    texts: Iterable[str],
+    path: str | Path,
+    vocab_size: int,
+    sample_bytes: int = SAMPLE_BYTES,
 ) -> HuggingFaceTokenizer:
     """Train a byte-level byte-pair tokenizer (GPT-2's kind, lossless) and write `tokenizer.json` to `path`."""
     from tokenizers import models, pre_tokenizers, trainers
@@ -302,7 +319,10 @@ def train_huggingface(
     model = _byte_level(models.BPE())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     with _ended_by_ctrl_c():
         model.train_from_iterator(texts, trainer)

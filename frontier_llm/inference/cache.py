@@ -105,6 +105,11 @@ def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scores: Scores, bias:
         o_BaSD = torch.softmax(capped_BaST if bias is None else capped_BaST + bias, dim=-1) @ v_BaTD
     else:
         o_BaSD = F.scaled_dot_product_attention(
-            q_BaSD, k_BgTD, v_BgTD, attn_mask=bias, scale=scores.scale, enable_gqa=queries > 1
+            q_BaSD,
+            k_BgTD,
+            v_BgTD,
+            attn_mask=bias,
+            scale=scores.scale,
+            enable_gqa=queries > 1,
         )
     return o_BaSD.permute(2, 0, 1, 3)

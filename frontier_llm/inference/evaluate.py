@@ -28,7 +28,9 @@ class TaskResult:
     @property
     def stderr(self) -> float:
         """Standard error of `acc`."""
-        return math.sqrt(self.acc * (1 - self.acc) / (self.items - 1)) if self.items > 1 else math.nan
+        if self.items > 1:
+            return math.sqrt(self.acc * (1 - self.acc) / (self.items - 1))
+        return math.nan
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -39,7 +41,8 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     """
     spaces = len(context) - len(context.rstrip())
     if spaces:
-        context, continuation = context[:-spaces], context[-spaces:] + continuation
+        continuation = context[-spaces:] + continuation
+        context = context[:-spaces]
     if not context:
         return [tokenizer.eod], tokenizer.encode(continuation)
     whole = tokenizer.encode(context + continuation)
@@ -67,13 +70,13 @@ class Asked:
         by_token = accuracy(len(continuation) for _, continuation in self.pairs)
         by_character = accuracy(max(len(option.continuation) - len(task.delimiter), 1) for option in self.options)
         return TaskResult(
-            task.name,
-            task.format,
-            self.shots,
-            len(task.prompts),
-            by_sum,
-            None if task.is_schema else by_character,
-            by_token,
+            task=task.name,
+            format=task.format,
+            shots=self.shots,
+            items=len(task.prompts),
+            acc=by_sum,
+            acc_norm=None if task.is_schema else by_character,
+            acc_token=by_token,
         )
 
 
@@ -81,7 +84,10 @@ def ask(tokenizer: Tokenizer, task: Task, shots: int = 0, pool: Task | None = No
     """The task behind `shots` solved examples of the `pool`, or of itself."""
     options = requests(task, shots, pool)
     return Asked(
-        task, shots, options, [encode_pair(tokenizer, option.context, option.continuation) for option in options]
+        task,
+        shots,
+        options,
+        [encode_pair(tokenizer, option.context, option.continuation) for option in options],
     )
 
 

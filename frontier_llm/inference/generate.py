@@ -95,15 +95,27 @@ def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
         where = f"prompt {row}"
         if not prompt:
             problems.append(
-                Problem(where, "holds no token", "start it with the end-of-document token, or give some text")
+                Problem(
+                    where=where,
+                    what="holds no token",
+                    fix="start it with the end-of-document token, or give some text",
+                )
             )
         elif len(prompt) >= S:
             problems.append(
-                Problem(where, f"{len(prompt)} tokens leave no room in a context of {S}", f"give at most {S - 1}")
+                Problem(
+                    where=where,
+                    what=f"{len(prompt)} tokens leave no room in a context of {S}",
+                    fix=f"give at most {S - 1}",
+                )
             )
         if prompt and (token := outside(prompt, V)) is not None:
             problems.append(
-                Problem(where, f"holds token {token}, the vocabulary has {V}", "use the tokenizer of the training data")
+                Problem(
+                    where=where,
+                    what=f"holds token {token}, the vocabulary has {V}",
+                    fix="use the tokenizer of the training data",
+                )
             )
     if problems or not prompts:
         raise ConfigError(problems or "there is no prompt", fix="give one")

@@ -51,7 +51,12 @@ class FrontierLM(TemplateLM):
         place = _device(device)
         plan = inference_plan(opened.source.model, 1, 1, 1)
         self.model = build_inference_model(
-            opened.source, plan, serial_mesh(), place, dtype or opened.dtype, OpsConfig()
+            source=opened.source,
+            plan=plan,
+            mesh=serial_mesh(),
+            device=place,
+            dtype=dtype or opened.dtype,
+            ops=OpsConfig(),
         )
 
     @property
@@ -78,7 +83,9 @@ class FrontierLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(sum of log-probabilities, greedy) per (texts, context ids, continuation ids)."""
         scores = score(
-            self.model, [(context, continuation) for _, context, continuation in requests], self.batch_size_per_gpu
+            self.model,
+            [(context, continuation) for _, context, continuation in requests],
+            self.batch_size_per_gpu,
         )
         return [(entry.log_probability, entry.greedy) for entry in scores]
 
@@ -103,7 +110,12 @@ class FrontierLM(TemplateLM):
             numbers = [number for number, other in enumerate(asked) if other == how]
             prompts = [self._fitting(requests[number].args[0], sampling.max_new_tokens) for number in numbers]
             completions = complete(
-                self.model, self.tokens, prompts, sampling, stops, batch_size=self.batch_size_per_gpu
+                model=self.model,
+                tokenizer=self.tokens,
+                prompts=prompts,
+                sampling=sampling,
+                stops=stops,
+                batch_size=self.batch_size_per_gpu,
             )
             for number, completion in zip(numbers, completions, strict=True):
                 texts[number] = completion.text
@@ -122,9 +134,14 @@ def _generation(options: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
     wanted = int(options.get("max_gen_toks", options.get("max_new_tokens", DEFAULT_NEW_TOKENS)))
     temperature = float(options.get("temperature", 1.0)) if options.get("do_sample", False) else 0.0
     sampling = Sampling(
-        wanted, temperature, top_p=float(options.get("top_p", 1.0)), min_p=float(options.get("min_p", 0.0))
+        wanted,
+        temperature,
+        top_p=float(options.get("top_p", 1.0)),
+        min_p=float(options.get("min_p", 0.0)),
     )
-    return sampling, (until,) if isinstance(until, str) else tuple(until)
+    if isinstance(until, str):
+        until = [until]
+    return sampling, tuple(until)
 
 
 def _device(wanted: str | None) -> torch.device:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from frontier_llm.checkpoint.source import WeightSource, load_weights
+from frontier_llm.checkpoint.weights import WeightSource, load_weights
 from frontier_llm.comm import Mesh, Sends, all_gather, post_receive
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig, TrainConfig
 from frontier_llm.errors import ConfigError, divisors, nearest
@@ -40,7 +40,10 @@ def inference_run(
         raise ConfigError(what, f"use one of {nearest(expert, divisors(tensor))}", "parallel.expert")
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert)
     return RunConfig(
-        model=model, parallel=parallel, batch=BatchConfig(global_batch=world_size), train=TrainConfig(device=device)
+        model=model,
+        parallel=parallel,
+        batch=BatchConfig(global_batch=world_size),
+        train=TrainConfig(device=device),
     )
 
 
@@ -69,7 +72,10 @@ class InferenceModel:
         return KeyValueCache(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def hidden(
-        self, tokens_SB: Tensor, positions_SB: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        tokens_SB: Tensor,
+        positions_SB: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor | None:
         """Play the pipeline once, stage after stage. Returns (S, B, H) before the final norm on the last stage, None on
         others.
@@ -104,20 +110,39 @@ class InferenceModel:
 
 
 def build_inference_model(
-    source: WeightSource, plan: ParallelPlan, mesh: Mesh, device: torch.device, dtype: str, ops: OpsConfig
+    source: WeightSource,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: str,
+    ops: OpsConfig,
 ) -> InferenceModel:
     """Allocate this rank's stage and fill it from `source`, rectangle by rectangle. Raises BackendError for a
     missing op.
     """
     working = working_dtype(dtype)
     needs = AttentionNeeds(
-        window=source.model.sliding_window is not None, softcap=source.model.score_softcap is not None
+        window=source.model.sliding_window is not None,
+        softcap=source.model.score_softcap is not None,
     )
     selected = select_ops(ops, device.type, working, needs)
     attention = RememberingAttention(selected.attention)
     context = LayerContext(
-        mesh.tp, False, selected.but(attention=attention), WeightGradients(), working, ep=mesh.ep, etp=plan.grid.etp
+        tp=mesh.tp,
+        sequence_parallel=False,
+        ops=selected.but(attention=attention),
+        gradients=WeightGradients(),
+        dtype=working,
+        ep=mesh.ep,
+        etp=plan.grid.etp,
     )
     (stage,) = build_stages(source.model, plan.stages_of(mesh.pp.rank), context, device)
     load_weights(source, materialise(stage, device))
-    return InferenceModel(source.model, mesh, device, working, stage, attention)
+    return InferenceModel(
+        config=source.model,
+        mesh=mesh,
+        device=device,
+        dtype=working,
+        stage=stage,
+        attention=attention,
+    )

@@ -72,10 +72,14 @@ def needles(
 
 
 def _request(
-    dataset: IndexedDataset, vocabulary: int, cell: tuple[int, float], sample: int
+    dataset: IndexedDataset,
+    vocabulary: int,
+    cell: tuple[int, float],
+    sample: int,
 ) -> tuple[Sequence[int], Sequence[int]]:
     """(text with a needle and its key once more, value): a function of length, depth and number alone."""
-    (length, depth), filler = cell, cell[0] - 4 * HALF
+    length, depth = cell
+    filler = length - 4 * HALF
     draw = np.random.default_rng([length, round(100 * depth), sample])
     needle = draw.integers(0, vocabulary, 2 * HALF).tolist()
     start = int(draw.integers(0, dataset.token_count - filler + 1))

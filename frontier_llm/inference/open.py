@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.checkpoint.directory import checkpoints_at
-from frontier_llm.checkpoint.source import WeightSource
-from frontier_llm.checkpoint.weights import CheckpointWeights
+from frontier_llm.checkpoint.weights import CheckpointWeights, WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, own_plugins
 from frontier_llm.config.plugins import import_plugins, import_recorded
 from frontier_llm.data.hub import HUB
@@ -52,7 +51,11 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
         own = own_plugins(path) if is_run_directory else ()
         import_recorded(source.manifest.known_plugins, given=plugins, own=own, where=str(checkpoints[0]))
         return OpenedModel(
-            checkpoints[0], source, source.config, source.config.precision.dtype, source.config.data.tokenizer
+            checkpoints[0],
+            source,
+            source.config,
+            source.config.precision.dtype,
+            source.config.data.tokenizer,
         )
     what = "is no model" if path.exists() else "does not exist"
     fix = (
@@ -76,7 +79,9 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
     if given is None and spec.startswith(HUB) and recorded_tokenizer(str(opened.path), spec) is None:
         what = f"names the tokenizer {spec[:200]}, which was never fetched here"  # a checkpoint may be a stranger's
         raise DataError(
-            what, where=str(opened.path), fix=f"if you trust that name, fetch it with --tokenizer {spec[:200]}"
+            what,
+            where=str(opened.path),
+            fix=f"if you trust that name, fetch it with --tokenizer {spec[:200]}",
         )
     tokenizer = load_tokenizer(spec)
     check_vocabulary(tokenizer, opened.source.model)

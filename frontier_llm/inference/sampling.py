@@ -37,7 +37,7 @@ class Sampling:
             ("repetition_penalty", self.repetition_penalty > 0, "more than 0; 1 is off"),
         ]
         problems = [
-            Problem(name, f"{getattr(self, name)} is not {rule}", f"give a value {rule}")
+            Problem(where=name, what=f"{getattr(self, name)} is not {rule}", fix=f"give a value {rule}")
             for name, holds, rule in rules
             if not holds
         ]

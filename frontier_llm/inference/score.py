@@ -71,7 +71,9 @@ def score(
 
 @torch.inference_mode()
 def token_scores(
-    model: InferenceModel, texts: Sequence[Sequence[int]], counts: Sequence[int] | None = None
+    model: InferenceModel,
+    texts: Sequence[Sequence[int]],
+    counts: Sequence[int] | None = None,
 ) -> list[tuple[Tensor, Tensor]] | None:
     """For the last tokens of each text: log p given those before, and whether each was the most likely; (count,) on the
     CPU.

@@ -52,7 +52,9 @@ def _foundry_schema(line: dict[str, Any]) -> Prompt:
 def _arc(line: dict[str, Any]) -> Prompt:
     choices = line["choices"]
     return _choices(
-        f"Question: {line['question']}\nAnswer:", list(choices["text"]), list(choices["label"]).index(line["answerKey"])
+        f"Question: {line['question']}\nAnswer:",
+        list(choices["text"]),
+        list(choices["label"]).index(line["answerKey"]),
     )
 
 
@@ -95,7 +97,9 @@ def _winograd(line: dict[str, Any]) -> Prompt:
     def candidate(option: str) -> str:
         option += "'s" if pronoun.lower() in _POSSESSIVE else ""
         word = option.split()[0]
-        return option.replace(word, word.lower()) if word in _CAPITALISED and not opens_sentence else option
+        if word in _CAPITALISED and not opens_sentence:
+            return option.replace(word, word.lower())
+        return option
 
     contexts = [text[:place] + candidate(option) for option in line["options"][:2]]
     return _schema(contexts, text[place + len(pronoun) :], int(line["label"]))
@@ -108,7 +112,9 @@ LM_EVAL = {
     "arc_challenge": KnownTask("allenai/ai2_arc (ARC-Challenge, test)", ("question", "choices", "answerKey"), _arc),
     "boolq": KnownTask("aps/super_glue (boolq, validation)", ("passage", "question"), _boolq),
     "hellaswag": KnownTask(
-        "Rowan/hellaswag (validation)", ("activity_label", "ctx_a", "ctx_b", "endings", "label"), _hellaswag
+        "Rowan/hellaswag (validation)",
+        ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+        _hellaswag,
     ),
     "piqa": KnownTask("baber/piqa (validation)", ("goal", "sol1", "sol2", "label"), _piqa),
     "winogrande": KnownTask(

@@ -54,7 +54,9 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
     if not path.is_file():
         download = f"download {LM_EVAL[name].source} and save its evaluation split as JSONL" if name in LM_EVAL else ""
         raise DataError(
-            f"no such task file for {name!r}", where=str(path), fix=download or "give the path of a JSONL file"
+            f"no such task file for {name!r}",
+            where=str(path),
+            fix=download or "give the path of a JSONL file",
         )
     documents = _read_jsonl(path)
     if not documents:
@@ -65,19 +67,29 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
     if known is None:
         formats = f"neither {', '.join(FOUNDRY_CHOICES.fields)} nor {', '.join(FOUNDRY_SCHEMA.fields)}"
         raise DataError(
-            f"{name!r} is no known task, and the file has {formats}", where=str(path), fix=suggest(name, LM_EVAL)
+            f"{name!r} is no known task, and the file has {formats}",
+            where=str(path),
+            fix=suggest(name, LM_EVAL),
         )
     prompts = _convert(documents, path, known)[: limit or None]
     if not foundry:
-        return Task(name, str(path), "lm-eval", prompts, " ", "\n\n", known.is_schema)
+        return Task(
+            name=name,
+            path=str(path),
+            format="lm-eval",
+            prompts=prompts,
+            delimiter=" ",
+            joiner="\n\n",
+            is_schema=known.is_schema,
+        )
     return Task(
-        name,
-        str(path),
-        "llm-foundry",
-        prompts,
-        "\nAnswer: " if name in _FOUNDRY_ANSWER_LINE else " ",
-        "\n",
-        known.is_schema,
+        name=name,
+        path=str(path),
+        format="llm-foundry",
+        prompts=prompts,
+        delimiter="\nAnswer: " if name in _FOUNDRY_ANSWER_LINE else " ",
+        joiner="\n",
+        is_schema=known.is_schema,
     )
 
 
@@ -96,7 +108,8 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1
             where=(pool or task).path,
             fix="lower --shots",
         )
-    random, result = Random(seed), []  # noqa: S311  # which examples are shown is no secret
+    random = Random(seed)  # noqa: S311  # which examples are shown is no secret
+    result = []
     for number, prompt in enumerate(task.prompts):
         drawn = random.sample(examples, shots + (pool is None)) if shots else []
         shown = [example for example in drawn if pool is not None or example != prompt][:shots]

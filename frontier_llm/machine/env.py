@@ -157,7 +157,10 @@ _ROCM = (
 
 _SLINGSHOT = (
     Variable(
-        "GLOO_SOCKET_IFNAME", "hsn0", "needed above about 300 nodes, harmless below", "eminorhan/frontier-torchtitan"
+        "GLOO_SOCKET_IFNAME",
+        "hsn0",
+        "needed above about 300 nodes, harmless below",
+        "eminorhan/frontier-torchtitan",
     ),
     Variable(
         "NCCL_SOCKET_IFNAME",
@@ -183,10 +186,16 @@ _SLINGSHOT = (
 _OWN = {
     "frontier": (
         Variable(
-            "FI_MR_CACHE_MONITOR", "kdreg2", "memory-registration cache: Frontier's default, safe with the plugin", OLCF
+            "FI_MR_CACHE_MONITOR",
+            "kdreg2",
+            "memory-registration cache: Frontier's default, safe with the plugin",
+            OLCF,
         ),
         Variable(
-            "FI_CXI_RDZV_PROTO", "alt_read", "faster RCCL at scale; needs `--network=disable_rdzv_get` in the job", OLCF
+            "FI_CXI_RDZV_PROTO",
+            "alt_read",
+            "faster RCCL at scale; needs `--network=disable_rdzv_get` in the job",
+            OLCF,
         ),
         Variable("NCCL_NET_GDR_LEVEL", "PHB", "GPU RDMA through the NIC of the same package", OLCF),
     ),
@@ -238,19 +247,8 @@ def flight_record_variable(run_dir: str) -> Variable:
 
 _SLINGSHOT_MACHINES = tuple(_OWN)
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
-_NVIDIA_MACHINES = (
-    "selene",
-    "jean-zay",
-    "eos",
-    "h200",
-    "vtrain-a100",
-    "vtrain-a100-node",
-    "llm-foundry-a100",
-    "llm-foundry-a100-40",
-    "llm-foundry-h100",
-    "torchtitan-a100",
-    "torchtitan-h100",
-)
+# "eos" and "selene" are the former names of h100 and a100; files that were written then name them
+_NVIDIA_MACHINES = ("a100", "h100", "h200", "eos", "selene")
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 
 
@@ -305,6 +303,9 @@ def _slingshot(machine: str, nodes: int) -> list[Variable]:
             "out; by default every 1000"
         )
         chosen["TORCH_NCCL_COORD_CHECK_MILSEC"] = Variable(
-            "TORCH_NCCL_COORD_CHECK_MILSEC", str(period_ms), reason, "PyTorch source"
+            "TORCH_NCCL_COORD_CHECK_MILSEC",
+            str(period_ms),
+            reason,
+            "PyTorch source",
         )
     return list(chosen.values())

@@ -99,7 +99,7 @@ def _problem(path: Path, lines: dict[str, str], detail: Any) -> Problem:
     # where a number with its source belongs
     elif detail["type"].startswith("model_") and isinstance(detail["input"], int | float):
         fix = "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}"
-    return Problem(f"{place}: {problem.where}", problem.what, fix)
+    return Problem(where=f"{place}: {problem.where}", what=problem.what, fix=fix)
 
 
 def stack_name(machine: Machine, stack: str | None) -> str:
@@ -203,8 +203,6 @@ def provenance(machine: Machine, stack: str | None, field: str, group: int | Non
     section, key, _ = PLACES[field]
     holder = machine.stacks[stack_name(machine, stack)] if section == "stack" else getattr(machine, section)
     numbers = getattr(holder, key)
-    return (
-        numbers[min(numbers, key=lambda size: abs(size - (group or max(numbers))))]
-        if isinstance(numbers, dict)
-        else numbers
-    )
+    if isinstance(numbers, dict):
+        return numbers[min(numbers, key=lambda size: abs(size - (group or max(numbers))))]
+    return numbers

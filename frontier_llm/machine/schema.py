@@ -148,7 +148,10 @@ def vendor_of(architecture: str) -> Vendor:
 
 
 def check_rectangle(
-    time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, ...], rows: str, least_rows: int
+    time_us: Mapping[int, tuple[float, ...]],
+    message_bytes: tuple[int, ...],
+    rows: str,
+    least_rows: int,
 ) -> None:
     """Raise ValueError unless a table can be interpolated: full rows, rising axes, at least two message sizes."""
     short = [row for row, times in time_us.items() if len(times) != len(message_bytes)]
@@ -181,7 +184,9 @@ class Stack(Section, Habits):  # type: ignore[misc]  # a Section is frozen too, 
     gather_overlap: Number
     tp_overlap: Number
     chunk_overlap: Number = Number(
-        value=0, tag="estimated", source="pieces of tp's products were never measured here (bench comm)"
+        value=0,
+        tag="estimated",
+        source="pieces of tp's products were never measured here (bench comm)",
     )
     fabric_share: Number  # of node.fabric_gbps that this stack's collectives reach
     reserve_gib: Number

@@ -53,7 +53,11 @@ def node_counts(rates: Rates) -> np.ndarray:
 
 
 def times_by_nodes(
-    rates: Rates, per_node: int, sharing: int, size_bytes: float, operation: str
+    rates: Rates,
+    per_node: int,
+    sharing: int,
+    size_bytes: float,
+    operation: str,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(nodes, seconds as one ring, seconds in two stages) of groups with `per_node` ranks on each of their nodes."""
     nodes = node_counts(rates)
@@ -69,11 +73,10 @@ def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
     layout = plan.layout
     held = float(stage_numel(model, layout.tp, stage_layers(model, layout)[0], True, layout.pp == 1))
     whole_layers = layout.sharding == "weights"
-    bucket = (
-        float(stage_numel(model, layout.tp, 1, False, False))
-        if whole_layers
-        else min(held, rates.bucket_parameters or held)
-    )
+    if whole_layers:
+        bucket = float(stage_numel(model, layout.tp, 1, False, False))
+    else:
+        bucket = min(held, rates.bucket_parameters or held)
     gradient_bytes = DTYPE_BYTES.get(layout.gradient_wire, rates.gradient_bytes)
     if layout.sharding == "none":
         return {"all_reduce": bucket * gradient_bytes}
@@ -99,13 +102,13 @@ def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
         first = int(nodes[after]) if after < len(nodes) else None
         choices.append(
             Choice(
-                operation,
-                replicas,
-                -(-replicas // per_node),
-                size,
-                float(flat_s(*args)),
-                float(hierarchical_s(*args)),
-                first,
+                operation=operation,
+                ranks=replicas,
+                nodes=-(-replicas // per_node),
+                size_bytes=size,
+                flat_s=float(flat_s(*args)),
+                hierarchical_s=float(hierarchical_s(*args)),
+                wins_from_nodes=first,
             )
         )
     return choices

@@ -72,14 +72,20 @@ def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None
     if cp == 1:
         return ["auto"]
     stretches = model.sliding_window is None or model.score_softcap is not None
-    ways = [*(("gather", "ring") if stretches else ()), *(("heads",) if model.num_kv_heads // tp % cp == 0 else ())]
+    ways = []
+    if stretches:
+        ways += ["gather", "ring"]
+    if model.num_kv_heads // tp % cp == 0:
+        ways.append("heads")
     chosen = context_way(model, tp, cp) if wanted == "auto" else wanted
     return [way for way in ways if chosen in (None, way)]
 
 
 def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
     """ep that shares out the experts evenly among the ranks of a stage."""
-    return [1] if model.moe is None else [ep for ep in divisors(model.moe.experts) if ranks % ep == 0]
+    if model.moe is None:
+        return [1]
+    return [ep for ep in divisors(model.moe.experts) if ranks % ep == 0]
 
 
 def enumerate_layouts(
@@ -107,7 +113,16 @@ def enumerate_layouts(
             wanted = all(fixed.get(axis, degree) == degree for axis, degree in degrees.items())
             if wanted and not beyond and dp and pp <= model.layers and global_batch % dp == 0:
                 degrees_of_experts = [ep for ep in expert_degrees(model, tp * cp * dp) if fixed.get("ep", ep) == ep]
-                layouts = (Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep) for ep in degrees_of_experts)
+                layouts = (
+                    Layout(
+                        tp=tp,
+                        cp=cp,
+                        pp=pp,
+                        dp=dp,
+                        ep=ep,
+                    )
+                    for ep in degrees_of_experts
+                )
                 rows += [_options(model, layout, global_batch // dp, tp_max, fixed) for layout in layouts]
     columns: dict[str, Any] = {
         name: np.concatenate([part[name] for part in rows])
@@ -160,16 +175,21 @@ def _shardings(model: ModelConfig, degrees: Layout, node: int, fixed: Mapping[st
 
 
 def _options(
-    model: ModelConfig, degrees: Layout, per_replica: int, node: int, fixed: Mapping[str, Any]
+    model: ModelConfig,
+    degrees: Layout,
+    per_replica: int,
+    node: int,
+    fixed: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
     tp = degrees.tp
     cp = degrees.cp
     pp = degrees.pp
     dp = degrees.dp
-    microbatches = (
-        [B for B in divisors(per_replica) if B <= MAX_MICROBATCH] if per_replica <= 4096 * MAX_MICROBATCH else []
-    )
+    if per_replica <= 4096 * MAX_MICROBATCH:
+        microbatches = [B for B in divisors(per_replica) if B <= MAX_MICROBATCH]
+    else:
+        microbatches = []
     plays = _plays(model, pp, fixed)
     shardings = _shardings(model, degrees, node, fixed)
     orders = list(AXIS_ORDERS) if pp > 1 and dp > 1 else [AXIS_ORDERS[0]]
@@ -184,7 +204,8 @@ def _options(
         "micro_batch": left("micro_batch", microbatches),
         "schedule": np.array([name for name, _ in plays], dtype="U32"),
         "sequence_parallel": left(
-            "sequence_parallel", [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False]
+            "sequence_parallel",
+            [False, True] if tp > 1 and model.sequence_length // cp % tp == 0 else [False],
         ),
         "recompute": np.array([fixed["recompute"]] if "recompute" in fixed else RECOMPUTE),
         "sharding": np.array([name for name, _ in shardings], dtype="U9"),
@@ -215,7 +236,7 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
         key, separator, text = word.partition("=")
         name = key.rsplit(".", 1)[-1]  # parallel.tensor=8 is fine too
         if not separator or name not in FIXABLE:
-            problems.append(Problem(word, "is not a choice that can be fixed", suggest(name, FIXABLE)))
+            problems.append(Problem(where=word, what="is not a choice that can be fixed", fix=suggest(name, FIXABLE)))
             continue
         meanings = MEANINGS.get(name, {})
         readers: dict[str, Callable[[str], Any]] = {"recompute": recompute_modes, "imbalance": float}
@@ -224,7 +245,7 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
             fixed[FIXABLE[name]] = read(text.lower())
         except (ValueError, KeyError):
             valid = ", ".join(meanings) or ("a number" if name == "imbalance" else "a whole number")
-            problems.append(Problem(word, f"{text!r} is not a value of {name}", f"use {valid}"))
+            problems.append(Problem(where=word, what=f"{text!r} is not a value of {name}", fix=f"use {valid}"))
     if problems:
         raise ConfigError(problems)
     return fixed
@@ -254,7 +275,11 @@ def _whole(text: str) -> int:
 
 
 def legal_node_counts(
-    model: ModelConfig, devices_per_node: int, nodes: int, global_batch: int, fixed: Mapping[str, Any]
+    model: ModelConfig,
+    devices_per_node: int,
+    nodes: int,
+    global_batch: int,
+    fixed: Mapping[str, Any],
 ) -> list[int]:
     """The nearest node counts, below and above, that admit a layout."""
 

@@ -22,11 +22,11 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
     if changes.items() <= chosen.items():
         return f"what if {' '.join(words)}: the choice has that already"
     # what follows from a choice may change with it
-    follows = {
-        "dp",
-        *(("chunks",) if {"tp", "pp"} & changes.keys() else ()),
-        *(("data_shard",) if "sharding" in changes else ()),
-    }
+    follows = {"dp"}
+    if {"tp", "pp"} & changes.keys():
+        follows.add("chunks")
+    if "sharding" in changes:
+        follows.add("data_shard")
     same = {name: value for name, value in chosen.items() if name not in follows}
     exact = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **same, **changes})
     free = search(outcome.model, numbers, outcome.nodes, outcome.global_batch, {**fixed, **changes})

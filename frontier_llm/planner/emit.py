@@ -99,7 +99,14 @@ def _shortened(content: Mapping[str, Any]) -> dict[str, Any]:
     return {section: values for section, values in {**content, **short}.items() if values}
 
 
-def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates: Rates, saves: Campaign | None) -> str:
+def emit(
+    path: Path,
+    request: Request,
+    machine: Machine,
+    outcome: Search,
+    rates: Rates,
+    saves: Campaign | None,
+) -> str:
     """Write the run file, check that it loads and that its layout is legal, and return what to fill in and the command
     that starts or submits it.
 
@@ -114,9 +121,9 @@ def emit(path: Path, request: Request, machine: Machine, outcome: Search, rates:
         content = {"base": reference(request.run, path.parent), **_on_top(choice, request, outcome)}
     else:
         same_length = outcome.model.sequence_length == load_model(request.model).sequence_length
-        model = (
-            request.model if same_length else {"base": request.model, "sequence_length": outcome.model.sequence_length}
-        )
+        model: str | dict[str, object] = request.model
+        if not same_length:
+            model = {"base": request.model, "sequence_length": outcome.model.sequence_length}
         tokens = request.tokens or (saves.tokens if saves else TOKENS_PER_PARAMETER * total_parameters(outcome.model))
         choice = _shortened(choice)
         needs = recipe(best, tokens, saves)
@@ -179,4 +186,6 @@ def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[st
 
 
 def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).replace(" ", "")

@@ -44,10 +44,38 @@ class Published:
 # arXiv 2312.12705 (ORNL, Frontier): weak 100 % and strong 89 % and 87 % in the abstract; the further digits stand in
 # the body
 PUBLISHED = (
-    Published("weak", "gpt-175b", "ORNL 175B", 1024, 1.00, "arXiv 2312.12705, abstract"),
-    Published("weak", "gpt-1t", "ORNL 1T", 3072, 1.00, "arXiv 2312.12705, abstract"),
-    Published("strong", "gpt-175b", "ORNL 175B, batch 8000", 1024, 0.8993, "arXiv 2312.12705 (abstract: 89 %)"),
-    Published("strong", "gpt-1t", "ORNL 1T, batch 8016", 3072, 0.8705, "arXiv 2312.12705 (abstract: 87 %)"),
+    Published(
+        mode="weak",
+        model="gpt-175b",
+        label="ORNL 175B",
+        devices=1024,
+        efficiency=1.00,
+        source="arXiv 2312.12705, abstract",
+    ),
+    Published(
+        mode="weak",
+        model="gpt-1t",
+        label="ORNL 1T",
+        devices=3072,
+        efficiency=1.00,
+        source="arXiv 2312.12705, abstract",
+    ),
+    Published(
+        mode="strong",
+        model="gpt-175b",
+        label="ORNL 175B, batch 8000",
+        devices=1024,
+        efficiency=0.8993,
+        source="arXiv 2312.12705 (abstract: 89 %)",
+    ),
+    Published(
+        mode="strong",
+        model="gpt-1t",
+        label="ORNL 1T, batch 8016",
+        devices=3072,
+        efficiency=0.8705,
+        source="arXiv 2312.12705 (abstract: 87 %)",
+    ),
 )
 
 
@@ -84,7 +112,9 @@ def played_part(plan: Plan) -> str:
     """How much of the step is drawn, where it is not the whole."""
     played = plan.played.timeline.schedule.microbatches
     whole = plan.layout.microbatches
-    return f": {played} of the {whole} microbatches, the pattern of the middle repeats" if played < whole else ""
+    if played < whole:
+        return f": {played} of the {whole} microbatches, the pattern of the middle repeats"
+    return ""
 
 
 def memory_chart(plan: Plan) -> Chart:
@@ -98,13 +128,19 @@ def memory_chart(plan: Plan) -> Chart:
     ]
     limit = level("device", plan.limit_bytes / GIB, [-0.5, len(ranks) - 0.5])
     return Chart(
-        "Memory per pipeline rank",
-        "pipeline rank",
-        "GiB",
-        [*traces, limit],
+        title="Memory per pipeline rank",
+        x="pipeline rank",
+        y="GiB",
+        traces=[*traces, limit],
         height_px=380,
         layout={"barmode": "stack", "xaxis": {"dtick": max(1, len(ranks) // 16)}},
     )
+
+
+def _name_of_work(work: Product | FlashCore) -> str:
+    if isinstance(work, Product):
+        return work.parameter
+    return "backward" if work.backward else "forward"
 
 
 def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
@@ -128,10 +164,7 @@ def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
             for count, work in zip(executed, works, strict=True)
         ]
         places = [intensity(count, work.moved_bytes) for count, work in zip(executed, works, strict=True)]
-        names = [
-            work.parameter if isinstance(work, Product) else "backward" if work.backward else "forward"
-            for work in works
-        ]
+        names = [_name_of_work(work) for work in works]
         traces.append(points(cause, places, speeds, index, hover=names))
     moved = sum(item.work.moved_bytes for item in items if isinstance(item.work, Product | FlashCore | Pass))
     block = times(plan.model, plan.layout, numbers).block
@@ -144,7 +177,11 @@ def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
     roof = [min(numbers.peak_flops, place * numbers.hbm_bytes_s) / 1e12 for place in ends]
     axes = "FLOPs per byte of memory traffic", "TFLOP/s per device (simulated)"
     return Chart(
-        "Roofline of a block", *axes, [*traces, line("the device", ends, roof, 7, dash="dash")], log_x=True, log_y=True
+        "Roofline of a block",
+        *axes,
+        [*traces, line("the device", ends, roof, 7, dash="dash")],
+        log_x=True,
+        log_y=True,
     )
 
 
@@ -185,7 +222,11 @@ def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
     here = float(plan.layout.dp / place.replicas_per_node)
     for operation, size in sizes.items():
         nodes, flat, staged = times_by_nodes(
-            numbers, int(place.replicas_per_node), int(place.replicas_sharing), size, operation
+            numbers,
+            int(place.replicas_per_node),
+            int(place.replicas_sharing),
+            size,
+            operation,
         )
         traces = [
             line("one ring, or RCCL's tree", nodes, 1e3 * flat, 0, marks="circle"),
@@ -201,7 +242,14 @@ def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
             },
         ]
         title = f"{operation.replace('_', '-').capitalize()} of {format_bytes(size)}"
-        yield Chart(title, "nodes of a group", "milliseconds", traces, log_x=True, log_y=True)
+        yield Chart(
+            title=title,
+            x="nodes of a group",
+            y="milliseconds",
+            traces=traces,
+            log_x=True,
+            log_y=True,
+        )
 
 
 def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -243,7 +291,14 @@ def scaling_charts(outcome: Search, machine: Machine, numbers: Rates) -> Iterato
                 points("ORNL, measured (its own baseline)", [point.devices], [point.efficiency], 3, shape="star")
             )
         title = "Weak scaling" if weak else f"Strong scaling, global batch {outcome.global_batch}"
-        yield Chart(title, "devices", "efficiency", traces, log_x=True, layout={"yaxis": {"range": [0, 1.1]}})
+        yield Chart(
+            title=title,
+            x="devices",
+            y="efficiency",
+            traces=traces,
+            log_x=True,
+            layout={"yaxis": {"range": [0, 1.1]}},
+        )
 
 
 COLOURS = {Kind.FORWARD: "good", Kind.BACKWARD: "bad", Kind.BACKWARD_INPUT: "terrible", Kind.BACKWARD_WEIGHT: "yellow"}

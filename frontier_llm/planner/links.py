@@ -32,7 +32,11 @@ def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
         links["context"] = _context(layout.cp, int(place.cp_per_node), machine, rates)
     if layout.replicas > 1:
         links["data"] = _replicas(
-            layout.replicas, int(place.replicas_per_node), int(place.replicas_sharing), machine, rates
+            layout.replicas,
+            int(place.replicas_per_node),
+            int(place.replicas_sharing),
+            machine,
+            rates,
         )
     return links
 

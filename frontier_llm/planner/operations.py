@@ -31,7 +31,9 @@ class Campaign:
     @property
     def jobs(self) -> int:
         """Jobs one after the other under the bin's walltime (1 without a limit)."""
-        return 1 if self.queue is None else max(1, round(self.calendar_days * 24 / self.queue.max_hours + 0.5))
+        if self.queue is None:
+            return 1
+        return max(1, round(self.calendar_days * 24 / self.queue.max_hours + 0.5))
 
 
 def campaign(machine: Machine, plan: Plan, tokens: float | None) -> Campaign | None:

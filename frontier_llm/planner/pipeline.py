@@ -72,7 +72,10 @@ class Played:
 
 
 def stage_times(
-    model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]
+    model: ModelConfig,
+    layout: Layout,
+    rates: Rates,
+    stages: tuple[StageSpec, ...],
 ) -> tuple[StageTimes, ...]:
     """Times of every virtual stage: its layers, and the embedding or the head where it has them."""
     parts = times(model, layout, rates)
@@ -126,7 +129,19 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
         wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
         length = min(m, wanted + (m - wanted) % round_size)
     while True:
-        timeline = _contended(_simulate(name, pp, length, v, stage_s, message, _turns(layout, rates)), layout, rates)
+        timeline = _contended(
+            _simulate(
+                name=name,
+                pp=pp,
+                m=length,
+                v=v,
+                times=stage_s,
+                message=message,
+                turns=_turns(layout, rates),
+            ),
+            layout,
+            rates,
+        )
         period = 0.0 if length == m else _period(timeline, stage_s, v, round_size)
         if period is not None:
             break
@@ -147,7 +162,15 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     held, last_backward_s, first_forward_s, of_experts = (
         by_rank(values, layout) for values in (parameters, backward_s, forward_s, experts)
     )
-    end = tail(layout, rates, held, last_backward_s, first_forward_s, of_experts, whole)
+    end = tail(
+        layouts=layout,
+        rates=rates,
+        parameters=held,
+        last_backward_s=last_backward_s,
+        first_forward_s=first_forward_s,
+        experts=of_experts,
+        whole=whole,
+    )
     return Played(
         timeline=timeline,
         pipeline_s=float(ends.max()),
@@ -195,7 +218,14 @@ def _simulate(
         seconds[Kind.BACKWARD_INPUT, position] = one.backward_s - one.weight_s
         seconds[Kind.BACKWARD_WEIGHT, position] = one.weight_s
 
-    schedule = build(name, pp, m, v, messages=turns != "many", pairs=any(one.pair_s for one in times))
+    schedule = build(
+        name=name,
+        stages=pp,
+        microbatches=m,
+        chunks=v,
+        messages=turns != "many",
+        pairs=any(one.pair_s for one in times),
+    )
     paired = beside(schedule)
     less_s = _pairs_s(schedule, times)
 

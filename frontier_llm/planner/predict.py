@@ -40,7 +40,7 @@ class PointPrediction:
             "frontier-llm plan finds layouts that fit; or raise parallel.pipeline or tensor, or set "
             "train.recompute=full"
         )
-        return [Problem("memory", what, fix)]
+        return [Problem(where="memory", what=what, fix=fix)]
 
 
 def predict(config: RunConfig, devices: int, machine: str | None = None) -> PointPrediction:

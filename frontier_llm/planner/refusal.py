@@ -52,17 +52,18 @@ def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
     fixed = fixed_words(outcome.fixed)
     near = legal_node_counts(model, machine.devices_per_node, outcome.nodes, outcome.global_batch, outcome.fixed)
     batches = nearest(
-        outcome.global_batch, range(outcome.nodes, 4 * outcome.global_batch + outcome.nodes, outcome.nodes)
+        outcome.global_batch,
+        range(outcome.nodes, 4 * outcome.global_batch + outcome.nodes, outcome.nodes),
     )
     counts = " or ".join(map(str, near)) if near else "another number of"
     batch = "" if outcome.global_batch in batches else f", or a global batch such as {' or '.join(map(str, batches))}"
     refused = Problem(
-        "plan",
-        f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch "
+        where="plan",
+        what=f"no legal layout of {model.name} ({model.layers} layers, {model.heads} heads) with global batch "
         f"{outcome.global_batch} "
         f"on {plural(outcome.nodes, 'node')} of {machine.devices_per_node} devices"
         + (f" with {fixed}" if fixed else ""),
-        f"use {counts} nodes{batch}" + (", or fix less" if fixed else ""),
+        fix=f"use {counts} nodes{batch}" + (", or fix less" if fixed else ""),
     )
     return LayoutError([*_broken_rules(outcome, machine), refused])
 
@@ -83,18 +84,23 @@ def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
             return list(error.problems)
 
     without = problems({})
-    return [problem for problem in problems(outcome.fixed) if problem not in without] if outcome.fixed else []
+    if outcome.fixed:
+        return [problem for problem in problems(outcome.fixed) if problem not in without]
+    return []
 
 
 def _plainest(fixed: Mapping[str, Any]) -> Layout:
     """A layout with these choices and, of the others, only what they cannot do without. Of itself a schedule breaks
     no rule: it has chunks as it likes.
     """
-    free = {"expert_all_to_all", *(() if "chunks" in fixed and fixed.get("schedule") != SEARCHED else ("schedule",))}
+    free = {"expert_all_to_all"}
+    if "chunks" not in fixed or fixed.get("schedule") == SEARCHED:
+        free.add("schedule")
     needed: dict[str, Any] = {"sharding": "weights"} if "data_shard" in fixed else {}
     if fixed.get("chunks", 1) > 1:
         needed |= {"schedule": "interleaved", "pp": 2}
-    return Layout(**{**needed, **{field: value for field, value in fixed.items() if field not in free}})
+    needed |= {field: value for field, value in fixed.items() if field not in free}
+    return Layout(**needed)
 
 
 def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError:
@@ -110,5 +116,7 @@ def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError
         _, nodes, name = min(homes)
         fix = f"the smallest that holds it: {nodes} nodes of {name}"
     return LayoutError(
-        f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes", fix, "plan"
+        f"{model.name} does not fit on {machine.name}, even on all of its {numbers.nodes} nodes",
+        fix,
+        "plan",
     )

@@ -8,8 +8,20 @@ from itertools import pairwise
 from typing import Any
 
 from frontier_llm.blueprint.expert_work import DISPATCH, EXPERTS, ROUTING
-from frontier_llm.blueprint.items import ADDING, EMBEDDING, HEAD, PRODUCTS, SHARDS
-from frontier_llm.blueprint.layout import SHARDING, mode_shares, run_keys
+from frontier_llm.blueprint.items import (
+    ADDING,
+    ATTENTION,
+    EMBEDDING,
+    EXCHANGE,
+    HEAD,
+    LOSS,
+    PASSES,
+    PRODUCTS,
+    SENDING,
+    SHARDS,
+    Item,
+)
+from frontier_llm.blueprint.layout import SHARDING, Layout, mode_shares, run_keys
 from frontier_llm.blueprint.parameters import layer_kinds, total_parameters
 from frontier_llm.blueprint.work import block_work, embedding_work, head_work
 from frontier_llm.machine.load import PLACES, provenance
@@ -30,19 +42,20 @@ WIDTH = 140  # columns of a report that is not shown on a terminal
 
 # which numbers of the machine file each line of the breakdown rests on
 SOURCES = {
-    "matrix products": ("gemm_efficiency", "peak_flops", "speed_variation"),
-    "attention": ("flash_efficiency", "peak_flops"),
-    "norms, activation, residual": ("hbm_efficiency", "hbm_bytes_s"),
-    "tp communication": ("fabric_bytes_s", "fabric_latency_s"),
+    PRODUCTS: ("gemm_efficiency", "peak_flops", "speed_variation"),
+    ATTENTION: ("flash_efficiency", "peak_flops"),
+    PASSES: ("hbm_efficiency", "hbm_bytes_s"),
+    SENDING: ("fabric_bytes_s", "fabric_latency_s"),
+    EXCHANGE: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     ROUTING: ("gemm_efficiency",),
     EXPERTS: ("gemm_efficiency", "peak_flops"),
     DISPATCH: ("fabric_bytes_s", "node_network_bytes_s", "network_efficiency"),
     "recompute": ("gemm_efficiency",),
-    "launch-bound": ("launch_s",),
-    "embedding": ("hbm_efficiency",),
-    "head": ("gemm_efficiency",),
-    "cross-entropy": ("hbm_efficiency",),
-    "sharded weights and gradients": ("node_network_bytes_s", "network_efficiency", "network_hop_s"),
+    LAUNCHES: ("launch_s",),
+    EMBEDDING: ("hbm_efficiency",),
+    HEAD: ("gemm_efficiency",),
+    LOSS: ("hbm_efficiency",),
+    SHARDS: ("node_network_bytes_s", "network_efficiency", "network_hop_s"),
     "host per microbatch": ("microbatch_s",),
     "bubble and messages": ("node_network_bytes_s", "network_efficiency"),
     "gradient reduction": ("node_network_bytes_s", "network_efficiency", "dp_overlap"),
@@ -66,13 +79,19 @@ def layout_words(plan: Plan) -> str:
         "sequence parallel" if layout.sequence_parallel else "",
         f"tensor chunks {layout.tensor_chunks}" if layout.tensor_chunks > 1 else "",
         f"recompute {layout.recompute}",
-        f"FSDP{f' by {layout.data_shard}' if layout.data_shard else ''}"
-        if layout.sharding == "weights"
-        else f"ZeRO-{SHARDING[layout.sharding]}",
+        _sharding_words(layout),
         f"{layout.gradient_wire} gradient sums" if layout.gradient_wire != "full" else "",
         layout.axis_order if layout.pp > 1 and layout.dp > 1 else "",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _sharding_words(layout: Layout) -> str:
+    if layout.sharding != "weights":
+        return f"ZeRO-{SHARDING[layout.sharding]}"
+    if layout.data_shard:
+        return f"FSDP by {layout.data_shard}"
+    return "FSDP"
 
 
 def step_words(seconds: float) -> str:
@@ -99,18 +118,23 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     modes = mode_shares(model, layout, layers // layout.chunks)
     split = float(split_share(layout.schedule, layout.pp, m))
     parts: dict[str, float] = {}
-    lists = (
-        *(
-            (block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS)
-            for layer, count in layer_kinds(model)
-        ),
-        (embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING),
-        (head_work(model, layout, rates), sum(stage.head for stage in held), HEAD),
-    )
-    for items, number, adds in lists:
-        for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items() if number else ():
-            share, name = (added_share(m), adds) if cause == ADDING else (1.0, cause)
-            parts[name] = parts.get(name, 0.0) + m * number * float(share * sum(both))
+
+    def add(items: Sequence[Item], number: float, adding: str) -> None:
+        """Add `number` times these items; the time of adding gradients counts under the name `adding`."""
+        if not number:
+            return
+        for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items():
+            name = cause
+            seconds = float(sum(both))
+            if cause == ADDING:
+                name = adding
+                seconds = float(added_share(m) * sum(both))
+            parts[name] = parts.get(name, 0.0) + m * number * seconds
+
+    for layer, count in layer_kinds(model):
+        add(block_work(model, layout, rates, layer), layers * count / model.layers, PRODUCTS)
+    add(embedding_work(model, layout), sum(stage.embedding for stage in held), EMBEDDING)
+    add(head_work(model, layout, rates), sum(stage.head for stage in held), HEAD)
     computed = sum(block.both(m, rates))
     parts[DISPATCH] = parts.get(DISPATCH, 0.0) - played.hidden_s[busiest]
     parts[LAUNCHES] = (
@@ -156,8 +180,23 @@ def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width
 
 
 _COLUMNS = (
-    *(">#", ">TP", ">CP", ">PP", ">v", ">DP", ">mbs", ">m", "schedule", "SP", "recompute", ">Z", ">step"),
-    *(">tok/s/dev", ">bubble", ">GiB", "bound by"),
+    ">#",
+    ">TP",
+    ">CP",
+    ">PP",
+    ">v",
+    ">DP",
+    ">mbs",
+    ">m",
+    "schedule",
+    "SP",
+    "recompute",
+    ">Z",
+    ">step",
+    ">tok/s/dev",
+    ">bubble",
+    ">GiB",
+    "bound by",
 )
 # how many of them stand in a plan's line, the first that the terminal is wide enough for → what a second line says of
 # the others
@@ -184,7 +223,8 @@ def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
 
 def _cells(index: int, plan: Plan) -> tuple[object, ...]:
     layout = plan.layout
-    degrees = (
+    sequence_parallel = "y" if layout.sequence_parallel else "n"
+    return (
         index,
         layout.tp,
         layout.cp,
@@ -193,10 +233,16 @@ def _cells(index: int, plan: Plan) -> tuple[object, ...]:
         layout.dp,
         layout.micro_batch,
         layout.microbatches,
+        layout.schedule,
+        sequence_parallel,
+        layout.recompute,
+        SHARDING[layout.sharding],
+        step_words(plan.step_s),
+        f"{plan.tokens_per_s_per_device:.1f}",
+        f"{100 * plan.played.bubble:.1f} %",
+        f"{plan.peak_bytes / GIB:.1f}",
+        plan.binding,
     )
-    modes = (layout.schedule, "y" if layout.sequence_parallel else "n", layout.recompute, SHARDING[layout.sharding])
-    speed = (step_words(plan.step_s), f"{plan.tokens_per_s_per_device:.1f}", f"{100 * plan.played.bubble:.1f} %")
-    return (*degrees, *modes, *speed, f"{plan.peak_bytes / GIB:.1f}", plan.binding)
 
 
 def wrapped(text: str, width: int) -> str:
@@ -204,15 +250,21 @@ def wrapped(text: str, width: int) -> str:
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
-        lines += (
-            textwrap.wrap(line, width, subsequent_indent=indent + 4 * " ", drop_whitespace=True)
-            if len(line) > width
-            else [line]
-        )
+        if len(line) > width:
+            lines += textwrap.wrap(line, width, subsequent_indent=indent + 4 * " ", drop_whitespace=True)
+        else:
+            lines += [line]
     return "\n".join(lines)
 
 
-def text(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None, width: int = WIDTH) -> str:
+def text(
+    outcome: Search,
+    machine: Machine,
+    stack: str,
+    rates: Rates,
+    run: Campaign | None,
+    width: int = WIDTH,
+) -> str:
     """The report that people read, in `width` columns."""
     best = outcome.best
     model = outcome.model

@@ -111,7 +111,15 @@ def simulate_layout(model: ModelConfig, layout: Layout, rates: Rates, counts: tu
     stages = split_layers(model, layout.pp * layout.chunks, counts)
     played = play(model, layout, rates, stages)
     memory = memory_by_rank(model, layout, rates, stages)
-    return Plan(model, layout, stages, played, memory, rates.memory_bytes, float(step_s(model, layout, rates)))
+    return Plan(
+        model=model,
+        layout=layout,
+        stages=stages,
+        played=played,
+        memory=memory,
+        limit_bytes=rates.memory_bytes,
+        closed_form_s=float(step_s(model, layout, rates)),
+    )
 
 
 def search(
@@ -132,7 +140,14 @@ def search(
     tp_max = max(rates.node_devices, fixed.get("tp", 1))
 
     def legal(tp_max: int) -> Layouts:
-        layouts = enumerate_layouts(model, devices, global_batch, tp_max, fixed, **shared)
+        layouts = enumerate_layouts(
+            model,
+            devices,
+            global_batch,
+            tp_max,
+            fixed,
+            **shared,
+        )
         layouts = over_nodes(model, layouts, rates, fixed.get("expert_all_to_all", "auto"))
         # topology.plan refuses FSDP where one communication may be in flight: it issues its own
         if rates.one_in_flight and not {"sharding", "data_shard"} & fixed.keys():
@@ -141,7 +156,15 @@ def search(
 
     layouts = legal(tp_max)
     nothing = Search(
-        model, nodes, global_batch, legal=0, fitting=0, dominated=0, plans=(), smallest_bytes=0.0, fixed=fixed
+        model=model,
+        nodes=nodes,
+        global_batch=global_batch,
+        legal=0,
+        fitting=0,
+        dominated=0,
+        plans=(),
+        smallest_bytes=0.0,
+        fixed=fixed,
     )
     if len(layouts) == 0:
         return nothing
@@ -168,7 +191,11 @@ def search(
 
 
 def _finalists(
-    model: ModelConfig, fitting: Layouts, seconds: np.ndarray, tight: np.ndarray, rates: Rates
+    model: ModelConfig,
+    fitting: Layouts,
+    seconds: np.ndarray,
+    tight: np.ndarray,
+    rates: Rates,
 ) -> list[Plan]:
     """Simulate the closed form's best of each (tp, pp, microbatch, schedule, tight or roomy), best first, within the
     action budget.

@@ -130,7 +130,9 @@ class Placement:
 
     def _crossing(self, message: Kind | None, position: int) -> Kind | None:
         other = -1 if message is None else position + _STEP[message]
-        return message if 0 <= other <= self.last and self.rank_of[other] != self.rank_of[position] else None
+        if 0 <= other <= self.last and self.rank_of[other] != self.rank_of[position]:
+            return message
+        return None
 
     def channel(self, kind: Kind, position: int) -> Channel:
         """The channel of a SEND or RECV."""

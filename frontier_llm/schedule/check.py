@@ -8,6 +8,8 @@ from frontier_llm.errors import Problem
 from frontier_llm.schedule.actions import FORWARD_ONLY, Action, Kind, Schedule, beside
 from frontier_llm.schedule.order import ScheduleError
 
+SPLIT_BACKWARD = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
 
 def check(schedule: Schedule, rank: int) -> None:
     """Raise ScheduleError unless a pipeline rank's list is legal; cheap enough for every start.
@@ -29,9 +31,9 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
     problems = []
     placement = schedule.placement
     counts = Counter(schedule.actions[stage])
-    problems += [
-        Problem(where, f"{action} occurs {times} times", "once each") for action, times in counts.items() if times > 1
-    ]
+    for action, times in counts.items():
+        if times > 1:
+            problems.append(Problem(where=where, what=f"{action} occurs {times} times", fix="once each"))
     work = [
         (microbatch, position)
         for microbatch in range(schedule.microbatches)
@@ -39,15 +41,20 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
     ]
     expected: set[Action] = set()
     for microbatch, position in work:
-        split = any(
-            Action(kind, microbatch, position) in counts for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        )
-        backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.BACKWARD,)
-        for kind in (Kind.FORWARD, *(backward if schedule.name != FORWARD_ONLY else ())):
-            messages = placement.received_by(kind, position), placement.sent_by(kind, position)
-            expected |= {Action(each, microbatch, position) for each in (kind, *messages) if each}
-    problems += [Problem(where, f"{action} is missing") for action in sorted(expected - set(counts), key=str)]
-    problems += [Problem(where, f"{action} does not belong here") for action in sorted(set(counts) - expected, key=str)]
+        kinds = [Kind.FORWARD]
+        if schedule.name != FORWARD_ONLY:
+            is_split = any(Action(kind, microbatch, position) in counts for kind in SPLIT_BACKWARD)
+            kinds += SPLIT_BACKWARD if is_split else [Kind.BACKWARD]
+        for kind in kinds:
+            with_messages = (kind, placement.received_by(kind, position), placement.sent_by(kind, position))
+            expected |= {Action(each, microbatch, position) for each in with_messages if each}
+    problems += [
+        Problem(where=where, what=f"{action} is missing") for action in sorted(expected - set(counts), key=str)
+    ]
+    problems += [
+        Problem(where=where, what=f"{action} does not belong here")
+        for action in sorted(set(counts) - expected, key=str)
+    ]
     return problems or _order_problems(schedule, stage)
 
 
@@ -62,7 +69,11 @@ def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
         position = action.position
         before: list[tuple[Kind | None, int]] = []
         if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            before = [(Kind.FORWARD, position), (placement.received_by(kind, position), position), (kind, position + 1)]
+            before = [
+                (Kind.FORWARD, position),
+                (placement.received_by(kind, position), position),
+                (kind, position + 1),
+            ]
         elif kind is Kind.FORWARD:
             before = [(placement.received_by(kind, position), position), (kind, position - 1)]
         elif kind is Kind.BACKWARD_WEIGHT:
@@ -73,8 +84,8 @@ def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
             before = [(Kind.BACKWARD, position), (Kind.BACKWARD_INPUT, position)]
         firsts = [Action(first, microbatch, at) for first, at in before if first]
         late = [first for first in firsts if place.get(first, -1) > place[action]]
-        problems += [Problem(f"stage {stage}", f"{action} comes before {first}") for first in late]
-    one = (pair for pair in beside(schedule, stage).items() if pair[0].microbatch == pair[1].microbatch)
-    return problems + [
-        Problem(f"stage {stage}", f"{second} is beside {first}, which it needs") for second, first in one
-    ]
+        problems += [Problem(where=f"stage {stage}", what=f"{action} comes before {first}") for first in late]
+    for second, first in beside(schedule, stage).items():
+        if second.microbatch == first.microbatch:
+            problems.append(Problem(where=f"stage {stage}", what=f"{second} is beside {first}, which it needs"))
+    return problems

@@ -117,8 +117,8 @@ def _split_share(stages: Number, microbatches: Number) -> Number:
 register(
     "dualpipe-v",
     ScheduleRule(
-        _dual_pipe_v,
-        v_shape,
+        order=_dual_pipe_v,
+        placement=v_shape,
         chunks=(2,),
         splits_backward=True,
         split_share=_split_share,

@@ -30,7 +30,10 @@ class ScheduleError(FrontierError):
 
 
 def with_messages(
-    placement: Placement, orders: Sequence[Sequence[Action]], backward: float = 2.0, pairs: bool = False
+    placement: Placement,
+    orders: Sequence[Sequence[Action]],
+    backward: float = 2.0,
+    pairs: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
     """Each rank's restriction of the order: its compute actions, and its side of every message. `backward`: length of a
     B beside an F of 1.
@@ -43,7 +46,10 @@ def with_messages(
     stuck = [(rank, orders[rank][len(times)]) for rank, times in enumerate(ends) if len(times) < len(orders[rank])]
     if stuck:
         raise ScheduleError(
-            [Problem(f"stage {rank}", f"deadlock: {action} waits for its neighbour") for rank, action in stuck]
+            [
+                Problem(where=f"stage {rank}", what=f"deadlock: {action} waits for its neighbour")
+                for rank, action in stuck
+            ]
         )
     routes = {
         (kind, position): _route(placement, kind, position)

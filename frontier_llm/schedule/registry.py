@@ -94,16 +94,21 @@ def problems(name: str, chunks: int) -> list[Problem]:
     fix = f"set parallel.chunks={' or '.join(map(str, nearest(chunks, allowed)))}"
     if others:
         fix += f", or parallel.schedule={' or '.join(others)}"
-    return [Problem("parallel.chunks", f"{name} does not take {chunks} virtual stages per rank", fix)]
+    return [Problem(where="parallel.chunks", what=f"{name} does not take {chunks} virtual stages per rank", fix=fix)]
 
 
 def _unknown(name: str) -> Problem:
-    return Problem("parallel.schedule", f"{name!r} is not a schedule", suggest(name, _RULES))
+    return Problem(where="parallel.schedule", what=f"{name!r} is not a schedule", fix=suggest(name, _RULES))
 
 
 @lru_cache(maxsize=32)
 def build(
-    name: str, stages: int, microbatches: int, chunks: int = 1, messages: bool = True, pairs: bool = False
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    messages: bool = True,
+    pairs: bool = False,
 ) -> Schedule:
     """The schedule `name` for `stages` pipeline ranks, `microbatches` per step and replica, `chunks` virtual stages per
     rank.
@@ -113,7 +118,7 @@ def build(
     With `pairs` those of a schedule that has some are played as one.
     """
     wrong = [
-        Problem(f"schedule {what}", f"{size} is below 1", "use 1 or more")
+        Problem(where=f"schedule {what}", what=f"{size} is below 1", fix="use 1 or more")
         for what, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks))
         if size < 1
     ]
@@ -152,7 +157,9 @@ def idle_share(name: str, chunks: Number) -> Number:
 def split_share(name: str, stages: Number, microbatches: Number) -> Number:
     """Share of a step's backwards that are I and W instead of B."""
     some = rule(name).split_share
-    return float(rule(name).splits_backward) + 0 * microbatches if some is None else some(stages, microbatches)
+    if some is None:
+        return float(rule(name).splits_backward) + 0 * microbatches
+    return some(stages, microbatches)
 
 
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
@@ -160,7 +167,9 @@ def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Numb
     step.
     """
     formula = rule(name).peak_in_flight
-    return microbatches * chunks if formula is None else formula(stages, microbatches, chunks, stage)
+    if formula is None:
+        return microbatches * chunks
+    return formula(stages, microbatches, chunks, stage)
 
 
 def peak_waiting(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
@@ -168,4 +177,6 @@ def peak_waiting(name: str, stages: Number, chunks: Number, microbatches: Number
     if not rule(name).splits_backward:
         return 0 * microbatches
     formula = rule(name).peak_waiting
-    return microbatches * chunks if formula is None else formula(stages, microbatches, chunks, stage)
+    if formula is None:
+        return microbatches * chunks
+    return formula(stages, microbatches, chunks, stage)

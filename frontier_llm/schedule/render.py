@@ -86,11 +86,21 @@ def timeline_chart(timeline: Timeline, unit: str = "time units", most_actions: i
         "xaxis": {"range": [0, drawn_until_s]},
     }
     title = f"{size}: bubble {timeline.bubble_fraction:.1%} of compute"
-    return Chart(title, unit, "pipeline rank", traces, height_px=150 + min(28 * schedule.stages, 480), layout=layout)
+    return Chart(
+        title=title,
+        x=unit,
+        y="pipeline rank",
+        traces=traces,
+        height_px=150 + min(28 * schedule.stages, 480),
+        layout=layout,
+    )
 
 
 def _bars(
-    schedule: Schedule, kind: Kind, spans: list[tuple[Action, int, float, float]], labelled: bool
+    schedule: Schedule,
+    kind: Kind,
+    spans: list[tuple[Action, int, float, float]],
+    labelled: bool,
 ) -> dict[str, Any]:
     """All bars of one kind, as one trace that the legend toggles."""
     name = kind.name.lower().replace("_", " ")

@@ -143,21 +143,29 @@ class _Turns:
                     runnable.add(peer)
                 turn_s = meeting.ended_s[microbatch]
             place += 1
-        self.compute_s[rank], self.turn_s[rank], self.place[rank] = compute_s, turn_s, place
+        self.compute_s[rank] = compute_s
+        self.turn_s[rank] = turn_s
+        self.place[rank] = place
 
 
 def play(
-    placement: Placement, orders: Sequence[Sequence[Action]], duration: Duration, pairs: bool = False
+    placement: Placement,
+    orders: Sequence[Sequence[Action]],
+    duration: Duration,
+    pairs: bool = False,
 ) -> tuple[Times, Times]:
     """(starts, ends) of the compute actions in `orders`, by rank, the same for both of a pair; messages take no time.
 
     The lists end early where ranks wait for each other in a circle.
     """
     starts, ends = _Player(placement, orders, duration, 0.0, pairs).play()
-    for order, begun, done in zip(orders, starts, ends, strict=True) if pairs else ():
-        for place, two in enumerate(pairwise(order[: len(done)])):
-            if is_pair(*two):
-                begun[place + 1], done[place] = begun[place], done[place + 1]
+    if not pairs:
+        return starts, ends
+    for order, begun, done in zip(orders, starts, ends, strict=True):
+        for place, (first, second) in enumerate(pairwise(order[: len(done)])):
+            if is_pair(first, second):
+                begun[place + 1] = begun[place]
+                done[place] = done[place + 1]
     return starts, ends
 
 
@@ -207,7 +215,9 @@ class _Player:
                 stream = streams.setdefault((message, rank, peer), _Stream(peer, seconds(rank, peer)))
             waits, hands = (0 <= other <= placement.last for other in (position - step, position + step))
             self.wires[kind, position] = _Wire(
-                arrivals[position] if waits else None, arrivals[position + step] if hands else {}, stream
+                arrivals[position] if waits else None,
+                arrivals[position + step] if hands else {},
+                stream,
             )
         self.orders: Sequence[Sequence[tuple[Action, ...]]] = [list(units(order, pairs)) for order in orders]
         self.place = [0] * placement.ranks
@@ -254,4 +264,5 @@ class _Player:
                 else:
                     handed_s[microbatch] = clock_s
             place += 1
-        self.place[rank], self.clock_s[rank] = place, clock_s
+        self.place[rank] = place
+        self.clock_s[rank] = clock_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
 
     def passes(kind: Kind, through: Sequence[int]) -> Order:
         return [
-            Action(kind, first + place, position) for first in rounds for position in through for place in range(stages)
+            Action(kind, first + place, position) for first, position, place in product(rounds, through, range(stages))
         ]
 
     forwards = passes(Kind.FORWARD, held)
@@ -86,7 +86,8 @@ class _ZeroBubble:
     def peak_waiting(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
         """See ScheduleRule."""
         return self.peak_in_flight(stages, microbatches, chunks, stage) - np.minimum(
-            microbatches, self.depth * (stages - 1 - stage) + 1
+            microbatches,
+            self.depth * (stages - 1 - stage) + 1,
         )
 
 
@@ -120,6 +121,10 @@ register("1f1b", ScheduleRule(_one_f_one_b, peak_in_flight=_peak_one_f_one_b))
 register("interleaved", ScheduleRule(interleaved, chunks=range(1, MOST_CHUNKS + 1), peak_in_flight=peak_interleaved))
 for name, one in (("zb-h1", _ZeroBubble(1)), ("zb-h2", _ZeroBubble(2))):
     rule = ScheduleRule(
-        one, splits_backward=True, peak_in_flight=one.peak_in_flight, peak_waiting=one.peak_waiting, idle=1 / 3
+        one,
+        splits_backward=True,
+        peak_in_flight=one.peak_in_flight,
+        peak_waiting=one.peak_waiting,
+        idle=1 / 3,
     )
     register(name, rule)

@@ -26,12 +26,8 @@ from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interl
 
 Order = list[Action]
 PERIOD = 6  # units of a microbatch on a rank that holds two positions
-GAPS = [
-    (turn, loss, back)
-    for turn in range(1, PERIOD + 1)
-    for loss in range(1, PERIOD + 1)
-    for back in range(1, PERIOD + 1)
-]  # at a V's ends
+_UNITS = range(1, PERIOD + 1)
+GAPS = list(product(_UNITS, _UNITS, _UNITS))  # (turn, loss, back) at a V's ends
 
 
 def v_shape(stages: int, chunks: int) -> Placement:
@@ -153,17 +149,17 @@ def _v_orders(order: VOrder, placement: Placement, microbatches: int) -> tuple[t
     one = pattern_of(placement.ranks, order.choices)
     listed = []
     for rank in range(placement.ranks):
-        timed = [
-            (moment + PERIOD * microbatch, Action(kind, microbatch, position))
-            for position in placement.positions_of(rank)
-            for kind, moment in (
-                (Kind.FORWARD, one.forward[position]),
-                (Kind.BACKWARD_INPUT, one.backward[position]),
-                (Kind.BACKWARD_WEIGHT, one.weight[position]),
-            )
-            for microbatch in range(microbatches)
-        ]
-        listed.append([action for _, action in sorted(timed, key=lambda pair: pair[0])])
+        timed = []
+        for position in placement.positions_of(rank):
+            moments = {
+                Kind.FORWARD: one.forward[position],
+                Kind.BACKWARD_INPUT: one.backward[position],
+                Kind.BACKWARD_WEIGHT: one.weight[position],
+            }
+            for (kind, moment), microbatch in product(moments.items(), range(microbatches)):
+                timed.append((moment + PERIOD * microbatch, Action(kind, microbatch, position)))
+        timed.sort(key=lambda pair: pair[0])
+        listed.append([action for _, action in timed])
     return filled(placement, listed)
 
 
@@ -203,21 +199,27 @@ class _Rank:
             if action.kind is Kind.BACKWARD_WEIGHT:
                 late.append(action)
             elif late:
-                self.due[action], late = late, []
+                self.due[action] = late
+                late = []
 
     def next(self, placement: Placement, ended: dict[tuple[bool, int, int], int], moment: int) -> Action | None:
         """What runs now; None: it idles."""
         if self.passes:
             action = self.passes[0]
-            for late in self.due.get(action, ()) if self.last_forward else ():
-                if late in self.waiting:
-                    return late
+            if self.last_forward:
+                for late in self.due.get(action, ()):
+                    if late in self.waiting:
+                        return late
             if self._ready(action, placement, ended, moment):
                 return action
         return next(iter(self.waiting), None)
 
     def _ready(
-        self, action: Action, placement: Placement, ended: dict[tuple[bool, int, int], int], moment: int
+        self,
+        action: Action,
+        placement: Placement,
+        ended: dict[tuple[bool, int, int], int],
+        moment: int,
     ) -> bool:
         forward = action.kind is Kind.FORWARD
         before = action.position + (-1 if forward else 1)
@@ -276,7 +278,15 @@ V_MIN = VOrder(((1, 1, 1, 1),))
 
 
 def _v_rule(order: VOrder, idle: float) -> ScheduleRule:
-    return ScheduleRule(order, v_shape, (2,), True, order.peak_in_flight, order.peak_waiting, idle=idle)
+    return ScheduleRule(
+        order=order,
+        placement=v_shape,
+        chunks=(2,),
+        splits_backward=True,
+        peak_in_flight=order.peak_in_flight,
+        peak_waiting=order.peak_waiting,
+        idle=idle,
+    )
 
 
 # distances with an order for every number of stages, by the share of 1F1B's memory, in sixths, that they keep
@@ -285,27 +295,23 @@ DISTANCES: dict[int, tuple[Distances, ...]] = {
     3: ((2, 1, 2, 1), (1, 2, 1, 2)),
     4: ((2, 2, 2, 2), (1, 3, 1, 3), (3, 1, 3, 1)),
     6: (
-        *(
-            (4, 2, 4, 2),
-            (3, 3, 3, 3),
-            (2, 4, 2, 4),
-            (1, 5, 1, 5),
-            (5, 1, 5, 1),
-            (2, 2, 4, 4),
-            (4, 4, 2, 2),
-            (1, 1, 5, 5),
-            (5, 5, 1, 1),
-        ),
-        *(
-            (1, 2, 4, 5),
-            (1, 3, 3, 5),
-            (2, 1, 5, 4),
-            (3, 1, 5, 3),
-            (3, 5, 1, 3),
-            (4, 5, 1, 2),
-            (5, 3, 3, 1),
-            (5, 4, 2, 1),
-        ),
+        (4, 2, 4, 2),
+        (3, 3, 3, 3),
+        (2, 4, 2, 4),
+        (1, 5, 1, 5),
+        (5, 1, 5, 1),
+        (2, 2, 4, 4),
+        (4, 4, 2, 2),
+        (1, 1, 5, 5),
+        (5, 5, 1, 1),
+        (1, 2, 4, 5),
+        (1, 3, 3, 5),
+        (2, 1, 5, 4),
+        (3, 1, 5, 3),
+        (3, 5, 1, 3),
+        (4, 5, 1, 2),
+        (5, 3, 3, 1),
+        (5, 4, 2, 1),
     ),
 }
 
@@ -331,7 +337,7 @@ register_family("v", _of_distances)
 register(
     "interleaved-zb",
     ScheduleRule(
-        _interleaved_zero_bubble,
+        order=_interleaved_zero_bubble,
         chunks=range(1, MOST_CHUNKS + 1),
         splits_backward=True,
         peak_in_flight=_peak_interleaved,

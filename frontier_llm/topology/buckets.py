@@ -51,14 +51,13 @@ def plan_buckets(
     def alike(member: T) -> tuple[Any, ...]:
         parameter = of(member)[0]
         return (
-            *(
-                parameter.decay,
-                parameter.partial_axes(),
-                rule.whole(parameter),
-                rule.kinds(parameter),
-                parameter.replicas,
-            ),
-            *(parameter.wide, bool(rule.statistics(parameter))),
+            parameter.decay,
+            parameter.partial_axes(),
+            rule.whole(parameter),
+            rule.kinds(parameter),
+            parameter.replicas,
+            parameter.wide,
+            bool(rule.statistics(parameter)),
         )
 
     def numel(member: T) -> int:
@@ -67,12 +66,15 @@ def plan_buckets(
     def room(member: T) -> int:
         return _aligned(numel(member), BUCKET_ALIGNMENT)
 
-    for (_, _, whole, _, axis, *_), equals in groupby(sorted(members, key=alike), key=alike):
+    for _, equals in groupby(sorted(members, key=alike), key=alike):
         same = list(equals)
-        parts = replicas(axis)
+        parameter = of(same[0])[0]
+        whole = rule.whole(parameter)
+        parts = replicas(parameter.replicas)
         owners = parts if sharded else 1
         # whole parameters need room for one in each owner's slice, or most of a bucket would be padding
-        for group in packed(same, numel, max(limit, owners * max(map(numel, same))) if whole else limit):
+        most = max(limit, owners * max(map(numel, same))) if whole else limit
+        for group in packed(same, numel, most):
             row = _in_a_row(group, room, parts)
             apart = _apart(group, room, owners, parts) if whole else row
             close = whole and (not rule.gathers or apart.numel <= (1 + MOST_PADDING) * row.numel)

@@ -26,80 +26,68 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     native = not deepspeed and not fsdp
     who = "fsdp" if fsdp else "deepspeed"
     instead = "use the native engine with data_mode=zero"
-    for broken, where, what, fix in (
-        (
-            not native and in_flight(config) == "one",
-            *(
-                "comm.in_flight",
-                f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order "
-                f"of its own",
-            ),
-            f"{instead}, or set comm.in_flight=many where many at a time do not hang",
-        ),
-        (
-            deepspeed and parallel.context > 1,
-            *("optimizer.engine", f"deepspeed with context {parallel.context} was never tried"),
-            "use the native engine, or set parallel.context=1",
-        ),
-        (
-            fsdp and deepspeed,
-            *("parallel.data_mode", "fsdp and the engine deepspeed would both cut the weights", "choose one of them"),
-        ),
-        (
-            parallel.zero > 1,
-            *(
-                "parallel.zero",
-                f"{parallel.zero} is not supported: zero splits the optimizer state, 0 = not, 1 = over dp",
-            ),
-            "set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1",
-        ),
-        (
-            parallel.zero == 0 and deepspeed,
-            *(
-                "parallel.zero",
-                "without ZeRO there is nothing for DeepSpeed to do",
-                "set parallel.zero=1, or optimizer.engine=native",
-            ),
-        ),
-        (
-            fsdp and parallel.pipeline > 1,
-            "parallel.pipeline",
-            f"{parallel.pipeline} stages with fsdp: weights would be gathered and gradients reduced once per "
+    if not native and in_flight(config) == "one":
+        yield Problem(
+            where="comm.in_flight",
+            what=f"one communication at a time on {config.machine}, but {who} issues its own beside ours, in an order "
+            f"of its own",
+            fix=f"{instead}, or set comm.in_flight=many where many at a time do not hang",
+        )
+    if deepspeed and parallel.context > 1:
+        yield Problem(
+            where="optimizer.engine",
+            what=f"deepspeed with context {parallel.context} was never tried",
+            fix="use the native engine, or set parallel.context=1",
+        )
+    if fsdp and deepspeed:
+        yield Problem(
+            where="parallel.data_mode",
+            what="fsdp and the engine deepspeed would both cut the weights",
+            fix="choose one of them",
+        )
+    if parallel.zero > 1:
+        yield Problem(
+            where="parallel.zero",
+            what=f"{parallel.zero} is not supported: zero splits the optimizer state, 0 = not, 1 = over dp",
+            fix="set parallel.data_mode=fsdp, which splits gradients and weights too, or zero=1",
+        )
+    if parallel.zero == 0 and deepspeed:
+        yield Problem(
+            where="parallel.zero",
+            what="without ZeRO there is nothing for DeepSpeed to do",
+            fix="set parallel.zero=1, or optimizer.engine=native",
+        )
+    if fsdp and parallel.pipeline > 1:
+        yield Problem(
+            where="parallel.pipeline",
+            what=f"{parallel.pipeline} stages with fsdp: weights would be gathered and gradients reduced once per "
             f"microbatch, and a pipeline needs many",
-            "set parallel.pipeline=1, or data_mode=zero",
-        ),
-        (
-            deepspeed and precision.dtype not in ("fp32", "bf16"),
-            *("precision.dtype", f"{precision.dtype} with the engine deepspeed is not supported"),
-            "use bf16 or fp32, or optimizer.engine=native",
-        ),
-        (
-            not native and config.guard.recompute_interval > 0,
-            *(
-                "guard.recompute_interval",
-                "only the native engine can compute a step again",
-                f"set it to 0, or {instead}",
-            ),
-        ),
-        (
-            not native and precision.gradient_wire != "full",
-            *(
-                "precision.gradient_wire",
-                "only the native engine narrows gradients on their way",
-                f"set it to full, or {instead}",
-            ),
-        ),
-        (
-            config.optimizer.deepspeed_config is not None and not deepspeed,
-            *(
-                "optimizer.deepspeed_config",
-                "is given, but the engine is native",
-                "set optimizer.engine=deepspeed, or leave it out",
-            ),
-        ),
-    ):
-        if broken:
-            yield Problem(where, what, fix)
+            fix="set parallel.pipeline=1, or data_mode=zero",
+        )
+    if deepspeed and precision.dtype not in ("fp32", "bf16"):
+        yield Problem(
+            where="precision.dtype",
+            what=f"{precision.dtype} with the engine deepspeed is not supported",
+            fix="use bf16 or fp32, or optimizer.engine=native",
+        )
+    if not native and config.guard.recompute_interval > 0:
+        yield Problem(
+            where="guard.recompute_interval",
+            what="only the native engine can compute a step again",
+            fix=f"set it to 0, or {instead}",
+        )
+    if not native and precision.gradient_wire != "full":
+        yield Problem(
+            where="precision.gradient_wire",
+            what="only the native engine narrows gradients on their way",
+            fix=f"set it to full, or {instead}",
+        )
+    if config.optimizer.deepspeed_config is not None and not deepspeed:
+        yield Problem(
+            where="optimizer.deepspeed_config",
+            what="is given, but the engine is native",
+            fix="set optimizer.engine=deepspeed, or leave it out",
+        )
     if parallel.data_shard is not None:
         yield from _data_shard_problems(config, parallel.data_shard, world_size)
     yield from _optimizer_problems(config, native, who)
@@ -114,7 +102,7 @@ def _optimizer_problems(config: RunConfig, native: bool, who: str) -> Iterator[P
         return
     if not native and any(rule.whole(one) or rule.statistics(one) for one in model_parameters(config.model).values()):
         what = f"{rule.name} needs whole matrices or sums over them, which {who} cuts"
-        yield Problem("optimizer.name", what, "use the native engine with data_mode=zero")
+        yield Problem(where="optimizer.name", what=what, fix="use the native engine with data_mode=zero")
 
 
 def _data_shard_problems(config: RunConfig, shard: int, world_size: int) -> Iterator[Problem]:
@@ -124,13 +112,13 @@ def _data_shard_problems(config: RunConfig, shard: int, world_size: int) -> Iter
     replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))  # of dp x cp
     if parallel.data_mode != "fsdp":
         yield Problem(
-            where,
-            "shares out the weights, which data_mode=zero keeps whole",
-            "set parallel.data_mode=fsdp, or leave it out",
+            where=where,
+            what="shares out the weights, which data_mode=zero keeps whole",
+            fix="set parallel.data_mode=fsdp, or leave it out",
         )
     elif replicas % shard:
         yield Problem(
-            where,
-            f"{shard} does not divide the {replicas} replicas",
-            f"use one of {nearest(shard, divisors(replicas), 3)}",
+            where=where,
+            what=f"{shard} does not divide the {replicas} replicas",
+            fix=f"use one of {nearest(shard, divisors(replicas), 3)}",
         )

@@ -76,7 +76,10 @@ def over_nodes(model: ModelConfig, layouts: OneOrMany, rates: Rates, wanted: str
             travelling = np.minimum(nodes, moe.top_k * moe.capacity)
             rows_bytes = rows_bytes * moe.capacity
         in_two_s = all_to_all_s(token_bytes * travelling, nodes, 1, rates) + all_to_all_s(
-            rows_bytes, inside, inside, rates
+            rows_bytes,
+            inside,
+            inside,
+            rates,
         )
         possible &= in_two_s < all_to_all_s(rows_bytes, ranks, inside, rates)
     chosen: Number = np.where(possible, nodes, 1)

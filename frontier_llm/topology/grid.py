@@ -52,14 +52,14 @@ class Grid:
 
     def describe(self, chunks: int = 1) -> str:
         """'TP2 x CP2 x PP4 x 2 chunks x DP8', without what is not there."""
-        degrees = (
-            f"TP{self.tp}",
-            f"CP{self.cp}" if self.cp > 1 else "",
-            f"PP{self.pp}",
-            f"{chunks} chunks" if chunks > 1 else "",
-            f"DP{self.dp}",
-        )
-        return " x ".join(filter(None, degrees))
+        degrees = [f"TP{self.tp}"]
+        if self.cp > 1:
+            degrees.append(f"CP{self.cp}")
+        degrees.append(f"PP{self.pp}")
+        if chunks > 1:
+            degrees.append(f"{chunks} chunks")
+        degrees.append(f"DP{self.dp}")
+        return " x ".join(degrees)
 
     @property
     def world_size(self) -> int:

@@ -48,7 +48,9 @@ def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
 
 
 def split_layers(
-    model: ModelConfig, virtual_stages: int, counts: tuple[int, ...] | None = None
+    model: ModelConfig,
+    virtual_stages: int,
+    counts: tuple[int, ...] | None = None,
 ) -> tuple[StageSpec, ...]:
     """One StageSpec per virtual stage in model order; `counts` overrides the balanced split."""
     counts = counts or balanced(model, virtual_stages)
@@ -129,11 +131,11 @@ def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
     dp = world_size // parallel.model_ranks
     return ParallelPlan(
         grid=Grid(
-            parallel.tensor,
-            parallel.pipeline,
-            dp,
-            parallel.axis_order,
-            parallel.context,
+            tp=parallel.tensor,
+            pp=parallel.pipeline,
+            dp=dp,
+            order=parallel.axis_order,
+            cp=parallel.context,
             ep=parallel.expert,
             etp=parallel.expert_tensor,
         ),
@@ -158,14 +160,20 @@ def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
     lengths = {phase.config.model.sequence_length for phase in phases}
     if learned and len(lengths | {config.model.sequence_length}) > 1:
         what = "learned positions have a vector for each place, which no other length fits"
-        problems[Problem("model.sequence_length", what, "leave it as it is, or use model.position=rope or alibi")] = (
-            len(phases)
-        )
+        problems[
+            Problem(
+                where="model.sequence_length",
+                what=what,
+                fix="leave it as it is, or use model.position=rope or alibi",
+            )
+        ] = len(phases)
     prefixes = {number: f"train.phases.{number - 1}." if number > 1 else "" for number in problems.values()}
     named = [replace(problem, where=prefixes[number] + problem.where) for problem, number in problems.items()]
     if config.optimizer.engine == "deepspeed" or config.parallel.data_mode == "fsdp":
         what = "only the native engine has been tried with them"
-        named.append(Problem("train.phases", what, "use optimizer.engine=native and parallel.data_mode=zero"))
+        named.append(
+            Problem(where="train.phases", what=what, fix="use optimizer.engine=native and parallel.data_mode=zero")
+        )
     return named
 
 
@@ -174,7 +182,7 @@ def _degree_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     batch = config.batch
     if parallel.axis_order not in AXIS_ORDERS:
         what = f"{parallel.axis_order!r} is not an order with tp innermost"
-        yield Problem("parallel.axis_order", what, f"use one of {list(AXIS_ORDERS)}")
+        yield Problem(where="parallel.axis_order", what=what, fix=f"use one of {list(AXIS_ORDERS)}")
     model_ranks = parallel.model_ranks
     if world_size % model_ranks:
         context = f"context {parallel.context} x " if parallel.context > 1 else ""
@@ -183,20 +191,26 @@ def _degree_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"= {model_ranks}"
         )
         valid = nearest(world_size, range(model_ranks, 2 * world_size + model_ranks + 1, model_ranks))
-        yield Problem("world size", what, f"start {' or '.join(map(str, valid))} ranks, or change the degrees")
+        yield Problem(
+            where="world size",
+            what=what,
+            fix=f"start {' or '.join(map(str, valid))} ranks, or change the degrees",
+        )
         return
     dp = world_size // model_ranks
     if parallel.data is not None and parallel.data != dp:
         what = f"{parallel.data} x {model_ranks} model ranks is not the world size {world_size}"
         yield Problem(
-            "parallel.data", what, f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out"
+            where="parallel.data",
+            what=what,
+            fix=f"start {plural(parallel.data * model_ranks, 'rank')}, set data={dp} or leave it out",
         )
     step = batch.micro_batch * dp
     if batch.global_batch % step:
         what = f"{batch.global_batch} is not a multiple of micro_batch {batch.micro_batch} x dp {dp} = {step}"
         valid = nearest(batch.global_batch, range(step, 2 * batch.global_batch + step + 1, step))
         fix = f"set batch.global_batch={' or '.join(map(str, valid))}, or lower batch.micro_batch or parallel.data"
-        yield Problem("batch.global_batch", what, fix)
+        yield Problem(where="batch.global_batch", what=what, fix=fix)
 
 
 def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
@@ -228,13 +242,13 @@ def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
     for key, what, size in rules:
         if size % tp:
             yield Problem(
-                key,
-                f"{what}, {size}, is not divisible by tensor {tp}",
-                f"set parallel.tensor to one of {nearest(tp, common, 3)}",
+                where=key,
+                what=f"{what}, {size}, is not divisible by tensor {tp}",
+                fix=f"set parallel.tensor to one of {nearest(tp, common, 3)}",
             )
     if not every_rank_has_a_token(tp):
         what = f"padding the vocabulary to {model.padded_vocab_size} leaves the last of {tp} tensor ranks no real row"
-        yield Problem("model.vocab_multiple", what, "lower model.vocab_multiple or parallel.tensor")
+        yield Problem(where="model.vocab_multiple", what=what, fix="lower model.vocab_multiple or parallel.tensor")
 
 
 def _context_problems(config: RunConfig) -> Iterator[Problem]:
@@ -249,13 +263,21 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
             f"heads, but context {cp} does not go into the {plural(kv_heads, 'key/value head')} that tensor "
             f"{config.parallel.tensor} leaves a rank"
         )
-        yield Problem("parallel.context_attention", what, "use gather or ring, or another parallel.context")
+        yield Problem(
+            where="parallel.context_attention",
+            what=what,
+            fix="use gather or ring, or another parallel.context",
+        )
     if length % (2 * cp):
         valid = nearest(length, range(2 * cp, 2 * length + 2 * cp + 1, 2 * cp))
         what = (
             f"{length} tokens are no multiple of 2 x context {cp}: each rank holds two equal chunks of every sequence"
         )
-        yield Problem("model.sequence_length", what, f"use {' or '.join(map(str, valid))}, or another parallel.context")
+        yield Problem(
+            where="model.sequence_length",
+            what=what,
+            fix=f"use {' or '.join(map(str, valid))}, or another parallel.context",
+        )
 
 
 def _tensor_chunk_problems(config: RunConfig) -> Iterator[Problem]:
@@ -266,10 +288,10 @@ def _tensor_chunk_problems(config: RunConfig) -> Iterator[Problem]:
     rows = length // config.parallel.context // (tp if config.parallel.sequence_parallel else 1)
     if chunks > 1 and tp == 1:
         what = f"{chunks} chunks, but without tensor parallelism no product has a collective beside it"
-        yield Problem("comm.tensor_chunks", what, "set parallel.tensor=2 or comm.tensor_chunks=1")
+        yield Problem(where="comm.tensor_chunks", what=what, fix="set parallel.tensor=2 or comm.tensor_chunks=1")
     elif rows % chunks:
         what = f"{chunks} does not divide a rank's {rows} of {length} tokens"
-        yield Problem("comm.tensor_chunks", what, f"use one of {nearest(chunks, divisors(rows))}")
+        yield Problem(where="comm.tensor_chunks", what=what, fix=f"use one of {nearest(chunks, divisors(rows))}")
 
 
 def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -283,7 +305,9 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         for key, degree in (("parallel.expert", parallel.expert), ("parallel.expert_tensor", parallel.expert_tensor)):
             if degree > 1:
                 yield Problem(
-                    key, f"{degree}, but {model.name} has no experts", f"set {key}=1, or give the model a section moe"
+                    where=key,
+                    what=f"{degree}, but {model.name} has no experts",
+                    fix=f"set {key}=1, or give the model a section moe",
                 )
         return
     plane = max(1, world_size // parallel.pipeline)
@@ -293,7 +317,9 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     ):
         if size % degree:
             yield Problem(
-                key, f"{degree} does not divide {what}, {size}", f"use one of {nearest(degree, divisors(size), 3)}"
+                where=key,
+                what=f"{degree} does not divide {what}, {size}",
+                fix=f"use one of {nearest(degree, divisors(size), 3)}",
             )
     ranks = parallel.expert * parallel.expert_tensor
     cuts = parallel.data_mode == "fsdp" or config.optimizer.engine == "deepspeed"
@@ -330,7 +356,7 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         (model.bias, "model.bias", "experts have no biases", "set model.bias=false (qkv_bias may be true)"),
     ):
         if broken:
-            yield Problem(key, what, fix)
+            yield Problem(where=key, what=what, fix=fix)
 
 
 def tp_limit(model: ModelConfig) -> int:
@@ -345,13 +371,23 @@ def _pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     if virtual > model.layers:
         chunks, or_chunks = (f" x {parallel.chunks} chunks", " or parallel.chunks") if parallel.chunks > 1 else ("", "")
         what = f"{parallel.pipeline} stages{chunks} = {virtual} pieces for {model.layers} layers"
-        yield Problem("parallel.pipeline", what, f"at most {model.layers} pieces; lower parallel.pipeline{or_chunks}")
+        yield Problem(
+            where="parallel.pipeline",
+            what=what,
+            fix=f"at most {model.layers} pieces; lower parallel.pipeline{or_chunks}",
+        )
     yield from schedule.problems(parallel.schedule, parallel.chunks)
     if parallel.chunks > 1 and parallel.pipeline == 1:
-        yield Problem("parallel.chunks", "chunks without pipeline stages only add work", "set parallel.chunks=1")
+        yield Problem(
+            where="parallel.chunks",
+            what="chunks without pipeline stages only add work",
+            fix="set parallel.chunks=1",
+        )
     counts = parallel.stage_layers
     if counts is not None and (len(counts) != virtual or sum(counts) != model.layers):
         what = f"{list(counts)} has {len(counts)} entries summing to {sum(counts)}"
         yield Problem(
-            "parallel.stage_layers", what, f"give {virtual} entries that sum to {model.layers}, or leave it out"
+            where="parallel.stage_layers",
+            what=what,
+            fix=f"give {virtual} entries that sum to {model.layers}, or leave it out",
         )

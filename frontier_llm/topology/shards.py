@@ -55,7 +55,9 @@ class ShardSpec:
 
 
 def shard(
-    parameter: Parameter, degrees: Mapping[str, int] | None = None, coordinates: Mapping[str, int] | None = None
+    parameter: Parameter,
+    degrees: Mapping[str, int] | None = None,
+    coordinates: Mapping[str, int] | None = None,
 ) -> ShardSpec:
     """The part of a parameter at `coordinates` of a mesh with these degrees, cut along every axis that splits it; by
     default all of it.

@@ -103,8 +103,10 @@ def report(oracle: Table, layouts: Table, failures: list[str], cases: int, secon
         oracle.text(),
         "",
         layouts.text(),
-        *(["", "Differences:", "", *(f"- {line.splitlines()[0]}" for line in failures)] if failures else []),
     ]
+    if failures:
+        lines += ["", "Differences:", ""]
+        lines += [f"- {line.splitlines()[0]}" for line in failures]
     return "\n".join(lines)
 
 

@@ -25,7 +25,8 @@ def test_each_quantity_reads_in_its_usual_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "noun", "text"), [(1, "rank", "1 rank"), (0, "rank", "0 ranks"), (2, "microbatch", "2 microbatches")]
+    ("number", "noun", "text"),
+    [(1, "rank", "1 rank"), (0, "rank", "0 ranks"), (2, "microbatch", "2 microbatches")],
 )
 def test_one_of_a_thing_is_not_plural(number: int, noun: str, text: str) -> None:
     assert plural(number, noun) == text

@@ -67,7 +67,12 @@ def node_s(rates: Rates, ranks: Number, size_bytes: Number, operation: str) -> N
 
 
 def flat_s(
-    rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str
+    rates: Rates,
+    ranks: Number,
+    per_node: Number,
+    sharing: Number,
+    size_bytes: Number,
+    operation: str,
 ) -> Number:
     """A collective over `ranks`, `per_node` of them on each node, in one ring (or RCCL's tree), while `sharing` such
     groups use the node's NICs.
@@ -115,7 +120,12 @@ def rail_bytes(nodes: Number, per_node: Number, size_bytes: Number) -> Number:
 
 
 def hierarchical_s(
-    rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str
+    rates: Rates,
+    ranks: Number,
+    per_node: Number,
+    sharing: Number,
+    size_bytes: Number,
+    operation: str,
 ) -> Number:
     """Seconds of a two-stage collective over `ranks`, `per_node` on each node, while `sharing` such groups use each
     node's NICs.
@@ -134,10 +144,32 @@ def hierarchical_s(
 
 
 def collective_s(
-    rates: Rates, ranks: Number, per_node: Number, sharing: Number, size_bytes: Number, operation: str
+    rates: Rates,
+    ranks: Number,
+    per_node: Number,
+    sharing: Number,
+    size_bytes: Number,
+    operation: str,
 ) -> Number:
     """The faster algorithm for this message size; flat where the software stack has no other (`Rates.hierarchical`)."""
-    flat = flat_s(rates, ranks, per_node, sharing, size_bytes, operation)
+    flat = flat_s(
+        rates=rates,
+        ranks=ranks,
+        per_node=per_node,
+        sharing=sharing,
+        size_bytes=size_bytes,
+        operation=operation,
+    )
     if not rates.hierarchical:
         return flat
-    return np.minimum(flat, hierarchical_s(rates, ranks, per_node, sharing, size_bytes, operation))
+    return np.minimum(
+        flat,
+        hierarchical_s(
+            rates=rates,
+            ranks=ranks,
+            per_node=per_node,
+            sharing=sharing,
+            size_bytes=size_bytes,
+            operation=operation,
+        ),
+    )

@@ -40,7 +40,9 @@ def product_s(product: Product, rates: Rates) -> float:
         best = min(best, waves * 2 * rows * columns * inner / (rate * relative))
     slow = 1.0 if product.aligned else rates.unaligned_penalty
     seconds = max(best * slow, product.moved_bytes / (rates.hbm_bytes_s * rates.hbm_efficiency)) + rates.kernel_s
-    return seconds * _measured_over_formula(product, rates) if rates.gemm_shapes else seconds
+    if rates.gemm_shapes:
+        return seconds * _measured_over_formula(product, rates)
+    return seconds
 
 
 def _measured_over_formula(product: Product, rates: Rates) -> float:

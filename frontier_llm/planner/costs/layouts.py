@@ -162,7 +162,9 @@ def seats(layouts: Layout, rates: Rates) -> Seats:
     room = np.maximum(node / (tp_inside * cp_inside), 1.0)
     dp_outer = layouts.axis_order == "tp-pp-dp"
     stages_inside = np.where(
-        dp_outer, np.minimum(pp, room), np.where(tp * cp * dp < node, np.minimum(pp, node / (tp * cp * dp)), 1.0)
+        dp_outer,
+        np.minimum(pp, room),
+        np.where(tp * cp * dp < node, np.minimum(pp, node / (tp * cp * dp)), 1.0),
     )
     replicas = np.where(dp_outer, np.maximum(np.minimum(dp, room / stages_inside), 1.0), np.minimum(dp, room))
     replicas = replicas * cp_inside

@@ -80,7 +80,8 @@ def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None =
             "sequence_parallel",
         )
         part = Layout(**{name: getattr(layout, name) for name in fields}, dtype=layouts.dtype)
-        (block, head), modes = lists(layer, part), mode_shares(model, layout, layers)
+        block, head = lists(layer, part)
+        modes = mode_shares(model, layout, layers)
         return Held(
             block=sum(share * kept_bytes(block, mode) for mode, share in modes.items()),
             block_waiting=kept_bytes(block, "selective"),
@@ -103,7 +104,13 @@ def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None =
 
 
 def stage_memory(
-    model: ModelConfig, layouts: Layout, rates: Rates, stage: Number, layers: Number, embedding: Number, head: Number
+    model: ModelConfig,
+    layouts: Layout,
+    rates: Rates,
+    stage: Number,
+    layers: Number,
+    embedding: Number,
+    head: Number,
 ) -> Lines:
     """Lines of one pipeline rank, or of several (arrays), that holds `layers` layers in all its chunks."""
     dense = stage_numel(model, layouts.tp, layers, embedding, head)
@@ -139,9 +146,14 @@ def stage_memory(
         def kept(one: Parameter, degrees: Mapping[str, Number]) -> Number:
             return (rule.bytes_per_element(one, wide) - without) * one.rank_numel(degrees)
 
-        dense = stage_numel(model, layouts.tp, layers, embedding, head, kept) / np.where(
-            cut(layouts, 1), layouts.shards, 1
-        )
+        dense = stage_numel(
+            model=model,
+            tp=layouts.tp,
+            layers=layers,
+            embedding=embedding,
+            head=head,
+            size=kept,
+        ) / np.where(cut(layouts, 1), layouts.shards, 1)
         return (
             dense + expert_numel(model, layouts, layers, kept) / np.where(cut(layouts, 1), layouts.edp, 1) + statistics
         )
@@ -149,11 +161,26 @@ def stage_memory(
     def of_statistics(one: Parameter, degrees: Mapping[str, Number]) -> Number:
         return wide * sum(tensor.rank_numel(degrees) for tensor in rule.statistics(one))
 
-    dense_statistics = stage_numel(model, layouts.tp, layers, embedding, head, of_statistics)
+    dense_statistics = stage_numel(
+        model=model,
+        tp=layouts.tp,
+        layers=layers,
+        embedding=embedding,
+        head=head,
+        size=of_statistics,
+    )
     statistics = dense_statistics + expert_numel(model, layouts, layers, of_statistics)
     state = of_state(without=master)
     in_flight, waiting = (
-        by_schedule(layouts, of, "pp", "chunks", "microbatches", stage=stage) for of in (peak_in_flight, peak_waiting)
+        by_schedule(
+            layouts,
+            of,
+            "pp",
+            "chunks",
+            "microbatches",
+            stage=stage,
+        )
+        for of in (peak_in_flight, peak_waiting)
     )
     activations = (parts.block * (in_flight - waiting) + parts.block_waiting * waiting) * layers / chunks
     working = parts.block_working * rates.fragmentation
@@ -169,7 +196,9 @@ def stage_memory(
         "gathered keys and values": parts.exchanged,
         "pipeline buffers": np.where(layouts.pp > 1, 4 * sent, 0.0),
         "communication buffers": np.where(
-            cut_weights, gathered, np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size)
+            cut_weights,
+            gathered,
+            np.minimum(np.where(replicas > 1, BUCKET_BYTES, 0.0), parameters * size),
         ),
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
@@ -199,12 +228,23 @@ def _largest_block_numel(model: ModelConfig, layouts: Layout) -> Number:
 
 
 def memory_by_rank(
-    model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSpec, ...]
+    model: ModelConfig,
+    layout: Layout,
+    rates: Rates,
+    stages: tuple[StageSpec, ...],
 ) -> tuple[dict[str, float], ...]:
     """Lines of every pipeline rank of one layout with exactly these virtual stages."""
     ranks = np.arange(layout.pp)
     layers, embeds, ends = (by_rank(column, layout) for column in stage_columns(stages))
-    lines = stage_memory(model, layout, rates, ranks, layers, embeds > 0, ends > 0)
+    lines = stage_memory(
+        model=model,
+        layouts=layout,
+        rates=rates,
+        stage=ranks,
+        layers=layers,
+        embedding=embeds > 0,
+        head=ends > 0,
+    )
     lines = {name: np.broadcast_to(values, ranks.shape) for name, values in lines.items()}
     return tuple({name: float(values[rank]) for name, values in lines.items()} for rank in ranks)
 
@@ -224,4 +264,14 @@ def peak_memory(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     both = by_schedule(layouts, one_end) > 0
     ends = (0 * layouts.pp, layouts.pp - 1), (yes, alone), (alone | both, alone | ~both)
     stage, embedding, head = map(np.stack, ends)
-    return total(stage_memory(model, layouts, rates, stage, layers, embedding, head)).max(axis=0)
+    return total(
+        stage_memory(
+            model=model,
+            layouts=layouts,
+            rates=rates,
+            stage=stage,
+            layers=layers,
+            embedding=embedding,
+            head=head,
+        )
+    ).max(axis=0)

@@ -102,7 +102,14 @@ def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
     """
     if tp <= rates.node_devices:
         return float(node_s(rates, tp, collective.size_bytes, collective.operation))
-    whole_s = collective_s(rates, tp, rates.node_devices, 1, collective.size_bytes, "all_reduce")
+    whole_s = collective_s(
+        rates=rates,
+        ranks=tp,
+        per_node=rates.node_devices,
+        sharing=1,
+        size_bytes=collective.size_bytes,
+        operation="all_reduce",
+    )
     return float(whole_s) * (1.0 if collective.operation == "all_reduce" else 0.5)
 
 
@@ -145,7 +152,16 @@ def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
     if cp <= inside:  # a ring through every tp-th device is no faster than one through all of them
         reach = float(fabric_bandwidth(rates, cp)) / float(fabric_bandwidth(rates, min(tp * cp, node)))
         return (1 - beside) * float(node_s(rates, cp, collective.size_bytes, collective.operation)) * max(reach, 1.0)
-    return (1 - beside) * float(collective_s(rates, cp, inside, sharing, collective.size_bytes, collective.operation))
+    return (1 - beside) * float(
+        collective_s(
+            rates=rates,
+            ranks=cp,
+            per_node=inside,
+            sharing=sharing,
+            size_bytes=collective.size_bytes,
+            operation=collective.operation,
+        )
+    )
 
 
 def by_cause(
@@ -241,9 +257,10 @@ class Times(NamedTuple):
         the other.
         """
         backward_s = self.backward_s + self.adding_s * added_share(microbatches)
-        device_s = (
-            (0.0, 0.0) if rates.host_executes else (self.forward_s - self.sent_s, backward_s - self.sent_backward_s)
-        )
+        if rates.host_executes:
+            device_s = (0.0, 0.0)
+        else:
+            device_s = (self.forward_s - self.sent_s, backward_s - self.sent_backward_s)
         return (
             self.forward_s + np.maximum(self.host_forward_s - device_s[0], 0.0),
             backward_s + np.maximum(self.host_backward_s - device_s[1], 0.0),
@@ -282,7 +299,15 @@ def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None 
         def block(split: float) -> Times:
             return mean_of_layers(
                 model,
-                lambda layer: part(block_work(model, layout, rates, layer), layout, rates, prices, host, modes, split),
+                lambda layer: part(
+                    items=block_work(model, layout, rates, layer),
+                    layout=layout,
+                    rates=rates,
+                    prices=prices,
+                    host_s=host,
+                    modes=modes,
+                    split=split,
+                ),
             )
 
         whole = block(0.0)
@@ -292,7 +317,12 @@ def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None 
 
     sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))
     parts: Parts = over_layouts(
-        layouts, fold, layouts.devices, experts_inside(layouts, rates), stage_length(model.layers, layouts), *sharded
+        layouts,
+        fold,
+        layouts.devices,
+        experts_inside(layouts, rates),
+        stage_length(model.layers, layouts),
+        *sharded,
     )
     share = by_schedule(layouts, split_share, "pp", "microbatches")
     average = Times(
@@ -323,7 +353,14 @@ def part(
     split: float = 0.0,
 ) -> Times:
     """The seconds of one list."""
-    causes = by_cause(items, layout, rates, prices, modes, split)
+    causes = by_cause(
+        items=items,
+        layout=layout,
+        rates=rates,
+        prices=prices,
+        modes=modes,
+        split=split,
+    )
     adding = causes.pop(ADDING, (0.0, 0.0))[1]
     sent = causes.get(SENDING, (0.0, 0.0))
     rows = rows_s(items, layout, rates, prices)[1] if DISPATCH in causes else (0.0, 0.0)

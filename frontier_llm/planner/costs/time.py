@@ -40,7 +40,9 @@ def p2p_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     """Seconds of one message between pipeline neighbours (0 without a pipeline)."""
     place = seats(layouts, rates)
     return np.where(
-        layouts.pp > 1, message_s(rates, p2p_bytes(model, layouts, rates), place.pp_inside, place.pp_sharing), 0.0
+        layouts.pp > 1,
+        message_s(rates, p2p_bytes(model, layouts, rates), place.pp_inside, place.pp_sharing),
+        0.0,
     )
 
 
@@ -54,7 +56,10 @@ class StepTail:
 
 
 def gradient_reduction_s(
-    layouts: Layout, rates: Rates, parameters: Number, experts: Number = 0.0
+    layouts: Layout,
+    rates: Rates,
+    parameters: Number,
+    experts: Number = 0.0,
 ) -> tuple[Number, Number]:
     """(reduce, gather) seconds of one stage's gradients over the replicas, bucket by bucket: all-reduce, or
     reduce-scatter and all-gather with ZeRO.
@@ -77,7 +82,12 @@ def gradient_reduction_s(
         for numel, ranks, per_node, sharing in seats_of:
             buckets = np.maximum(numel / rates.bucket_parameters, 1.0) if rates.bucket_parameters else 1.0
             moved = buckets * collective_s(
-                rates, ranks, per_node, sharing, np.maximum(numel, 1.0) * size / buckets, operation
+                rates=rates,
+                ranks=ranks,
+                per_node=per_node,
+                sharing=sharing,
+                size_bytes=np.maximum(numel, 1.0) * size / buckets,
+                operation=operation,
             )
             total = total + np.where(np.asarray(numel) > 0, moved, 0.0)
         return total
@@ -120,14 +130,18 @@ def tail(
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
     windows = overlap_windows(layouts)
     owned = parameters / np.where(cut(layouts, 1), layouts.shards, 1) + experts / np.where(
-        cut(layouts, 1), layouts.edp, 1
+        cut(layouts, 1),
+        layouts.edp,
+        1,
     )
     every = (layouts.sharding == "gradients") & (layouts.pp == 1)
     sharded = cut(layouts, 3)  # gradients are cut like the state, and what moves has moved layer by layer
     held = np.where(sharded | every, owned, parameters + experts)
     update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(held * 2.0 * rates.gradient_bytes, 2, rates)
     shown_s = exposed_s(reduce_s, windows * last_backward_s, rates.dp_overlap) * np.where(
-        every, layouts.microbatches, 1
+        every,
+        layouts.microbatches,
+        1,
     )
     return StepTail(
         reduce_s=np.where(sharded, 0.0, shown_s),
@@ -149,7 +163,12 @@ def sharding_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Num
 
     def seconds(size_bytes: Number, operation: str, ranks: Number = shards, per_node: Number = inside) -> Number:
         moved_s = collective_s(
-            rates, ranks, per_node, np.maximum(devices / per_node, 1.0), np.maximum(size_bytes, 1.0), operation
+            rates=rates,
+            ranks=ranks,
+            per_node=per_node,
+            sharing=np.maximum(devices / per_node, 1.0),
+            size_bytes=np.maximum(size_bytes, 1.0),
+            operation=operation,
         )
         return np.where((size_bytes > 0) & (ranks > 1), moved_s * rates.sharded_slowdown, 0.0)
 
@@ -228,8 +247,13 @@ def _turns(layouts: Layout, rates: Rates) -> Number:
     chunks = layouts.chunks
     waits = meets_inside(layouts) | rates.host_executes
     few = np.where(split(layouts), 0.8, 1.5)
-    # a full V has more slack
-    deep = by_schedule(layouts, lambda name: (2.0 if rule(name).idle < 1 / 4 else 3.0) if one_end(name) else 3.5)
+
+    def waits_of_chunks(name: str) -> float:
+        if not one_end(name):
+            return 3.5
+        return 2.0 if rule(name).idle < 1 / 4 else 3.0  # a full V has more slack
+
+    deep = by_schedule(layouts, waits_of_chunks)
     return np.where(chunks > 1, chunks * np.where(waits, deep, 2.0), np.where(waits, 2.0, few))
 
 
@@ -277,6 +301,12 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     parameters = stage_numel(model, layouts.tp, most, True, pp == 1)
     whole = whole_update(model, layouts, rates, most)
     end = tail(
-        layouts, rates, parameters, most * per_layer[1], most * per_layer[0], expert_numel(model, layouts, most), whole
+        layouts=layouts,
+        rates=rates,
+        parameters=parameters,
+        last_backward_s=most * per_layer[1],
+        first_forward_s=most * per_layer[0],
+        experts=expert_numel(model, layouts, most),
+        whole=whole,
     )
     return pipeline + end.reduce_s + end.optimizer_s + end.gather_s

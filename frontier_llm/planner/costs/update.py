@@ -40,19 +40,26 @@ def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Numb
     if not rule.gathers:
         return WholeUpdate(*[0.0 * np.asarray(layers)] * len(WholeUpdate._fields))
     owners, expert_owners = (np.where(cut(layouts, 1), replicas, 1) for replicas in (layouts.replicas, layouts.edp))
-    columns = np.broadcast_arrays(layouts.tp, layouts.ep, layouts.etp, owners, expert_owners, np.asarray(layers))
+    columns = np.broadcast_arrays(
+        layouts.tp,
+        layouts.ep,
+        layouts.etp,
+        owners,
+        expert_owners,
+        np.asarray(layers),
+    )
     cases, each = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
     bytes_each = DTYPE_BYTES[layouts.dtype]
     rows = [_one(model, rule, rates, bytes_each, _Ranks(*map(int, case))) for case in cases.T]
     values = WholeUpdate(*(np.array(column)[each].reshape(columns[0].shape) for column in zip(*rows, strict=True)))
     place = seats(layouts, rates)
     gather_s = collective_s(
-        rates,
-        layouts.replicas,
-        place.replicas_per_node,
-        place.replicas_sharing,
-        np.maximum(values.gathered * bytes_each, 1.0),
-        "all_gather",
+        rates=rates,
+        ranks=layouts.replicas,
+        per_node=place.replicas_per_node,
+        sharing=place.replicas_sharing,
+        size_bytes=np.maximum(values.gathered * bytes_each, 1.0),
+        operation="all_gather",
     )
     return values._replace(seconds=values.seconds + np.where(values.gathered > 0, gather_s, 0.0))
 
@@ -90,7 +97,14 @@ def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int,
     busiest = np.zeros(2)
     padding = gathered = largest = 0
     owners_of = {"dp": ranks.owners, "edp": ranks.expert_owners}
-    for bucket in plan_buckets(held, shard_of, rule, owners_of.__getitem__, True, BUCKET_ELEMENTS):
+    for bucket in plan_buckets(
+        members=held,
+        of=shard_of,
+        rule=rule,
+        replicas=owners_of.__getitem__,
+        sharded=True,
+        limit=BUCKET_ELEMENTS,
+    ):
         owners = owners_of[bucket.members[0].replicas]
         size = bucket.numel // owners
         work = np.zeros((2, owners))
@@ -106,8 +120,8 @@ def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int,
 
 def products(matrices: Matrices, tp: int, ep: int = 1) -> list[Product]:
     """Of one Newton-Schulz step on one of `tp` ranks."""
-    part, (count, short, long) = matrices.part(tp), matrices.on_rank(tp, ep)
-    if part is Part.SHORT:
+    count, short, long = matrices.on_rank(tp, ep)
+    if matrices.part(tp) is Part.SHORT:
         short = matrices.short
     return [Product(short, short, long, count), Product(short, short, short, count), Product(short, long, short, count)]
 
@@ -122,7 +136,8 @@ def update_flops(parameter: Parameter, degrees: Mapping[str, int]) -> float:
 
 def parameter_s(parameter: Parameter, degrees: Mapping[str, int], rates: Rates, bytes_each: int) -> float:
     """Seconds of the same, with what it sends over tp, or of experts over etp."""
-    total, (tp, ep) = 0.0, _degrees_of(parameter, degrees)
+    total = 0.0
+    tp, ep = _degrees_of(parameter, degrees)
     for one in matrices_of(parameter):
         count = one.on_rank(tp, ep)[0]
         total += NEWTON_SCHULZ_STEPS * sum(product_s(product, rates) for product in products(one, tp, ep))
@@ -135,4 +150,5 @@ def parameter_s(parameter: Parameter, degrees: Mapping[str, int], rates: Rates, 
 
 def _degrees_of(parameter: Parameter, degrees: Mapping[str, int]) -> tuple[int, int]:
     """(ranks that cut its matrices, ranks that share them out)."""
-    return degrees.get(parameter.tensor_axis, 1), degrees.get("ep", 1) if parameter.tensor_axis == "etp" else 1
+    sharing = degrees.get("ep", 1) if parameter.tensor_axis == "etp" else 1
+    return degrees.get(parameter.tensor_axis, 1), sharing

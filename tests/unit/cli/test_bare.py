@@ -73,7 +73,10 @@ print("RESULTS" + json.dumps(results))
 
 
 def run_each(
-    tmp_path: Path, place: Path, commands: Mapping[str, str], environment: Mapping[str, str]
+    tmp_path: Path,
+    place: Path,
+    commands: Mapping[str, str],
+    environment: Mapping[str, str],
 ) -> dict[str, tuple[int, str]]:
     """Exit code and output of each command."""
     text = tmp_path / "text.txt"
@@ -82,7 +85,12 @@ def run_each(
     words = {name: line.format(d=place, run=run_dir, text=text).split() for name, line in commands.items()}
     program = [sys.executable, "-c", _EACH, json.dumps(words)]
     done = subprocess.run(
-        program, capture_output=True, text=True, env={**os.environ, **environment}, cwd=tmp_path, timeout=280
+        program,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        cwd=tmp_path,
+        timeout=280,
     )
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stderr
     results = json.loads(done.stdout.rpartition("RESULTS")[2])

@@ -36,7 +36,11 @@ def test_each_name_is_replaced_in_every_part_of_every_problem() -> None:
     ],
 )
 def test_what_cannot_be_is_told_before_anything_runs(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2

@@ -135,7 +135,9 @@ def test_what_several_commands_take_has_one_name_and_one_metavar() -> None:
     ],
 )
 def test_wrong_words_end_with_2_and_a_way_out(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(words) == 2
     said = capsys.readouterr()
@@ -159,7 +161,8 @@ def test_help_is_fast_and_login_node_commands_import_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("300B", 3e11), ("1.5T", 1.5e12), ("2e9", 2e9), ("20_000", 20_000.0), ("7M", 7e6)]
+    ("text", "count"),
+    [("300B", 3e11), ("1.5T", 1.5e12), ("2e9", 2e9), ("20_000", 20_000.0), ("7M", 7e6)],
 )
 def test_counts(text: str, count: float) -> None:
     assert count_of(text) == count
@@ -192,7 +195,10 @@ def test_whole_numbers() -> None:
     ],
 )
 def test_what_cannot_work_is_one_short_error(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(words) == 2

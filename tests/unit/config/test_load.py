@@ -114,7 +114,8 @@ def test_all_violations_at_once(tmp_path: Path) -> None:
 
 def test_a_path_alone_is_a_dataset(run_file: str) -> None:
     expected = load_run(
-        run_file, ["data.train=[{path: a/b}]", "data.validation=[{path: c}, {path: d, weight: 2}]"]
+        run_file,
+        ["data.train=[{path: a/b}]", "data.validation=[{path: c}, {path: d, weight: 2}]"],
     ).data
     assert load_run(run_file, ["data.train=a/b", "data.validation=[c, {path: d, weight: 2}]"]).data == expected
     assert load_run(run_file, ["data.train=synthetic"]).data.train == "synthetic"
@@ -314,7 +315,9 @@ def test_a_file_that_is_there_but_no_yaml_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["before", "after"])
 def test_a_removed_key_of_an_old_run_file_is_read_with_a_notice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    value: str,
 ) -> None:
     path = write(tmp_path / "run.yaml", f"base: train_small\noptimizer: {{validated: {value}}}\n")
     assert load_run(path) == load_run("train_small")

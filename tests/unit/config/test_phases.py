@@ -94,7 +94,8 @@ def test_tokens_are_counted_over_phases_from_the_start_and_a_decay_from_the_end(
     # 3 x 256 + 2 x 512, and 2 x 256 + 1 x 512
     assert (config.optimizer.warmup_steps, config.optimizer.decay_steps) == (5, 3)
     with pytest.raises(
-        ConfigError, match=r"train.save_interval: '2K tokens', but the steps of the run's phases differ in size"
+        ConfigError,
+        match=r"train.save_interval: '2K tokens', but the steps of the run's phases differ in size",
     ):
         run(tmp_path, f"train.phases={THREE}", "train.save_interval=2K tokens")
 
@@ -174,7 +175,11 @@ def test_what_is_wrong_with_a_phase_is_refused_before_anything_starts(tmp_path: 
         "train.phases.2.model.sequence_length",
     ]
     learned = run(
-        tmp_path, f"train.phases={THREE}", "model.position=learned", "parallel.data_mode=fsdp", "train.seed=1"
+        tmp_path,
+        f"train.phases={THREE}",
+        "model.position=learned",
+        "parallel.data_mode=fsdp",
+        "train.seed=1",
     )
     assert [problem.where for problem in plan_problems(learned, 1)] == [
         "train.phases.2.model.sequence_length",

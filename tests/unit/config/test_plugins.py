@@ -54,7 +54,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("also_elsewhere", [False, True])
 def test_a_path_is_relative_to_the_run_file_that_names_it(
-    places: Path, capsys: pytest.CaptureFixture[str], also_elsewhere: bool
+    places: Path,
+    capsys: pytest.CaptureFixture[str],
+    also_elsewhere: bool,
 ) -> None:
     (places / "base" / "one.py").write_text("")
     if also_elsewhere:

@@ -59,7 +59,8 @@ def test_mpt_budgets_are_chinchillas(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("pretrain_22b", 420570), ("pretrain_175b", 166530), ("pretrain_1t", 1025430)]
+    ("name", "steps"),
+    [("pretrain_22b", 420570), ("pretrain_175b", 166530), ("pretrain_1t", 1025430)],
 )
 def test_the_chinchilla_steps_in_the_comments(name: str, steps: int) -> None:
     config = load_run(name)

@@ -8,7 +8,8 @@ from frontier_llm.config import load_run, warmup_note
 
 
 @pytest.mark.parametrize(
-    ("warmup", "steps", "warned"), [(20, 200, False), (199, 200, False), (200, 200, True), (20, 5, True)]
+    ("warmup", "steps", "warned"),
+    [(20, 200, False), (199, 200, False), (200, 200, True), (20, 5, True)],
 )
 def test_a_warmup_longer_than_the_run_is_said(warmup: int, steps: int, warned: bool) -> None:
     note = warmup_note(load_run("train_small", [f"optimizer.warmup_steps={warmup}", f"train.steps={steps}"]))

@@ -63,7 +63,10 @@ def rooms_of_a_plain_packing(lengths: list[int], capacity: int) -> list[int]:
 )
 @settings(max_examples=80)
 def test_documents_stay_whole_and_every_token_comes_once(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], S: int, window: int
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    S: int,
+    window: int,
 ) -> None:
     dataset = write(tmp_path_factory.mktemp("packed") / "d", lengths)
     with pytest.MonkeyPatch.context() as patch:

@@ -30,7 +30,9 @@ def test_off_by_less_than_one_sample(weights: list[int]) -> None:
     total = sum(weights)
     assert (
         worst_error(
-            Blend(whole_weights(weights)), [Fraction(weight, total) for weight in weights], min(2 * total + 3, 400)
+            Blend(whole_weights(weights)),
+            [Fraction(weight, total) for weight in weights],
+            min(2 * total + 3, 400),
         )
         < 1
     )
@@ -57,7 +59,10 @@ def test_long_weights_are_rounded_by_largest_remainder() -> None:
     assert sum(whole) == MAXIMUM_PERIOD
     total = 1 + 2**0.5
     assert np.allclose(
-        np.array(whole) / MAXIMUM_PERIOD, np.array([1 / 3, 2 / 3, 2**0.5]) / total, atol=2 / MAXIMUM_PERIOD, rtol=0
+        np.array(whole) / MAXIMUM_PERIOD,
+        np.array([1 / 3, 2 / 3, 2**0.5]) / total,
+        atol=2 / MAXIMUM_PERIOD,
+        rtol=0,
     )
 
 

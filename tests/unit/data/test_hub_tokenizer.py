@@ -77,7 +77,9 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[_Hu
 
 
 def test_it_is_fetched_once_and_then_needs_no_network(
-    server: type[_Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: type[_Hub],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "a.txt").write_text("some text")
     meta = tokenize([tmp_path / "a.txt"], tmp_path / "out", "hf://me/tok", workers=1)

@@ -28,7 +28,9 @@ def documents(prefix: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("block", [1, 2, 3, 100])
 def test_documents_end_at_eod_across_blocks_and_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    block: int,
 ) -> None:
     monkeypatch.setattr(importing, "BLOCK_TOKENS", block)
     np.array([1, 2, EOD, EOD, 3, 4], "<u2").tofile(tmp_path / "part-0.npy")  # OLMo: no header

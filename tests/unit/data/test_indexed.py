@@ -153,7 +153,8 @@ def test_bin_of_another_size(small: Path, change: int) -> None:
     data = small.with_suffix(".bin").read_bytes()
     small.with_suffix(".bin").write_bytes(data[:change] if change < 0 else data + bytes(change))
     with pytest.raises(
-        DataError, match=rf"d\.bin: at byte \d+: expected 12 bytes, as d\.idx says, found {12 + change}"
+        DataError,
+        match=rf"d\.bin: at byte \d+: expected 12 bytes, as d\.idx says, found {12 + change}",
     ):
         IndexedDataset(small)
 

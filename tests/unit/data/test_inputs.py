@@ -28,11 +28,16 @@ def read_all(path: Path, piece_bytes: int = 1 << 30, documents: str = "line", ke
 @given(texts_strategy, st.integers(1, 200), st.booleans())
 @settings(max_examples=60)
 def test_any_cut_gives_every_line_once(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], piece_bytes: int, ascii_only: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    piece_bytes: int,
+    ascii_only: bool,
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     path.write_text(
-        "\n".join(json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts), encoding="utf-8", newline=""
+        "\n".join(json.dumps({"text": text}, ensure_ascii=ascii_only) for text in texts),
+        encoding="utf-8",
+        newline="",
     )
     assert read_all(path, piece_bytes) == [Text(text) for text in texts]
 
@@ -51,7 +56,9 @@ def test_damaged_lines_keep_their_number_under_any_cut(
     damage = [item for item in found if isinstance(item, Damage)]
     assert [item.where for item in damage] == [f"{path}:{line}" for line in (3, 4, 5, 6, 8)]
     for item, why in zip(
-        damage, ["not a string", "did you mean 'txt'", "is no JSON", "is a JSON list", "surrogate"], strict=True
+        damage,
+        ["not a string", "did you mean 'txt'", "is no JSON", "is a JSON list", "surrogate"],
+        strict=True,
     ):
         assert why in item.why
 
@@ -216,7 +223,8 @@ def test_missing_optional_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "text", ['[{"text": "a"}, \n{"text": "b"}]\n', '{\n "text": "a"\n}\n', '[\n{"text": "a"}\n]\n']
+    "text",
+    ['[{"text": "a"}, \n{"text": "b"}]\n', '{\n "text": "a"\n}\n', '[\n{"text": "a"}\n]\n'],
 )
 def test_one_large_json_value_gets_a_hint(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)

@@ -151,7 +151,10 @@ def run_config(corpus: Path, vocab_size: int = 300, **data: object) -> RunConfig
 def test_open_batches_from_a_config(corpus: Path) -> None:
     source = DataSource(path=str(corpus / "tokens"))
     config = run_config(
-        corpus, train=(source, DataSource(path=source.path, weight=3.0)), validation=(source,), tokenizer="bytes"
+        corpus,
+        train=(source, DataSource(path=source.path, weight=3.0)),
+        validation=(source,),
+        tokenizer="bytes",
     )
     assert data_problems(config) == []
     train = open_batches(config, 0, 2)
@@ -313,7 +316,8 @@ def test_a_token_beyond_the_vocabulary_names_dataset_document_and_place(tmp_path
     samples = DocumentSamples(IndexedDataset(tmp_path / "d"), 6, order_key("concatenate", 1, 0))
     batches = Batches(samples, 10, 10, vocab_size=256, read_ahead=0)
     with pytest.raises(
-        DataError, match=rf"{tmp_path}/d: document 7, token 4: sample 1\d holds token 300, the vocabulary has 256"
+        DataError,
+        match=rf"{tmp_path}/d: document 7, token 4: sample 1\d holds token 300, the vocabulary has 256",
     ):
         batches.microbatch(1, 0)  # the second epoch, in which no row has the number of its sample
 
@@ -357,7 +361,9 @@ def test_another_tokenizer_in_any_source_is_refused(tmp_path: Path, split: str, 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_dataset_whose_largest_id_the_model_lacks_is_refused_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: bool,
 ) -> None:
     """As recorded, even of a dataset that is too large to read; or of a small dataset without a record as it is
     read.

@@ -48,7 +48,8 @@ def test_a_prompt_is_a_sequence_that_is_not_learnt(prefix: str) -> None:
 def run_on(prefix: str, **data: object) -> RunConfig:
     model = load_model("llama-tiny", {"vocab_size": 300}).model_dump()
     return build(
-        RunConfig, {"model": model, "batch": {"global_batch": 4, "micro_batch": 2}, "data": {"train": prefix, **data}}
+        RunConfig,
+        {"model": model, "batch": {"global_batch": 4, "micro_batch": 2}, "data": {"train": prefix, **data}},
     )
 
 
@@ -77,7 +78,9 @@ def test_a_blend_masks_only_what_has_prompts_and_all_else_costs_nothing(prefix: 
     only = open_batches(run_on(str(tmp_path / "plain")), 0, 1)
     assert only is not None and not only.masks_targets and only.microbatch(0, 0).loss_mask_BS is None
     both = open_batches(
-        run_on(prefix).model_copy(update={"data": run_on(prefix, train=[str(tmp_path / "plain"), prefix]).data}), 0, 1
+        run_on(prefix).model_copy(update={"data": run_on(prefix, train=[str(tmp_path / "plain"), prefix]).data}),
+        0,
+        1,
     )
     assert both is not None
     rows = [

@@ -30,7 +30,8 @@ def test_text_column(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("tok-None", "i4"), ("tok-zstd", "i4"), ("bytes", "i8"), ("fixed", "i4"), ("dyn", "u2")]
+    ("kind", "dtype"),
+    [("tok-None", "i4"), ("tok-zstd", "i4"), ("bytes", "i8"), ("fixed", "i4"), ("dyn", "u2")],
 )
 def test_token_columns(kind: str, dtype: str) -> None:
     arrays = [array for path in sorted((SHARDS / kind).glob("shard*")) for array in read_tokens(path, "tokens")]
@@ -99,7 +100,10 @@ def test_token_value_that_is_no_array(tmp_path: Path) -> None:
 @given(st.integers(0, 10**6), st.integers(0, 255), st.sampled_from(["text-None", "tok-None", "dyn"]))
 @settings(max_examples=150)
 def test_any_damaged_byte_is_refused_or_harmless(
-    tmp_path_factory: pytest.TempPathFactory, place: int, value: int, kind: str
+    tmp_path_factory: pytest.TempPathFactory,
+    place: int,
+    value: int,
+    kind: str,
 ) -> None:
     content = bytearray((SHARDS / kind / "shard.00000.mds").read_bytes())
     content[place % len(content)] = value

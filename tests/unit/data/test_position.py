@@ -131,7 +131,9 @@ def test_the_first_blend_has_the_orders_of_its_places() -> None:
         position = START.enter(blend(source(2), source(0), source(2), packing=packing, seed=9))
         assert [stream.key for stream in position.current] == [order_key(packing, 9, place) for place in range(3)]  # type: ignore[arg-type]
     assert START.enter(blend(Source(SYNTHETIC, SYNTHETIC, 0, 1.0), seed=9)).streams[0].key == order_key(
-        "synthetic", 9, 0
+        "synthetic",
+        9,
+        0,
     )
 
 

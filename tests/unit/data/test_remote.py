@@ -132,7 +132,9 @@ def test_a_lost_connection_is_no_damage_and_costs_only_unfinished_parts(
 
 
 def test_what_lets_somebody_in_is_used_and_kept_nowhere(
-    server: tuple[str, type[_Server]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: tuple[str, type[_Server]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     address, handler = server
     handler.files["/a.jsonl"] = LINES + b"no json\n"

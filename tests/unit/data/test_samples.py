@@ -55,7 +55,10 @@ def order(dataset: IndexedDataset, samples: DocumentSamples, epoch: int) -> list
 @given(corpora, st.integers(1, 40), st.integers(0, 5))
 @settings(max_examples=60)
 def test_samples_are_the_cuts_of_the_stream(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], sequence_length: int, seed: int
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[list[int]],
+    sequence_length: int,
+    seed: int,
 ) -> None:
     dataset = write(tmp_path_factory.mktemp("cuts") / "d", lengths)
     stream = DocumentSamples(dataset, sequence_length, seed)
@@ -74,7 +77,9 @@ def test_samples_are_the_cuts_of_the_stream(
 @given(corpora, st.integers(1, 12))
 @settings(max_examples=30)
 def test_an_epoch_covers_every_token_once(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], sequence_length: int
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[list[int]],
+    sequence_length: int,
 ) -> None:
     dataset = write(tmp_path_factory.mktemp("epoch") / "d", lengths)
     stream = DocumentSamples(dataset, sequence_length, key=3)

@@ -100,7 +100,9 @@ def test_a_dataset_is_not_read_more_often_than_it_may_be_over_all_phases(prefix:
 
 
 def test_validation_data_that_is_also_trained_on_is_said(
-    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prefix: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for ending in ("bin", "idx"):
         shutil.copy(f"{prefix}.{ending}", tmp_path / f"copy.{ending}")
@@ -109,7 +111,8 @@ def test_validation_data_that_is_also_trained_on_is_said(
     train = (DataSource(path=prefix),)
     log_datasets(
         run_config(
-            train=train, validation={"same": prefix, "copy": str(tmp_path / "copy"), "new": str(tmp_path / "others")}
+            train=train,
+            validation={"same": prefix, "copy": str(tmp_path / "copy"), "new": str(tmp_path / "others")},
         )
     )
     text = capsys.readouterr().err

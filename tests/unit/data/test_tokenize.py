@@ -70,7 +70,9 @@ def test_any_number_of_workers_and_any_shards_give_the_same_bytes(corpus: Path, 
 
 
 def test_nothing_is_done_twice_but_a_change_is_noticed(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = tokenize([corpus], tmp_path / "out", "bytes", SMALL, workers=1)
     make_part = tokenize_module.make_part

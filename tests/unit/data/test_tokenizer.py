@@ -35,7 +35,8 @@ def write_pair(tokenizer_json: Path, directory: Path) -> None:
     model = json.loads(tokenizer_json.read_text(encoding="utf-8"))["model"]
     (directory / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
     (directory / "gpt2-merges.txt").write_text(
-        "#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n", encoding="utf-8"
+        "#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n",
+        encoding="utf-8",
     )
 
 
@@ -123,7 +124,8 @@ def test_gpt2s_pair_is_the_tokenizer_json_of_the_same_model(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("x.model", b"no model"), ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff")]
+    ("name", "content"),
+    [("x.model", b"no model"), ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff")],
 )
 def test_foreign_files(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
@@ -150,7 +152,8 @@ def test_vocabulary_larger_than_the_text_allows(tmp_path: Path) -> None:
         train_sentencepiece(["too little"], tmp_path / "x.model", 5000)
     assert raised.value.problems[0].fix == "set --vocab-size to at most 282, or give more text"
     with pytest.raises(
-        DataError, match="100 pieces are too few: every byte and the characters of the text take 276"
+        DataError,
+        match="100 pieces are too few: every byte and the characters of the text take 276",
     ) as raised:
         train_sentencepiece(["too little text of many words"], tmp_path / "x.model", 100)
     assert raised.value.problems[0].fix == "set --vocab-size to at least 276"

@@ -64,7 +64,10 @@ class Completion:
 
 
 def generate(
-    model: InferenceModel, prompts: Sequence[Sequence[int]], sampling: Sampling, use_cache: bool = True
+    model: InferenceModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    use_cache: bool = True,
 ) -> list[Completion]:
     """Complete every prompt, in one batch. Collective over tp and pp; every rank returns the same."""
     rows: list[list[int]] = [[] for _ in prompts]

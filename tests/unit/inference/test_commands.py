@@ -30,7 +30,10 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """hf/ (a model and its tokenizer), data.bin/.idx, run.yaml."""
     directory = tmp_path_factory.mktemp("commands")
     export_huggingface(
-        RandomWeights(MODEL), directory / "hf", torch.float32, Companions(tokenizer_files(BYTES, 64), BYTES.eod)
+        RandomWeights(MODEL),
+        directory / "hf",
+        torch.float32,
+        Companions(tokenizer_files(BYTES, 64), BYTES.eod),
     )
     text = "the quick brown fox jumps over the lazy dog; " * 20
     with IndexedWriter(directory / "data", np.dtype("<u2")) as writer:
@@ -108,12 +111,17 @@ def test_options_reach_the_sampler(room: Path, capfd: pytest.CaptureFixture[str]
 
 @pytest.mark.thorough
 def test_local_ranks_give_the_same_text_and_the_same_loss(
-    room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    room: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     prompts = ["--prompt=the quick", "--prompt=-x", "--temperature=0", "--max-new-tokens=8", "--json"]
     assert answer(capfd, "generate", str(room / "run"), *prompts, "--tensor=2") == answer(
-        capfd, "generate", str(room / "run"), *prompts
+        capfd,
+        "generate",
+        str(room / "run"),
+        *prompts,
     )
     serial = answer(capfd, "evaluate", str(room / "run"), "--json")["held_out"][0]
     parallel = answer(capfd, "evaluate", str(room / "run"), "--json", "--pipeline=2", "--data-parallel=2")["held_out"][
@@ -142,11 +150,17 @@ def test_tasks_are_scored_and_written(room: Path, capfd: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "words", [["evaluate"], ["generate", "--prompt=a", "--max-new-tokens=2"]], ids=["evaluate", "generate"]
+    "words",
+    [["evaluate"], ["generate", "--prompt=a", "--max-new-tokens=2"]],
+    ids=["evaluate", "generate"],
 )
 @pytest.mark.parametrize("ranks", but_first([[], ["--tensor=2"]]), ids=str)
 def test_a_flipped_byte_is_named_and_ends_the_command(
-    room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], ranks: list[str]
+    room: Path,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: list[str],
+    ranks: list[str],
 ) -> None:
     shutil.copytree(room / "run", tmp_path / "run")
     (shard,) = (tmp_path / "run" / "checkpoints").glob("step_*/shard_*")
@@ -202,7 +216,10 @@ def test_the_way_back(room: Path, capfd: pytest.CaptureFixture[str], tmp_path: P
     ],
 )
 def test_what_cannot_be_is_refused_with_a_way_out(
-    room: Path, words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+    room: Path,
+    words: list[str],
+    said: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert main([word.replace("{room}", str(room)) for word in words]) == 2
     message = capfd.readouterr().err
@@ -222,7 +239,9 @@ def test_tokens_that_read_the_same_belong_to_the_model(room: Path, capfd: pytest
 
 
 def test_a_gpu_where_there_is_none(
-    room: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    room: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["generate", str(room / "run"), "--device=cuda"]) == 2
@@ -236,7 +255,9 @@ def test_a_generation_beyond_the_context_says_so(room: Path, capfd: pytest.Captu
 
 
 def test_json_is_strict_where_a_number_does_not_exist(
-    room: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    room: Path,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps({"query": "q", "choices": ["x", "yy"], "gold": 0}))
     assert main(["evaluate", str(room / "hf"), f"--task=one={tmp_path / 't.jsonl'}", "--json"]) == 0

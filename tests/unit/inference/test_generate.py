@@ -39,7 +39,9 @@ def test_the_cache_knows_each_layers_window_and_caps_scores() -> None:
     with_cache = generate(model, prompts(LENGTHS), GREEDY)
     assert with_cache == generate(model, prompts(LENGTHS), GREEDY, use_cache=False)
     assert with_cache != generate(
-        tiny("llama-tiny", sliding_window=5, score_softcap=0.5, score_width=4), prompts(LENGTHS), GREEDY
+        tiny("llama-tiny", sliding_window=5, score_softcap=0.5, score_width=4),
+        prompts(LENGTHS),
+        GREEDY,
     )
 
 
@@ -57,7 +59,12 @@ def test_greedy_equals_transformers_on_the_exported_model(name: str, tmp_path: P
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     source = HuggingFaceModel(tmp_path / "out")
     ours = build_inference_model(
-        source, inference_plan(source.model, 1, 1, 1), serial_mesh(), torch.device("cpu"), "fp32", OpsConfig()
+        source,
+        inference_plan(source.model, 1, 1, 1),
+        serial_mesh(),
+        torch.device("cpu"),
+        "fp32",
+        OpsConfig(),
     )
     for prompt, row in zip(prompts(LENGTHS), generate(ours, prompts(LENGTHS), GREEDY), strict=True):
         tokens_1S = torch.tensor([prompt])
@@ -142,7 +149,10 @@ def test_every_layout_generates_the_same(ranks: RankPool, name: str, tensor: int
 
 @pytest.mark.parametrize(("tensor", "pipeline", "expert"), [(2, 2, 2), (2, 1, 1)])
 def test_tensor_ranks_that_share_out_experts_generate_the_same(
-    ranks: RankPool, tensor: int, pipeline: int, expert: int
+    ranks: RankPool,
+    tensor: int,
+    pipeline: int,
+    expert: int,
 ) -> None:
     """Prompts that no number of ranks cuts evenly, and single tokens."""
     serial = tiny("moe-tiny")

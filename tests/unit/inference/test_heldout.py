@@ -17,7 +17,10 @@ from tests.unit.inference.models import prompts, tiny
 
 
 def dataset(
-    directory: Path, lengths: tuple[int, ...], text_bytes: int | None = None, vocab: int = 250
+    directory: Path,
+    lengths: tuple[int, ...],
+    text_bytes: int | None = None,
+    vocab: int = 250,
 ) -> tuple[str, list[int]]:
     prefix = str(directory / "data")
     documents = prompts(lengths, vocab)

@@ -110,7 +110,9 @@ def test_evaluation_of_the_own_run_directory_is_that_of_the_run(trained: Path, t
 
 
 @pytest.mark.parametrize(
-    "words", but_first([["evaluate"], ["generate", "--prompt=a"], ["checkpoint", "export-hf"]]), ids=" ".join
+    "words",
+    but_first([["evaluate"], ["generate", "--prompt=a"], ["checkpoint", "export-hf"]]),
+    ids=" ".join,
 )
 def test_a_checkpoint_alone_never_causes_an_import(trained: Path, tmp_path: Path, words: list[str]) -> None:
     """Not even where it brings a run file of its own."""
@@ -118,7 +120,9 @@ def test_a_checkpoint_alone_never_causes_an_import(trained: Path, tmp_path: Path
     shutil.copytree(trained / "run" / CHECKPOINT, checkpoint)
     (checkpoint / "config.yaml").write_text("plugins: [mine.py]\n")
     (checkpoint / "mine.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n" + PLUGIN)
-    places = [str(checkpoint), *([str(tmp_path / "out")] if "export-hf" in words else [])]
+    places = [str(checkpoint)]
+    if "export-hf" in words:
+        places.append(str(tmp_path / "out"))
     refused = frontier_llm(*words, *places, cwd=tmp_path)
     assert refused.returncode == 2 and not (tmp_path / "imported").exists()
     assert (
@@ -154,7 +158,10 @@ def test_a_run_directory_of_another_user_is_like_a_checkpoint_alone(trained: Pat
     ids=["edited", "none", "other"],
 )
 def test_a_resume_with_other_or_changed_plugins_is_refused(
-    trained: Path, tmp_path: Path, plugins: str, now: str
+    trained: Path,
+    tmp_path: Path,
+    plugins: str,
+    now: str,
 ) -> None:
     run_dir = copy_of(trained, tmp_path)
     (tmp_path / "mine.py").write_text(PLUGIN.replace("-3.0", "-2.0"))

@@ -30,7 +30,11 @@ def unseen(rows: int) -> torch.Tensor:
     penalty=st.sampled_from([1.0, 0.7, 1.8]),
 )
 def test_kept_probabilities_equal_transformers(
-    seed: int, top_k: int, top_p: float, min_p: float, penalty: float
+    seed: int,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalty: float,
 ) -> None:
     warpers = pytest.importorskip("transformers.generation.logits_process")
     x_BV = logits(seed)
@@ -59,7 +63,11 @@ def test_kept_probabilities_equal_transformers(
     min_p=st.sampled_from([0.0, 0.2]),
 )
 def test_ordering_a_few_candidates_draws_what_ordering_all_does(
-    seed: int, levels: int, top_k: int, top_p: float, min_p: float
+    seed: int,
+    levels: int,
+    top_k: int,
+    top_p: float,
+    min_p: float,
 ) -> None:
     x_BV = (logits(seed, rows=16) * levels).round() / levels
     sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)

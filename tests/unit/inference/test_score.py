@@ -81,7 +81,10 @@ def greedy_requests(model: InferenceModel) -> list[tuple[list[int], list[int]]]:
 
 
 def _score_on_layout(
-    rank: int, name: str, layout: tuple[int, int, int], asked: list[tuple[list[int], list[int]]]
+    rank: int,
+    name: str,
+    layout: tuple[int, int, int],
+    asked: list[tuple[list[int], list[int]]],
 ) -> list[Likelihood]:
     tensor, pipeline, data = layout
     mesh = build_mesh(Grid(tensor, pipeline, data), rank, tied_embeddings=load_model(name).tied_embeddings)
@@ -89,7 +92,8 @@ def _score_on_layout(
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("llama-tiny", (2, 2, 2)), thorough("gpt-tiny", (4, 1, 1)), thorough("mpt-tiny", (1, 2, 2))]
+    ("name", "layout"),
+    [("llama-tiny", (2, 2, 2)), thorough("gpt-tiny", (4, 1, 1)), thorough("mpt-tiny", (1, 2, 2))],
 )
 def test_every_layout_scores_the_same(ranks: RankPool, name: str, layout: tuple[int, int, int]) -> None:
     model = tiny(name)

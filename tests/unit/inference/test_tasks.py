@@ -85,7 +85,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = load_model("llama-tiny", {"vocab_size": 257, "sequence_length": 256})
     tokenizer = load_tokenizer("bytes")
     export_huggingface(
-        RandomWeights(model), directory, torch.float32, Companions(tokenizer_files(tokenizer, 256), tokenizer.eod)
+        RandomWeights(model),
+        directory,
+        torch.float32,
+        Companions(tokenizer_files(tokenizer, 256), tokenizer.eod),
     )
     return directory
 
@@ -93,7 +96,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_of(directory: Path) -> InferenceModel:
     source = HuggingFaceModel(directory)
     return build_inference_model(
-        source, inference_plan(source.model, 1, 1, 1), serial_mesh(), torch.device("cpu"), "fp32", OpsConfig()
+        source,
+        inference_plan(source.model, 1, 1, 1),
+        serial_mesh(),
+        torch.device("cpu"),
+        "fp32",
+        OpsConfig(),
     )
 
 
@@ -120,7 +128,10 @@ def write_local_tasks(lm_eval: Any, directory: Path) -> None:
 
 @pytest.mark.parametrize("shots", [2, thorough(0)])
 def test_prompts_and_scores_equal_lm_eval_on_the_exported_model(
-    exported: Path, shots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Path,
+    shots: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     datasets = pytest.importorskip("datasets")
@@ -220,7 +231,8 @@ def test_whole_texts_and_generated_ones_equal_those_of_lm_evals_own_model(export
     texts = ["a text of some length. " * 30, "short"]  # 690 tokens roll over a context of 256
     rolling = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in texts]
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(
-        theirs.loglikelihood_rolling(rolling, disable_tqdm=True), rel=1e-5
+        theirs.loglikelihood_rolling(rolling, disable_tqdm=True),
+        rel=1e-5,
     )
     options = {"until": ["zq"], "max_gen_toks": 20, "do_sample": False}
     asked = [Instance("generate_until", {}, (text, dict(options)), 0) for text in texts]

@@ -23,7 +23,11 @@ def play(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None
     """Let the model say these tokens."""
 
     def stream(
-        model: Any, prompts: Any, sampling: Sampling, use_cache: bool, first_row: int
+        model: Any,
+        prompts: Any,
+        sampling: Sampling,
+        use_cache: bool,
+        first_row: int,
     ) -> Iterator[list[int | None]]:
         batch = rows[first_row : first_row + len(prompts)]
         ended = [False] * len(batch)
@@ -36,9 +40,15 @@ def play(monkeypatch: pytest.MonkeyPatch, rows: Sequence[Sequence[int]]) -> None
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, said: str, stops: Sequence[str] = (), eod: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    stops: Sequence[str] = (),
+    eod: bool = False,
 ) -> tuple[Any, list[str]]:
-    play(monkeypatch, [[*said.encode(), *([BYTES.eod] if eod else [])]])
+    tokens = list(said.encode())
+    if eod:
+        tokens.append(BYTES.eod)
+    play(monkeypatch, [tokens])
     pieces: list[str] = []
     completion = complete(MODEL, BYTES, ["p"], Sampling(), stops, lambda row, piece: pieces.append(piece))[0]  # type: ignore[arg-type]
     return completion, pieces
@@ -78,5 +88,10 @@ def test_a_prompt_that_does_not_fit_is_refused_before_the_first_batch(monkeypatc
     play(monkeypatch, [[*b"abc"], [*b"abc"]])
     with pytest.raises(ConfigError, match="prompt 1: 32 tokens leave no room"):
         complete(
-            MODEL, BYTES, ["p", "q" * 32], Sampling(), on_text=lambda row, piece: pytest.fail("began"), batch_size=1
+            MODEL,
+            BYTES,
+            ["p", "q" * 32],
+            Sampling(),
+            on_text=lambda row, piece: pytest.fail("began"),
+            batch_size=1,
         )  # type: ignore[arg-type]

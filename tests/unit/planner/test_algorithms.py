@@ -41,7 +41,8 @@ def test_the_price_is_that_of_the_faster_algorithm(operation: str) -> None:
     assert (flat < staged).any()  # else one algorithm would do
     assert (staged < flat).any()
     assert np.array_equal(
-        collective_s(ORNL, ranks, 8, 1, sizes, operation), flat_s(ORNL, ranks, 8, 1, sizes, operation)
+        collective_s(ORNL, ranks, 8, 1, sizes, operation),
+        flat_s(ORNL, ranks, 8, 1, sizes, operation),
     )
 
 

@@ -16,6 +16,7 @@ from frontier_llm.blueprint.optimizers import ADAMW, state_bytes
 from frontier_llm.blueprint.parameters import model_parameters, total_parameters
 from frontier_llm.checkpoint.manifest import ITEM_BYTES
 from frontier_llm.cli.main import main
+from frontier_llm.cluster import sites
 from frontier_llm.config import load_model
 from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
@@ -65,15 +66,23 @@ def test_a_plan_says_what_how_fast_and_why(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("model", "nodes"), [("gpt-22b", "8"), ("llama-2-70b", "64"), ("mpt-13b", "16"), ("gpt-175b", "128")]
+    ("model", "nodes"),
+    [("gpt-22b", "8"), ("llama-2-70b", "64"), ("mpt-13b", "16"), ("gpt-175b", "128")],
 )
 def test_how_many_plans_are_shown_does_not_change_the_choice(
-    model: str, nodes: str, capsys: pytest.CaptureFixture[str]
+    model: str,
+    nodes: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = {top: json.loads(run(capsys, model, "--nodes", nodes, "--json", "--top", top)[1]) for top in ("1", "8")}
     assert len(shown["1"]["plans"]) == 1 < len(shown["8"]["plans"])
     assert shown["1"]["plans"][0] == shown["8"]["plans"][0]
     assert shown["1"]["promise"] == shown["8"]["promise"]
+
+
+def test_the_exchange_of_keys_and_values_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "mpt-30b", "--nodes", "8", "--fix", "context=2", "--explain")
+    assert code == 0 and "cp communication" in out
 
 
 def test_what_else_is_shown_does_not_change_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,19 +142,23 @@ def test_json_is_complete_and_files_are_usable(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("played", "words"), [(8, ""), (4, ": 4 of the 8 microbatches, the pattern of the middle repeats")]
+    ("played", "words"),
+    [(8, ""), (4, ": 4 of the 8 microbatches, the pattern of the middle repeats")],
 )
 def test_a_pipeline_that_is_drawn_in_part_says_so(played: int, words: str) -> None:
     schedule = SimpleNamespace(microbatches=played)
     plan = SimpleNamespace(
-        layout=SimpleNamespace(microbatches=8), played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule))
+        layout=SimpleNamespace(microbatches=8),
+        played=SimpleNamespace(timeline=SimpleNamespace(schedule=schedule)),
     )
     assert played_part(plan) == words  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("columns", [80, 140])
 def test_the_report_fits_the_terminal(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    columns: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = run(
@@ -170,7 +183,16 @@ def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
 ) -> None:
     path = tmp_path / "mine.yaml"
     code, out, _ = run(
-        capsys, "gpt-22b", "--nodes", "8", "--global-batch", "512", "--tokens", "300B", "--emit", str(path)
+        capsys,
+        "gpt-22b",
+        "--nodes",
+        "8",
+        "--global-batch",
+        "512",
+        "--tokens",
+        "300B",
+        "--emit",
+        str(path),
     )
     assert code == 0
     config = load_run(str(path))
@@ -255,7 +277,17 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
 ) -> None:
     emitted = tmp_path / "planned.yaml"
     code, out, _ = run(
-        capsys, "--run", "quickstart", "--machine", "local", "--nodes", "1", "--fix", "data=2", "--emit", str(emitted)
+        capsys,
+        "--run",
+        "quickstart",
+        "--machine",
+        "local",
+        "--nodes",
+        "1",
+        "--fix",
+        "data=2",
+        "--emit",
+        str(emitted),
     )
     assert code == 0
     assert f"frontier-llm train {emitted}" in out
@@ -308,7 +340,17 @@ def test_of_a_runs_own_layout_nothing_is_left(tmp_path: Path, capsys: pytest.Cap
     )
     mine.write_text(f"base: quickstart\n{own}\n")
     code, _, err = run(
-        capsys, "--run", str(mine), "--machine", "local", "--nodes", "1", "--fix", "zero=1", "--emit", str(emitted)
+        capsys,
+        "--run",
+        str(mine),
+        "--machine",
+        "local",
+        "--nodes",
+        "1",
+        "--fix",
+        "zero=1",
+        "--emit",
+        str(emitted),
     )
     assert code == 0, err
     planned = load_run(str(emitted))
@@ -322,7 +364,10 @@ def test_of_a_runs_own_layout_nothing_is_left(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(("tensor", "algorithms"), [(8, "frontier"), (2, "flat")])
 def test_an_emitted_run_has_the_algorithms_that_were_priced(
-    tensor: int, algorithms: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tensor: int,
+    algorithms: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Eight groups per node share its NICs and cross 16 nodes: two stages; two groups over 4 nodes: rings."""
     path = tmp_path / "mine.yaml"
@@ -337,7 +382,16 @@ def test_an_emitted_run_has_the_algorithms_that_were_priced(
 def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "long.yaml"
     code, _, _ = run(
-        capsys, "llama-2-7b", "--nodes", "2", "--global-batch", "64", "--sequence-length", "8192", "--emit", str(path)
+        capsys,
+        "llama-2-7b",
+        "--nodes",
+        "2",
+        "--global-batch",
+        "64",
+        "--sequence-length",
+        "8192",
+        "--emit",
+        str(path),
     )
     assert code == 0
     assert load_run(str(path)).model.sequence_length == 8192
@@ -364,7 +418,10 @@ def test_an_emitted_run_keeps_a_changed_sequence_length(tmp_path: Path, capsys: 
     ],
 )
 def test_bad_input_names_the_way_out(
-    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "run.yaml").write_text("base: quickstart\ntrain: {steps: 5}\n")
     code, out, err = run(capsys, *(word.format(file=tmp_path / "run.yaml") for word in words))
@@ -398,3 +455,30 @@ def test_fp16_on_a_device_that_flushes_is_pointed_out(tmp_path: Path, capsys: py
         written.write_text(f"base: train_small\nprecision: {{dtype: {dtype}}}\n")
         assert main(["plan", "--run", str(written), "--machine", machine, "--nodes", "1"]) == 0
         assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted
+
+
+def test_nothing_but_validation_loads_the_measurements() -> None:
+    """What plans, trains or queues a run carries none of other people's clusters, nor what fits them."""
+    commands = ("plan", "train", "submit", "calibrate", "scaling")
+    script = f"""
+import sys
+from frontier_llm.cli import main
+{chr(10).join(f"import frontier_llm.cli.{name}" for name in commands)}
+assert main.main(["plan", "gpt-22b", "--machine", "frontier", "--nodes", "16", "--json", "--top", "1"]) == 0
+import frontier_llm.planner.predict
+loaded = sorted(name for name in sys.modules if name.startswith(("benchmarks", "scipy")))
+assert not loaded, loaded
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_validation_without_a_checkout_says_where_the_rows_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sites, "root_dir", lambda: tmp_path)  # as in an installed wheel
+    assert main(["plan", "--validate"]) == 2
+    said = capsys.readouterr().err
+    assert "installed from a wheel" in said and "benchmarks/published" in said
+    assert "python -m frontier_llm plan --validate" in said

@@ -44,7 +44,8 @@ def test_sharded_weights_cost_a_gather_each_way_and_a_scatter_per_microbatch() -
     assert scatter == pytest.approx(31 / 32 * parameters * (2 + 4) / wire, rel=1e-3)
     for m in (2, 4):
         assert float(step_s(MODEL, layout(microbatches=m), slow)) == pytest.approx(
-            m * MODEL.layers * (gather + scatter), rel=0.01
+            m * MODEL.layers * (gather + scatter),
+            rel=0.01,
         )
 
 
@@ -123,7 +124,8 @@ def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
     # not where one communication at a time is the rule, and without being told it is not proposed there either
     if mode == "fsdp":
         with pytest.raises(
-            LayoutError, match=r"comm\.in_flight: one communication at a time on frontier, but fsdp issues its own"
+            LayoutError,
+            match=r"comm\.in_flight: one communication at a time on frontier, but fsdp issues its own",
         ):
             emit(path, Request("llama-2-7b", "frontier"), machine, found, FRONTIER, None)
         assert {

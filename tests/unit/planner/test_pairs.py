@@ -57,7 +57,8 @@ def test_each_halfs_rows_hide_under_the_others_compute_and_no_more() -> None:
     endless = block._replace(rows_s=computed_s[0] + 1, rows_backward_s=1.0, forward_s=computed_s[0] + 1)
     forward_s, backward_s = endless.both(48, MANY)
     expected = min(endless.rows_s * MANY.dp_overlap, backward_s - 1.0) + min(
-        MANY.dp_overlap, forward_s - endless.rows_s
+        MANY.dp_overlap,
+        forward_s - endless.rows_s,
     )
     assert float(pair_s(endless, layout(), MANY)) == pytest.approx(expected)
 
@@ -82,10 +83,14 @@ def test_without_pairs_without_experts_over_ranks_and_on_a_cpu_nothing_hides() -
 
 @pytest.mark.parametrize("numbers", [MANY, FRONTIER], ids=["many", "one in flight"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"tp": 1, "dp": 64, "sequence_parallel": False, "recompute": "full"}, {"pp": 2, "dp": 64}], ids=str
+    "changes",
+    [{}, {"tp": 1, "dp": 64, "sequence_parallel": False, "recompute": "full"}, {"pp": 2, "dp": 64}],
+    ids=str,
 )
 def test_the_simulated_step_has_the_gain_and_the_breakdown_says_where(
-    numbers: Rates, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    numbers: Rates,
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spread = layout(**changes)
     plan = simulate_layout(LARGE, spread, numbers)

@@ -25,7 +25,9 @@ FRONTIER = rates(load_machine("frontier"))
     ],
 )
 def test_every_choice_that_can_be_fixed_is_refused_with_its_rule(
-    fixed: str, rule: str, capsys: pytest.CaptureFixture[str]
+    fixed: str,
+    rule: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = [word for choice in fixed.split() for word in ("--fix", choice)]
     code = main(["plan", "gpt-22b", "--nodes", "16", "--global-batch", "512", *words])
@@ -53,7 +55,9 @@ def test_a_layout_is_fixed_by_its_own_choices(axis: str) -> None:
 
 def test_json_and_an_emitted_run_say_a_layout_in_the_same_words() -> None:
     plan = simulate_layout(
-        load_model("moe-tiny"), Layout(tp=2, dp=2, ep=2, microbatches=2, gradient_wire="bf16"), FRONTIER
+        load_model("moe-tiny"),
+        Layout(tp=2, dp=2, ep=2, microbatches=2, gradient_wire="bf16"),
+        FRONTIER,
     )
     words = report.as_dict(plan, FRONTIER)
     said = {

@@ -39,7 +39,10 @@ def custom(*orders: list[str], stages: int | None = None) -> Schedule:
     listed = [[action(text, stage) for text in order] for stage, order in enumerate(orders * (stages or 1))]
     placement = round_robin(len(listed))
     return Schedule(
-        "custom", placement, sum(text.startswith("F") for text in orders[0]), with_messages(placement, listed)
+        "custom",
+        placement,
+        sum(text.startswith("F") for text in orders[0]),
+        with_messages(placement, listed),
     )
 
 

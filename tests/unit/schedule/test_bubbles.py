@@ -37,7 +37,9 @@ def test_declared_peaks_are_what_the_actions_hold(name: str) -> None:
     than stages.
     """
     sizes = itertools.product(
-        range(1, 9), (1, 2, 3, 5, 8, 13, 21), [chunks for chunks in rule(name).chunks if chunks <= 3]
+        range(1, 9),
+        (1, 2, 3, 5, 8, 13, 21),
+        [chunks for chunks in rule(name).chunks if chunks <= 3],
     )
     for stages, microbatches, chunks in sizes:
         schedule = build(name, stages, microbatches, chunks)
@@ -105,7 +107,8 @@ def test_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int, forward_s: flo
 def test_bubble_of_interleaved(stages: int, rounds: int, chunks: int) -> None:
     microbatches = rounds * stages
     timeline = simulate(
-        build("interleaved", stages, microbatches, chunks), lambda _, action: UNIT[action.kind] / chunks
+        build("interleaved", stages, microbatches, chunks),
+        lambda _, action: UNIT[action.kind] / chunks,
     )
     assert timeline.bubble_fraction == pytest.approx((stages - 1) / (chunks * microbatches))
 
@@ -166,13 +169,15 @@ def test_dual_pipe_idles_as_little_as_zb_v_in_pairs_of_which_neither_half_needs_
 def test_bubble_of_interleaved_zero_bubble(stages: int, rounds: int, chunks: int) -> None:
     """(pp - 1)(F + I - W) / v."""
     timeline = simulate(
-        build("interleaved-zb", stages, rounds * stages, chunks), lambda _, action: UNIT[action.kind] / chunks
+        build("interleaved-zb", stages, rounds * stages, chunks),
+        lambda _, action: UNIT[action.kind] / chunks,
     )
     assert timeline.makespan_s == pytest.approx(3 * rounds * stages + (stages - 1) / chunks)
 
 
 @pytest.mark.parametrize(
-    ("name", "memory", "idle"), [("v-half", 1 / 2, 1 / 2), ("v-min", 1 / 3, 2 / 3), ("zb-v", 1, 1 / 6)]
+    ("name", "memory", "idle"),
+    [("v-half", 1 / 2, 1 / 2), ("v-min", 1 / 3, 2 / 3), ("zb-v", 1, 1 / 6)],
 )
 def test_v_shapes_keep_their_share_of_the_memory_and_of_the_bubble(name: str, memory: float, idle: float) -> None:
     """Of what 1F1B has, up to a constant number of activations (Qi et al. 2024, table 1: V-Half 1/2 and 1/2, V-Min

@@ -35,7 +35,8 @@ def test_check_finds_any_dropped_action(schedule: Schedule, data: st.DataObject)
 def test_check_finds_a_repeated_action() -> None:
     schedule = build("1f1b", 2, 3)
     twice = dataclasses.replace(
-        schedule, actions=(schedule.actions[0] + (Action(Kind.BACKWARD, 2, 0),), schedule.actions[1])
+        schedule,
+        actions=(schedule.actions[0] + (Action(Kind.BACKWARD, 2, 0),), schedule.actions[1]),
     )
     with pytest.raises(ScheduleError, match="B2@0 occurs 2 times"):
         check(twice)
@@ -93,7 +94,8 @@ def test_check_finds_a_wrong_order_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    "placement", [round_robin(2), round_robin(5), round_robin(2, 2), round_robin(3, 2), Placement((0, 1, 2, 2, 1, 0))]
+    "placement",
+    [round_robin(2), round_robin(5), round_robin(2, 2), round_robin(3, 2), Placement((0, 1, 2, 2, 1, 0))],
 )
 def test_both_ends_agree_on_the_channel_and_a_pair_has_one_writer(placement: Placement) -> None:
     pairs = ((Kind.SEND_FORWARD, Kind.RECV_FORWARD), (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD))

@@ -56,7 +56,9 @@ def posted_ahead_of_use(schedule: Schedule) -> Schedule:
         }
 
         def post_for(
-            action: Action, played: list[Action] = played, arriving: dict[Kind, list[Action]] = arriving
+            action: Action,
+            played: list[Action] = played,
+            arriving: dict[Kind, list[Action]] = arriving,
         ) -> None:
             needs = placement.received_by(action.kind, action.position)
             while needs and Action(needs, action.microbatch, action.position) in arriving[needs]:
@@ -94,7 +96,8 @@ def test_one_in_flight_is_enough(name: str, pp: int, m: int, v: int, tp: int, dp
 
 
 @pytest.mark.parametrize(
-    "name, pp, m, v", [case for case in CASES if case[2] > 1 and case[0] in ("1f1b", "interleaved", "zb-h1")]
+    "name, pp, m, v",
+    [case for case in CASES if case[2] > 1 and case[0] in ("1f1b", "interleaved", "zb-h1")],
 )
 def test_receives_posted_ahead_of_their_use_hang_with_one_in_flight(name: str, pp: int, m: int, v: int) -> None:
     """Why there is one order: each rank's own is legal with any number in flight, and ends in a circle with one."""
@@ -122,7 +125,8 @@ def test_two_entries_exchanged_on_one_rank_hang(name: str, pp: int, m: int, v: i
         actions=tuple(tuple(actions) if stage == rank else each for stage, each in enumerate(schedule.actions)),
     )
     with pytest.raises(
-        ScheduleError, match=rf"rank {rank}: deadlock: waits for B\d+@{actions[send].position + 1}'s message"
+        ScheduleError,
+        match=rf"rank {rank}: deadlock: waits for B\d+@{actions[send].position + 1}'s message",
     ):
         check(faulty)
     check_order(steps(schedule))

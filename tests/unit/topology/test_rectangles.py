@@ -41,7 +41,8 @@ def test_whole_array_is_one_rectangle() -> None:
 def rectangle_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Rectangle:
     offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
     return Rectangle(
-        offset, tuple(draw(st.integers(1, size - start)) for size, start in zip(shape, offset, strict=True))
+        offset,
+        tuple(draw(st.integers(1, size - start)) for size, start in zip(shape, offset, strict=True)),
     )
 
 
@@ -62,7 +63,10 @@ def test_intersection_is_what_both_hold(shape: tuple[int, ...], data: st.DataObj
 
 @given(shapes, st.data(), st.integers(0, 6), st.integers(1, 20))
 def test_spans_cover_the_part_and_little_else(
-    shape: tuple[int, ...], data: st.DataObject, gap: int, limit: int
+    shape: tuple[int, ...],
+    data: st.DataObject,
+    gap: int,
+    limit: int,
 ) -> None:
     part = data.draw(rectangle_in(shape))
     whole = Rectangle((0,) * len(shape), shape)

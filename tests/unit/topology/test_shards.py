@@ -25,7 +25,10 @@ from frontier_llm.topology.shards import shard
     st.data(),
 )
 def test_shards_cover_every_element_once(
-    degrees: tuple[int, int], part: int, dims: tuple[int, int], data: st.DataObject
+    degrees: tuple[int, int],
+    part: int,
+    dims: tuple[int, int],
+    data: st.DataObject,
 ) -> None:
     """Along one axis or two, of different dims or of the same."""
     shape = [data.draw(st.integers(1, 4)) for _ in range(3)]
@@ -35,7 +38,9 @@ def test_shards_cover_every_element_once(
     seen = np.zeros(shape, dtype=int)
     for place in product(*map(range, degrees)):
         spec = shard(
-            parameter, dict(zip(("tp", "ep"), degrees, strict=True)), dict(zip(("tp", "ep"), place, strict=True))
+            parameter,
+            dict(zip(("tp", "ep"), degrees, strict=True)),
+            dict(zip(("tp", "ep"), place, strict=True)),
         )
         assert spec.counted and spec.numel == seen.size // (degrees[0] * degrees[1])
         seen[tuple(slice(start, start + size) for start, size in zip(spec.offset, spec.shape, strict=True))] += 1

@@ -125,7 +125,9 @@ def test_dropout_keeps_no_masks(recompute: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [{"norm_placement": "post"}, {"norm_placement": "both", "activation": "geglu_tanh"}], ids=str
+    "shape",
+    [{"norm_placement": "post"}, {"norm_placement": "both", "activation": "geglu_tanh"}],
+    ids=str,
 )
 def test_a_norm_keeps_its_input_wherever_it_stands_and_geglu_its_gate(shape: dict[str, object]) -> None:
     measured = (kept_bytes(config_of(4, "none", 1, **shape)) - kept_bytes(config_of(2, "none", 1, **shape))) / 2
@@ -150,7 +152,12 @@ def test_experts_keep_their_rows_and_no_outputs(activation: str) -> None:
 
     def layers(count: int) -> RunConfig:
         config = config_of(
-            count, "none", 1, activation=activation, bias=False, moe={"experts": 4, "top_k": 2, "expert_hidden": 128}
+            count,
+            "none",
+            1,
+            activation=activation,
+            bias=False,
+            moe={"experts": 4, "top_k": 2, "expert_hidden": 128},
         )
         return config.model_copy(update={"ops": config.ops.model_copy(update={"activation": "cpu"})})
 

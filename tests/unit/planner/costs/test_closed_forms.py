@@ -58,7 +58,8 @@ def test_flops_are_megatrons_formula_for_gpt_shapes(name: str) -> None:
     s = model.sequence_length
     V = model.vocab_size
     assert model_flops_per_token(model) == pytest.approx(
-        72 * L * h * h * (1 + s / (6 * h) + V / (12 * L * h)), rel=1e-12
+        72 * L * h * h * (1 + s / (6 * h) + V / (12 * L * h)),
+        rel=1e-12,
     )
     padded = model.padded_vocab_size
     recomputed = hardware_flops_per_token(model, layout(recompute="full"))
@@ -95,7 +96,8 @@ def test_rank_parameters_tile_the_model(name: str, tp: int, pp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)]
+    ("schedule", "chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)],
 )
 @pytest.mark.parametrize(("pp", "m"), [(4, 8), (4, 2), (8, 32), (3, 7)])
 def test_in_flight_is_what_the_action_list_holds(schedule: str, chunks: int, pp: int, m: int) -> None:
@@ -133,7 +135,8 @@ def test_the_table_is_met_exactly_and_monotone_between() -> None:
     for nodes, row in table.time_us.items():
         for size, microseconds in zip(table.message_bytes, row, strict=True):
             assert float(table_s(FRONTIER.all_reduce_table, nodes, size)) == pytest.approx(
-                microseconds * 1e-6, rel=1e-9
+                microseconds * 1e-6,
+                rel=1e-9,
             )
     between = table_s(FRONTIER.all_reduce_table, 384, np.array([2.0**20, 2.0**24, 2.0**30]))
     assert np.all(np.diff(between) > 0)

@@ -114,7 +114,12 @@ def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
 @pytest.mark.parametrize(("model", "parallel", "batch", "recompute"), LAYOUTS)
 @pytest.mark.parametrize("switched", [False, True], ids=["plain", "switched"])
 def test_ledger_and_memory(
-    ranks: RankPool, model: str, parallel: dict, batch: dict, recompute: str, switched: bool
+    ranks: RankPool,
+    model: str,
+    parallel: dict,
+    batch: dict,
+    recompute: str,
+    switched: bool,
 ) -> None:
     """`switched` turns every overlap round, sends gradients in 16 bits and cuts tensor parallelism's collectives
     into chunks.
@@ -152,7 +157,8 @@ def test_buckets_are_those_that_the_optimizer_fills(zero: int, monkeypatch: pyte
     monkeypatch.setitem(_RULES, RULE.name, RULE)
     config = config_of("llama-tiny", {"zero": zero}, {"global_batch": 4, "micro_batch": 1})
     config = build(
-        RunConfig, merge(config.model_dump(), {"optimizer": {"name": RULE.name}, "comm": {"bucket_elements": 20_000}})
+        RunConfig,
+        merge(config.model_dump(), {"optimizer": {"name": RULE.name}, "comm": {"bucket_elements": 20_000}}),
     )
     plan = make_plan(config, 2)
     context = LayerContext(
@@ -165,7 +171,12 @@ def test_buckets_are_those_that_the_optimizer_fills(zero: int, monkeypatch: pyte
     )
     stages = build_stages(config.model, plan.stages_of(0), context, torch.device("meta"), "none", {})
     filled = build_buckets(
-        stages, RULE, Axis("dp", 0, 2, (0, 1)), zero, torch.device("cpu"), config.comm.bucket_elements
+        stages,
+        RULE,
+        Axis("dp", 0, 2, (0, 1)),
+        zero,
+        torch.device("cpu"),
+        config.comm.bucket_elements,
     )
     assert [(one.gradients.numel(), one.partial_axes) for one in filled] == [
         (bucket.numel, bucket.members[0].partial_axes()) for bucket in buckets(config, plan, 0)

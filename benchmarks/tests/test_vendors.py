@@ -8,23 +8,23 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
 from math import exp, log
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+from benchmarks.harness import MEASURED
+from benchmarks.published import predict
+from benchmarks.published.predict import peak_bytes
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_model
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.kernels import pace
 from frontier_llm.planner.costs.time import step_s
-from frontier_llm.planner.published import predict
-from frontier_llm.planner.published.predict import peak_bytes
 from frontier_llm.units import TERA
 
 cluster_rates = cache(predict.cluster_rates)  # reads a file
-PAGE = (Path(__file__).parents[3] / "docs" / "benchmarks" / "scaling.md").read_text()
+PAGE = (MEASURED / "scaling.md").read_text(encoding="utf-8")
 MODELS = ("mpt-1b", "mpt-3b", "mpt-7b", "mpt-13b")
 NODE = 8  # A100, or GCDs of four MI250
 OF_40_GB = ("llm-foundry-a100-40", "llm-foundry")
@@ -35,7 +35,11 @@ BATCH = 960  # of one node's comparisons: every microbatch below divides it
 
 
 def tflops(
-    name: str, rates: Rates, devices: int = NODE, batch: int = BATCH, recompute: tuple[str, ...] = ("none", "full")
+    name: str,
+    rates: Rates,
+    devices: int = NODE,
+    batch: int = BATCH,
+    recompute: tuple[str, ...] = ("none", "full"),
 ) -> float:
     """Model TFLOP/s per device in the fastest fully sharded layout that fits."""
     model = load_model(name)
@@ -43,7 +47,11 @@ def tflops(
     for micro_batch, mode in product((1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20), recompute):
         microbatches, uneven = divmod(batch, devices * micro_batch)
         layout = Layout(
-            dp=devices, micro_batch=micro_batch, microbatches=microbatches, sharding="weights", recompute=mode
+            dp=devices,
+            micro_batch=micro_batch,
+            microbatches=microbatches,
+            sharding="weights",
+            recompute=mode,
         )
         if not uneven and peak_bytes(model, layout, rates) <= rates.memory_bytes:
             speeds.append(batch * model.sequence_length / float(step_s(model, layout, rates)) / devices)

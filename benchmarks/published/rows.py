@@ -23,7 +23,9 @@ SHARDING_OF = {
 def number_of(text: str | None, default: float = 0.0) -> float:
     """The number that a cell begins with: '~1.5k' → 1500."""
     number = re.match(r"\s*~?\s*([\d.]+)\s*([kM]?)", (text or "").replace(",", ""))
-    return float(number.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[number.group(2)] if number else default
+    if number:
+        return float(number.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[number.group(2)]
+    return default
 
 
 def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
@@ -62,7 +64,14 @@ def shape_of(row: Row) -> dict[str, int] | None:
     layers = int(number_of(row["layers"])) or round(
         (number_of(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F)
     )
-    return {"S": S, "V": V, "layers": layers, "H": H, "A": int(number_of(row["heads"])) or H // 128, "F": F}
+    return {
+        "S": S,
+        "V": V,
+        "layers": layers,
+        "H": H,
+        "A": int(number_of(row["heads"])) or H // 128,
+        "F": F,
+    }
 
 
 def _dies(row: Row) -> int:
@@ -102,7 +111,9 @@ def seconds_of_row(row: Row, shape: Mapping[str, int], layout: Layout) -> float:
         return stated
     tokens_per_s = _tokens_per_s(row, shape) / _dies(row)
     devices = number_of(row["devices"]) * _dies(row) or 8 * layout.tp * layout.pp
-    return shape["S"] * layout.global_batch / tokens_per_s / devices if tokens_per_s else 0.0
+    if tokens_per_s:
+        return shape["S"] * layout.global_batch / tokens_per_s / devices
+    return 0.0
 
 
 def unstated_of(row: Row, pp: int, stack: str) -> tuple[str, ...]:
