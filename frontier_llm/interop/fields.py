@@ -1,10 +1,8 @@
-"""Reading another program's configuration: what is missing or has no counterpart here is collected and named,
-nothing is dropped.
-"""
+"""Reader of another program's configuration. It collects each key that is missing or has no counterpart here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 from frontier_llm.config import ModelConfig, build, model_problems
@@ -22,22 +20,13 @@ _LARGEST = {
 _LARGEST_OTHERS = 1 << 31
 
 
-def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings under dotted names; tuples as lists, which they are in JSON."""
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from flattened(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, list(value) if isinstance(value, tuple) else value
-
-
 class Fields:
-    """A configuration of another program being read: collects everything that is missing or not computed by our
-    model.
-    """
+    """A configuration of another program. Collects the keys that are missing or that our model does not compute."""
 
     def __init__(self, content: dict[str, Any], where: str) -> None:
-        self.content, self.where, self.problems = content, where, []  # type: ignore[var-annotated]
+        self.content = content
+        self.where = where
+        self.problems: list[Problem] = []
 
     def need(self, key: str) -> Any:
         """A value that must be there; 1 in its place when it is not, so that reading goes on and finds the rest."""
