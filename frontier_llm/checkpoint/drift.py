@@ -8,7 +8,7 @@ and pass.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,13 +17,12 @@ from pydantic import ValidationError
 
 from frontier_llm.blueprint.parameters import model_parameters
 from frontier_llm.checkpoint.facts import JobFacts
-from frontier_llm.checkpoint.fields import flattened
 from frontier_llm.checkpoint.manifest import Manifest
 from frontier_llm.config import ModelConfig, RunConfig, Stretches, in_steps, phases_of
 from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.data.blend import whole_weights
 from frontier_llm.errors import CheckpointError, Problem, suggest
-from frontier_llm.optim.lr_schedule import decay_begin
+from frontier_llm.optim.scalars import decay_begin
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
 _INITIAL_WEIGHTS = ("model", "train.seed")  # all that counts before the first step, e.g. of imported weights
@@ -57,6 +56,15 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.saved!r} → {self.current!r}" + (f" ({self.note})" if self.note else "")
+
+
+def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings under dotted names; tuples as lists, which they are in JSON."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from flattened(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, list(value) if isinstance(value, tuple) else value
 
 
 def _under(key: str, roots: Collection[str]) -> bool:

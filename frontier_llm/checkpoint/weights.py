@@ -13,11 +13,11 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,17 +38,35 @@ from frontier_llm.checkpoint.shard import (
     shard_layout,
     verify,
 )
-from frontier_llm.checkpoint.source import WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, build, phase_at, phases_of, resolved
 from frontier_llm.config.plugins import records_of
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import created, write_all
 from frontier_llm.optim import initial_loss_scale
+from frontier_llm.parallel.tensor import ShardedParameter
 from frontier_llm.topology.buckets import packed
 from frontier_llm.topology.rectangles import Rectangle
 from frontier_llm.units import format_count
 
 DAMAGE_FIX = "restore the file from a copy, or take another checkpoint; --no-verify reads it as it is"
+
+
+class WeightSource(Protocol):
+    """Where a model's weights come from, by our names, whatever layout they were written in."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape they belong to."""
+
+    def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Part [offset, offset + shape) of a global parameter, on the CPU, in the source's dtype."""
+
+
+def load_weights(source: WeightSource, parameters: Iterable[ShardedParameter]) -> None:
+    """Copy each parameter's rectangle from the source."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(source.rectangle(parameter.spec.name, parameter.spec.offset, parameter.spec.shape))
 
 
 class CheckpointWeights:

@@ -14,7 +14,7 @@ from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.units import GIB, printable
 
 if TYPE_CHECKING:
-    from frontier_llm.checkpoint.source import WeightSource
+    from frontier_llm.checkpoint.weights import WeightSource
     from frontier_llm.config import ModelConfig
     from frontier_llm.inference.open import OpenedModel
 
@@ -68,7 +68,7 @@ def import_hf(args: argparse.Namespace) -> int:
 )
 def import_megatron(args: argparse.Namespace) -> int:
     """From a Megatron checkpoint; the run's vocabulary says how many of the embedding's rows are no padding."""
-    from frontier_llm.interop.megatron import MegatronModel
+    from frontier_llm.interop.megatron.weights import MegatronModel
 
     return _import(
         args,

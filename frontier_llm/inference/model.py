@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from frontier_llm.checkpoint.source import WeightSource, load_weights
+from frontier_llm.checkpoint.weights import WeightSource, load_weights
 from frontier_llm.comm import Mesh, Sends, all_gather, post_receive
 from frontier_llm.config import BatchConfig, ModelConfig, OpsConfig, ParallelConfig, RunConfig, TrainConfig
 from frontier_llm.errors import ConfigError, divisors, nearest

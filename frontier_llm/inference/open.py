@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frontier_llm.checkpoint.directory import checkpoints_at
-from frontier_llm.checkpoint.source import WeightSource
-from frontier_llm.checkpoint.weights import CheckpointWeights
+from frontier_llm.checkpoint.weights import CheckpointWeights, WeightSource
 from frontier_llm.config import ModelConfig, RunConfig, own_plugins
 from frontier_llm.config.plugins import import_plugins, import_recorded
 from frontier_llm.data.hub import HUB

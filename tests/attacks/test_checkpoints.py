@@ -29,7 +29,8 @@ from frontier_llm.cli.main import main
 from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.interop.huggingface import HuggingFaceModel, tokenizer_files
-from frontier_llm.interop.megatron import MegatronModel, archive
+from frontier_llm.interop.megatron import archive
+from frontier_llm.interop.megatron.weights import MegatronModel
 from frontier_llm.run.complete import digest_line
 from tests.attacks.fuzz import MOST_GROWTH_KIB
 from tests.unit.checkpoint.simulated import TINY, Layout, write

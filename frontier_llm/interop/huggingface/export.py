@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from frontier_llm.checkpoint.source import WeightSource
+from frontier_llm.checkpoint.weights import WeightSource
 from frontier_llm.config import ModelConfig
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.files import write_durably

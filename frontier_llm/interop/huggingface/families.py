@@ -13,6 +13,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frontier_llm.config import ModelConfig
+from frontier_llm.interop.huggingface.dense import (
+    MPT_ALIBI_MAX_BIAS,
+    MPT_EXPANSION,
+    read_foundry_mpt,
+    read_gemma2,
+    read_gpt2,
+    read_llama,
+    read_mpt,
+    read_neox,
+    read_phi3,
+    write_gemma2,
+    write_gpt2,
+    write_mpt,
+    write_neox,
+    write_phi3,
+)
 from frontier_llm.interop.huggingface.experts import (
     read_dots1,
     read_mixtral,
@@ -42,19 +58,11 @@ from frontier_llm.interop.huggingface.names import (
     Names,
 )
 
-# transformers' MPT takes no maximum: its slopes always end at 2^-8
-MPT_ALIBI_MAX_BIAS = 8.0
-_FULL = "full_attention"
-_SLIDING = "sliding_attention"
-_GEMMA2_CAPS = {"score_softcap": ("attn_logit_softcapping", 50.0), "logit_softcap": ("final_logit_softcapping", 30.0)}
-# nor does it look at expansion_ratio: its MLP is always four times as wide
-MPT_EXPANSION = 4
 # what few architectures have, as a model is without it: the others name it in `always` or `free`
 _USUAL: dict[str, Any] = {
     "sliding_window": None, "qk_norm": None, "norm_placement": "pre", "norm_plus_one": False, "scaled_embedding": False,
     "full_attention_every": None, "score_width": None, "score_softcap": None, "logit_softcap": None,
 }  # fmt: skip
-_THEIR_GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
 @dataclass(frozen=True)
@@ -129,147 +137,6 @@ class Family:
         return reasons
 
 
-def _read_llama(f: ConfigJson) -> dict[str, Any]:
-    bias = f.get("attention_bias", False)
-    if f.get("mlp_bias", False) != bias:
-        f.refuse("attention_bias", bias, f"the same as mlp_bias, {not bias}")
-    return {**read_llama_like(f), "bias": bias}
-
-
-def _read_phi3(f: ConfigJson) -> dict[str, Any]:
-    f.rope("rope_theta", "partial_rotary_factor", 1.0)  # not Llama 3.1's, nor the longrope of its long variants
-    return read_windowed(f)
-
-
-def _write_phi3(m: ModelConfig) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": m.rope_fraction}
-    return {
-        **write_llama_like(m),
-        "rope_parameters": rope,
-        "partial_rotary_factor": m.rope_fraction,
-        "sliding_window": m.sliding_window,
-        "original_max_position_embeddings": m.sequence_length,
-        "pad_token_id": None,
-    }
-
-
-def _read_gemma2(f: ConfigJson) -> dict[str, Any]:
-    f.fixed(use_bidirectional_attention=None)
-    values = read_llama_like(f, "hidden_activation", "gelu_pytorch_tanh")
-    every = 2
-    kinds = f.get("layer_types", None)
-    if kinds is not None:
-        every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
-        if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(kinds))]:
-            f.refuse("layer_types", kinds, f"{_FULL} at each n-th layer and nowhere else")
-    window = f.content.get("sliding_window", 4096)
-    if every == 1 or window is None or window >= f.get("max_position_embeddings", 8192):
-        window = None
-        every = 0
-    # a key that is null means none, one that is not there the default
-    caps = {ours: f.content.get(theirs, default) for ours, (theirs, default) in _GEMMA2_CAPS.items()}
-    width = f.get("query_pre_attn_scalar", 256)
-    head_dim = f.need("head_dim")
-    scores = {
-        "score_width": None if width == head_dim else width,
-        "sliding_window": window,
-        "full_attention_every": every or None,
-    }
-    return {**values, **scores, **caps}
-
-
-def _write_gemma2(m: ModelConfig) -> dict[str, Any]:
-    return {
-        **write_llama_like(m),
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": m.score_width or m.dim_per_head,
-        "sliding_window": m.sliding_window or m.sequence_length,
-        "layer_types": [_SLIDING if m.window_of(layer) else _FULL for layer in range(m.layers)],
-        **{theirs: getattr(m, ours) for ours, (theirs, _) in _GEMMA2_CAPS.items()},
-    }
-
-
-def _read_gpt2(f: ConfigJson) -> dict[str, Any]:
-    f.fixed(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    return {
-        "ffn_hidden": f.get("n_inner", 4 * f.get("n_embd", 1)),
-        "activation": f.gelu("activation_function", "gelu_new"),
-    }
-
-
-def _write_gpt2(m: ModelConfig) -> dict[str, Any]:
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return {"n_inner": m.ffn_hidden, "activation_function": _THEIR_GELU[m.activation], **dropouts}
-
-
-def _read_neox(f: ConfigJson) -> dict[str, Any]:
-    return {"activation": f.gelu("hidden_act", "gelu"), **f.rope("rotary_emb_base", "rotary_pct", 0.25)}
-
-
-def _write_neox(m: ModelConfig) -> dict[str, Any]:
-    return {
-        "hidden_act": _THEIR_GELU[m.activation],
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "rotary_emb_base": m.rope_theta,
-        "rotary_pct": m.rope_fraction,
-        "rope_theta": m.rope_theta,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": m.rope_theta,
-            "partial_rotary_factor": m.rope_fraction,
-        },
-    }
-
-
-def _read_mpt(f: ConfigJson) -> dict[str, Any]:
-    f.section("attn_config").fixed(
-        alibi=True,
-        alibi_bias_max=MPT_ALIBI_MAX_BIAS,
-        attn_type="multihead_attention",
-        clip_qkv=None,
-        softmax_scale=None,
-        qk_ln=False,
-        prefix_lm=False,
-    )
-    f.fixed(no_bias=True, logit_scale=None, tie_word_embeddings=True)
-    return {"ffn_hidden": f.get("d_model", 1) * f.only("expansion_ratio", MPT_EXPANSION, default=MPT_EXPANSION)}
-
-
-def _read_foundry_mpt(f: ConfigJson) -> dict[str, Any]:
-    """LLM Foundry's own class, which computes more than transformers' and has other defaults."""
-    attention = f.section("attn_config")
-    mlp = f.section("ffn_config")
-    attention.only("alibi", True, default=False)
-    attention.fixed(rope=False, qk_gn=False, sliding_window_size=-1)
-    mlp.fixed(ffn_type="mptmlp")
-    mlp.only("ffn_act_fn", None, {"name": "gelu", "approximate": "none"})
-    f.only("no_bias", True, default=False)
-    f.only("norm_type", "layernorm", "low_precision_layernorm", default="low_precision_layernorm")
-    f.fixed(residual_modification=None, norm_eps=1e-5)
-    return _read_mpt(f)
-
-
-def _write_mpt(m: ModelConfig) -> dict[str, Any]:
-    attention = {
-        "attn_type": "multihead_attention",
-        "attn_impl": "torch",
-        "attn_pdrop": 0,
-        "alibi": True,
-        "alibi_bias_max": 8,
-    }
-    return {
-        "expansion_ratio": MPT_EXPANSION,
-        "no_bias": True,
-        "learned_pos_emb": False,
-        "emb_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "norm_type": "low_precision_layernorm",
-        "attn_config": {"model_type": "", **attention},
-    }
-
-
 LLAMA_KEYS = {
     "layers": ("num_hidden_layers",),
     "hidden": ("hidden_size",),
@@ -325,7 +192,7 @@ FAMILIES = [
         LLAMA,
         _LLAMA,
         LLAMA_KEYS,
-        _read_llama,
+        read_llama,
         lambda m: {**write_llama_like(m), "attention_bias": m.bias, "mlp_bias": m.bias},
         ("rotary_emb.inv_freq",),
         "model.",
@@ -392,8 +259,8 @@ FAMILIES = [
         PHI3,
         {**{ours: value for ours, value in _UNBIASED.items() if ours != "rope_fraction"}, "rope_scaling": None},
         {**LLAMA_KEYS, "sequence_length": ("max_position_embeddings", 4096), "norm_eps": ("rms_norm_eps", 1e-5)},
-        _read_phi3,
-        _write_phi3,
+        read_phi3,
+        write_phi3,
         ("rotary_emb.inv_freq",),
         "model.",
         grouped=True,
@@ -415,8 +282,8 @@ FAMILIES = [
             "sequence_length": ("max_position_embeddings", 8192),
             "tied_embeddings": ("tie_word_embeddings", True),
         },
-        _read_gemma2,
-        _write_gemma2,
+        read_gemma2,
+        write_gemma2,
         ("rotary_emb.inv_freq",),
         "model.",
         grouped=True,
@@ -495,8 +362,8 @@ FAMILIES = [
         GPT2,
         {**_BIASED, "position": "learned", "parallel_residual": False},
         _GPT2_KEYS,
-        _read_gpt2,
-        _write_gpt2,
+        read_gpt2,
+        write_gpt2,
         (".attn.bias", ".attn.masked_bias"),
         "transformer.",
         {"activation": _GELUS},
@@ -507,16 +374,16 @@ FAMILIES = [
         NEOX,
         {**_BIASED, "position": "rope", "rope_scaling": None},
         _NEOX_KEYS,
-        _read_neox,
-        _write_neox,
+        read_neox,
+        write_neox,
         (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
         "gpt_neox.",
         {"activation": _GELUS},
         fixed={"attention_bias": True},
     ),
-    Family("MptForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, _read_mpt, _write_mpt, (), "transformer."),
+    Family("MptForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, read_mpt, write_mpt, (), "transformer."),
     # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; goes out as transformers' own
-    Family("MPTForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, _read_foundry_mpt, _write_mpt, (), "transformer."),
+    Family("MPTForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, read_foundry_mpt, write_mpt, (), "transformer."),
 ]
 
 

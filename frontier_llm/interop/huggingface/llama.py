@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontier_llm.checkpoint.fields import Fields
 from frontier_llm.config import ModelConfig
+from frontier_llm.interop.fields import Fields
 
 ROPE_DEFAULT_THETA = 10000.0
 # transformers' Mistral without the key looks no further back than this

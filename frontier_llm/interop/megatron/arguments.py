@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontier_llm.checkpoint.fields import Fields
 from frontier_llm.config import ModelConfig
+from frontier_llm.interop.fields import Fields
 from frontier_llm.interop.megatron.archive import Opaque
 
 # BigScience's enum and Megatron-LM's names for the same

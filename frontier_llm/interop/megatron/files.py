@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from frontier_llm.checkpoint.fields import flattened
+from frontier_llm.checkpoint.drift import flattened
 from frontier_llm.errors import CheckpointError, Problem
 from frontier_llm.interop.megatron.archive import Namespace, StoredTensor, TorchArchive
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.checkpoint import directory as folder
-from frontier_llm.checkpoint.inspect import find, verify
+from frontier_llm.checkpoint.inspect import find
 from frontier_llm.cli.main import main
 from frontier_llm.errors import CheckpointError
 from frontier_llm.inference.open import open_model
@@ -29,29 +27,6 @@ def flip(path: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)
-
-
-def as_version_1(checkpoint: Path) -> None:
-    """What the first version would have written: one sha256 over each whole file."""
-    manifest = json.loads((checkpoint / folder.MANIFEST).read_text())
-    manifest["version"] = 1
-    del manifest["block_bytes"]
-    for shard in manifest["shards"]:
-        shard["sha256"] = hashlib.sha256((checkpoint / shard["file"]).read_bytes()).hexdigest()
-    content = (json.dumps(manifest, separators=(",", ":")) + "\n").encode()
-    (checkpoint / folder.MANIFEST).write_bytes(content)
-    (checkpoint / folder.MANIFEST_DIGEST).write_text(f"{hashlib.sha256(content).hexdigest()}  manifest.json\n")
-
-
-def test_version_1_is_read_and_its_damage_found(run: Run) -> None:
-    newest = run.checkpoints.directory / "step_00000004"
-    as_version_1(newest)
-    assert verify(newest) == []
-    loaded = run.checkpoints.newest(strict=True)
-    assert loaded is not None and loaded.step == 4
-    run.check(4)
-    flip(newest / "shard_00000.safetensors", -1)
-    assert "is damaged: digest" in str(verify(newest)[0])
 
 
 def test_list_is_a_table_with_ages_and_sizes(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

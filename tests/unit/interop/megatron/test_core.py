@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 from frontier_llm.comm import serial_mesh
 from frontier_llm.config import OpsConfig
 from frontier_llm.inference.model import build_inference_model, inference_plan
-from frontier_llm.interop.megatron import MegatronModel
+from frontier_llm.interop.megatron.weights import MegatronModel
 from tests.harness.marks import but_first
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -15,9 +15,9 @@ from frontier_llm.comm import build_mesh, serial_mesh
 from frontier_llm.config import OpsConfig, RopeScaling, dump
 from frontier_llm.errors import CheckpointError
 from frontier_llm.inference.model import build_inference_model, inference_plan
-from frontier_llm.interop.megatron import MegatronModel
 from frontier_llm.interop.megatron.archive import Opaque
 from frontier_llm.interop.megatron.arguments import read_model
+from frontier_llm.interop.megatron.weights import MegatronModel
 from tests.harness.pool import RankPool
 from tests.unit.interop.megatron.written import (
     CORE,

@@ -1,0 +1,326 @@
+"""Published measurements → models, layouts and seconds. Reads the two formats that exist in the wild: vTrain's CSV and
+a throughput TSV.
+
+A row says which machine and stack it ran on, what it was, and how long a step took. Only seconds per step and tokens/s
+are compared; where a source gives TFLOP/s alone, its stated convention turns them into tokens/s first.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published.rows import (
+    Row,
+    layout_of_row,
+    model_of,
+    number_of,
+    seconds_of_row,
+    shape_of,
+    unstated_of,
+)
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.config import ModelConfig
+from frontier_llm.errors import DataError
+
+PUBLISHED = Path(__file__).parent
+SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", "collected.tsv")
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One published run."""
+
+    key: str  # identity of the row: decides on which side of the split it falls
+    dataset: str
+    machine: str
+    stack: str
+    model: ModelConfig
+    layout: Layout
+    seconds: float  # per step
+    # False: degrees or batch are not stated, or the machine file is borrowed from a like cluster; the row is never
+    # fitted
+    known: bool
+    # the source's parallelism has no equal here (AxoNN's 4D) or its memory is not described in full: not judged
+    approximate: bool = False
+    # fields of the layout that the source does not give; the fastest that fits is assumed
+    unstated: tuple[str, ...] = ()
+    # what this run does otherwise than its stack: fields of Rates
+    software: Mapping[str, Any] = field(default_factory=dict)
+    memory_gib: float | None = None
+
+    @property
+    def fitted(self) -> bool:
+        """Whether constants may be fitted on this row: half of all rows, by a hash of what the row is."""
+        return self.known and zlib.crc32(self.key.encode()) % 2 == 0
+
+
+COMPUTE = ("gemm_efficiency", "gemm_k_half", "hbm_efficiency", "kernel_s", "step_s")
+TENSOR = ("fabric_bytes_s/2", "fabric_bytes_s/4", "fabric_bytes_s/8", "fabric_latency_s")
+SPREAD = ("network_efficiency", "network_crowding")
+
+# Constants that the fitted half of each (machine, stack)'s rows determines (benchmarks/planner/fit_machines.py)
+FITTED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("vtrain-a100", "megatron-lm"): (*COMPUTE, *TENSOR, *SPREAD, "microbatch_s", "network_latency_s"),
+    ("vtrain-a100-node", "megatron-lm"): (*COMPUTE, *TENSOR, "launch_s", "microbatch_s", "fabric_hop_s"),
+    ("a100", "megatron-lm"): (
+        "gemm_efficiency",
+        "hbm_efficiency",
+        "kernel_s",
+        "fabric_bytes_s",
+        "fabric_latency_s",
+        *SPREAD,
+    ),
+    ("jean-zay", "megatron-deepspeed"): (
+        *COMPUTE,
+        *TENSOR,
+        *SPREAD,
+        "microbatch_s",
+        "network_latency_s",
+        "unaligned_penalty",
+    ),
+    ("llm-foundry-a100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward"),
+    ("llm-foundry-a100-40", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
+    ("llm-foundry-h100", "llm-foundry"): (*COMPUTE, "flash_efficiency", "flash_backward", "network_efficiency"),
+    ("llm-foundry-h100", "llm-foundry-fp8"): ("linear_speedup",),
+    ("torchtitan-a100", "torchtitan"): ("gemm_efficiency", "flash_efficiency", "network_efficiency"),
+    ("torchtitan-h100", "torchtitan"): ("gemm_efficiency",),
+    ("h100", "megatron-core"): ("gemm_efficiency", "hbm_efficiency"),
+    ("h100", "megatron-core-fp8"): ("linear_speedup",),
+    ("frontier", "gpt-neox"): ("unaligned_penalty", "fabric_share"),
+}
+
+DATASET_OF = {
+    "vtrain-a100": "vTrain multi-node",
+    "vtrain-a100-node": "vTrain single-node",
+    **dict.fromkeys(("frontier", "lumi", "mi250"), "MI250X"),
+}
+VTRAIN_COLUMNS = {
+    "devices": "# GPUs",
+    "GBS": "global batch",
+    "MBS": "micro batch",
+    "hidden": "hidden size",
+    "heads": "attention heads",
+    "layers": "# layers",
+    "seq": "sequence length",
+    "TP": "tensor parallelism",
+    "DP": "data parallelism",
+    "PP": "pipeline parallelism",
+}
+
+# (machine, stack) by what a row's id, hardware, source, precision, sharding and attention say; the first match counts.
+# Known clusters
+# come first; after them any code of a kind on a kind of hardware
+CLUSTERS = (
+    (r"^korth|^sc21|selene", "a100", "megatron-lm"),
+    (r"jean zay", "jean-zay", "megatron-deepspeed"),
+    (r"(bridge|mcore|eos).*fp8", "h100", "megatron-core-fp8"),
+    (r"^mcore|bridge|eos", "h100", "megatron-core"),
+    (r"titan.*(mi250|frontier)|emin", "frontier", "torchtitan"),
+    (r"titan.*h100.*fp8", "torchtitan-h100", "torchtitan-fp8"),
+    (r"titan.*h100|h100.*torchtitan", "torchtitan-h100", "torchtitan"),
+    (r"titan.*a100|^ttitan-a", "torchtitan-a100", "torchtitan"),
+    (r"h100_80gb.*fp8", "llm-foundry-h100", "llm-foundry-fp8"),
+    (r"h100_80gb", "llm-foundry-h100", "llm-foundry"),
+    (r"a100_40gb", "llm-foundry-a100-40", "llm-foundry"),
+    (r"a100_80gb", "llm-foundry-a100", "llm-foundry"),
+    (r"^forge", "frontier", "gpt-neox"),
+    (r"^axonn", "frontier", "axonn"),
+    (r"^poro|lumi", "lumi", "megatron-deepspeed"),
+    (r"frontier|mi250x", "frontier", "megatron-deepspeed"),
+    (r"mi250", "mi250", "fsdp"),
+    (r"mi300.*fp8", "mi300x", "megatron-core-fp8"),
+    (r"mi300.*fsdp", "mi300x", "torchtitan"),
+    (r"mi300", "mi300x", "megatron-core"),
+    (r"h200.*fp8.*fsdp", "h200", "torchtitan-fp8"),
+    (r"h200.*fp8", "h200", "megatron-core-fp8"),
+    (r"h200.*fsdp", "h200", "torchtitan"),
+    (r"h200", "h200", "megatron-core"),
+    (r"h[18]00.*fp8", "h100", "megatron-core-fp8"),
+    (r"h[18]00.*fsdp", "torchtitan-h100", "torchtitan"),
+    (r"h[18]00", "h100", "megatron-core"),
+    (r"a100.*40 ?gb.*fsdp", "llm-foundry-a100-40", "llm-foundry"),
+    (r"a[18]00.*fsdp", "torchtitan-a100", "torchtitan"),
+    (r"deepspeed.*a[18]00|a[18]00.*deepspeed", "a100", "megatron-deepspeed"),
+    (r"a[18]00.*flash: [yv]", "a100", "megatron-core"),
+    (r"a[18]00", "a100", "megatron-lm"),
+)
+
+
+def read_table(path: Path) -> list[Row]:
+    """The rows of a file in the columns of a throughput table; columns that it lacks are empty.
+
+    Raises DataError when the file has neither format's columns.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"cannot read: {error}",
+            where=str(path),
+            fix="give a vTrain CSV or a throughput TSV",
+        ) from error
+    header = text.partition("\n")[0]
+    delimiter = "\t" if "\t" in header else ","
+    columns = set(header.strip().split(delimiter))
+    vtrain = "iteration time (ms)" in columns
+    if not vtrain and not {"id", "layers", "hidden", "TP", "PP"} <= columns:
+        raise DataError(
+            "has neither vTrain's columns ('iteration time (ms)', …) nor a throughput table's ('id', 'layers', "
+            "'hidden', 'TP', 'PP', …): "
+            f"{header[:80]}",
+            where=str(path),
+            fix="name the columns as in benchmarks/published",
+        )
+    rows = list[Row]()
+    heads = dict[str, str]()
+    for cells in csv.DictReader(text.splitlines(), delimiter=delimiter):
+        row = defaultdict(
+            str,
+            {key: (value or "").strip() for key, value in (_vtrain(cells) if vtrain else cells).items() if key},
+        )
+        # tables give the head count where it changes: an empty cell means the one above, of the same source
+        source = row["source"][:60]
+        row["heads"] = heads[source] = row["heads"] or heads.get(source, "")
+        rows.append(row)
+    return rows
+
+
+def read_measurements(path: Path) -> list[PublishedRun]:
+    """The rows of a file that carry a time, a model shape and a cluster that is known; what they do not state is
+    searched for.
+    """
+    return [run for row in read_table(path) if (run := _published_run(row)) is not None]
+
+
+def read_stated(path: Path) -> tuple[list[PublishedRun], Counter[str]]:
+    """(the rows of a file that can be priced as they stand, how many others by the reason why not)."""
+    runs = []
+    left_out = Counter[str]()
+    for row in read_table(path):
+        run = _published_run(row)
+        reason = _unlike_anything_here(row)
+        if run is None or reason:
+            left_out[reason or "no time, no model shape or no known cluster"] += 1
+        else:
+            runs.append(run)
+    return runs, left_out
+
+
+def _unlike_anything_here(row: Row) -> str:
+    """Why no layout here is what this row ran, or nothing."""
+    words = " ".join((row["id"], row["model"], row["TP"], row["zero_or_shard"], row["seq_parallel"])).lower()
+    reasons = {
+        "parallelism of other dimensions": "d:" in row["TP"].lower(),
+        "tensor or pipeline degree not stated": not row["TP"] or not row["PP"],
+        "experts": number_of(row["experts"]) > 1
+        or bool(re.search(r"\bmoe\b|mixture|experts|\b\d+x\d+b|-a\d+b\b", words)),
+        "context parallelism": number_of(row["CP"]) > 1
+        or bool(re.search(r"context.parallel|ring.attention|ulysses|\bcp ?[2-9]", words)),
+        "ZeRO-3 of another system": bool(re.search(r"zero(-| |)(stage |)3|stage.?3", words)),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def shipped() -> list[PublishedRun]:
+    """All rows of this folder."""
+    return [row for name in SHIPPED for row in read_measurements(PUBLISHED / name)]
+
+
+def _vtrain(row: dict[str, str]) -> dict[str, str]:
+    """A row of vTrain's CSV in the columns of a throughput table, with what all its runs have in common."""
+    single = int(row["# GPUs"]) <= 8
+    return {column: row[theirs] for column, theirs in VTRAIN_COLUMNS.items()} | {
+        "id": ",".join(value for key, value in row.items() if key and key != "iteration time (ms)"),
+        "machine": "vtrain-a100-node" if single else "vtrain-a100",
+        "stack": "megatron-lm",
+        "recompute": "full",
+        "position": "learned",
+        "sec_per_iter": repr(float(row["iteration time (ms)"]) / 1e3),
+    }
+
+
+def _published_run(row: Row) -> PublishedRun | None:
+    """A row of the table; None where it has no time, no shape or no cluster that is known."""
+    cluster = _cluster(row)
+    shape = shape_of(row)
+    if cluster is None or shape is None:
+        return None
+    machine, stack = cluster
+    layout = layout_of_row(row, shape)
+    seconds = seconds_of_row(row, shape, layout)
+    if not seconds:
+        return None
+    stated = number_of(row["devices"]) > 0 and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != ""
+    recompute = row["recompute"].lower()
+    precision = row["precision"]
+    # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the
+    # rest
+    half = recompute.startswith(("selective layer", "selective op"))
+    software: dict[str, Any] = {"checkpoints_cut": "partition" in recompute}
+    if flash := {
+        "y": "flash",
+        "v": "flash",
+        "n": "unfused",
+    }.get(row["flash_attn"][:1]):
+        software["attention"] = flash
+    return PublishedRun(
+        key=row["id"],
+        dataset=_dataset(row["id"], machine, stack),
+        machine=machine,
+        stack=stack,
+        model=model_of(row, shape),
+        layout=replace(
+            layout,
+            recompute="full,none"
+            if half
+            else next((mode for mode in ("full", "selective") if recompute.startswith(mode)), "none"),
+            gradient_wire="fp32" if "fp32 grad" in precision else "full",
+        ),
+        seconds=seconds,
+        known=stated and not row["borrowed"],
+        approximate="D:" in row["TP"],
+        unstated=unstated_of(row, layout.pp, stack),
+        memory_gib=number_of(row["mem_gb_per_dev"]) or None,
+        software=software,
+    )
+
+
+def _cluster(row: Row) -> tuple[str, str] | None:
+    """(machine, stack) as the row names them, else by what it says of itself."""
+    if row["machine"]:
+        return row["machine"], row["stack"]
+    words = [row[key] for key in ("id", "hardware", "source", "precision", "zero_or_shard")]
+    label = " ".join([*words, f"flash: {row['flash_attn']}"]).lower()
+    return next(((machine, stack) for pattern, machine, stack in CLUSTERS if re.search(pattern, label)), None)
+
+
+def _dataset(key: str, machine: str, stack: str) -> str:
+    if machine in DATASET_OF:
+        return DATASET_OF[machine]
+    prefixes = {
+        "sc21t1": "Megatron SC'21 table 1",
+        "sc21": "Megatron SC'21 table 2",
+        "korth": "Korthikanti",
+        "bloom": "BLOOM",
+        "mcore": "Megatron-Core H100",
+        "llmf": "LLM-Foundry FSDP",
+        "ttitan-a": "torchtitan A100",
+        "nemo": "NeMo H100 FP8",
+        "bridge": "NeMo H100 FP8",
+        "mtnlg": "MT-NLG 530B",
+        "megascale": "MegaScale baseline",
+        "llama3": "Llama 3 405B",
+        "ttitan-h": "torchtitan H100, H200",
+        "fms": "FMS FSDP A100",
+        "internevo": "InternEvo A100",
+        "tinyllama": "TinyLlama",
+        "neox": "GPT-NeoX-20B",
+    }
+    return next((name for prefix, name in prefixes.items() if key.startswith(prefix)), f"{machine} {stack}")
