@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from frontier_llm.comm.algorithms import FLAT, HIERARCHICAL
-from frontier_llm.comm.axis import Axis, Mesh
-from frontier_llm.comm.collectives import (
+from frontier_llm.comm.axis import (
+    Axis,
+    Mesh,
     all_reduce_,
     barrier,
     broadcast_,
@@ -26,7 +27,8 @@ from frontier_llm.comm.collectives import (
     start_all_to_all_into,
     start_reduce_scatter_into,
 )
-from frontier_llm.comm.p2p import Sends, post_receive, start_exchange
+from frontier_llm.comm.composed import start_exchange
+from frontier_llm.comm.p2p import Sends, post_receive
 from frontier_llm.experiments.measure.timing import median_s, wall_s
 from frontier_llm.planner.costs.collectives import PASSES
 

@@ -15,12 +15,11 @@ from torch import Tensor
 from frontier_llm.blueprint.items import Collective, Phase, Product, Software
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.work import block_work
-from frontier_llm.comm.axis import Axis, Mesh
-from frontier_llm.comm.collectives import all_gather, all_reduce_, reduce_scatter
+from frontier_llm.comm.axis import Axis, Mesh, all_gather, all_reduce_, reduce_scatter
 from frontier_llm.config import ModelConfig
 from frontier_llm.experiments.measure.links import slowest_s
 from frontier_llm.ops import working_dtype
-from frontier_llm.parallel.tensor.chunked import gather_and_multiply, multiply_and_reduce, multiply_and_scatter
+from frontier_llm.parallel.tensor.linear import gather_and_multiply, multiply_and_reduce, multiply_and_scatter
 
 PIECES = (2, 4)
 BUDGET_S = 0.1  # for the repetitions of one figure

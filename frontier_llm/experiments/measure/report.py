@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from frontier_llm.blueprint.parameters import StageSpec, matrix_parameters
+from frontier_llm.blueprint.parameters import StageSpec
+from frontier_llm.blueprint.work import matrix_parameters
 from frontier_llm.cluster.recorded import epochs_read
 from frontier_llm.config import RunConfig, dump
 from frontier_llm.experiments.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
