@@ -2,11 +2,27 @@
 # Copy an environment archive to the local disk of the job's nodes and unpack it there. Prints its Python, and in a
 # second line the nodes that did not get it; fails when these are more than the job's spares.
 # Measured on Frontier (OLCF): 8 nodes import torch in 2 s from NVMe, 51 s from Orion, 3 min 56 s from NFS.
-#     broadcast_env.sh ENV.tar.gz
-# FRONTIER_LLM_SPARE_NODES  nodes that the job can do without
+#     broadcast_env.sh ENV.tar.gz [WORD ...]
+# WORD: of the job. The job can do without as many nodes as job.spares=N says, else "spares" in job.json of
+# --run-dir=DIR, else FRONTIER_LLM_SPARE_NODES.
 set -euo pipefail
 
 archive="$1"
+shift
+spares="${FRONTIER_LLM_SPARE_NODES:-0}"
+for word in "$@"; do
+    case "$word" in
+        --run-dir=*)
+            recorded="$(sed -nE 's/^ *"spares": ([0-9]+),?$/\1/p' "${word#*=}/job.json" 2>/dev/null || true)"
+            spares="${recorded:-$spares}"
+            ;;
+        job.spares=*) spares="${word#*=}" ;;
+    esac
+done
+if [[ ! "$spares" =~ ^[0-9]+$ ]]; then
+    echo "broadcast_env.sh: $spares is not a number of spare nodes; write job.spares=N" >&2
+    exit 2
+fi
 # a folder of this job alone: nobody else on a node can know its name beforehand, nor look or write into it
 random="$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n')"
 target="${FRONTIER_LLM_NODE_LOCAL:-/tmp}/frontier_llm_env_${SLURM_JOB_ID:?runs inside a job}_$random"
@@ -45,9 +61,8 @@ here="$(on_every_node bash -c 'set -e
     if [[ -x "$1/bin/conda-unpack" ]]; then "$1/bin/conda-unpack"; fi' unpack "$target")"
 missing="$(comm -23 <(echo "$all") <(echo "$here") | paste -sd,)"
 count="$(comm -23 <(echo "$all") <(echo "$here") | grep -c . || true)"
-if [[ "$count" -gt "${FRONTIER_LLM_SPARE_NODES:-0}" ]]; then
-    echo "broadcast_env.sh: $missing did not get the environment (sbcast ended with $status)," \
-        "${FRONTIER_LLM_SPARE_NODES:-0} spares;" \
+if [[ "$count" -gt "$spares" ]]; then
+    echo "broadcast_env.sh: $missing did not get the environment (sbcast ended with $status), $spares spares;" \
         "is there room for $(stat -c %s "$archive") bytes in $(dirname "$target") on every node?" >&2
     exit 1
 fi

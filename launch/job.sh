@@ -51,7 +51,7 @@ python="${FRONTIER_LLM_PYTHON:-${active:+$active/bin/python3}}"
 python="${python:-python3}"
 # --as-rank does not unpack the archive: the active environment, from which it was packed, answers for it
 if [[ -n "${FRONTIER_LLM_ENV_ARCHIVE:-}" && -z "$as_rank" ]]; then
-    unpacked="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE")"
+    unpacked="$("$root/launch/broadcast_env.sh" "$FRONTIER_LLM_ENV_ARCHIVE" "${@:2}")"
     python="$(sed -n 1p <<<"$unpacked")"
     FRONTIER_LLM_BROKEN_NODES="$(sed -n 2p <<<"$unpacked")" # spares take their place (cluster/slurm.py)
     export FRONTIER_LLM_BROKEN_NODES

@@ -78,7 +78,7 @@ BOUNDS = {
     "frontier_llm": Bound(tokens_per_line=10.5, tuples=10, pairs=30, starred=58, wide=13),
     "tests": Bound(tokens_per_line=12.2, tuples=1, pairs=15, starred=7, wide=40),
     "scripts": Bound(tokens_per_line=10.0, tuples=0, pairs=0, starred=3, wide=2),
-    "benchmarks": Bound(tokens_per_line=10.6, tuples=1, pairs=5, starred=4, wide=0),
+    "benchmarks": Bound(tokens_per_line=9.8, tuples=1, pairs=5, starred=3, wide=0),
 }
 
 

@@ -14,16 +14,20 @@ import multiprocessing
 
 import torch
 
+from benchmarks.harness import parse_arguments, run_ranks
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.optim import Zero
-from frontier_llm.run.launchers import free_port
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 from frontier_llm.training.step import train_step
 
-RUNS = {"full": "full", "bf16": "bf16", "nudged": "full"}
+RUNS = {
+    "full": "full",
+    "bf16": "bf16",
+    "nudged": "full",
+}
 
 
 def build(arguments: argparse.Namespace, rank: int, wire: str) -> TrainState:
@@ -31,9 +35,22 @@ def build(arguments: argparse.Namespace, rank: int, wire: str) -> TrainState:
         arguments.run, [f"parallel.data={arguments.ranks}", f"precision.gradient_wire={wire}", *arguments.overrides]
     )
     plan = make_plan(config, arguments.ranks)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 120.0, config.comm)
+    mesh = build_mesh(
+        plan.grid,
+        rank,
+        plan.placement,
+        config.model.tied_embeddings,
+        120.0,
+        config.comm,
+    )
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-    return build_state(config, plan, mesh, torch.device("cpu"), batches)
+    return build_state(
+        config,
+        plan,
+        mesh,
+        torch.device("cpu"),
+        batches,
+    )
 
 
 def own_gradients(state: TrainState) -> torch.Tensor:
@@ -43,7 +60,13 @@ def own_gradients(state: TrainState) -> torch.Tensor:
 
 def serve(rank: int, port: int, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, arguments.ranks, Meeting("127.0.0.1", port, 0, arguments.ranks), "gloo", 120.0)
+    connect(
+        rank,
+        arguments.ranks,
+        Meeting("127.0.0.1", port, 0, arguments.ranks),
+        "gloo",
+        120.0,
+    )
     states = {name: build(arguments, rank, wire) for name, wire in RUNS.items()}
     nudged = states["nudged"].optimizer
     assert isinstance(nudged, Zero)
@@ -73,18 +96,9 @@ def main() -> None:
     parser.add_argument("--run", default="bench")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
-    arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    processes = [
-        context.Process(target=serve, args=(rank, port, arguments, results)) for rank in range(arguments.ranks)
-    ]
-    for process in processes:
-        process.start()
-    error, losses = results.get(timeout=3600)
-    for process in processes:
-        process.join()
+    small = ["model.layers=2", "model.sequence_length=64", "batch.global_batch=4", "batch.micro_batch=2"]
+    arguments = parse_arguments(parser, smoke=["--steps", "2", *small])
+    [(error, losses)] = run_ranks(arguments.ranks, serve, arguments, timeout_s=3600)
     print(f"first gradient: relative error {error:.2e} (L2); bf16 rounds each summand but this rank's by up to 3.9e-3")
     print(f"{'step':>5}{'full':>10}{'bf16':>10}{'difference':>12}{'nudged':>12}")
     rows = list(zip(losses["full"], losses["bf16"], losses["nudged"], strict=True))

@@ -12,7 +12,6 @@ JSON file has every round.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import time
 from dataclasses import replace
@@ -22,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness import parse_arguments, run_ranks, write_json
 from frontier_llm.comm import Group, Meeting, Mesh, Pending, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.group import Sending
 from frontier_llm.config import CommConfig
 from frontier_llm.parallel.pipeline import ActivationSpec, Engine
 from frontier_llm.parallel.tensor import WeightGradients
 from frontier_llm.planner.pipeline import StageTimes, _simulate
-from frontier_llm.run.launchers import free_port
 from frontier_llm.schedule import build
 from frontier_llm.topology.grid import Grid
 
@@ -129,7 +128,13 @@ def engine_of(mesh: Mesh, name: str, chunks: int, m: int, forward_s: float) -> E
 
 def serve(rank: int, port: int, args: argparse.Namespace, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, STAGES, Meeting("127.0.0.1", port, 0, STAGES), "gloo", 120.0)
+    connect(
+        rank,
+        STAGES,
+        Meeting("127.0.0.1", port, 0, STAGES),
+        "gloo",
+        120.0,
+    )
     forward_s = args.forward_ms / 1e3
     measured = {}
     for name, chunks, m, share in CASES:
@@ -142,7 +147,16 @@ def serve(rank: int, port: int, args: argparse.Namespace, results: multiprocessi
             channels = {
                 key: replace(axis, group=linked(axis.group, share * forward_s)) for key, axis in mesh.channels.items()
             }
-            engines[mode] = mesh, engine_of(replace(mesh, channels=channels), name, chunks, m, forward_s)
+            engines[mode] = (
+                mesh,
+                engine_of(
+                    replace(mesh, channels=channels),
+                    name,
+                    chunks,
+                    m,
+                    forward_s,
+                ),
+            )
         times: dict[str, list[float]] = {mode: [] for mode in engines}
         for _ in range(args.rounds):
             for mode, (mesh, engine) in engines.items():
@@ -162,16 +176,8 @@ def main() -> int:
     parser.add_argument("--forward-ms", type=float, default=40.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    processes = [context.Process(target=serve, args=(rank, port, args, results)) for rank in range(STAGES)]
-    for process in processes:
-        process.start()
-    measured = results.get(timeout=900)
-    for process in processes:
-        process.join()
+    args = parse_arguments(parser, smoke=["--forward-ms", "1", "--rounds", "1"])
+    (measured,) = run_ranks(STAGES, serve, args)
     rows = []
     forward_s = args.forward_ms / 1e3
     print(
@@ -185,7 +191,15 @@ def main() -> int:
             StageTimes(forward_s / chunks, 2 * forward_s / chunks, forward_s / chunks) for _ in range(STAGES * chunks)
         )
         many, one = (
-            _simulate(name, STAGES, m, chunks, stages, share * forward_s, mode).makespan_s
+            _simulate(
+                name,
+                STAGES,
+                m,
+                chunks,
+                stages,
+                share * forward_s,
+                mode,
+            ).makespan_s
             for mode in ("many", "waiting")
         )
         row = {
@@ -205,8 +219,7 @@ def main() -> int:
         ]
         cells += [f"{each:.1%}" for each in (times["one"] / times["many"] - 1, one / many - 1)]
         print(f"| {' | '.join(cells)} |")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    write_json(args.json, rows)
     return 0
 
 

@@ -11,7 +11,6 @@ is measured; with it every transfer takes the time of a *simulated* link (simula
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -22,11 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks.comm.simulated_link import Link, linked
+from benchmarks.harness import parse_arguments, read_json, run_ranks, write_json
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
 from frontier_llm.experiments.measure.timeline import MeasuredTimeline, draw, write_chrome_trace
-from frontier_llm.run.launchers import free_port
 from frontier_llm.schedule import Action
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
@@ -69,13 +68,25 @@ def states(arguments: argparse.Namespace, switch: str, rank: int) -> dict[bool, 
         if arguments.link_gbps:
             mesh = linked(mesh, Link(arguments.link_gbps * 1e9, arguments.link_us * 1e-6))
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-        built[overlap] = build_state(config, plan, mesh, torch.device("cpu"), batches)
+        built[overlap] = build_state(
+            config,
+            plan,
+            mesh,
+            torch.device("cpu"),
+            batches,
+        )
     return built
 
 
 def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, RANKS[switch], Meeting("127.0.0.1", port, 0, RANKS[switch]), "gloo", 120.0)
+    connect(
+        rank,
+        RANKS[switch],
+        Meeting("127.0.0.1", port, 0, RANKS[switch]),
+        "gloo",
+        120.0,
+    )
     built = states(arguments, switch, rank)
     times: dict[bool, list[float]] = {True: [], False: []}
     timelines = {overlap: MeasuredTimeline(rank) for overlap in built}
@@ -104,20 +115,19 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
 
 def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any], list[MeasuredTimeline]]:
     """What one switch does, and the timelines of the last step with it."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    processes = [
-        context.Process(target=serve, args=(rank, port, arguments, switch, results)) for rank in range(RANKS[switch])
-    ]
-    for process in processes:
-        process.start()
-    _, times, timelines = zip(
-        *sorted((results.get(timeout=900) for _ in processes), key=lambda row: row[0]), strict=True
+    of_ranks = run_ranks(
+        RANKS[switch],
+        serve,
+        arguments,
+        switch,
+        results=RANKS[switch],
     )
-    for process in processes:
-        process.join()
-    row: dict[str, Any] = {"switch": switch, "simulated_link_gbps": arguments.link_gbps, "rounds": arguments.rounds}
+    _, times, timelines = zip(*sorted(of_ranks, key=lambda row: row[0]), strict=True)
+    row: dict[str, Any] = {
+        "switch": switch,
+        "simulated_link_gbps": arguments.link_gbps,
+        "rounds": arguments.rounds,
+    }
     row |= {"load": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d %H:%M")}
     for overlap in (True, False):
         steps = [max(rank_times[overlap][index] for rank_times in times) for index in range(arguments.rounds)]
@@ -164,14 +174,14 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last step with the (last) overlap")
     parser.add_argument("--figure", type=Path, help="draw it")
-    arguments = parser.parse_args()
-    rows = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json and arguments.json.exists() else []
+    small = ["model.layers=2", "model.sequence_length=64"]
+    arguments = parse_arguments(parser, smoke=["gradients", *small, "--rounds", "1"])
+    rows: list[dict[str, Any]] = read_json(arguments.json, [])
     for switch in SWITCHES if arguments.switch == "all" else [arguments.switch]:
         row, drawn = measure(arguments, switch)
         same = ("switch", "simulated_link_gbps")
         rows = [*(other for other in rows if any(other[key] != row[key] for key in same)), row]
-        if arguments.json:  # after each, so that an interrupted call has not been in vain
-            arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.json, rows)  # after each, so that an interrupted call has not been in vain
     print(markdown(rows))
     if arguments.trace:
         write_chrome_trace(arguments.trace, drawn)

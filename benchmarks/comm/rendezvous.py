@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import parse_arguments, run_ranks
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.rendezvous import CONNECTIONS, StoreKind, open_store
-from frontier_llm.run.launchers import free_port
 from frontier_llm.topology.grid import Grid
 
 JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the last one's set; the same per group
@@ -66,12 +66,24 @@ def server_us() -> float:
 
 
 def serve(
-    rank: int, ranks: int, port: int, kind: StoreKind, arguments: argparse.Namespace, results: multiprocessing.Queue
+    rank: int, port: int, ranks: int, kind: StoreKind, arguments: argparse.Namespace, results: multiprocessing.Queue
 ) -> None:
     torch.set_num_threads(1)
-    meeting = Meeting("127.0.0.1", port, rank - rank % arguments.per_node, arguments.per_node, store=kind)
+    meeting = Meeting(
+        "127.0.0.1",
+        port,
+        rank - rank % arguments.per_node,
+        arguments.per_node,
+        store=kind,
+    )
     start_s = time.perf_counter()
-    connect(rank, ranks, meeting, "gloo", 120.0)
+    connect(
+        rank,
+        ranks,
+        meeting,
+        "gloo",
+        120.0,
+    )
     store = open_store(60.0)  # the notice board's
     joined_s = time.perf_counter()
     mesh = build_mesh(Grid(2, 1, ranks // 2), rank, timeout_s=60.0)
@@ -100,25 +112,35 @@ def serve(
 
     per_operation_us = computed_us(operations) / arguments.operations / ranks
     per_id_us = computed_us(ids) / COMMUNICATORS / arguments.ids
-    results.put((rank, Row(joined_s - start_s, built_s - joined_s, connections(port), per_operation_us, per_id_us)))
+    results.put(
+        (
+            rank,
+            Row(
+                joined_s - start_s,
+                built_s - joined_s,
+                connections(port),
+                per_operation_us,
+                per_id_us,
+            ),
+        )
+    )
     barrier(mesh.world)
     disconnect()
 
 
 def measure(ranks: int, kind: StoreKind, arguments: argparse.Namespace) -> Row:
     """The slowest rank's times, and the server's."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["frontier_llm.comm"])
-    results = context.Queue()
-    port = free_port()
-    processes = [
-        context.Process(target=serve, args=(rank, ranks, port, kind, arguments, results)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    rows = dict(results.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join()
+    rows = dict(
+        run_ranks(
+            ranks,
+            serve,
+            ranks,
+            kind,
+            arguments,
+            results=ranks,
+            preload="frontier_llm.comm",
+        )
+    )
     return rows[0]._replace(
         join_s=max(row.join_s for row in rows.values()), mesh_s=max(row.mesh_s for row in rows.values())
     )
@@ -136,7 +158,7 @@ def main() -> None:
         default=WHOLE_MACHINE[-1] // RANKS_PER_ID,
         help="of each communicator (default: all of Frontier's)",
     )
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, smoke=["--ranks", "2", "--operations", "20", "--ids", "4"])
     print(
         f"{'store':<14}{'ranks':>6}{'join s':>10}{'mesh s':>10}{'connections':>13}{'server us/operation':>21}"
         f"{'us/id of all ranks':>20}"

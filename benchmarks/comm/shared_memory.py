@@ -9,15 +9,16 @@ every call.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import parse_arguments, run_ranks, write_json
 from frontier_llm.comm import (
     Meeting,
     all_gather,
@@ -31,7 +32,6 @@ from frontier_llm.comm import (
 )
 from frontier_llm.comm.axis import Axis
 from frontier_llm.config import CommConfig
-from frontier_llm.run.launchers import free_port
 from frontier_llm.topology.grid import Grid
 
 SHAPES = {  # name: (elements, dtype); the activation of the benchmark model, its half, a bucket of gradients, a scalar
@@ -45,7 +45,13 @@ SHAPES = {  # name: (elements, dtype); the activation of the benchmark model, it
 
 def operations(size: int, rank: int) -> dict[str, Callable[[Tensor, Axis], object]]:
     def send_and_receive(x: Tensor, axis: Axis) -> None:
-        receive = post_receive(tuple(x.shape), x.dtype, x.device, axis, (rank - 1) % size)
+        receive = post_receive(
+            tuple(x.shape),
+            x.dtype,
+            x.device,
+            axis,
+            (rank - 1) % size,
+        )
         assert axis.group is not None
         sent = axis.group.send(x, (rank + 1) % size)
         receive.wait()
@@ -59,9 +65,15 @@ def operations(size: int, rank: int) -> dict[str, Callable[[Tensor, Axis], objec
     }
 
 
-def serve(rank: int, ranks: int, port: int, rounds: int, results: multiprocessing.Queue) -> None:
+def serve(rank: int, port: int, ranks: int, rounds: int, results: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 120.0)
+    connect(
+        rank,
+        ranks,
+        Meeting("127.0.0.1", port, 0, ranks),
+        "gloo",
+        120.0,
+    )
     axes = {
         transport: build_mesh(Grid(ranks, 1, 1), rank, timeout_s=60.0, comm=CommConfig(transport=transport)).tp
         for transport in ("torch", "shm")
@@ -82,7 +94,11 @@ def serve(rank: int, ranks: int, port: int, rounds: int, results: multiprocessin
                     slowest = float(all_reduce_(mine, axes["shm"], "max"))
                     if round_number >= 0:
                         times[transport].append(slowest * 1e6)
-            row: dict[str, object] = {"operation": name, "tensor": shape, "bytes": elements * x.element_size()}
+            row: dict[str, object] = {
+                "operation": name,
+                "tensor": shape,
+                "bytes": elements * x.element_size(),
+            }
             for transport, values in times.items():
                 row[f"{transport}_median_us"] = round(statistics.median(values), 1)
                 row[f"{transport}_min_us"] = round(min(values), 1)
@@ -97,29 +113,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", help="also write the rows here")
-    arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    processes = [
-        context.Process(target=serve, args=(rank, arguments.ranks, port, arguments.rounds, results))
-        for rank in range(arguments.ranks)
-    ]
-    for process in processes:
-        process.start()
-    rows = results.get(timeout=600)
-    for process in processes:
-        process.join()
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    arguments = parse_arguments(parser, smoke=["--rounds", "1"])
+    (rows,) = run_ranks(
+        arguments.ranks,
+        serve,
+        arguments.ranks,
+        arguments.rounds,
+        timeout_s=600,
+    )
     print(f"{arguments.ranks} ranks; microseconds, median (minimum)")
     print(f"{'operation':16}{'tensor':22}{'gloo':>22}{'shared memory':>22}{'gain':>8}")
     for row in rows:
         gloo, shm = (f"{row[f'{name}_median_us']:10.0f} ({row[f'{name}_min_us']:.0f})" for name in ("torch", "shm"))
         gain = row["torch_median_us"] / row["shm_median_us"]
         print(f"{row['operation']:16}{row['tensor']:22}{gloo:>22}{shm:>22}{gain:8.1f}")
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"ranks": arguments.ranks, "rows": rows}, file, indent=1)
+    write_json(arguments.json, {"ranks": arguments.ranks, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import parse_arguments
 from frontier_llm.comm import Meeting
 from frontier_llm.comm.heartbeat import LATE_FACTOR, Heartbeats
 from frontier_llm.comm.rendezvous import forget_stores, join_store, open_store, start_store, store_address
@@ -257,7 +258,11 @@ def measure_lock(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 time.sleep(0.2)
                 ctypes.PyDLL(None).usleep(int(1e6 * arguments.hold_s))  # PyDLL keeps the lock
                 rows.append(
-                    {"store": kind, "lock_held_s": arguments.hold_s, "worst_check_s": round(poller.finish(), 4)}
+                    {
+                        "store": kind,
+                        "lock_held_s": arguments.hold_s,
+                        "worst_check_s": round(poller.finish(), 4),
+                    }
                 )
                 del store
     return rows
@@ -277,7 +282,8 @@ def main() -> None:
     lock = kinds.add_parser("lock", help="a C++ poller beside a main thread that holds the interpreter lock")
     lock.add_argument("--store", nargs="+", choices=("torch", "authenticated"), default=["torch", "authenticated"])
     lock.add_argument("--hold-s", type=float, default=4.0)
-    arguments = parser.parse_args()
+    small = ["heartbeats", "--ranks", "64", "--seconds", "1", "--processes", "2", "--ids", "2"]
+    arguments = parse_arguments(parser, smoke=small)
     load_before = os.getloadavg()[0]
     if arguments.kind == "lock":
         result: dict[str, object] = {"pollers": measure_lock(arguments)}

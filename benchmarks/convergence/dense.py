@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.convergence.power_law import find_irreducible, fit_power_law
-from benchmarks.harness import MEASURED, write_measured
+from benchmarks.harness import FOLDER, MEASURED, ensure_text, parse_arguments, write_json, write_measured
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_model
@@ -288,7 +288,13 @@ def thin(curve: list[float], points: int = 60) -> list[list[float]]:
 def plot_ladder(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 6.5), sharex=True, height_ratios=[4, 1])
+    figure, (top, bottom) = pyplot.subplots(
+        2,
+        1,
+        figsize=(8, 6.5),
+        sharex=True,
+        height_ratios=[4, 1],
+    )
     law = result["power_law"]
     ladder = result["ladder"]
     compute = np.array([rung["compute_flops"] for rung in ladder])
@@ -300,10 +306,22 @@ def plot_ladder(result: dict[str, Any], path: Path) -> None:
         label = (
             f"{rung['model'].removeprefix('ladder-')}: {rung['parameters']:,} parameters, {rung['tokens'] / 1e6:.1f} MB"
         )
-        top.plot(rung["compute_flops"], rung["bits_per_byte"], "o", color=line[0].get_color(), label=label)
+        top.plot(
+            rung["compute_flops"],
+            rung["bits_per_byte"],
+            "o",
+            color=line[0].get_color(),
+            label=label,
+        )
     span = np.geomspace(compute.min() / 2, compute.max() * 2, 50)
     fit = f"{law['coefficient'] / np.log(2):.2f} C^-{law['exponent']:.4f}, R² {law['r_squared']:.4f}"
-    top.plot(span, law["coefficient"] * span ** -law["exponent"] / np.log(2), "k--", linewidth=1, label=fit)
+    top.plot(
+        span,
+        law["coefficient"] * span ** -law["exponent"] / np.log(2),
+        "k--",
+        linewidth=1,
+        label=fit,
+    )
     top.set(xscale="log", yscale="log", ylabel="bits per byte: curves training, dots held out", ylim=(1.2, 8))
     top.set_yticks([1.5, 2, 3, 4, 6, 8], labels=["1.5", "2", "3", "4", "6", "8"])
     top.minorticks_off()
@@ -318,7 +336,13 @@ def plot_curves(curves: dict[str, list[float]], path: Path) -> None:
     """Curves on top of each other, and below their distance from the first."""
     from matplotlib import pyplot
 
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 5), sharex=True, height_ratios=[2.5, 1])
+    figure, (top, bottom) = pyplot.subplots(
+        2,
+        1,
+        figsize=(8, 5),
+        sharex=True,
+        height_ratios=[2.5, 1],
+    )
     names = list(curves)
     for number, name in enumerate(names):
         top.plot(curves[name], linewidth=3 if number == 0 else 1, alpha=0.4 if number == 0 else 1, label=name)
@@ -338,7 +362,13 @@ def _write(figure: Any, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ladder", nargs="+", default=LADDER, metavar="MODEL", help="at least 4, smallest first")
+    parser.add_argument(
+        "--ladder",
+        nargs="+",
+        default=LADDER,
+        metavar="MODEL",
+        help="at least 4, smallest first",
+    )
     parser.add_argument(
         "--compared", default=COMPARED, metavar="MODEL", help="for precision, layouts, seed and learning rate"
     )
@@ -351,19 +381,10 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=MEASURED, help="results/, figures/ and convergence.md are written below it"
     )
-    options = parser.parse_args()
-    if not (options.data / "validation.idx").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "frontier_llm.cli.main",
-            "data",
-            "stdlib",
-            str(options.data),
-            "--tokenizer",
-            "bytes",
-        ]
-        subprocess.run(command, check=True)
+    folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--out", FOLDER]
+    small = ["--tokens-per-parameter", "0.1", "--compared", "ladder-30k", "--only", "bf16"]
+    options = parse_arguments(parser, smoke=[*small, *folders])
+    ensure_text(options.data, options.smoke)
     planned = runs(options)
     for name, run in planned.items():
         if not options.only or name in options.only:
@@ -375,15 +396,15 @@ def main() -> None:
     matplotlib.use("Agg")
     result = study(planned, options)
     target = options.out / "results" / "convergence.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(target, result)
     figures = options.out / "figures"
     plot_ladder(result, figures / "convergence_ladder.png")
     plot_curves({"fp32": planned["one rank"].curve, "bf16": planned["bf16"].curve}, figures / "convergence_bf16.png")
     plot_curves({name: planned[name].curve for name in LAYOUTS}, figures / "convergence_layouts.png")
     if (options.out / "convergence.md").exists():
         write_measured(options.out / "convergence.md", __file__, page(result))
-    print(page(result))
+    else:
+        print(page(result))
 
 
 if __name__ == "__main__":

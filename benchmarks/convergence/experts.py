@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.convergence.dense import TOKENS_PER_PARAMETER, Run, recipe, thin, train
-from benchmarks.harness import MEASURED, write_measured
+from benchmarks.harness import FOLDER, MEASURED, ensure_text, parse_arguments, write_json, write_measured
 from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import ModelConfig, load_model
@@ -48,7 +46,12 @@ def mixture_of(dense: ModelConfig) -> ModelConfig:
     """The same model with experts, of the greatest width that makes a token no dearer."""
     allowed = model_flops_per_token(dense)
     for width in range(dense.ffn_hidden // TOP_K, 0, -1):
-        moe = {"experts": EXPERTS, "top_k": TOP_K, "expert_hidden": width, "scale": float(TOP_K)}
+        moe = {
+            "experts": EXPERTS,
+            "top_k": TOP_K,
+            "expert_hidden": width,
+            "scale": float(TOP_K),
+        }
         model = ModelConfig.model_validate({**dense.model_dump(exclude_unset=True), "moe": moe})
         if model_flops_per_token(model) <= allowed:
             return model
@@ -210,29 +213,20 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("runs/convergence-moe"), help="of the runs")
     parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
     parser.add_argument("--out", type=Path, default=MEASURED, help="results/, figures/ and moe.md are written below it")
-    options = parser.parse_args()
-    if not (options.data / "validation.idx").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "frontier_llm.cli.main",
-            "data",
-            "stdlib",
-            str(options.data),
-            "--tokenizer",
-            "bytes",
-        ]
-        subprocess.run(command, check=True)
+    folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--out", FOLDER]
+    small = ["--ladder", "ladder-30k", "--tokens-per-parameter", "0.1", "--seeds", "1"]
+    options = parse_arguments(parser, smoke=[*small, *folders])
+    ensure_text(options.data, options.smoke)
     rungs = [rung(name, optimizer, options) for name in options.ladder for optimizer in RATES]
     for one in rungs:
         for seed in range(options.seeds):
             for kind in KINDS:
                 train(one.runs[kind][seed], options)
     result = study(rungs, options)
-    (options.out / "results" / "convergence_moe.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(options.out / "results" / "convergence_moe.json", result)
+    (options.out / "figures").mkdir(exist_ok=True)
     plot(result, options.out / "figures" / "convergence_moe.png")
-    write_measured(options.out / "moe.md", __file__, page(result))
-    print(page(result))
+    write_measured(MEASURED / "moe.md", __file__, page(result), options.smoke)
 
 
 if __name__ == "__main__":

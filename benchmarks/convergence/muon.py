@@ -25,7 +25,16 @@ import numpy as np
 import torch
 
 from benchmarks.convergence.dense import EVALUATED_SAMPLES, FINAL, MICRO_BATCH, WARMUP, Recipe, recipe
-from benchmarks.harness import MEASURED, RESULTS, write_measured
+from benchmarks.harness import (
+    FOLDER,
+    MEASURED,
+    RESULTS,
+    ensure_text,
+    last_json,
+    parse_arguments,
+    write_json,
+    write_measured,
+)
 from frontier_llm.blueprint.matrices import Part, is_matrix, matrices_of
 from frontier_llm.blueprint.parameters import block_parameters, model_parameters
 from frontier_llm.comm import single
@@ -92,7 +101,14 @@ def train(chosen: Recipe, optimizer: str, factor: float, seed: int, options: arg
         rows = read(folder)
     steps = {row["step"]: row for row in rows if row["kind"] == "step"}
     curve = tuple(steps[step]["loss"] for step in sorted(steps))
-    return Trained(chosen, optimizer, factor, seed, final(rows, chosen) or 0.0, curve)
+    return Trained(
+        chosen,
+        optimizer,
+        factor,
+        seed,
+        final(rows, chosen) or 0.0,
+        curve,
+    )
 
 
 def read(folder: Path) -> list[dict]:
@@ -143,7 +159,7 @@ def step_costs(chosen: Recipe, data: Path, rounds: int = 3) -> dict[str, float]:
                 check=True,
             )
         output = ended.stdout.decode()
-        result = json.loads(output[output.index("{") : output.rindex("}") + 1])
+        result = last_json(output)
         best[optimizer] = min(best[optimizer], median(result["cpu_times_s"]))
     return best
 
@@ -179,7 +195,11 @@ def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
         reached = [
             steps_to(ours.curve, end) / len(ours.curve) for ours, end in zip(best["muon"][1], ends, strict=False)
         ]
-        result[model] = {**rows, "share_of_tokens": float(np.mean(reached)), "cost": costs["muon"] / costs["adamw"]}
+        result[model] = {
+            **rows,
+            "share_of_tokens": float(np.mean(reached)),
+            "cost": costs["muon"] / costs["adamw"],
+        }
     return result
 
 
@@ -292,34 +312,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ladder", nargs="+", default=("ladder-30k", "ladder-70k", "ladder-170k"), metavar="MODEL")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tokens-per-parameter", type=float, default=20.0)
+    parser.add_argument("--factors", type=float, nargs="+", help="learning rates to try, times the rule's")
+    parser.add_argument("--figure", type=Path, default=MEASURED / "figures" / "muon.png")
     parser.add_argument("--minutes", type=float, default=1e9, help="no run is begun after that")
     parser.add_argument("--directory", type=Path, default=Path("runs/muon"))
     parser.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
-    options = parser.parse_args()
+    folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--figure", f"{FOLDER}/muon.png"]
+    small = ["--ladder", "ladder-30k", "--seeds", "1", "--tokens-per-parameter", "0.1", "--factors", "1"]
+    options = parse_arguments(parser, smoke=[*small, *folders])
     options.deadline_s = time.monotonic() + 60 * options.minutes
     torch.set_num_threads(1)
-    if not (options.data / "validation.idx").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "frontier_llm.cli.main",
-            "data",
-            "stdlib",
-            str(options.data),
-            "--tokenizer",
-            "bytes",
-        ]
-        subprocess.run(command, check=True)
+    ensure_text(options.data, options.smoke)
     trained: list[Trained] = []
     # every learning rate with the first seed, then the other seeds
-    rates = [(optimizer, factor) for optimizer, factors in FACTORS.items() for factor in factors]
+    rates = [(name, factor) for name, factors in FACTORS.items() for factor in options.factors or factors]
     for model, seed, (optimizer, factor) in product(options.ladder, range(1, options.seeds + 1), rates):
-        run = train(recipe(model, 20.0), optimizer, factor, seed, options)
+        run = train(
+            recipe(model, options.tokens_per_parameter),
+            optimizer,
+            factor,
+            seed,
+            options,
+        )
         if run is not None:
             trained.append(run)
     result = study(trained, options.data)
-    (RESULTS / "muon.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, MEASURED / "figures" / "muon.png")
+    write_json(RESULTS / "muon.json", result, options.smoke)
+    plot(result, options.figure)
     sizes = {model: sum(one.numel for one in model_parameters(load_model(model)).values()) for model in options.ladder}
     lines = [
         "## Measured: loss",
@@ -341,8 +361,7 @@ def main() -> None:
         *overhead_lines(),
         "",
     ]
-    write_measured(PAGE, __file__, "\n".join(lines))
-    print("\n".join(lines))
+    write_measured(PAGE, __file__, "\n".join(lines), options.smoke)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness import parse_arguments
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.indexed_writer import IndexedWriter
 from frontier_llm.data.inputs import cut
@@ -41,14 +42,35 @@ def bench_index(documents: int, sequence_length: int) -> dict[str, float]:
     pointers = np.zeros(documents, np.int64)  # lookups only copy them
     threads = len(os.sched_getaffinity(0))
     started_s = time.perf_counter()
-    call("fl_build", lengths, None, documents, 1, BLOCK, threads, prefix)
+    call(
+        "fl_build",
+        lengths,
+        None,
+        documents,
+        1,
+        BLOCK,
+        threads,
+        prefix,
+    )
     build_s = time.perf_counter() - started_s
     assert int(prefix[-1]) == int(lengths.sum(dtype=np.int64))
     out = np.empty((4, sequence_length + 1), np.int64)
     places = generator.integers(0, int(prefix[-1]) - sequence_length - 1, 2000)
     started_s = time.perf_counter()
     for place in places.tolist():
-        call("fl_pieces", lengths, None, pointers, documents, 1, BLOCK, prefix, place, sequence_length + 1, *out)
+        call(
+            "fl_pieces",
+            lengths,
+            None,
+            pointers,
+            documents,
+            1,
+            BLOCK,
+            prefix,
+            place,
+            sequence_length + 1,
+            *out,
+        )
     lookup_s = time.perf_counter() - started_s
     return {
         "documents": documents,
@@ -76,7 +98,13 @@ def bench_tokenize(text_mb: int, repeats: int) -> dict[str, dict[str, float]]:
         pieces = tuple(cut(source, "file", 1 << 40))
         for kind, train in (("tokenizer.json", train_huggingface), ("tokenizer.model", train_sentencepiece)):
             codec = train(iter(texts), Path(directory) / kind, 4096)
-            job = ShardWork(pieces, f"{directory}/part", codec.name, codec.digest, TokenizeOptions())
+            job = ShardWork(
+                pieces,
+                f"{directory}/part",
+                codec.name,
+                codec.digest,
+                TokenizeOptions(),
+            )
             make_part(job)
             alone = codec._model.encode
             ours_s = []
@@ -106,7 +134,13 @@ def bench_loader(sequence_length: int) -> dict[str, float]:
             for length in generator.integers(1, 2000, 20000).tolist():
                 writer.add_document(generator.integers(0, 50000, length, dtype=np.uint16))
         samples = DocumentSamples(IndexedDataset(Path(directory) / "d"), sequence_length, key=1)
-        batches = Batches(samples, 8, 8, vocab_size=65536, read_ahead=0)
+        batches = Batches(
+            samples,
+            8,
+            8,
+            vocab_size=65536,
+            read_ahead=0,
+        )
         batches.microbatch(0, 0)
         started_s = time.perf_counter()
         for step in range(1, 251):
@@ -121,7 +155,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--text-mb", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+    args = parse_arguments(parser, smoke=["--documents", "10000", "--text-mb", "1", "--repeats", "1"])
     results = {
         "tokenize": bench_tokenize(args.text_mb, args.repeats),
         "index": bench_index(args.documents, args.sequence_length),

@@ -13,7 +13,6 @@ cheapest of all calls counts for a case.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import resource
 import time
@@ -25,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from benchmarks.harness import MEASURED, write_measured
+from benchmarks.harness import MEASURED, parse_arguments, read_json, run_ranks, write_json, write_measured
 from frontier_llm.comm import Meeting, Mesh, barrier, build_mesh, connect, disconnect, serial_mesh
 from frontier_llm.config import RunConfig, build
 from frontier_llm.config.load import load_model, merge, parse_overrides
 from frontier_llm.data.loader import open_batches
 from frontier_llm.ops import Scores, select_ops, working_dtype
 from frontier_llm.parallel.context import attention_core
-from frontier_llm.run.launchers import free_port
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from frontier_llm.training.step import train_step
@@ -64,7 +62,13 @@ def config_of(tokens: int, ranks: int, way: str, overrides: list[str]) -> RunCon
 def step_of(config: RunConfig, mesh: Mesh) -> Callable[[], object]:
     """A training step of this rank."""
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
-    state = build_state(config, make_plan(config, mesh.cp.size), mesh, torch.device("cpu"), batches)
+    state = build_state(
+        config,
+        make_plan(config, mesh.cp.size),
+        mesh,
+        torch.device("cpu"),
+        batches,
+    )
     return lambda: train_step(state)
 
 
@@ -75,7 +79,13 @@ def core_of(config: RunConfig, mesh: Mesh, way: str) -> Callable[[], object]:
     rows = model.sequence_length // mesh.cp.size
     scale = model.dim_per_head**-0.5
     q, k, v, grad = (
-        torch.randn(rows, 1, heads, model.dim_per_head, dtype=dtype)
+        torch.randn(
+            rows,
+            1,
+            heads,
+            model.dim_per_head,
+            dtype=dtype,
+        )
         for heads in (model.heads, *2 * [model.num_kv_heads], model.heads)
     )
     if way == "torch":
@@ -95,8 +105,20 @@ def torch_ring(tensors_BaSD: Sequence[Tensor], scale: float) -> None:
     assert group is not None
     forward = op._scaled_dot_product_flash_attention_for_cpu
     backward = op._scaled_dot_product_flash_attention_for_cpu_backward
-    options: dict[str, Any] = {"is_causal": True, "dropout_p": 0.0, "scale": scale}
-    out, logsumexp = theirs._templated_ring_attention(group, 2, forward, q_BaSD, k_BaSD, v_BaSD, **options)
+    options: dict[str, Any] = {
+        "is_causal": True,
+        "dropout_p": 0.0,
+        "scale": scale,
+    }
+    out, logsumexp = theirs._templated_ring_attention(
+        group,
+        2,
+        forward,
+        q_BaSD,
+        k_BaSD,
+        v_BaSD,
+        **options,
+    )
     theirs._templated_ring_attention_backward(
         group,
         2,
@@ -113,15 +135,28 @@ def torch_ring(tensors_BaSD: Sequence[Tensor], scale: float) -> None:
 
 
 def serve(
-    rank: int, ranks: int, port: int, case: dict[str, Any], config: RunConfig, results: multiprocessing.Queue
+    rank: int, port: int, ranks: int, case: dict[str, Any], config: RunConfig, results: multiprocessing.Queue
 ) -> None:
     """One rank's process."""
     torch.set_num_threads(1)
     plan = make_plan(config, ranks)
     mesh = serial_mesh()
     if ranks > 1:
-        connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 600.0)
-        mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 600.0, config.comm)
+        connect(
+            rank,
+            ranks,
+            Meeting("127.0.0.1", port, 0, ranks),
+            "gloo",
+            600.0,
+        )
+        mesh = build_mesh(
+            plan.grid,
+            rank,
+            plan.placement,
+            config.model.tied_embeddings,
+            600.0,
+            config.comm,
+        )
     work = core_of(config, mesh, case["way"]) if case["core"] else step_of(config, mesh)
     work()
     barrier(mesh.world)
@@ -141,16 +176,16 @@ def serve(
 def measure(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """One case."""
     ranks = case["ranks"]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
     config = config_of(case["tokens"], ranks, case["way"], overrides)
-    workers = [context.Process(target=serve, args=(rank, ranks, port, case, config, results)) for rank in range(ranks)]
-    for worker in workers:
-        worker.start()
-    rows = [results.get(timeout=3000) for _ in workers]
-    for worker in workers:
-        worker.join()
+    rows = run_ranks(
+        ranks,
+        serve,
+        ranks,
+        case,
+        config,
+        results=ranks,
+        timeout_s=3000,
+    )
     greatest = {name: max(row[name] for row in rows) for name in ("wall_s", "peak_bytes", "moved_bytes")}
     return {
         **case,
@@ -220,25 +255,28 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--page", action="store_true", help="write the table into docs/benchmarks/long_context.md")
     parser.add_argument("overrides", nargs="*", help="key=value of the run")
-    arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = (
-        json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else []
-    )
+    arguments = parse_arguments(parser, smoke=["--core", "--tokens", "256", "--ranks", "2", "--ways", "ring"])
+    rows: list[dict[str, Any]] = read_json(arguments.json, [])
     for tokens, ranks in product(arguments.tokens, arguments.ranks):
         for way in arguments.ways if ranks > 1 else ["gather"]:
-            case = {"core": arguments.core, "tokens": tokens, "ranks": ranks, "way": way}
+            case = {
+                "core": arguments.core,
+                "tokens": tokens,
+                "ranks": ranks,
+                "way": way,
+            }
             earlier = [row for row in rows if {key: row[key] for key in case} == case]
             best = min([measure(case, arguments.overrides), *earlier], key=lambda row: row["cpu_s"])
             rows = sorted(
                 [best, *(row for row in rows if row not in earlier)], key=lambda row: [row[key] for key in case]
             )
-            if arguments.json:
-                arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+            write_json(arguments.json, rows)
     if arguments.figure:
         draw(rows, arguments.figure)
     if arguments.page:
         write_measured(MEASURED / "long_context.md", __file__, table(rows) + "\n")
-    print(table(rows))
+    else:
+        print(table(rows))
 
 
 if __name__ == "__main__":

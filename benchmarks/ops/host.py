@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import parse_arguments
 from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.config import RunConfig, load_model, load_run
 from frontier_llm.config.load import build
@@ -165,7 +166,15 @@ def print_limit(host_ms: float) -> None:
         }
         shape = load_model(model, {"sequence_length": 2048})
         layout = layout_of(
-            build(RunConfig, {"model": shape.model_dump(), "precision": {"dtype": "bf16"}, **settings}), tp
+            build(
+                RunConfig,
+                {
+                    "model": shape.model_dump(),
+                    "precision": {"dtype": "bf16"},
+                    **settings,
+                },
+            ),
+            tp,
         )
         cells = []
         for machine in machines.values():
@@ -182,7 +191,7 @@ def main() -> None:
         "--limit", type=float, metavar="MS", help="print the table of models for this time of the host, and end"
     )
     parser.add_argument("--launches", nargs="+", metavar="MODEL", help="print what a layer of these launches, and end")
-    args = parser.parse_args()
+    args = parse_arguments(parser, smoke=["--rounds", "1"])
     torch.set_num_threads(1)
     if args.limit or args.launches:
         print_limit(args.limit) if args.limit else print_launches(args.launches)

@@ -14,13 +14,16 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
-from benchmarks.harness import MEASURED
+from benchmarks.harness import MEASURED, parse_arguments, take_turns
 from frontier_llm.config import load_run
 from frontier_llm.ops.reference import GROUPS
+from frontier_llm.training.build import TrainState
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.step import train_step
 
@@ -28,7 +31,7 @@ DOCUMENT = MEASURED / "ops.md"
 TOKENS = 16 * 256
 
 
-def measure(dtype: str, rounds: int) -> dict[str, float]:
+def measure(dtype: str, rounds: int, words: Sequence[str]) -> dict[str, float]:
     """CPU seconds of a step by what is off."""
     off = {group: "sdpa" if group == "attention" else "reference" for group in GROUPS}
     choices: dict[str, dict[str, str]] = {
@@ -36,7 +39,6 @@ def measure(dtype: str, rounds: int) -> dict[str, float]:
         **{f"{group} off": {group: how} for group, how in off.items()},
         "all off": off,
     }
-    best = dict.fromkeys(choices, float("inf"))
     with ExitStack() as stack:
         states = {}
         for name, ops in choices.items():
@@ -45,16 +47,20 @@ def measure(dtype: str, rounds: int) -> dict[str, float]:
                 "batch.global_batch=16",
                 "batch.micro_batch=4",
                 "model=bench-l8-h384",
+                *words,
             ]
             config = load_run("bench", [*overrides, *(f"ops.{group}={how}" for group, how in ops.items())])
             states[name] = stack.enter_context(joined_state(config, None))
-        for turn in range(rounds + 1):
-            for name, state in states.items():
-                begin = time.process_time()
-                train_step(state)
-                if turn:  # the first turn warms up
-                    best[name] = min(best[name], time.process_time() - begin)
-    return best
+        work = {name: partial(step_s, state) for name, state in states.items()}
+        seconds = take_turns(work, rounds, warm_up=1)
+    return {name: min(of_choice) for name, of_choice in seconds.items()}
+
+
+def step_s(state: TrainState) -> float:
+    """CPU seconds of one step."""
+    begin_s = time.process_time()
+    train_step(state)
+    return time.process_time() - begin_s
 
 
 def table(dtype: str, best: dict[str, float]) -> str:
@@ -79,11 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bf16,fp32")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run")
     parser.add_argument("--update", action="store_true", help="put the tables into docs/benchmarks/ops.md")
-    args = parser.parse_args()
+    small = ["model.layers=1", "model.sequence_length=64", "batch.global_batch=4"]
+    args = parse_arguments(parser, smoke=["--dtype", "fp32", "--rounds", "1", *small])
     torch.set_num_threads(1)
     for dtype in args.dtype.split(","):
-        fresh = table(dtype, measure(dtype, args.rounds))
+        fresh = table(dtype, measure(dtype, args.rounds, args.overrides))
         print(fresh, flush=True)
         if args.update:
             DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8"), fresh), encoding="utf-8")

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import FOLDER, parse_arguments
 from frontier_llm.errors import FrontierError
 from frontier_llm.experiments.measure.timing import kernel_s
 from frontier_llm.ops import Scores, kernel_table
@@ -67,7 +68,17 @@ def candidates(kernel: str, architecture: str) -> list[Blocks]:
                 if architecture == "gfx90a" and stages == 1 and kernel != "attention_grad_q"
                 else _CDNA2_WAYS[:1]
             )
-            found += [Blocks(m, n, warps, stages, matrix, *way) for way in ways]
+            found += [
+                Blocks(
+                    m,
+                    n,
+                    warps,
+                    stages,
+                    matrix,
+                    *way,
+                )
+                for way in ways
+            ]
     return found
 
 
@@ -80,7 +91,16 @@ def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Bloc
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        code = compile_one(Build(architecture, kernel, "bf16", variant, True), folder)
+        code = compile_one(
+            Build(
+                architecture,
+                kernel,
+                "bf16",
+                variant,
+                True,
+            ),
+            folder,
+        )
     except Exception as error:  # too much shared memory, most often
         return f"{name}: {type(error).__name__}"
     machine = ARCHITECTURES[architecture]
@@ -88,18 +108,25 @@ def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Bloc
         return f"{name}: {code.spills} registers spilled, {code.shared_bytes} bytes of shared memory"
     write_manifest(folder, architecture, [code])
     (folder / "candidate.json").write_text(
-        json.dumps({**asdict(code), "variant": variant, "blocks": blocks}), encoding="utf-8"
+        json.dumps(
+            {
+                **asdict(code),
+                "variant": variant,
+                "blocks": blocks,
+            }
+        ),
+        encoding="utf-8",
     )
     return f"{name}: {code.registers} registers"
 
 
-def build(architecture: str, wanted: list[str], out: Path) -> None:
-    """Compile all candidates for these variants."""
+def build(architecture: str, wanted: list[str], out: Path, most: int | None) -> None:
+    """Compile the candidates for these variants, `most` of each kernel and variant or all of them."""
     items = [
         (kernel, variant, blocks)
         for kernel in KERNELS
         for variant in wanted
-        for blocks in candidates(kernel, architecture)
+        for blocks in candidates(kernel, architecture)[:most]
     ]
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(os.cpu_count()) as pool:
         os.environ["TRITON_CACHE_DIR"] = cache
@@ -123,7 +150,13 @@ class WithCandidate:
 
     def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
         """Launch the shipped kernel or the candidate."""
-        (self.candidate if kernel == self.kernel else self.shipped).launch(kernel, dtype, variant, grid, **arguments)
+        (self.candidate if kernel == self.kernel else self.shipped).launch(
+            kernel,
+            dtype,
+            variant,
+            grid,
+            **arguments,
+        )
 
 
 def run(
@@ -136,11 +169,30 @@ def run(
         variant = line["variant"]
         if f"{kernel}, {variant}" not in found:
             found[f"{kernel}, {variant}"] = [
-                (time_of(GpuOps(shipped), kernel, variant, device, sequence, tokens, width), "shipped")
+                (
+                    time_of(
+                        GpuOps(shipped),
+                        kernel,
+                        variant,
+                        device,
+                        sequence,
+                        tokens,
+                        width,
+                    ),
+                    "shipped",
+                )
             ]
         mixed = WithCandidate(shipped, PrebuiltKernels(shipped.architecture, path), kernel)
         try:
-            seconds = time_of(GpuOps(mixed), kernel, variant, device, sequence, tokens, width)
+            seconds = time_of(
+                GpuOps(mixed),
+                kernel,
+                variant,
+                device,
+                sequence,
+                tokens,
+                width,
+            )
         except Exception as error:
             print(f"{path.name}: {error}", flush=True)
             continue
@@ -183,13 +235,26 @@ def simulated_share(ops: GpuOps, gpu: TracingGpu, line: dict[str, Any], sequence
     dim = constants["BLOCK_D"]
     outer = constants["BLOCK_N" if kernel == "attention_grad_kv" else "BLOCK_M"]
     extras = (torch.ones(1), torch.zeros(1, sequence, dtype=torch.int32)) if constants["EXTRAS"] else ()
-    q, k, v = (torch.randn(sequence, 1, 1, dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.randn(
+            sequence,
+            1,
+            1,
+            dim,
+            dtype=torch.bfloat16,
+        ).requires_grad_()
+        for _ in range(3)
+    )
     out = ops.attention(q, k, v, Scores(dim**-0.5, *extras))
     if kernel != "attention_forward":
         out.backward(torch.randn_like(out))
     waves = ARCHITECTURES["gfx90a"].waves_per_simd(line["warps"], line["registers"], line["shared_bytes"])
     timing = time_of_trace(*gpu.traces[kernel], int(waves))
-    products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[kernel]
+    products = {
+        "attention_forward": 2,
+        "attention_grad_kv": 4,
+        "attention_grad_q": 3,
+    }[kernel]
     flops = 2 * products * dim * outer * (sequence - outer / 2)  # below the diagonal
     return flops / (timing.cycles * line["warps"] / SIMDS * Rates().matrix_flops), timing
 
@@ -218,12 +283,14 @@ def main() -> None:
     parser.add_argument("action", choices=("build", "run", "simulate"))
     parser.add_argument("--arch", default="gfx90a", choices=tuple(ARCHITECTURES))
     parser.add_argument("--variants", default="d64,d64-extras,d128,d128-extras")
+    parser.add_argument("--candidates", type=int, metavar="N", help="build N of each kernel and variant (default: all)")
     parser.add_argument("--out", type=Path, default=Path("build/tune"))
     parser.add_argument("--sequence", type=int, default=1024, help="positions that `simulate` is causal over")
     parser.add_argument("--shipped", type=Path, help="code objects to compare with, if not the installed ones")
-    args = parser.parse_args()
+    small = ["build", "--variants", "d64", "--candidates", "1", "--out", FOLDER]
+    args = parse_arguments(parser, smoke=small)
     if args.action == "build":
-        build(args.arch, args.variants.split(","), args.out)
+        build(args.arch, args.variants.split(","), args.out, args.candidates)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     if args.action == "simulate":

@@ -40,7 +40,23 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(
+                batch,
+                sequence,
+                3,
+                self.heads,
+                -1,
+            )
+            .permute(
+                2,
+                0,
+                3,
+                1,
+                4,
+            )
+        )
         attended = (
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, sequence, hidden)
         )

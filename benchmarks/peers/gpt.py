@@ -23,7 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, last_json, parse_arguments, write_json
 
 LAYOUTS = {
     "serial": (1, 1, 1),
@@ -62,13 +62,21 @@ def ours(layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
         command = [sys.executable, "-m", "frontier_llm.cli.main", "bench", "step", "bench", *overrides]
         command += [f"train.run_dir={run_dir}", "--steps", str(steps), "--json"]
         result = run(command)
-    return json.loads(result[result.index("{") : result.rindex("}") + 1])["step_times_s"]
+    step_times_s: list[float] = last_json(result)["step_times_s"]
+    return step_times_s
 
 
 def peer(name: str, python: str, layout: tuple[int, int, int], dtype: str, steps: int) -> list[float]:
     tp, pp, dp = layout
     arguments = [
-        f"--{key}={value}" for key, value in {**SHAPE, "tp": tp, "pp": pp, "steps": steps, "warmup": 2}.items()
+        f"--{key}={value}"
+        for key, value in {
+            **SHAPE,
+            "tp": tp,
+            "pp": pp,
+            "steps": steps,
+            "warmup": 2,
+        }.items()
     ]
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp * pp * dp}"]
     result = run([*command, "--module", PEERS[name], f"--dtype={dtype}", *arguments])
@@ -78,10 +86,22 @@ def peer(name: str, python: str, layout: tuple[int, int, int], dtype: str, steps
 
 
 def run(command: list[str]) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
     # ninja, for the op that DeepSpeed compiles at start-up
     environment["PATH"] = f"{Path(command[0]).parent}:{environment['PATH']}"
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return done.stdout
@@ -95,7 +115,8 @@ def main() -> None:
     parser.add_argument("--layouts", default="serial,tp2,pp2,dp2,tp2pp2")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    small = ["--rounds", "1", "--steps", "1", "--layouts", "serial", "--dtypes", "fp32"]
+    args = parse_arguments(parser, smoke=["--peers-python", sys.executable, *small])
     seconds: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for round_index in range(args.rounds):
         for layout in args.layouts.split(","):
@@ -124,11 +145,23 @@ def main() -> None:
             ratio = rate["frontier_llm"] / max(value for name, value in rate.items() if name != "frontier_llm")
             cells = " | ".join(f"{rate[name]:,.0f}" if name in rate else "-" for name in ("frontier_llm", *PEERS))
             print(f"| {layout} | {dtype} | {cells} | {ratio:.2f} |")
-            rows.append({"layout": layout, "dtype": dtype, "tokens_per_s": rate, "ratio": ratio})
-    if args.json:
-        args.json.write_text(
-            json.dumps({"shape": SHAPE, "rounds": args.rounds, "steps": args.steps, "rows": rows}, indent=1) + "\n"
-        )
+            rows.append(
+                {
+                    "layout": layout,
+                    "dtype": dtype,
+                    "tokens_per_s": rate,
+                    "ratio": ratio,
+                }
+            )
+    write_json(
+        args.json,
+        {
+            "shape": SHAPE,
+            "rounds": args.rounds,
+            "steps": args.steps,
+            "rows": rows,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -107,7 +107,14 @@ def main() -> None:
     )
     model = DistributedDataParallel(config, ddp, model)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-4, bf16=bf16, use_distributed_optimizer=True, clip_grad=1.0), [model]
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-4,
+            bf16=bf16,
+            use_distributed_optimizer=True,
+            clip_grad=1.0,
+        ),
+        [model],
     )
     dp = parallel_state.get_data_parallel_world_size()
     microbatches = args.global_batch // (args.micro_batch * dp)

@@ -19,15 +19,29 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.harness import MEASURED, RESULTS, write_measured
+from benchmarks.harness import (
+    MEASURED,
+    RESULTS,
+    last_json,
+    parse_arguments,
+    read_json,
+    take_turns,
+    write_json,
+    write_measured,
+)
 from benchmarks.peers.gpt import PEERS, SHAPE, TOKENS, run
 from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_run
 
-EXPERTS = {"experts": 16, "top_k": 4, "expert_hidden": 384}
+EXPERTS = {
+    "experts": 16,
+    "top_k": 4,
+    "expert_hidden": 384,
+}
 MOE = f"model.moe={json.dumps(EXPERTS)}"
 BARE = "model.bias=false"  # of all three: our experts have none, nor then has megatron-core
 
@@ -40,7 +54,12 @@ class Degrees(NamedTuple):
     ep: int
 
 
-LAYOUTS = {"serial": Degrees(1, 1, 1), "ep2": Degrees(1, 2, 2), "ep4": Degrees(1, 4, 4), "ep2tp2": Degrees(2, 2, 2)}
+LAYOUTS = {
+    "serial": Degrees(1, 1, 1),
+    "ep2": Degrees(1, 2, 2),
+    "ep4": Degrees(1, 4, 4),
+    "ep2tp2": Degrees(2, 2, 2),
+}
 
 
 def ours(layout: Degrees, experts: bool, steps: int) -> dict[str, list[float]]:
@@ -64,7 +83,7 @@ def ours(layout: Degrees, experts: bool, steps: int) -> dict[str, list[float]]:
             f"train.run_dir={run_dir}",
         ]
         output = run([*command, "--steps", str(steps), "--json"])
-    result = json.loads(output[output.index("{") : output.rindex("}") + 1])
+    result = last_json(output)
     return {"wall": result["step_times_s"], "cpu": result["cpu_times_s"]}
 
 
@@ -132,25 +151,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
-    options = parser.parse_args()
+    small = ["--rounds", "1", "--steps", "1", "--layouts", "serial"]
+    options = parse_arguments(parser, smoke=["--peers-python", sys.executable, *small])
     target = RESULTS / "moe_step.json"
-    result: dict[str, Any] = {"shape": {**SHAPE, **EXPERTS}, "layouts": {}}
-    if target.exists():
-        result = json.loads(target.read_text(encoding="utf-8"))
+    result: dict[str, Any] = read_json(target, {"shape": {**SHAPE, **EXPERTS}, "layouts": {}})
     flops = {
         name: model_flops_per_token(load_run("bench", more).model)
         for name, more in (("experts", [BARE, MOE]), ("dense", [BARE]))
     }
     for name in options.layouts.split(","):
         layout = LAYOUTS[name]
+        work = {
+            "experts": partial(ours, layout, True, options.steps),
+            "megatron-core": partial(megatron, options.peers_python, layout, options.steps),
+            "dense": partial(ours, layout, False, options.steps),
+        }
         seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for _ in range(options.rounds):
-            turns = {
-                "experts": ours(layout, True, options.steps),
-                "megatron-core": megatron(options.peers_python, layout, options.steps),
-                "dense": ours(layout, False, options.steps),
-            }
-            for who, measured in turns.items():
+        for who, turns in take_turns(work, options.rounds).items():
+            for measured in turns:
                 for kind, values in measured.items():
                     seconds[who][kind] += values
         medians = {who: {kind: median(values) for kind, values in kinds.items()} for who, kinds in seconds.items()}
@@ -160,10 +178,9 @@ def main() -> None:
             "flops_experts_over_dense": flops["experts"] / flops["dense"],
             "samples_s": samples,
         }
-        target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        write_measured(MEASURED / "moe.md", __file__, page(result))
+        write_json(target, result, options.smoke)
+        write_measured(MEASURED / "moe.md", __file__, page(result), options.smoke)
         print(f"{name}: {medians}", file=sys.stderr, flush=True)
-    print(page(result))
 
 
 if __name__ == "__main__":

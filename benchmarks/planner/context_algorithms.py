@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from itertools import product
 
-from benchmarks.harness import MEASURED, write_measured
+from benchmarks.harness import MEASURED, parse_arguments, write_measured
 from frontier_llm.blueprint.items import EXCHANGE
 from frontier_llm.blueprint.layout import Layout, context_way
 from frontier_llm.blueprint.work import block_work
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--machine", default="frontier")
     parser.add_argument("--page", action="store_true", help="write the table into docs/benchmarks/long_context.md")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, smoke=["--models", "llama-2-7b"])
     numbers = rates(load_machine(arguments.machine))
     lines = [
         "| model | tp | cp | gather | ring | heads | all else of the layer | by bytes |",
@@ -55,7 +55,8 @@ def main() -> None:
         )
     if arguments.page:
         write_measured(MEASURED / "long_context.md", __file__, "\n".join(lines) + "\n")
-    print("\n".join(lines))
+    else:
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -18,15 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from frontier_llm.config import configs_dir
+from benchmarks.harness import parse_arguments
+from benchmarks.published.datasets import FITTED, PublishedRun, shipped
+from benchmarks.published.predict import (
+    RowPrediction,
+    cluster_rates,
+    complete,
+    machine_path,
+    predict,
+    rates_of,
+)
+from benchmarks.published.validate import Accuracy, as_text, score
 from frontier_llm.experiments.measure.fit import Measurements, fit
 from frontier_llm.experiments.measure.machine_file import update_machine, value_of
-from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
-from frontier_llm.planner.published.datasets import FITTED, PublishedRun, shipped
-from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, predict, rates_of
-from frontier_llm.planner.published.validate import Accuracy, as_text, score
 
 KNEE = 0.03
 PRIOR = 0.003
@@ -52,8 +58,12 @@ START = {
     "linear_speedup": 1.6,
 }
 START_OF: dict[str, dict[str, float]] = {
-    "llm-foundry-h100": {"gemm_efficiency": 0.65, "flash_efficiency": 0.4, "flash_backward": 0.6},
-    "eos": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
+    "llm-foundry-h100": {
+        "gemm_efficiency": 0.65,
+        "flash_efficiency": 0.4,
+        "flash_backward": 0.6,
+    },
+    "h100": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
     "frontier": {"unaligned_penalty": 2.0},
 }
 # NVLink 3 on A100: what large messages reach, and the link rate, bytes/s
@@ -116,7 +126,7 @@ def main() -> None:
     parser.add_argument(
         "--leave-models-out", action="store_true", help="score constants on models that they were not fitted on"
     )
-    args = parser.parse_args()
+    args = parse_arguments(parser, smoke=["--dry-run", "frontier"])
     if args.leave_models_out:
         print(as_text(leave_models_out(shipped())))
         return
@@ -126,7 +136,7 @@ def main() -> None:
         rows = [row for row in shipped() if (row.machine, row.stack) == (name, stack)]
         train = [row for row in rows if row.fitted]
         unseen = [row for row in rows if not row.fitted]
-        best = fit_rows(train, starting_point(name, rates(load_machine(name), stack), keys), keys)
+        best = fit_rows(train, starting_point(name, cluster_rates(name, stack), keys), keys)
         for title, part in (("fitted", train), ("unseen", unseen)):
             if part:
                 error = np.array([one.error for one in predict(part, best)])
@@ -139,7 +149,13 @@ def main() -> None:
         if not args.dry_run:
             share = f"{len(train)} of {len(rows)} rows of {train[0].dataset}"
             source = f"fitted on {share} (benchmarks/planner/fit_machines.py)"
-            update_machine(configs_dir() / "machines" / f"{name}.yaml", stack, best, keys, source)
+            update_machine(
+                machine_path(name),
+                stack,
+                best,
+                keys,
+                source,
+            )
 
 
 if __name__ == "__main__":

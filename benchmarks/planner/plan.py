@@ -16,10 +16,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import parse_arguments, take_turns, write_json
 from frontier_llm.blueprint.layout import layout_of
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.machine.load import load_machine, rates
@@ -52,7 +54,13 @@ def frontier_llm(*words: str) -> str:
     threads = max(1, (os.cpu_count() or 1) // RANKS)
     command = [sys.executable, "-m", "frontier_llm.cli.main", *words]
     env = {**environment(), "OMP_NUM_THREADS": str(threads)}
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
+    return subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=env,
+    ).stdout
 
 
 def predicted_s(config: RunConfig, numbers: Rates) -> float:
@@ -65,7 +73,15 @@ def predicted_s(config: RunConfig, numbers: Rates) -> float:
 
 def measured_s(run: str, overrides: list[str], steps: int) -> float:
     """Median step of one `bench step`."""
-    out = frontier_llm("bench", "step", run, *overrides, "--steps", str(steps), "--json")
+    out = frontier_llm(
+        "bench",
+        "step",
+        run,
+        *overrides,
+        "--steps",
+        str(steps),
+        "--json",
+    )
     return float(json.loads(out[out.index("{") :])["step_time_s"])
 
 
@@ -76,23 +92,37 @@ def main() -> int:
     parser.add_argument("--run", default="bench")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="measured steps per round and layout")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=LAYOUTS,
+        default=list(LAYOUTS),
+        metavar="LAYOUT",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table here")
-    args = parser.parse_args()
+    args = parse_arguments(parser, smoke=["--machine", "local", "--rounds", "1", "--steps", "1", "--layouts", "DP2"])
     with tempfile.TemporaryDirectory() as folder:
         machine = args.machine or f"{folder}/calibrated.yaml"
         if not args.machine:
-            print(frontier_llm("calibrate", args.run, "--ranks", str(RANKS), "--output", machine))
+            print(
+                frontier_llm(
+                    "calibrate",
+                    args.run,
+                    "--ranks",
+                    str(RANKS),
+                    "--output",
+                    machine,
+                )
+            )
         numbers = rates(load_machine(machine))
-    samples: dict[str, list[float]] = {name: [] for name in LAYOUTS}
-    for number in range(args.rounds):
-        for name, overrides in LAYOUTS.items():
-            print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr)
-            samples[name].append(measured_s(args.run, overrides, args.steps))
+    work = {name: partial(measured_s, args.run, LAYOUTS[name], args.steps) for name in args.layouts}
+    samples = take_turns(work, args.rounds)
     rows: list[dict[str, Any]] = []
     print(
         f"| {'layout':28} | {'measured':>8} | {'rounds':>17} | {'predicted':>9} | {'error':>8} |\n|---|--:|--:|--:|--:|"
     )
-    for name, overrides in LAYOUTS.items():
+    for name in args.layouts:
+        overrides = LAYOUTS[name]
         measured = median(samples[name])
         predicted = predicted_s(load_run(args.run, overrides), numbers)
         error = predicted / measured - 1
@@ -109,9 +139,8 @@ def main() -> int:
         )
     worst = max(abs(row["error"]) for row in rows)
     print(f"worst {100 * worst:.1f} %, bar {100 * BAR:.0f} %")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return int(worst > BAR)
+    write_json(args.json, rows)
+    return int(worst > BAR and not args.smoke)
 
 
 if __name__ == "__main__":

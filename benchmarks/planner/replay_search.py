@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, parse_arguments
 from benchmarks.planner.measure_layouts import FIXED, RUN, WITHIN
 from frontier_llm.config import load_run
 from frontier_llm.experiments.tuning.search import Limits, Proposal, Tuner, run_search
@@ -34,7 +34,14 @@ def measured_space(table: Path = TABLE) -> tuple[Space, np.ndarray]:
     not in it.
     """
     config = load_run("train_22b", ["machine=local", *RUN])
-    space = make_space(config, rates(load_machine("local")), 4, 1, parse_fixed(list(FIXED)), within=WITHIN)
+    space = make_space(
+        config,
+        rates(load_machine("local")),
+        4,
+        1,
+        parse_fixed(list(FIXED)),
+        within=WITHIN,
+    )
     seconds = {trial.layout: trial.step_s for trial in read_trials(table, space.plans[0].layout)}
     space = replace(space, plans=tuple(plan for plan in space.plans if plan.layout in seconds))
     assert len(space.plans) == len(seconds), "the planner no longer proposes some of the table's layouts"
@@ -50,9 +57,25 @@ def searched(space: Space, seconds: np.ndarray, seed: int, trials: int) -> np.nd
     def measure(proposal: Proposal, limit_s: float) -> Trial:
         plan = space.plans[proposal.number]
         step_s = float(seconds[proposal.number])
-        return Trial(len(search.trials) + 1, plan.layout, proposal.why, plan.step_s, "ok", step_s, 9, 12.0, 0.01)
+        return Trial(
+            len(search.trials) + 1,
+            plan.layout,
+            proposal.why,
+            plan.step_s,
+            "ok",
+            step_s,
+            9,
+            12.0,
+            0.01,
+        )
 
-    run_search(search, 12, Limits(1e9, 4, trials), measure, lambda rows: None)
+    run_search(
+        search,
+        12,
+        Limits(1e9, 4, trials),
+        measure,
+        lambda rows: None,
+    )
     steps = [trial.step_s or np.inf for trial in search.trials]
     return np.minimum.accumulate([*steps, *[np.inf] * (trials - len(steps))]) / seconds.min()
 
@@ -104,7 +127,7 @@ def main() -> int:
     parser.add_argument("table", type=Path, nargs="?", default=TABLE)
     parser.add_argument("--seeds", type=int, default=24)
     parser.add_argument("--figure", type=Path)
-    args = parser.parse_args()
+    args = parse_arguments(parser, smoke=["--seeds", "1"])
     space, seconds = measured_space(args.table)
     trials = len(seconds) // 4
     found = np.array([searched(space, seconds, seed, trials) for seed in range(args.seeds)])

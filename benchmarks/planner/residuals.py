@@ -6,21 +6,22 @@ python -m benchmarks.planner.residuals
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
 
-from benchmarks.harness import MEASURED, write_measured
+from benchmarks.harness import MEASURED, parse_arguments, write_measured
+from benchmarks.published.datasets import shipped
+from benchmarks.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
+from benchmarks.published.validate import groups, is_fitted
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.layouts import seats
 from frontier_llm.planner.costs.seconds import FORWARD_OPS
 from frontier_llm.planner.costs.time import p2p_bytes
-from frontier_llm.planner.published.datasets import shipped
-from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, peak_bytes, predict
-from frontier_llm.planner.published.validate import groups, is_fitted
 
 DATASET = "vTrain multi-node"
 # of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart
@@ -123,4 +124,6 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    write_measured(PAGE, __file__, table())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parse_arguments(parser, smoke=[])
+    write_measured(PAGE, __file__, table(), options.smoke)

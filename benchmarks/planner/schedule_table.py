@@ -6,9 +6,10 @@ Writes the tables of docs/benchmarks/schedules.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.harness import MEASURED, write_measured
+from benchmarks.harness import MEASURED, parse_arguments, write_measured
 from frontier_llm.config import load_model
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.search import Plan, search
@@ -16,7 +17,12 @@ from frontier_llm.schedule import Action, Kind, build, one_end, peak_in_flight, 
 from frontier_llm.units import GIB
 
 PAGE = MEASURED / "schedules.md"
-UNIT = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+UNIT = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHT: 1.0,
+}
 SCHEDULES = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "v-half", "v-min")
 # (stages - 1) units, of one F of a whole stage, in the step and between a rank's first and last action; activations, in
 # those of 1F1B
@@ -51,7 +57,18 @@ def equal_passes(stages: int, microbatches: int) -> Iterator[str]:
         work = 3 * microbatches
         inside = max(timeline.end_s[rank][-1] - timeline.start_s[rank][0] for rank in range(stages)) - work
         held = (
-            max(float(peak_in_flight(name, stages, chunks, microbatches, rank)) for rank in range(stages))
+            max(
+                float(
+                    peak_in_flight(
+                        name,
+                        stages,
+                        chunks,
+                        microbatches,
+                        rank,
+                    )
+                )
+                for rank in range(stages)
+            )
             / chunks
             / stages
         )
@@ -63,7 +80,7 @@ def equal_passes(stages: int, microbatches: int) -> Iterator[str]:
         )
 
 
-def on_frontier() -> Iterator[str]:
+def on_frontier(models: Sequence[str]) -> Iterator[str]:
     """The planner's choice for each schedule."""
     yield (
         "| model | schedule | layout | recompute | step, s | against 1F1B | fullest rank, GiB | of which activations |"
@@ -71,11 +88,19 @@ def on_frontier() -> Iterator[str]:
     yield "|---|---|---|---|--:|--:|--:|--:|"
     numbers = rates(load_machine("frontier"))
     for model, nodes, batch in MODELS:
+        if model not in models:
+            continue
         reference = 0.0
         for name in SCHEDULES:
             if name in LEFT_OUT.get(model, ()):
                 continue
-            found = search(load_model(model), numbers, nodes, batch, {"schedule": name}).plans
+            found = search(
+                load_model(model),
+                numbers,
+                nodes,
+                batch,
+                {"schedule": name},
+            ).plans
             plans = [plan for plan in found if plan.layout.pp > 1]
             if not plans:
                 yield f"| {model} | {name} | nothing fits | | | | | |"
@@ -102,6 +127,16 @@ def memory(plan: Plan) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name for name, _, _ in MODELS]
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=names,
+        default=names,
+        help="models of the table for Frontier",
+    )
+    options = parse_arguments(parser, smoke=["--models", "gpt-22b"])
     lines = [
         "## Equal passes",
         "",
@@ -114,11 +149,10 @@ def main() -> None:
         "The planner's fastest layout with a pipeline for each schedule, 64 GiB per GCD. All simulated, nothing "
         "measured there:",
         "",
-        *on_frontier(),
+        *on_frontier(options.models),
         "",
     ]
-    write_measured(PAGE, __file__, "\n".join(lines))
-    print("\n".join(lines))
+    write_measured(PAGE, __file__, "\n".join(lines), options.smoke)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,13 @@ def differences(before: Any, after: Any, place: str) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["record", "compare"])
-    parser.add_argument("file", type=Path, nargs="?", default=BASELINE, help=f"JSON record (default: {BASELINE.name})")
+    parser.add_argument(
+        "file",
+        type=Path,
+        nargs="?",
+        default=BASELINE,
+        help=f"JSON record (default: {BASELINE.name})",
+    )
     parser.add_argument("--checkout", type=Path, default=ROOT, help="checkout whose code plans (default: this one)")
     parser.add_argument("--smoke", action="store_true", help="compare one case only")
     arguments = parser.parse_args()

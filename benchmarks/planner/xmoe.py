@@ -7,8 +7,10 @@ pipeline and spread experts over eight nodes and more. Nothing here is fitted on
 
 from __future__ import annotations
 
+import argparse
 import sys
 
+from benchmarks.harness import parse_arguments
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig, load_model
 from frontier_llm.machine.load import load_machine, rates
@@ -43,6 +45,9 @@ def priced(name: str, stack: str, gcds: int, layout: Layout) -> float:
 
 def main() -> int:
     """Print the table."""
+    parse_arguments(
+        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter), smoke=[]
+    )
     stacks = ("frontier-llm", "megatron-deepspeed")
     print(f"| model | layout | published | {' | '.join(stacks)} |\n|---|---|---:|{'---:|' * len(stacks)}")
     for name, published, gcds, tp, ep, micro_batch, sequences, sharding in ROWS:

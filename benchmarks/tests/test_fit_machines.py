@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from benchmarks.planner.fit_machines import KNEE, fit_rows, starting_point
+from benchmarks.published.datasets import shipped
+from benchmarks.published.predict import cluster_rates, predict
 from frontier_llm.config import configs_dir
 from frontier_llm.experiments.measure.fit import soften
 from frontier_llm.experiments.measure.machine_file import update_machine
 from frontier_llm.machine.load import load_machine, rates
-from frontier_llm.planner.published.datasets import shipped
-from frontier_llm.planner.published.predict import cluster_rates, predict
 
 
 def test_the_fit_recovers_constants_that_made_the_data() -> None:
     rows = [row for row in shipped() if row.dataset == "Megatron SC'21 table 1"]
     keys = ("gemm_efficiency", "fabric_latency_s")
-    start = starting_point("selene", cluster_rates("selene", "megatron-lm"), keys)
+    start = starting_point("a100", cluster_rates("a100", "megatron-lm"), keys)
     truth = replace(start, gemm_efficiency=0.6, fabric_latency_s=60e-6)
     made = [replace(row, seconds=one.seconds) for row, one in zip(rows, predict(rows, truth), strict=True)]
     best = fit_rows(made, start, keys)
@@ -41,7 +41,13 @@ def test_the_fitted_constants_stand_in_the_file_and_nothing_else_changes(tmp_pat
     before = (configs_dir() / "machines" / "frontier.yaml").read_text(encoding="utf-8")
     path = tmp_path / "frontier.yaml"
     path.write_text(before, encoding="utf-8")
-    update_machine(path, "gpt-neox", best, keys, "a test")
+    update_machine(
+        path,
+        "gpt-neox",
+        best,
+        keys,
+        "a test",
+    )
     changed = set(path.read_text(encoding="utf-8").splitlines()) - set(before.splitlines())
     assert changed == {
         '    unaligned_penalty: {value: 2.086, tag: estimated, source: "a test"}',
@@ -56,7 +62,13 @@ def test_a_number_is_written_for_its_stack_and_its_group_size(tmp_path: Path) ->
     size = numbers.fabric_size[1]
     speeds = tuple(1e9 * place for place in range(1, len(numbers.fabric_bytes_s) + 1))
     made = replace(numbers, fabric_bytes_s=speeds, gemm_efficiency=0.123)
-    update_machine(path, "megatron-deepspeed", made, [f"fabric_bytes_s/{size}", "gemm_efficiency"], "a test")
+    update_machine(
+        path,
+        "megatron-deepspeed",
+        made,
+        [f"fabric_bytes_s/{size}", "gemm_efficiency"],
+        "a test",
+    )
     written = load_machine(str(path))
     assert rates(written, "megatron-deepspeed").gemm_efficiency == 0.123
     own = rates(written)

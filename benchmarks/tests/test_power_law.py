@@ -35,7 +35,16 @@ def test_noise_that_hides_the_term_is_admitted() -> None:
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     hits = 0
     for seed in range(300):
-        low, high = fit_power_law(C, made(0, 20, 0.09, noise=0.01, seed=seed)).exponent_interval
+        low, high = fit_power_law(
+            C,
+            made(
+                0,
+                20,
+                0.09,
+                noise=0.01,
+                seed=seed,
+            ),
+        ).exponent_interval
         hits += low < 0.09 < high
     assert 270 <= hits <= 297  # 285 expected, sigma 3.8
 

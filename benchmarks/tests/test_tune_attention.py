@@ -53,7 +53,13 @@ def test_the_best_comes_first_and_a_broken_candidate_is_passed_over(tmp_path, mo
     for index, blocks in enumerate(([64, 64, 4, 1], [128, 64, 8, 2], [128, 128, 8, 3])):
         (tmp_path / str(index)).mkdir()
         (tmp_path / str(index) / "candidate.json").write_text(
-            json.dumps({"kernel": "attention_forward", "variant": "d128", "blocks": blocks})
+            json.dumps(
+                {
+                    "kernel": "attention_forward",
+                    "variant": "d128",
+                    "blocks": blocks,
+                }
+            )
         )
     times = iter([2.0, 3.0, 1.0, RuntimeError("too much shared memory")])
 
@@ -83,7 +89,13 @@ def test_simulated_shares_are_below_one_and_fall_where_warps_compute_the_same(ob
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path / "c")
     }
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=ROOT, timeout=200)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=200,
+    )
     shares = tune_attention.simulate(objects, tmp_path, sequence=256)
     assert {key.partition(",")[0] for key in shares} == set(tune_attention.KERNELS)
     assert all(0.1 < share < timing.matrix_share < 1 for found in shares.values() for share, _, timing in found)

@@ -25,6 +25,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.harness import FOLDER, parse_arguments
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.blueprint.parameters import Parameter, ParameterKind
 from frontier_llm.checkpoint.checkpoints import Checkpoints
@@ -57,7 +58,14 @@ def checkpoints_of(directory: Path, gib: float) -> tuple[Checkpoints, Zero]:
                 spec = shard(Parameter(f"weight{index}", (rows, 4096), ParameterKind.MATRIX, init_std=0.02))
                 setattr(self, f"w{index}", ShardedParameter.create(torch.empty(spec.shape, device="meta"), spec))
 
-    buckets = build_buckets([Matrices()], ADAMW, single("dp"), 1, torch.device("cpu"), 40_000_000)
+    buckets = build_buckets(
+        [Matrices()],
+        ADAMW,
+        single("dp"),
+        1,
+        torch.device("cpu"),
+        40_000_000,
+    )
     for bucket in buckets:
         bucket.weights.normal_()
     mesh = serial_mesh()
@@ -65,7 +73,14 @@ def checkpoints_of(directory: Path, gib: float) -> tuple[Checkpoints, Zero]:
     for state in optimizer.states:
         state["exp_avg"].normal_()
         state["exp_avg_sq"].normal_()
-    model = ModelConfig(layers=1, hidden=64, heads=1, ffn_hidden=64, vocab_size=128, sequence_length=8)
+    model = ModelConfig(
+        layers=1,
+        hidden=64,
+        heads=1,
+        ffn_hidden=64,
+        vocab_size=128,
+        sequence_length=8,
+    )
     config = RunConfig(model=model, batch=BatchConfig(global_batch=1))
     train = config.train.model_copy(update={"run_dir": str(directory)})
     return Checkpoints(train, mesh, optimizer, JobFacts(config.model_dump(mode="json"))), optimizer
@@ -119,7 +134,7 @@ def summary(size: int, times: dict[str, list[float]], cpu_s: dict[str, float]) -
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options = parse_arguments(parser(), smoke=["--gib", "0.01", "--repeats", "1", "--directory", FOLDER])
     folder = Path(tempfile.mkdtemp(dir=options.directory, prefix="bench-checkpoint-"))
     try:
         checkpoints, _ = checkpoints_of(folder, options.gib)

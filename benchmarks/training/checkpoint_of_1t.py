@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import parse_arguments
 from frontier_llm.blueprint.optimizers import ADAMW
 from frontier_llm.checkpoint.facts import JobFacts, build_manifest, contents_of
 from frontier_llm.checkpoint.load import plan
@@ -47,11 +48,30 @@ class Layout:
 
     def _axis(self, name: str, rank: int) -> Axis:
         ranks = self.grid.group(name, rank)
-        return Axis(name, ranks.index(rank), len(ranks), ranks, None, Ledger())
+        return Axis(
+            name,
+            ranks.index(rank),
+            len(ranks),
+            ranks,
+            None,
+            Ledger(),
+        )
 
     def _build_stage(self, pp_rank: int, tp_rank: int) -> Stage:
-        rank = self.grid.global_rank({**self.grid.coordinates(0), "tp": tp_rank, "pp": pp_rank})
-        context = LayerContext(self._axis("tp", rank), True, OPS, WeightGradients(), torch.bfloat16)
+        rank = self.grid.global_rank(
+            {
+                **self.grid.coordinates(0),
+                "tp": tp_rank,
+                "pp": pp_rank,
+            }
+        )
+        context = LayerContext(
+            self._axis("tp", rank),
+            True,
+            OPS,
+            WeightGradients(),
+            torch.bfloat16,
+        )
         (stage,) = build_stages(self.model, [self.specs[pp_rank]], context, torch.device("meta"))
         return stage
 
@@ -74,8 +94,11 @@ def main() -> None:
     options.add_argument("--model", default="gpt-1t")
     for axis, size in (("tp", 8), ("pp", 64), ("dp", 6)):
         options.add_argument(f"--{axis}", type=int, default=size)
-    args = options.parse_args()
-    layout = Layout(args.model, args.tp, args.pp, args.dp)
+    args = parse_arguments(options, smoke=["--model", "gpt-tiny", "--tp", "2", "--pp", "2", "--dp", "2"])
+    tp: int = args.tp
+    pp: int = args.pp
+    dp: int = args.dp
+    layout = Layout(args.model, tp, pp, dp)
     idle_mib = peak_mib()
 
     gathered = []
@@ -87,7 +110,13 @@ def main() -> None:
         pieces = [part for part in optimizer.state() if part.saved]
         places = [(piece, piece.rectangle) for piece in pieces]
         own = [
-            SavedPiece(piece.name, place.offset, place.shape, tuple(piece.tensors), piece.global_shape)
+            SavedPiece(
+                piece.name,
+                place.offset,
+                place.shape,
+                tuple(piece.tensors),
+                piece.global_shape,
+            )
             for piece, place in places
         ]
         image = shard_layout(own, "F32", 1, shard_name(rank))
@@ -101,7 +130,12 @@ def main() -> None:
     collect_s = time.process_time() - started
     started = time.process_time()
     parts: list[dict[str, Any] | None] = [
-        {"file": shard_name(rank), "bytes": size, "sha256": f"{rank:064x}"} for rank, (size, _) in enumerate(sizes)
+        {
+            "file": shard_name(rank),
+            "bytes": size,
+            "sha256": f"{rank:064x}",
+        }
+        for rank, (size, _) in enumerate(sizes)
     ]
     progress = Progress(
         step=1, consumed_samples=0, tokens=0, optimizer_updates=0, loss_scale=1.0, scaler_clean_steps=0, skipped_steps=0
@@ -114,13 +148,17 @@ def main() -> None:
     loads = {}
     for name, other in (
         ("same layout", layout),
-        ("tp 4, pp 64, dp 12", Layout(args.model, 4, 64, 12)),
-        ("tp 8, pp 32, dp 1", Layout(args.model, 8, 32, 1)),
+        (f"tp {tp // 2}, pp {pp}, dp {2 * dp}", Layout(args.model, tp // 2, pp, 2 * dp)),
+        (f"tp {tp}, pp {pp // 2}, dp 1", Layout(args.model, tp, pp // 2, 1)),
     ):
         needed = other.optimizer(other.grid.world_size // 2).state()
         started = time.process_time()
         transfers = plan(parse(content, "manifest.json"), needed)
-        loads[name] = {"s": round(time.process_time() - started, 3), "files": len(transfers), "rectangles": len(needed)}
+        loads[name] = {
+            "s": round(time.process_time() - started, 3),
+            "files": len(transfers),
+            "rectangles": len(needed),
+        }
     result = {
         "ranks": layout.grid.world_size,
         "parameters": sum(numel for _, numel in sizes),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import platform
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import parse_arguments, write_json
 from frontier_llm import log
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect
 from frontier_llm.config import RunConfig, load_run
@@ -64,14 +64,33 @@ def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe
     torch.set_num_threads(1)
     log.set_rank(1, 2)  # no rank speaks for the run
     config = load_run(run, overrides)
-    connect(rank, ranks, Meeting("127.0.0.1", port, 0, ranks), "gloo", 300.0)
+    connect(
+        rank,
+        ranks,
+        Meeting("127.0.0.1", port, 0, ranks),
+        "gloo",
+        300.0,
+    )
     plan = make_plan(config, ranks)
-    mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 300.0, config.comm)
+    mesh = build_mesh(
+        plan.grid,
+        rank,
+        plan.placement,
+        config.model.tied_embeddings,
+        300.0,
+        config.comm,
+    )
     import_engine(config)
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
     gc.collect()
     before = host_bytes("VmRSS")
-    state = build_state(config, plan, mesh, torch.device("cpu"), batches)
+    state = build_state(
+        config,
+        plan,
+        mesh,
+        torch.device("cpu"),
+        batches,
+    )
     for _ in range(2):
         train_step(state)
     gc.collect()
@@ -132,7 +151,8 @@ def main() -> None:
     parser.add_argument("--engines", default="native,zero-1,fsdp")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    small = ["model.layers=2", "model.sequence_length=64"]
+    args = parse_arguments(parser, smoke=["bench", *small, "--engines", "native,fsdp", "--rounds", "1"])
     if "=" in args.run:
         args.run, args.overrides = "bench", [args.run, *args.overrides]
     config = load_run(args.run, args.overrides)
@@ -183,7 +203,7 @@ def main() -> None:
             "torch": torch.__version__,
             "machine": platform.platform(),
         }
-        args.json.write_text(json.dumps({**about, "engines": rows}, indent=1) + "\n")
+        write_json(args.json, {**about, "engines": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
@@ -20,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import MEASURED, RESULTS, write_measured
-from frontier_llm.cluster.local import free_port
+from benchmarks.harness import MEASURED, RESULTS, parse_arguments, read_json, run_ranks, write_json, write_measured
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import CommConfig
 from frontier_llm.parallel.pipeline import ActivationSpec, Engine
@@ -46,7 +44,12 @@ SCHEDULES = (
     "v-min",
 )
 OPTIMIZER_UNITS = 1.0
-UNITS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+UNITS = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHT: 1.0,
+}
 
 
 class Sleeps:
@@ -104,17 +107,36 @@ def schedule_of(name: str, microbatches: int) -> Schedule:
 def serve(rank: int, port: int, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
     """Seconds from each step's end to the next one's on this rank, by case."""
     torch.set_num_threads(1)
-    connect(rank, RANKS, Meeting("127.0.0.1", port, 0, RANKS), "gloo", 120.0)
+    connect(
+        rank,
+        RANKS,
+        Meeting("127.0.0.1", port, 0, RANKS),
+        "gloo",
+        120.0,
+    )
     seconds: dict[str, list[float]] = {}
     for name in SCHEDULES:
         schedule = schedule_of(name, arguments.microbatches)
         comm = CommConfig(in_flight=arguments.in_flight)
-        mesh = build_mesh(Grid(1, RANKS, 1), rank, schedule.placement, False, 120.0, comm)
+        mesh = build_mesh(
+            Grid(1, RANKS, 1),
+            rank,
+            schedule.placement,
+            False,
+            120.0,
+            comm,
+        )
         sleeps = Sleeps(arguments.unit_ms / 1e3 / schedule.chunks)
         positions = schedule.placement.positions_of(rank)
         stages = [sleeps.loss if position == schedule.placement.last else sleeps.forward for position in positions]
         spec = ActivationSpec(MESSAGE, torch.float32, torch.device("cpu"))
-        engine = Engine(schedule, stages, mesh, sleeps, spec)
+        engine = Engine(
+            schedule,
+            stages,
+            mesh,
+            sleeps,
+            spec,
+        )
         numbers = torch.zeros(4, dtype=torch.float64)
         barrier(mesh.world)
         ended = []
@@ -143,15 +165,8 @@ def simulated(schedule: Schedule, in_flight: str) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    processes = [context.Process(target=serve, args=(rank, port, arguments, results)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    _, seconds = zip(*sorted((results.get(timeout=900) for _ in processes), key=lambda row: row[0]), strict=True)
-    for process in processes:
-        process.join()
+    of_ranks = run_ranks(RANKS, serve, arguments, results=RANKS)
+    _, seconds = zip(*sorted(of_ranks, key=lambda row: row[0]), strict=True)
     rows = []
     for name in SCHEDULES:
         ended = [max(ranks) for ranks in zip(*(of[name] for of in seconds), strict=True)]
@@ -163,7 +178,12 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "simulated_ms": units * arguments.unit_ms,
         }
         rows.append(
-            row | {"median_ms": statistics.median(steps) * 1e3, "fastest_ms": min(steps) * 1e3, "steps": len(steps)}
+            row
+            | {
+                "median_ms": statistics.median(steps) * 1e3,
+                "fastest_ms": min(steps) * 1e3,
+                "steps": len(steps),
+            }
         )
     return rows
 
@@ -196,8 +216,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--unit-ms", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=5)
-    arguments = parser.parse_args()
-    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"rows": []}
+    arguments = parse_arguments(parser, smoke=["--unit-ms", "1", "--steps", "1", "--microbatches", "8"])
+    kept: dict[str, Any] = read_json(KEPT, {"rows": []})
     rows = [row for row in kept["rows"] if row["in_flight"] != arguments.in_flight] + measure(arguments)
     kept = {
         "microbatches": arguments.microbatches,
@@ -205,9 +225,8 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "rows": rows,
     }
-    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    write_measured(PAGE, __file__, "\n".join(lines(kept)))
-    print("\n".join(lines(kept)))
+    write_json(KEPT, kept, arguments.smoke)
+    write_measured(PAGE, __file__, "\n".join(lines(kept)), arguments.smoke)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from benchmarks.harness import FOLDER, ensure_text, parse_arguments, write_json
 from frontier_llm.checkpoint.directory import named_steps, read_manifest, step_name
 from frontier_llm.ops.reference import GROUPS
 
@@ -131,7 +132,7 @@ def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict
     """(what the switches did, curves by name: a steady one for each vendor, and the one that switches)."""
     sides = vendors(args.devices.split(","))
     steps = args.steps
-    total = args.steps * len(LAYOUTS)
+    total = args.steps * len(args.layouts)
     folders = {
         name: (args.directory / dtype / name.replace(": ", "_").replace(", ", "_").replace(" ", "_")).resolve()
         for name in (*sides, "switching")
@@ -151,7 +152,7 @@ def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict
         train(folders[name], total, words)
     switching = folders["switching"]
     segments = list[dict[str, Any]]()
-    for number, asked in enumerate(LAYOUTS):
+    for number, asked in enumerate(args.layouts):
         vendor = list(sides)[number % len(sides)]
         layout, words = layout_on(vendor, asked)
         said = train(switching, (number + 1) * steps, [*words, *sides[vendor]])
@@ -160,7 +161,13 @@ def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict
             for line in said.splitlines()
             if "differs from the checkpoint: " in line
         ]
-        segments.append({"vendor": vendor, "layout": layout, "said on resuming": changes})
+        segments.append(
+            {
+                "vendor": vendor,
+                "layout": layout,
+                "said on resuming": changes,
+            }
+        )
     curves = {name: losses(run_dir, total) for name, run_dir in folders.items()}
     first, *others = (curves[name] for name in sides)
     for number, segment in enumerate(segments):
@@ -209,7 +216,14 @@ def plot(curves: dict[str, dict[str, np.ndarray]], steps: int, names: list[str],
             )
         for number, name in enumerate(names):
             top.axvline(number * steps, color="grey", linewidth=0.5)
-            top.text((number + 0.05) * steps, first.max(), name, rotation=90, verticalalignment="top", fontsize=7)
+            top.text(
+                (number + 0.05) * steps,
+                first.max(),
+                name,
+                rotation=90,
+                verticalalignment="top",
+                fontsize=7,
+            )
         top.set(title=dtype, ylabel="loss, nats per byte")
         bottom.set(ylabel="difference", xlabel="step")
         top.legend(fontsize=7, loc="center right")
@@ -224,25 +238,29 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     options.add_argument("--steps", type=int, default=200, help="of each segment")
     options.add_argument("--devices", default="cpu", help="comma-separated, one after another: cpu,cuda")
     options.add_argument("--dtypes", default="fp32,bf16", help="working types, each a rehearsal of its own")
+    options.add_argument(
+        "--layouts",
+        nargs="+",
+        default=list(LAYOUTS),
+        metavar="LAYOUT",
+        help="one after another",
+    )
     options.add_argument("--directory", type=Path, default=Path("runs/switch_vendors"), help="of the runs")
     options.add_argument("--data", type=Path, default=Path("data/stdlib-bytes"), help="made if it is not there")
     options.add_argument(
         "--out", type=Path, default=Path("runs/switch_vendors"), help="results/ and figures/ are written below it"
     )
-    args = options.parse_args(argv)
-    if not (args.data / "validation.idx").exists():
-        subprocess.run(
-            [sys.executable, "-m", "frontier_llm.cli.main", "data", "stdlib", str(args.data), "--tokenizer", "bytes"],
-            check=True,
-        )
+    folders = ["--directory", f"{FOLDER}/runs", "--data", f"{FOLDER}/data", "--out", f"{FOLDER}/out"]
+    small = ["--steps", "2", "--dtypes", "fp32", "--layouts", "1 rank", "dp 2 x pp 2, zb-h1"]
+    args = parse_arguments(options, [*small, *folders], argv)
+    ensure_text(args.data, args.smoke)
     results = dict[str, Any]()
     curves = defaultdict[str, dict[str, np.ndarray]](dict)
     for dtype in args.dtypes.split(","):
         results[dtype], curves[dtype] = rehearse(dtype, args)
     target = args.out / "results" / "switch_vendors.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    plot(curves, args.steps, list(LAYOUTS), args.out / "figures" / "switch_vendors.png")
+    write_json(target, results)
+    plot(curves, args.steps, args.layouts, args.out / "figures" / "switch_vendors.png")
     print(json.dumps(results, indent=1))
     return results
 

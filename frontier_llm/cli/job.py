@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import sys
 
-from frontier_llm.cluster import job
+from frontier_llm.cluster import supervisor
 from frontier_llm.cluster.admission import admit_start
 
 if __name__ == "__main__":
-    sys.exit(job.main(sys.argv[1:], admit=admit_start))
+    sys.exit(supervisor.main(sys.argv[1:], admit=admit_start))

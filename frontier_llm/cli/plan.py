@@ -5,6 +5,7 @@ measurements.
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import sys
 from dataclasses import replace
@@ -85,7 +86,7 @@ if TYPE_CHECKING:
         "--validate",
         nargs="*",
         metavar="FILE",
-        help="score predictions against measurements (default: the shipped set)",
+        help="score predictions against measurements (default: all of benchmarks/published; needs a checkout)",
     ),
     option("--rows", action="store_true", help="with --validate: print every prediction"),
     about="Pick the layout of a model on a machine by simulating the schedules that would run, and say why; "
@@ -99,12 +100,31 @@ if TYPE_CHECKING:
 def plan(args: argparse.Namespace) -> int:
     """Entry point; raises FrontierError for whatever the user can mend."""
     if args.validate is not None:
-        from frontier_llm.planner.published.validate import validate_command
-
-        return validate_command([Path(name) for name in args.validate], as_json=args.json, show_rows=args.rows)
+        return _validate(args)
     if args.measured:
         return _measured(args)
     return _plan(args)
+
+
+def _validate(args: argparse.Namespace) -> int:
+    """`--validate`: score predictions. The published rows and the code that reads them are in the checkout alone."""
+    from frontier_llm.cluster.sites import root_dir
+    from frontier_llm.errors import ConfigError
+
+    checkout = root_dir()
+    if not (checkout / "benchmarks" / "published").is_dir():
+        raise ConfigError(
+            "the published rows and the code that reads them are not here: they are in benchmarks/published of a "
+            f"checkout, and frontier_llm is installed from a wheel ({Path(__file__).resolve().parents[1]})",
+            "in a checkout, run: python -m frontier_llm plan --validate [FILE]",
+            "plan --validate",
+        )
+    sys.path.insert(0, str(checkout))
+    validate = importlib.import_module("benchmarks.published.validate")
+    exit_code: int = validate.validate_command(
+        [Path(name) for name in args.validate], as_json=args.json, show_rows=args.rows
+    )
+    return exit_code
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -91,22 +91,21 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.forecast import as_text
-    from frontier_llm.experiments.scaling.launch import BARE, AllocationRanks
+    from frontier_llm.experiments.scaling.launch import BARE, open_tool_job
     from frontier_llm.experiments.scaling.series import default_batch, find_run, make_series
 
     overrides = [*BARE, *args.overrides]
     run = args.run or find_run(args.model)
-    config = load_run(run, overrides)
-    if args.site is None and not args.in_job:
+    root = Path(args.output or "runs/scaling").resolve()
+    tool = open_tool_job(root, run, overrides, site=load_site(args.site), spares=args.spares) if args.in_job else None
+    config = load_run(run, tool.overrides if tool else overrides)
+    if args.site is None and tool is None:
         raise ConfigError("which site's nodes are these?", "e.g. --site frontier", "--site")
-    site = load_site(args.site)
-    launcher = AllocationRanks(site, spares=args.spares) if args.in_job else None
-    site = launcher.site if launcher else site
+    site = tool.ranks.site if tool else load_site(args.site)
     try:
         nodes = [int(count) for count in args.nodes.split(",")]
     except ValueError:
         raise ConfigError(f"{args.nodes!r} is not a list of numbers", "write e.g. 16,32,64", "--nodes") from None
-    root = Path(args.output or "runs/scaling").resolve()
     points = make_series(
         mode=mode,
         config=config,
@@ -118,8 +117,8 @@ def _series(mode: Mode, args: argparse.Namespace) -> int:
     )
     if args.simulate:
         return _simulate(args, points, root)
-    if launcher is not None:
-        return _run_here(args, points, launcher, [run, f"machine={site.machine}", *overrides], root)
+    if tool is not None:
+        return _run_here(args, points, tool.ranks, tool.job.words, root)
     priced, jobs = _submit(args, points, site, config)
     rows = [
         {**row.point.describe(), **row.describe(), "run_dir": str(row.point.directory), "job_id": job}
@@ -138,7 +137,7 @@ def _run_here(
     args: argparse.Namespace,
     points: list[Point],
     launcher: AllocationRanks,
-    words: list[str],
+    words: tuple[str, ...],
     root: Path,
 ) -> int:
     """`--in-job`: the series by srun steps of this allocation, then its report."""
@@ -218,13 +217,12 @@ def _submit(
     priced = forecasts(with_walltime(points, site, args.partition, minutes, _own_steps(args, config)))
     requests = [
         submit.JobRequest(
+            job=submit.wanted_job(row.point.config, site, row.point.nodes, continuation="never"),
             config=row.point.config,
             site=site,
-            nodes=row.point.nodes,
             account=account,
             partition=args.partition,
             minutes=row.minutes,
-            continue_with="never",
             saves=False,
             name=f"{row.point.mode}-{row.point.nodes}",
         )

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         metavar="H",
         help="save and end when all jobs of the run together have used so many",
     ),
+    option("--preflight", action="store_true", help="`doctor` on every node before the first start"),
     option("--dependency", metavar="TYPE:JOB", help="as sbatch's"),
     option("--exclude", metavar="HOSTS", help="hosts to avoid, e.g. n[3,7-8]"),
     *RESUME,
@@ -87,36 +88,43 @@ def submit(args: argparse.Namespace) -> int:
     from frontier_llm import log
     from frontier_llm.cluster import submit as slurm
     from frontier_llm.cluster.admission import admit, advice, cost_of
-    from frontier_llm.cluster.job_spec import default_continuation
+    from frontier_llm.cluster.batch import default_continuation
     from frontier_llm.cluster.recorded import as_it_stands
     from frontier_llm.cluster.sites import load_site, parse_walltime
     from frontier_llm.config import load_run
     from frontier_llm.run import hostlist
+    from frontier_llm.run.rank_env import environ
 
     site = load_site(args.site)
     config = load_run(args.run, [f"machine={site.machine}", *args.overrides])
     if args.until_tokens is not None:
         config = with_token_target(config, args.until_tokens, args.overrides)
     config = as_it_stands(config)
+    job = slurm.wanted_job(
+        config,
+        site,
+        args.nodes,
+        spares=args.spares,
+        continuation=args.continue_with or default_continuation(config),
+        flags=_resume_flags(args),
+        max_node_hours=args.max_node_hours,
+        preflight=args.preflight or environ("FRONTIER_LLM_PREFLIGHT") == "1",
+    )
     request = slurm.JobRequest(
+        job=job,
         config=config,
         site=site,
-        nodes=args.nodes,
-        spares=args.spares,
         account=args.account or slurm.default_account(),
         partition=args.partition,
         qos=args.qos,
         minutes=parse_walltime(args.time) if args.time else None,
-        continue_with=args.continue_with or default_continuation(config),
         dependency=args.dependency,
         exclude=hostlist.expand(args.exclude or ""),
-        flags=_resume_flags(args),
-        max_node_hours=args.max_node_hours,
     )
     request = admit(request)
     submission = slurm.prepare(request) if args.dry_run else slurm.submit(request)
     log.info(slurm.describe(request, submission))
-    log.info(cost_of(request).describe(request.max_node_hours))
+    log.info(cost_of(request).describe(job.max_node_hours))
     for note in advice(request):
         log.warn(note)
     if not args.dry_run:

@@ -20,7 +20,7 @@ from frontier_llm.cli.arguments import (
 from frontier_llm.tables import aligned
 
 if TYPE_CHECKING:
-    from frontier_llm.experiments.scaling.launch import Launcher
+    from frontier_llm.experiments.scaling.launch import Launcher, ToolJob
     from frontier_llm.experiments.tuning.search import Tuner
 
 DIRECTORY = "runs/tune"
@@ -131,13 +131,21 @@ def tune(args: argparse.Namespace) -> int:
     from frontier_llm.experiments.tuning.trials import TRIALS_FILE, write_trials
 
     root = Path(args.output or Path(DIRECTORY) / Path(args.run).stem).resolve()
-    launcher, overrides = _launcher(args)
+    tool = _tool_job(args, root)
+    if tool is not None:
+        launcher: Launcher = tool.ranks
+        overrides = list(tool.overrides)
+    else:
+        launcher = _local_ranks(args)
+        overrides = list(args.overrides)
     search = _search(args, overrides, launcher, root)
     log.info(_cost(search, launcher.nodes, args, root))
     if args.dry_run:
         rows = _plan_rows(search)
         show(args, rows, lambda: aligned((">step_s", ">gib", "layout"), (row.values() for row in rows)))
         return 0
+    if tool is not None:
+        tool.record()
     if args.preflight:
         launcher.preflight(root)
     bench = Bench(launcher, args.run, overrides, args.steps, root)
@@ -152,18 +160,32 @@ def tune(args: argparse.Namespace) -> int:
     return _conclude(args, search, overrides, root)
 
 
-def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
-    """Where trials run, and the words of the run: inside an allocation for its site's machine."""
+def _tool_job(args: argparse.Namespace, root: Path) -> ToolJob | None:
+    """The job of this allocation; None outside of one."""
     from frontier_llm.cluster.sites import load_site
-    from frontier_llm.config import load_run
-    from frontier_llm.errors import ConfigError
-    from frontier_llm.experiments.scaling.launch import AllocationRanks, LocalRanks
-    from frontier_llm.machine.load import load_machine
+    from frontier_llm.experiments.scaling.launch import open_tool_job
     from frontier_llm.run.rank_env import environ
 
-    if environ("SLURM_JOB_ID") and environ("SLURM_JOB_NODELIST"):
-        site = load_site()
-        return AllocationRanks(site, args.nodes, args.spares), [f"machine={site.machine}", *args.overrides]
+    if not (environ("SLURM_JOB_ID") and environ("SLURM_JOB_NODELIST")):
+        return None
+    return open_tool_job(
+        root,
+        args.run,
+        args.overrides,
+        site=load_site(),
+        nodes=args.nodes,
+        spares=args.spares,
+        max_node_hours=args.budget_node_hours or None,
+    )
+
+
+def _local_ranks(args: argparse.Namespace) -> Launcher:
+    """Ranks of this machine. Raises ConfigError if more nodes are wanted than it has."""
+    from frontier_llm.config import load_run
+    from frontier_llm.errors import ConfigError
+    from frontier_llm.experiments.scaling.launch import LocalRanks
+    from frontier_llm.machine.load import load_machine
+
     devices = load_machine(load_run(args.run, args.overrides).machine).devices_per_node
     nodes = args.nodes or 1
     if nodes > 1 and not args.dry_run:
@@ -172,7 +194,7 @@ def _launcher(args: argparse.Namespace) -> tuple[Launcher, list[str]]:
             f"shows the space"
         )
         raise ConfigError(f"{nodes} nodes, and this is no allocation", fix, "--nodes")
-    return LocalRanks(nodes * (args.ranks or devices), nodes), list(args.overrides)
+    return LocalRanks(nodes * (args.ranks or devices), nodes)
 
 
 def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, root: Path) -> Tuner:

@@ -5,14 +5,15 @@ series.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from frontier_llm import log
 from frontier_llm.blueprint.optimizers import state_bytes
-from frontier_llm.cluster import notes, slurm, submit
-from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster import slurm, submit
+from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.config import RunConfig, phases_of, saves_between, saves_nothing
 from frontier_llm.config.phases import PRODUCTION
@@ -27,6 +28,7 @@ from frontier_llm.units import format_bytes, plural
 
 BENCHMARK_STEPS = 100  # on synthetic data; more of them, when they cost more than CHEAP_NODE_HOURS, must be meant
 CHEAP_NODE_HOURS = 10.0
+MANY_NODES = 8  # whose start OLCF has measured
 UNSAVED_STEPS = 20  # longest run on synthetic data that may save nothing
 
 
@@ -112,21 +114,22 @@ class Cost:
         if max_node_hours is not None:
             lines.append(f"cost: the run saves and ends when {max_node_hours:,.1f} node-hours are used")
         elif self.chained:
-            lines.append("cost: no limit is set (--max-node-hours, or FRONTIER_LLM_MAX_NODE_HOURS for sbatch)")
+            lines.append("cost: no limit is set (--max-node-hours, or job.max_node_hours=H after a script)")
         return "\n".join(lines)
 
 
 def cost_of(request: submit.JobRequest) -> Cost:
     """What the rest of a run is predicted to take."""
+    job = request.job
     return Cost(
         config=request.config,
-        directory=request.directory,
-        done=run_dir.latest_step(request.directory),
-        step_s=request.expected_step_s,
-        nodes=request.all_nodes,
+        directory=job.directory,
+        done=run_dir.latest_step(job.directory),
+        step_s=request.step_s,
+        nodes=job.all_nodes,
         slice_hours=request.slice_minutes / 60 if request.slice_minutes else None,
-        lead_s=request.lead_s,
-        chained=request.continue_with != "never",
+        lead_s=job.warning_s,
+        chained=job.continuation != "never",
     )
 
 
@@ -149,11 +152,11 @@ def admit(request: submit.JobRequest) -> submit.JobRequest:
 
     What is installed at the site, data and run directory are `cluster.readiness`'.
     """
-    devices = request.nodes * request.site.tasks_per_node
+    devices = request.job.nodes * request.tasks_per_node
     problems = []
     if not plan_problems(request.config, devices):
         predicted = predict(request.config, devices, request.site.machine)
-        request = replace(request, expected_step_s=predicted.step_time_s)
+        request = request.with_step(predicted.step_time_s)
         cost = cost_of(request)
         problems = [
             *predicted.memory_problems(),
@@ -217,53 +220,112 @@ def advice(request: submit.JobRequest) -> Iterator[str]:
     config = request.config
     checkpoint_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     precision = fp16_note(config.precision, load_machine(request.site.machine).device.flushes_fp16)
-    others = notes.scratch_note(request), notes.start_note(request), notes.device_note(request)
-    yield from filter(None, (*others, notes.quota_note(request, checkpoint_bytes), precision))
+    found = [
+        scratch_note(request),
+        start_note(request),
+        device_note(request),
+        quota_note(request, checkpoint_bytes),
+        precision,
+    ]
+    yield from filter(None, found)
 
 
-def admit_job(job: BatchJob) -> None:
+def scratch_note(request: submit.JobRequest) -> str:
+    """A warning when the run directory is not on the site's scratch filesystem; '' when it is, or when nobody can
+    tell.
+    """
+    scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
+    directory = request.job.directory
+    if scratch is None or directory.is_relative_to(scratch):
+        return ""
+    return f"{directory} is not on {scratch}, which is made for checkpoints: train.run_dir={scratch / directory.name}"
+
+
+def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
+    """A warning when the checkpoints that lie there at the same time come near the project's quota: statvfs sees the
+    whole file system.
+    """
+    train = request.config.train
+    quota_tb = request.site.scratch_quota_tb
+    if quota_tb is None or not request.saves or saves_nothing(train):
+        return ""
+    forever = train.steps // train.keep_every if train.keep_every else 0
+    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # one more while it is written
+    if held_tb <= 0.8 * quota_tb:  # the rest is for data, logs and other runs
+        return ""
+    return (
+        f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are "
+        f"{held_tb:.0f} TB at the same time; "
+        f"a project may keep {quota_tb:.0f} TB on {request.site.name}'s scratch unless it has asked for more "
+        f"(train.keep_checkpoints, train.keep_every)"
+    )
+
+
+def start_note(request: submit.JobRequest) -> str:
+    """A warning when the ranks of many nodes would all read torch's thousands of files from the shared file system."""
+    elsewhere = request.site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
+    if elsewhere or request.site.bind != "gcd" or request.job.all_nodes <= MANY_NODES:
+        return ""
+    return (
+        f"{request.job.all_nodes} nodes will import torch from {environ('FRONTIER_LLM_PYTHON') or sys.executable}: on "
+        f"Frontier eight took 51 s from "
+        "Orion, 4 min from NFS and 2 s from their own disks. Export FRONTIER_LLM_ENV_ARCHIVE=ENV.tar.gz "
+        "(docs/frontier.md, section 1) or "
+        "FRONTIER_LLM_CONTAINER"
+    )
+
+
+def device_note(request: submit.JobRequest) -> str:
+    """A warning when the ranks of a site with GPUs would compute on its processors, or in wide types: left over from
+    a test at home.
+    """
+    dtype = request.config.precision.dtype
+    if request.site.bind != "gcd":
+        return ""
+    if request.config.train.device == "cpu":
+        return (
+            f"train.device=cpu leaves the GPUs of {request.site.name} idle, and the job is charged for them; take "
+            f"the key out, or set train.device=auto"
+        )
+    if dtype in ("fp32", "fp64"):  # MI250X: 95.7 TFLOP/s of matrices either way, 383 in bf16 (AMD's data sheet)
+        return (
+            f"precision.dtype={dtype} has a quarter of the matrix rate of bf16 on {request.site.name} and larger "
+            f"activations; set precision.dtype=bf16"
+        )
+    return ""
+
+
+def admit_job(run: BatchRun) -> None:
     """The checks of `submit` in the first seconds of a job that sbatch has queued; says what it may cost. Raises
     ConfigError.
 
-    Slurm has accepted account, partition and walltime; a partition that the site file does not know has no limits to
-    check.
+    Slurm has accepted account, partition and walltime.
     """
-    partition = environ("SLURM_JOB_PARTITION")
-    known = not job.site.partitions or partition in job.site.partitions
-    left_s = slurm.time_left_s(job.allocation.job_id)
+    job = run.job
+    left_s = slurm.time_left_s(run.allocation.job_id)
     request = admit(
         submit.JobRequest(
-            config=job.config,
-            site=job.site.model_copy(
-                update={
-                    "account": "optional",
-                    "tasks_per_node": job.allocation.tasks_per_node,
-                    "signal_lead_s": round(job.lead_s),
-                    **({} if known else {"partitions": {}}),
-                }
-            ),
-            nodes=job.nodes_needed,
-            spares=job.spares,
-            partition=partition if known else None,
+            job=job,
+            config=run.config,
+            site=run.site,
+            partition=environ("SLURM_JOB_PARTITION"),
             qos=environ("SLURM_JOB_QOS"),
-            continue_with=job.continue_with,
+            job_tasks_per_node=run.allocation.tasks_per_node,
         )
     )
-    log.info(
-        replace(cost_of(request), slice_hours=left_s and left_s / 3600, lead_s=job.lead_s).describe(job.max_node_hours)
-    )
-    if not saves_nothing(job.config.train) and job.lead_s < request.expected_step_s:
+    cost = replace(cost_of(request), slice_hours=None if left_s is None else left_s / 3600)
+    log.info(cost.describe(job.max_node_hours))
+    if not saves_nothing(run.config.train) and job.warning_s < request.step_s:
         log.warn(
-            f"ranks are told to save {job.lead_s:.0f} s before the walltime, but a step takes about "
-            f"{request.expected_step_s:.0f} s "
-            "(predicted): the last save may not end in time. Raise sbatch --signal=USR1@N and "
-            "FRONTIER_LLM_SIGNAL_LEAD_S"
+            f"ranks are told to save {job.warning_s:.0f} s before the walltime, but a step takes about "
+            f"{request.step_s:.0f} s "
+            "(predicted): the last save may not end in time. Raise sbatch --signal=USR1@N and job.warning_s=N"
         )
     for note in advice(request):
         log.warn(note)
 
 
-def admit_start(job: BatchJob) -> None:
+def admit_start(run: BatchRun) -> None:
     """All checks of `submit` in the batch shell, before the first srun. Raises FrontierError."""
-    admit_job(job)
-    refuse_unready(job)
+    admit_job(run)
+    refuse_unready(run)

@@ -19,8 +19,8 @@ from typing import IO
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
-from frontier_llm.cluster.job_spec import BatchJob
-from frontier_llm.cluster.rank_logs import conclusion, first_traceback
+from frontier_llm.cluster.batch import BatchRun
+from frontier_llm.cluster.rank_logs import conclusion, failure_lines, first_traceback
 from frontier_llm.cluster.site_variables import step_variables
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.errors import FrontierError
@@ -42,7 +42,7 @@ _SILENT_NODE = "Timed out waiting for job step"  # srun did not hear from every 
 class JobStep:
     """One srun of a job."""
 
-    job: BatchJob
+    run: BatchRun
     nodes: tuple[str, ...]
     log_dir: Path
     variables: Mapping[str, str]
@@ -51,23 +51,24 @@ class JobStep:
 
     def srun(self) -> list[str]:
         """The command line; one task per GCD, every task dies with the first that fails."""
-        job = self.job
+        run = self.run
         nodes = len(self.nodes)
         return [
             "srun",
             f"--nodes={nodes}",
             f"--nodelist={hostlist.compress(self.nodes)}",
-            f"--ntasks={nodes * job.allocation.tasks_per_node}",
-            f"--ntasks-per-node={job.allocation.tasks_per_node}",
-            f"--cpus-per-task={job.allocation.cpus_per_task}",
-            f"--gpus-per-node={job.site.gpus_per_node}",
+            f"--ntasks={nodes * run.allocation.tasks_per_node}",
+            f"--ntasks-per-node={run.allocation.tasks_per_node}",
+            f"--cpus-per-task={run.allocation.cpus_per_task}",
+            f"--gpus-per-node={run.site.gpus_per_node}",
             "--distribution=block",  # neighbours in rank are neighbours on the node: tensor parallelism stays inside it
             "--kill-on-bad-exit=1",
             "--wait=60",
             "--unbuffered",
-            *(f"--{name}={value}" if value else f"--{name}" for name, value in job.site.srun.items()),
+            *(f"--{name}={value}" if value else f"--{name}" for name, value in run.site.srun.items()),
             str(root_dir() / "launch" / "rank.sh"),
-            *(rank_python(), *job.program, *job.words, *job.flags),
+            rank_python(),
+            *run.command,
         ]
 
 
@@ -86,7 +87,7 @@ class Outcome:
 
 
 def start_ranks(
-    job: BatchJob,
+    run: BatchRun,
     nodes: tuple[str, ...],
     deadline_s: float | None,
     save_after_s: float = math.inf,
@@ -97,48 +98,48 @@ def start_ranks(
 
     `progress` tells how many steps a run directory has behind it.
     """
-    forget_failure(job.directory)  # of an earlier attempt; the ranks may write a new one
+    forget_failure(run.directory)  # of an earlier attempt; the ranks may write a new one
     started_s = time.time()
-    start_step = progress(job.directory)
-    number = take(job.directory, job.allocation.job_id, job.allocation.batch_host)
+    start_step = progress(run.directory)
+    number = take(run.directory, run.allocation.job_id, run.allocation.batch_host)
     log.info(f"attempt {number}: {len(nodes)} nodes ({hostlist.compress(nodes)}), from step {start_step}")
-    log_dir = job.directory / "logs" / f"attempt_{number:04}"
-    before = run_dir.place(job.directory)
+    log_dir = run.directory / "logs" / f"attempt_{number:04}"
+    before = run_dir.place(run.directory)
     outcome = run_step(
-        JobStep(job, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(number)}, deadline_s, save_after_s)
+        JobStep(run, nodes, log_dir, {"FRONTIER_LLM_INCARNATION": str(number)}, deadline_s, save_after_s)
     )
-    run_dir.refuse_moved(job.directory, before)
-    if outcome.cause == "crash" and (dead := dead_nodes(job, nodes, outcome)):
+    run_dir.refuse_moved(run.directory, before)
+    if outcome.cause == "crash" and (dead := dead_nodes(run, nodes, outcome)):
         gone = Failure(
             f"{hostlist.compress(dead)} failed", Evidence.ENDS, "node failure", host=dead[0], host_suspect=True
         )
         outcome = replace(outcome, failure=gone)
     failure = outcome.failure
-    end_step = progress(job.directory)
+    end_step = progress(run.directory)
+    is_done = end_step >= run.config.train.steps or outcome.exit_code == 0
+    is_host_suspect = failure is not None and failure.host_suspect and failure.host in nodes
     ended = run_dir.Attempt(
         incarnation=number,
-        job_id=job.allocation.job_id,
+        job_id=run.allocation.job_id,
         nodes=nodes,
         start_step=start_step,
         end_step=end_step,
         exit_code=outcome.exit_code,
-        cause="finished"
-        if failure is None and (end_step >= job.config.train.steps or not outcome.exit_code)
-        else outcome.cause,
-        detail=failure.describe() if failure else "",
-        failed_host=failure.host if failure and failure.host_suspect and failure.host in nodes else "",
+        cause="finished" if failure is None and is_done else outcome.cause,
+        detail="" if failure is None else failure.describe(),
+        failed_host=failure.host if failure is not None and is_host_suspect else "",
         started_unix_s=started_s,
     )
-    run_dir.record(job.directory, ended)
+    run_dir.record(run.directory, ended)
     log.info(f"attempt {number} ended at step {end_step}: {ended.cause}{', ' + ended.detail if ended.detail else ''}")
     return outcome, ended.ended_unix_s - started_s
 
 
-def dead_nodes(job: BatchJob, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
+def dead_nodes(run: BatchRun, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
     """Nodes that Slurm calls unhealthy after a crash; when only survivors have spoken, wait until Slurm must have
     noticed.
     """
-    deadline_s = time.monotonic() + (job.site.node_timeout_s if outcome.peers_only else 0.0)
+    deadline_s = time.monotonic() + (run.site.node_timeout_s if outcome.peers_only else 0.0)
     while not (dead := slurm.unhealthy(nodes)) and time.monotonic() < deadline_s:
         time.sleep(5.0)
     return dead
@@ -146,9 +147,9 @@ def dead_nodes(job: BatchJob, nodes: tuple[str, ...], outcome: Outcome) -> list[
 
 def master_address(step: JobStep) -> str:
     """The IPv4 address of the node of rank 0, found once, so that no rank asks DNS. Raises FrontierError."""
-    command = [str(root_dir() / "launch" / "address.sh"), step.job.site.interface or ""]
+    command = [str(root_dir() / "launch" / "address.sh"), step.run.site.interface or ""]
     first = step.nodes[0]
-    if first != step.job.allocation.batch_host:
+    if first != step.run.allocation.batch_host:
         command = ["srun", "--nodes=1", "--ntasks=1", "--gpus-per-node=0", "--overlap", f"--nodelist={first}", *command]
     text = slurm.call(command).strip()
     try:
@@ -160,11 +161,11 @@ def master_address(step: JobStep) -> str:
 
 def run_step(step: JobStep) -> Outcome:
     """Start the ranks, wait, and say how they ended; the first failing rank's traceback is printed last."""
-    run_dir.make_log_dir(step.log_dir, step.job.directory)
+    run_dir.make_log_dir(step.log_dir, step.run.directory)
     variables = {
         # the allocation survives a dead node, the step must not: its peers would only wait
         **{name: value for name, value in environment().items() if name != "SLURM_NO_KILL"},
-        **step_variables(step.job.config, len(step.nodes), step.job.site, step.job.allocation.cpus_per_task),
+        **step_variables(step.run.config, len(step.nodes), step.run.site, step.run.allocation.cpus_per_task),
         **step.variables,
         "MASTER_ADDR": master_address(step),
         "FRONTIER_LLM_LOG_DIR": str(step.log_dir),
@@ -195,7 +196,7 @@ def run_step(step: JobStep) -> Outcome:
     reader.join(5.0)
     if code == 0:
         return Outcome(0)
-    outcome = diagnose(code, messages, step.log_dir, read_failure(step.job.directory))
+    outcome = diagnose(code, messages, step.log_dir, read_failure(step.run.directory))
     if outcome.failure is not None:
         with suppress(OSError):  # the job's output is on a full disk
             print(
@@ -223,8 +224,8 @@ class Fate:
 def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure | None) -> Outcome:
     """From srun's exit code and messages and the ranks' own record: which rank failed first, where, and why.
 
-    The ranks' logs are searched where no rank has recorded a cause, or where the record blames a silent rank and srun
-    saw another one killed.
+    The ranks' logs are searched if no rank has recorded a cause, or if the record blames a silent rank and srun saw
+    another one killed. A rank that refused tells more than the others, which only lost it.
     """
     fates = _fates(messages)
     first = next(iter(fates.values()), None)
@@ -233,6 +234,9 @@ def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure 
     before = _fates(takewhile(lambda line: _KILLING not in line, messages))
     killed = [task for task, fate in before.items() if fate.exit_code is None]
     exit_code = code if 0 < code < 256 else 1
+    refusing = [task for task, fate in fates.items() if fate.exit_code == REFUSED]
+    if refusing and (record is None or record.evidence in (Evidence.NOTICES, Evidence.SYMPTOM)):
+        return _refusal(fates[refusing[0]], refusing[0], log_dir)
     if record is None or (record.evidence is Evidence.NOTICES and killed and record.rank not in killed):
         return _from_logs(exit_code, messages, killed, log_dir)
     if record.rank is not None and (fate := fates.get(record.rank)):
@@ -241,6 +245,17 @@ def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure 
             record, what=what, host=record.host or fate.host, host_suspect=record.host_suspect or record.rank in killed
         )
     return Outcome(REFUSED if record.cause == "refused" else exit_code, record)
+
+
+def _refusal(fate: Fate, rank: int, log_dir: Path) -> Outcome:
+    """A rank ended with the exit code of a refusal, and recorded nothing because training had not begun."""
+    message: tuple[str, ...] = ()
+    with suppress(OSError):
+        message = tuple(failure_lines(log_dir / f"rank_{rank}.log"))
+    reasons = [line.strip() for line in conclusion(message)[:1]]
+    what = "; ".join([fate.how, *reasons])
+    failure = Failure(what, Evidence.LOGS, cause="refused", rank=rank, host=fate.host, message=message)
+    return Outcome(REFUSED, failure)
 
 
 def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], log_dir: Path) -> Outcome:
@@ -262,17 +277,15 @@ def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], l
         what = f"rank {rank} on {fate.host or 'an unknown host'} lost a peer, and no rank says why"
         return Outcome(exit_code, Failure(what, Evidence.LOGS, message=message), peers_only=silent)
     last_words = () if secondary else conclusion(message)
-    refused = fate.exit_code == REFUSED
     failure = Failure(
         "; ".join([fate.how, *(line.strip() for line in last_words[:1])]),
         evidence,
-        cause="refused" if refused else "crash",
         rank=rank,
         host=fate.host,
         message=message,
         host_suspect=rank in killed if secondary or not message else speaks_of_hardware("\n".join(last_words)),
     )
-    return Outcome(REFUSED if refused else exit_code, failure)
+    return Outcome(exit_code, failure)
 
 
 def _fates(lines: Iterable[str]) -> dict[int, Fate]:

@@ -11,9 +11,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
@@ -167,22 +166,23 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
     ):
         file.write(settings.model_dump_json())
         file.flush()
+        gpus = [f"--gpus-per-node={settings.site.gpus_per_node}"] if _job_has_gpus() else []
         command = [
-            *(
-                "srun",
-                f"--nodes={count}",
-                f"--ntasks={count}",
-                "--ntasks-per-node=1",
-                f"--nodelist={hostlist.compress(nodes)}",
-            ),
-            *(
-                *([f"--gpus-per-node={settings.site.gpus_per_node}"] if _job_has_gpus() else []),
-                "--cpu-bind=none",
-                "--overlap",
-                "--kill-on-bad-exit=0",
-                f"--time={math.ceil(timeout_s / 60)}",
-            ),
-            *(python, "-P", "-m", "frontier_llm.cluster.probe", file.name),
+            "srun",
+            f"--nodes={count}",
+            f"--ntasks={count}",
+            "--ntasks-per-node=1",
+            f"--nodelist={hostlist.compress(nodes)}",
+            *gpus,
+            "--cpu-bind=none",
+            "--overlap",
+            "--kill-on-bad-exit=0",
+            f"--time={math.ceil(timeout_s / 60)}",
+            python,
+            "-P",
+            "-m",
+            "frontier_llm.cluster.probe",
+            file.name,
         ]
         process = subprocess.Popen(  # noqa: S603 a list
             command, stdout=subprocess.PIPE, stderr=complaints, errors="replace", env=environment()
@@ -226,124 +226,90 @@ def judge(
     site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], nodes: Sequence[str], needed_bytes: int
 ) -> list[NodeFinding]:
     """Every finding; hosts with the same one are named together."""
-    hosts: dict[tuple[str, str, str, bool], list[str]] = defaultdict(list)
+    hosts: dict[NodeFinding, list[str]] = defaultdict(list)
     for host in nodes:
         if host not in facts:
-            hosts["node", "did not answer", "exclude it, and tell the site", True].append(host)
+            hosts[NodeFinding("node", (), "did not answer", "exclude it, and tell the site")].append(host)
             continue
-        for is_wrong, *finding in _checks(site, facts[host], skew_s.get(host, 0.0), needed_bytes, len(nodes) > 1):
-            if is_wrong:
-                hosts[tuple(finding)].append(host)
+        for finding in _findings(site, facts[host], skew_s.get(host, 0.0), needed_bytes, len(nodes) > 1):
+            hosts[finding].append(host)
     for name, expected, value, others in different_values(facts):
         remedy = "load the same modules in the job script; no settings in ~/.bashrc"
-        hosts["environment", f"{name} is {value!r}, elsewhere {expected!r}", remedy, True] += others
-    return [
-        NodeFinding(check, tuple(names), what, remedy, fatal) for (check, what, remedy, fatal), names in hosts.items()
-    ]
+        hosts[NodeFinding("environment", (), f"{name} is {value!r}, elsewhere {expected!r}", remedy)] += others
+    return [replace(finding, hosts=tuple(names)) for finding, names in hosts.items()]
 
 
-def _checks(site: Site, fact: Facts, skew_s: float, needed_bytes: int, networked: bool) -> tuple[tuple[Any, ...], ...]:
-    """What is looked at on a node: (whether it is wrong, check, what is wrong, remedy, fatal).
+def _findings(site: Site, fact: Facts, skew_s: float, needed_bytes: int, networked: bool) -> Iterator[NodeFinding]:
+    """What is wrong on one node; its name is added by the caller."""
+    yield from _gcd_findings(site, fact)
+    yield from _network_findings(site, fact, networked)
+    yield from _storage_findings(fact, needed_bytes)
+    if abs(skew_s) > MAX_SKEW_S:
+        remedy = "exclude it; the site's time service (chronyc tracking) is at fault"
+        yield NodeFinding("clock", (), f"{skew_s:+.1f} s from the other nodes", remedy)
 
-    A job of one node uses no network, and Slurm gives it no access to Slingshot unless asked: what is missing there is
-    not fatal.
-    """
+
+def _gcd_findings(site: Site, fact: Facts) -> Iterator[NodeFinding]:
     memory = fact.gcd_memory_gib
     wanted = site.tasks_per_node * site.cpus_per_task
-    bound = site.bind == "gcd"
     weak = [gib for gib in memory if gib < MIN_GCD_GIB]
-    single = "a job of one node does not need it; to test it: --network=single_node_vni"
-    space = f"{format_bytes(fact.run_dir_free_bytes)} free, {format_bytes(needed_bytes)} needed for two checkpoints"
-    local = (
-        f"{format_bytes(fact.node_local_free_bytes)} free of the {format_bytes(MIN_LOCAL_BYTES)} for environment "
-        f"and caches"
-    )
-    tcp = f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)"
-    writable = not fact.run_dir_error
-    roomy = fact.run_dir_free_bytes >= needed_bytes
-    return (
-        (
-            bound and len(memory) != site.gpus_per_node and not fact.gcds_refused,
-            *("GCDs", f"{len(memory)} of {site.gpus_per_node} are visible", BROKEN if memory else NO_GCD, True),
-        ),
-        (
-            bound and len(memory) != site.gpus_per_node and fact.gcds_refused > 0,
-            *(
-                "GCDs",
+    is_bound = site.bind == "gcd"
+    if is_bound and len(memory) != site.gpus_per_node:
+        if fact.gcds_refused:
+            what = (
                 f"cannot tell: the driver shows {len(memory)} of {site.gpus_per_node} and refuses "
-                f"{fact.gcds_refused} entries",
-            ),
-            *("look from a step that has the node's GPUs (srun --gpus-per-node)", False),
-        ),
-        (
-            bool(weak),
-            *("GCD memory", f"{len(weak)} GCDs show {min(weak, default=0)} GiB, below {MIN_GCD_GIB:.0f}"),
-            *("exclude the node: a GCD has lost memory", True),
-        ),
-        (
-            bound and fact.cores < wanted,
-            *(
-                "cores",
-                f"{fact.cores} usable, {wanted} wanted",
-                f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive",
-                True,
-            ),
-        ),
-        (
-            bool(fact.interfaces_down),
-            *(
-                "network",
-                f"{', '.join(fact.interfaces_down)} down or missing",
-                "exclude the node, and tell the site",
-                True,
-            ),
-        ),
-        (
-            bool(fact.provider_error),
-            *("libfabric", f"no {site.libfabric_provider} provider: {fact.provider_error}"),
-            *(
-                "load the site's libfabric module" if networked else single,
-                networked and fact.provider_error != NO_FI_INFO,
-            ),
-        ),
-        (
-            bool(fact.plugin_error),
-            *("RCCL plugin", tcp, "module load rccl-net-plugin, or bind the plugin into the container", networked),
-        ),
-        (not writable, "run directory", fact.run_dir_error, "choose a train.run_dir that every node can write", True),
-        (
-            writable and not roomy,
-            "run directory",
-            space,
-            "free space, ask for quota, or choose another train.run_dir",
-            True,
-        ),
-        (
-            writable and roomy and fact.run_dir_write_s > SLOW_WRITE_S,
-            *(
-                "run directory",
-                f"{fact.run_dir_write_s:.1f} s to write 1 MiB",
-                "another filesystem; tell the site",
-                False,
-            ),
-        ),
-        (
-            bool(fact.node_local_error),
-            "local disk",
-            fact.node_local_error,
-            "ask for nodes with a local disk (--constraint=nvme)",
-            True,
-        ),
-        (
-            not fact.node_local_error and fact.node_local_free_bytes < MIN_LOCAL_BYTES,
-            *("local disk", local, "clean it, or exclude the node", True),
-        ),
-        (
-            abs(skew_s) > MAX_SKEW_S,
-            *("clock", f"{skew_s:+.1f} s from the other nodes"),
-            *("exclude it; the site's time service (chronyc tracking) is at fault", True),
-        ),
-    )
+                f"{fact.gcds_refused} entries"
+            )
+            remedy = "look from a step that has the node's GPUs (srun --gpus-per-node)"
+            yield NodeFinding("GCDs", (), what, remedy, fatal=False)
+        else:
+            what = f"{len(memory)} of {site.gpus_per_node} are visible"
+            yield NodeFinding("GCDs", (), what, BROKEN if memory else NO_GCD)
+    if weak:
+        what = f"{len(weak)} GCDs show {min(weak)} GiB, below {MIN_GCD_GIB:.0f}"
+        yield NodeFinding("GCD memory", (), what, "exclude the node: a GCD has lost memory")
+    if is_bound and fact.cores < wanted:
+        remedy = f"ask for --cpus-per-task={site.cpus_per_task} and --exclusive"
+        yield NodeFinding("cores", (), f"{fact.cores} usable, {wanted} wanted", remedy)
+
+
+def _network_findings(site: Site, fact: Facts, networked: bool) -> Iterator[NodeFinding]:
+    """A job of one node uses no network, and Slurm gives it no access to Slingshot unless it asks: not fatal then."""
+    if fact.interfaces_down:
+        what = f"{', '.join(fact.interfaces_down)} down or missing"
+        yield NodeFinding("network", (), what, "exclude the node, and tell the site")
+    if fact.provider_error:
+        remedy = "a job of one node does not need it; to test it: --network=single_node_vni"
+        if networked:
+            remedy = "load the site's libfabric module"
+        what = f"no {site.libfabric_provider} provider: {fact.provider_error}"
+        is_fatal = networked and fact.provider_error != NO_FI_INFO
+        yield NodeFinding("libfabric", (), what, remedy, fatal=is_fatal)
+    if fact.plugin_error:
+        what = f"{fact.plugin_error}; RCCL would silently use TCP (308 ms against 19 ms for 1 GiB)"
+        remedy = "module load rccl-net-plugin, or bind the plugin into the container"
+        yield NodeFinding("RCCL plugin", (), what, remedy, fatal=networked)
+
+
+def _storage_findings(fact: Facts, needed_bytes: int) -> Iterator[NodeFinding]:
+    if fact.run_dir_error:
+        remedy = "choose a train.run_dir that every node can write"
+        yield NodeFinding("run directory", (), fact.run_dir_error, remedy)
+    elif fact.run_dir_free_bytes < needed_bytes:
+        free = format_bytes(fact.run_dir_free_bytes)
+        what = f"{free} free, {format_bytes(needed_bytes)} needed for two checkpoints"
+        remedy = "free space, ask for quota, or choose another train.run_dir"
+        yield NodeFinding("run directory", (), what, remedy)
+    elif fact.run_dir_write_s > SLOW_WRITE_S:
+        what = f"{fact.run_dir_write_s:.1f} s to write 1 MiB"
+        yield NodeFinding("run directory", (), what, "another filesystem; tell the site", fatal=False)
+    if fact.node_local_error:
+        remedy = "ask for nodes with a local disk (--constraint=nvme)"
+        yield NodeFinding("local disk", (), fact.node_local_error, remedy)
+    elif fact.node_local_free_bytes < MIN_LOCAL_BYTES:
+        free = format_bytes(fact.node_local_free_bytes)
+        what = f"{free} free of the {format_bytes(MIN_LOCAL_BYTES)} for environment and caches"
+        yield NodeFinding("local disk", (), what, "clean it, or exclude the node")
 
 
 def different_values(facts: Mapping[str, Facts]) -> Iterator[tuple[str, str, str, list[str]]]:

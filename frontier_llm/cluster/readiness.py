@@ -14,8 +14,8 @@ from pathlib import Path
 
 from frontier_llm.blueprint.optimizers import state_bytes
 from frontier_llm.cluster import slurm
+from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.code import snapshot
-from frontier_llm.cluster.job_spec import BatchJob
 from frontier_llm.cluster.sites import Site, root_dir
 from frontier_llm.config import RunConfig, dump, saves_nothing
 from frontier_llm.errors import ConfigError, FrontierError, Problem
@@ -140,15 +140,17 @@ def _without_copy(problem: Problem, copy: Path) -> Problem:
     return Problem(where=original(problem.where), what=original(problem.what), fix=original(problem.fix))
 
 
-def refuse_unready(job: BatchJob) -> None:
+def refuse_unready(run: BatchRun) -> None:
     """The same check in the batch shell, before the first srun. Raises ConfigError, so that nothing is tried again."""
     name = slurm.cluster_name()
-    if job.site.cluster is not None and name is not None and name != job.site.cluster:
-        what = f"this job runs on cluster {name}; {job.site.name} is cluster {job.site.cluster}"
+    site = run.site
+    if site.cluster is not None and name is not None and name != site.cluster:
+        what = f"this job runs on cluster {name}; {site.name} is cluster {site.cluster}"
         raise ConfigError(
             what, "export FRONTIER_LLM_SITE=NAME, or correct `cluster:` in the site file", "FRONTIER_LLM_SITE"
         )
-    if problems := list(problems_of(_ask_here(job.site, job.config), job.site, job.config, job.directory)):
+    facts = _ask_here(site, run.config)
+    if problems := list(problems_of(facts, site, run.config, run.directory)):
         raise ConfigError(problems)
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from frontier_llm.cluster.binding import render_bind_script
-from frontier_llm.cluster.lead import lead_s
 from frontier_llm.cluster.sites import Site, format_walltime, load_site, root_dir, site_names
+from frontier_llm.cluster.warning_time import warning_s
 from frontier_llm.errors import ConfigError
+from frontier_llm.machine.affinity import NODE, Place
 
 # nothing that a shell or an #SBATCH line would read as more than a word
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/+=@%^\[\]-]*")
@@ -30,18 +30,30 @@ class JobScript:
 
     name: str
     about: str  # one comment line
-    config: str  # run file, as the script names it
-    nodes: int
+    config: str = ""  # run file, as a script under slurm/ names it
+    nodes: int = 1
     site: str = "frontier"
-    minutes: int | None = None  # None = the longest that the site's bin allows
+    minutes: int | None = None  # None: the longest that the site's bin allows
     program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs
     words: tuple[str, ...] = ()  # between the module and the run file
-    flags: tuple[str, ...] = ()  # of train, after the run file
-    signal_lead_s: int | None = None  # None = the site's
-    committed: bool = True  # in slurm/, for people to queue; else `submit` has made it
+    warning_s: int | None = None  # None: the site's
+    run_dir: str = ""  # of a script that `submit` makes: job.json there holds everything else
+
+    def command(self, site: Site) -> str:
+        """The words after launch/job.sh and the site's name, quoted for the shell."""
+        if self.run_dir:
+            return shlex.join([self.program, f"--run-dir={self.run_dir}"])
+        words = shlex.join([self.program, *self.words, self.config, "ops.no_jit=true"])
+        # the variable is what users exported with `sbatch --signal` before there was job.warning_s
+        warning = f'"job.warning_s=${{FRONTIER_LLM_SIGNAL_LEAD_S:-{self.signal_s(site)}}}"'
+        return f"{words} \\\n    {warning}"
+
+    def signal_s(self, site: Site) -> int:
+        """Seconds before the walltime at which Slurm warns the ranks."""
+        return self.warning_s or site.signal_lead_s
 
 
-BENCHMARK_LEAD_S = 60  # nothing is saved before the walltime
+BENCHMARK_WARNING_S = 60  # nothing is saved before the walltime
 
 # The walltime of a benchmark is about twice its start (10 minutes, assumed) and five steps at ORNL's published
 # throughput.
@@ -56,7 +68,7 @@ JOBS: tuple[JobScript, ...] = (
         "configs/runs/train_22b.yaml",
         16,
         minutes=30,
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript(
         "train_175b",
@@ -64,7 +76,7 @@ JOBS: tuple[JobScript, ...] = (
         "configs/runs/train_175b.yaml",
         128,
         minutes=90,
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript(
         "train_1t",
@@ -72,7 +84,7 @@ JOBS: tuple[JobScript, ...] = (
         "configs/runs/train_1t.yaml",
         384,
         minutes=120,
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript("pretrain_22b", "Train GPT 22B on 128 GCDs: TP4 x PP8 x DP4", "configs/runs/pretrain_22b.yaml", 16),
     JobScript(
@@ -80,14 +92,14 @@ JOBS: tuple[JobScript, ...] = (
         "Train GPT 175B on 1024 GCDs: TP4 x PP16 x DP16",
         "configs/runs/pretrain_175b.yaml",
         128,
-        signal_lead_s=lead_s(step_s=427, save_s=40),
+        warning_s=warning_s(step_s=427, save_s=40),
     ),
     JobScript(
         "pretrain_1t",
         "Train GPT 1T on 3072 GCDs: TP8 x PP64 x DP6",
         "configs/runs/pretrain_1t.yaml",
         384,
-        signal_lead_s=lead_s(step_s=853, save_s=120),
+        warning_s=warning_s(step_s=853, save_s=120),
     ),
     JobScript(
         "train_small",
@@ -122,7 +134,7 @@ JOBS: tuple[JobScript, ...] = (
         64,
         program="frontier_llm.cli.main",
         words=("scaling", "weak", "--in-job", "--run"),
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript(
         "strong_series",
@@ -132,7 +144,7 @@ JOBS: tuple[JobScript, ...] = (
         256,
         program="frontier_llm.cli.main",
         words=("scaling", "strong", "--in-job", "--run"),
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
     JobScript(
         "tune",
@@ -142,7 +154,7 @@ JOBS: tuple[JobScript, ...] = (
         16,
         program="frontier_llm.cli.main",
         words=("tune",),
-        signal_lead_s=BENCHMARK_LEAD_S,
+        warning_s=BENCHMARK_WARNING_S,
     ),
 )
 
@@ -157,8 +169,6 @@ if [[ ! -x "$root/launch/job.sh" ]]; then
     echo "no launch/job.sh in $root: run sbatch from the checkout, or export FRONTIER_LLM_ROOT" >&2
     exit 2
 fi
-# as in --signal: no attempt starts when the warning is already past
-export FRONTIER_LLM_SIGNAL_LEAD_S="${{FRONTIER_LLM_SIGNAL_LEAD_S:-{lead_s}}}"
 exec "$root/launch/job.sh" "${{FRONTIER_LLM_SITE:-{site}}}" \\
     {command} "$@"
 """
@@ -176,16 +186,18 @@ def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
         "ntasks-per-node": str(site.tasks_per_node),
         "cpus-per-task": str(site.cpus_per_task),
         "gpus-per-node": str(site.gpus_per_node),
-        **({"partition": site.default_partition} if site.default_partition else {}),
-        **({"time": format_walltime(minutes)} if minutes else {}),
-        # every rank is told this long before the end (Slurm may be up to 60 s early) and saves
-        "signal": f"USR1@{job.signal_lead_s or site.signal_lead_s}",
-        "requeue": "",
-        "open-mode": "append",  # a requeued job goes on writing the same file
-        "no-kill": "",  # a dead node ends the step, not the allocation: a spare may take its place
-        "output": "%x-%j.out",
-        **site.sbatch,
     }
+    if site.default_partition:
+        options["partition"] = site.default_partition
+    if minutes:
+        options["time"] = format_walltime(minutes)
+    # every rank is told this long before the end (Slurm may be up to 60 s early) and saves
+    options["signal"] = f"USR1@{job.signal_s(site)}"
+    options["requeue"] = ""
+    options["open-mode"] = "append"  # a requeued job goes on writing the same file
+    options["no-kill"] = ""  # a dead node ends the step, not the allocation: a spare may take its place
+    options["output"] = "%x-%j.out"
+    options |= site.sbatch
     bad = [
         f"--{name}={value}"
         for name, value in options.items()
@@ -207,17 +219,16 @@ def render(job: JobScript, site: Site) -> str:
     lines = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in directives(job, site)]
     account = "-A PROJECT " if site.account == "required" else ""
     usage = (
-        f"#     sbatch {account}slurm/{job.name}.sbatch [key=value ...] [--allow-change KEY]\n"
+        f"#     sbatch {account}slurm/{job.name}.sbatch [key=value ...] [job.spares=N ...] [--allow-change KEY]\n"
         f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and "
         f"render again.\n"
     )
     return _TEMPLATE.format(
         about=job.about,
-        usage=usage if job.committed else "",
+        usage="" if job.run_dir else usage,
         site=site.name,
         directives="\n".join(lines),
-        lead_s=job.signal_lead_s or site.signal_lead_s,
-        command=shlex.join([job.program, *job.words, job.config, "ops.no_jit=true", *job.flags]),
+        command=job.command(site),
     )
 
 
@@ -228,18 +239,18 @@ def render_site(site: Site) -> str:
         f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and "
         f"render again.",
         "# shellcheck shell=bash disable=SC2034",
-        *(f"module use {shlex.quote(path)}" for path in site.module_paths),
-        *(_module_load(module) for module in site.modules),
-        *(
-            ['FRONTIER_LLM_FROM_MODULES="$(export -p)" # launch/job.sh: what is so now was not exported by the user']
-            if site.modules
-            else []
-        ),
-        *(["unset " + " ".join(_names(site.unset, "unset"))] if site.unset else []),
-        f"export FRONTIER_LLM_BIND={site.bind}",
-        f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}",
-        *(f"export {name}={_expandable(site.environment[name])}" for name in _names(site.environment, "environment")),
     ]
+    lines += [f"module use {shlex.quote(path)}" for path in site.module_paths]
+    lines += [_module_load(module) for module in site.modules]
+    if site.modules:
+        reason = "# launch/job.sh: what is so now was not exported by the user"
+        lines.append(f'FRONTIER_LLM_FROM_MODULES="$(export -p)" {reason}')
+    if site.unset:
+        lines.append("unset " + " ".join(_names(site.unset, "unset")))
+    lines.append(f"export FRONTIER_LLM_BIND={site.bind}")
+    lines.append(f"export FRONTIER_LLM_NODE_LOCAL={_expandable(site.node_local)}")
+    for name in _names(site.environment, "environment"):
+        lines.append(f"export {name}={_expandable(site.environment[name])}")
     if site.container:
         if not _PLAIN.fullmatch(site.container):
             raise ConfigError(f"{site.container!r} is not a plain path", where=f"container of {site.name}")
@@ -269,6 +280,32 @@ def _expandable(value: str) -> str:
         f"${{{piece[1:]}:-}}" if piece.startswith("$") else re.sub(r'([\\"`$])', r"\\\1", piece) for piece in pieces
     ]
     return '"' + "".join(quoted) + '"'
+
+
+def render_bind_script(node: Sequence[Place] = NODE) -> str:
+    """The script that pins a task beside the GCD of its local rank and then becomes the given command."""
+    count = len(node)
+    return f"""\
+#!/bin/bash
+# Pin this task to the cores and memory beside its GCD: local rank = GCD. Usage: bind_gcd.sh COMMAND [ARGUMENT ...]
+# Rendered from frontier_llm/machine/affinity.py by `python -m frontier_llm.cluster.sbatch`; change that and render
+# again.
+set -euo pipefail
+
+local_rank="${{SLURM_LOCALID:-${{OMPI_COMM_WORLD_LOCAL_RANK:-${{PALS_LOCAL_RANKID:-${{LOCAL_RANK:-}}}}}}}}"
+: "${{local_rank:?no launcher set a local rank}}"
+cores=({" ".join(f"{place.usable_cores[0]}-{place.usable_cores[-1]}" for place in node)})
+numa=({" ".join(str(place.numa) for place in node)})
+
+if [[ "$local_rank" -ge {count} ]]; then
+    echo "bind_gcd.sh: local rank $local_rank on a node of {count} GCDs; start {count} tasks per node" >&2
+    exit 2
+fi
+if command -v numactl >/dev/null; then
+    exec numactl --physcpubind="${{cores[local_rank]}}" --preferred="${{numa[local_rank]}}" -- "$@"
+fi
+exec taskset --cpu-list "${{cores[local_rank]}}" "$@"
+"""
 
 
 def rendered_files() -> dict[Path, str]:

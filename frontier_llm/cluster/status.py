@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from frontier_llm import log
 from frontier_llm.cluster import slurm
@@ -25,14 +25,15 @@ from frontier_llm.run import hostlist, run_dir
 from frontier_llm.run.complete import MANIFEST, faults, step_name
 from frontier_llm.run.failure import FILE, Failure, read_failure
 from frontier_llm.run.holder import Holder, is_ahead, last_start, living_holder, newest_lock, silence_s
+from frontier_llm.run.job import Job, read_job
 from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, read_text
 from frontier_llm.run.run_dir import Slow
-from frontier_llm.run.run_parts import RunParts
-from frontier_llm.units import format_count, format_seconds, plural
+from frontier_llm.units import format_count, format_seconds, plural, printable
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # a directory with one of these is a run's
 BAR = 24  # characters
 RECENT = 20  # steps whose median gives the speed
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,51 @@ class Status:
     blocked: dict[str, dict[str, int]]
     last_failure: str | None
     epochs: dict[str, float] = field(default_factory=dict)  # by path of each source, at the newest checkpoint
+    job: Job | None = None  # what was wanted: nodes, spares, continuation, budget
+    node_hours: float = 0.0  # that all starts have used
     damage: tuple[str, ...] = ()  # files that are damaged, and how; what they would tell is missing above
+
+
+class RunParts:
+    """Reads the parts of one run directory. A part that cannot be read is named, and the others are still shown."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.damage: list[str] = []
+
+    def read(self, part: Callable[[Path], T], default: T) -> T:
+        """`part` of the directory, or `default` if its file is damaged."""
+        try:
+            return part(self.directory)
+        except FrontierError as error:
+            self.damage += [self._relative(problem) for problem in error.problems]
+        except OSError as error:
+            self.damage.append(
+                self._relative(Problem(str(error.filename or self.directory), f"cannot be read: {error.strerror}"))
+            )
+        return default
+
+    def note(self, problem: Problem) -> None:
+        """Something is wrong that does not keep the part from being read."""
+        self.damage.append(self._relative(problem))
+
+    def value(self, content: Mapping[str, Any], name: str, key: str, is_sound: Callable[[Any], bool]) -> Any:
+        """A value of a section that was read; None, and named, if it has another type."""
+        section = content.get(name, {})
+        if not isinstance(section, dict):
+            self.damage.append(f"config.yaml: {name} is {section!r}, not a section of keys")
+            return None
+        value = section.get(key)
+        if value is None or is_sound(value):
+            return value
+        self.damage.append(f"config.yaml: {name}.{key} is {value!r}")
+        return None
+
+    def _relative(self, problem: Problem) -> str:
+        """The problem on one line, its path below the run directory."""
+        where = problem.where.removeprefix(f"{self.directory}/").removeprefix(str(self.directory))
+        text = f"{where}: {problem.what}" if where else problem.what
+        return printable(f"{text}; {problem.fix}" if problem.fix else text)
 
 
 def read_status(directory: Path) -> Status:
@@ -128,6 +173,8 @@ def read_status(directory: Path) -> Status:
         blocked=parts.read(_blocked, {}),
         last_failure=failure.describe() if failure else failures[-1].detail if failures else None,
         epochs=parts.read(epochs_read, {}),
+        job=parts.read(read_job, None),
+        node_hours=sum(attempt.node_hours for attempt in attempts),
     )
     return replace(status, damage=tuple(dict.fromkeys(parts.damage)))
 
@@ -299,6 +346,8 @@ def _render_one(status: Status) -> str:
     reason = f" ({status.reason})" if status.reason and status.reason != "None" else ""
     facts = [("step", _progress(status)), ("speed", _speed(status)), ("time left", _time_left(status))]
     age = f", {format_seconds(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
+    if status.job is not None:
+        facts.append(("job", _wanted(status.job, status.node_hours)))
     facts.append(("checkpoint", f"step {status.checkpoint_step:,}{age}" if status.checkpoint_step else "none yet"))
     if status.restarts:
         counts = {cause: status.causes.count(cause) for cause in dict.fromkeys(status.causes)}
@@ -319,6 +368,15 @@ def _render_one(status: Status) -> str:
             *(f"  {name:<11}{text}" for name, text in facts if text),
         ]
     )
+
+
+def _wanted(job: Job, node_hours: float) -> str:
+    """What the job's record asks for, and how much of its budget is used."""
+    spares = f" + {job.spares} spare" if job.spares else ""
+    used = f"{node_hours:,.1f} node-hours used"
+    if job.max_node_hours is not None:
+        used = f"{node_hours:,.1f} of {job.max_node_hours:,.1f} node-hours used"
+    return f"{plural(job.nodes, 'node')}{spares} of {job.site}, then {job.continuation}, {used}"
 
 
 def _progress(status: Status) -> str:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -30,6 +31,9 @@ T = TypeVar("T", bound=BaseModel)
 MAXIMUM_BYTES = 1 << 17
 MAXIMUM_NODES = 100_000  # of a file or value of YAML, aliases unfolded; the shipped files stay below 1,000
 
+# former name → name, by kind of file
+RENAMED: dict[str, dict[str, str]] = {"machines": {"eos": "h100", "selene": "a100"}}
+
 
 def configs_dir() -> Path:
     """The shipped configs/: beside the package in a checkout, under the prefix when installed from a wheel."""
@@ -44,6 +48,14 @@ def available(kind: str) -> list[str]:
     return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
 
 
+@cache
+def _new_name(name: str, kind: str) -> str:
+    """The name that replaces a former one; says so once in a process."""
+    new = RENAMED[kind][name]
+    log.info(f"{kind[:-1]} {name!r} is now called {new!r}: write {new} where {name} is written")
+    return new
+
+
 def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
     """Resolve a shipped name ('gpt-22b') or a path (relative to the file that mentions it, then to the working
     directory).
@@ -56,6 +68,8 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
         if path.suffix in (".yaml", ".yml") and os.path.isfile(path):
             return path
     shipped = available(kind)
+    if name in RENAMED.get(kind, {}):
+        name = _new_name(name, kind)
     if name in shipped:
         return configs_dir() / kind / f"{name}.yaml"
     fix = suggest(name, shipped) + "; or the path of a .yaml file"

@@ -247,19 +247,8 @@ def flight_record_variable(run_dir: str) -> Variable:
 
 _SLINGSHOT_MACHINES = tuple(_OWN)
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
-_NVIDIA_MACHINES = (
-    "selene",
-    "jean-zay",
-    "eos",
-    "h200",
-    "vtrain-a100",
-    "vtrain-a100-node",
-    "llm-foundry-a100",
-    "llm-foundry-a100-40",
-    "llm-foundry-h100",
-    "torchtitan-a100",
-    "torchtitan-h100",
-)
+# "eos" and "selene" are the former names of h100 and a100; files that were written then name them
+_NVIDIA_MACHINES = ("a100", "h100", "h200", "eos", "selene")
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 
 

@@ -38,7 +38,9 @@ def weights(config: RunConfig) -> dict[str, float]:
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of what stages return beside losses, to be summed."""
-    return {} if model.moe is None else {LOAD: (len(model.routed_layers), model.moe.experts + 2)}
+    if model.moe is None:
+        return {}
+    return {LOAD: (len(model.routed_layers), model.moe.experts + 2)}
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def whole_value(share: Tensor, tp: Axis) -> Tensor:
 def _output_z(logsumexp_SB: Tensor, batch: Microbatch, tp: Axis) -> Tensor:
     square_SB = logsumexp_SB.square()
     return mean_over_global_batch(
-        square_SB if batch.loss_mask_SB is None else square_SB * batch.loss_mask_SB, batch.global_targets
+        square_SB if batch.loss_mask_SB is None else square_SB * batch.loss_mask_SB,
+        batch.global_targets,
     )
 
 

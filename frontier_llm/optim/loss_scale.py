@@ -41,7 +41,10 @@ class LossScaler:
         """The scaler for a run's precision and batch."""
         precision = config.precision
         return cls(
-            initial_loss_scale(config), precision.loss_scale_window, precision.min_loss_scale, precision.dtype == "fp16"
+            initial_loss_scale(config),
+            precision.loss_scale_window,
+            precision.min_loss_scale,
+            precision.dtype == "fp16",
         )
 
     def update(self, overflowed: bool) -> None:

@@ -58,7 +58,9 @@ def _gather(stacks: Sequence[MatrixStack], tp: Axis) -> list[MatrixStack]:
         gathered = torch.empty(tp.size * mine.numel(), dtype=mine.dtype, device=mine.device)
         start_all_gather_into(gathered, mine, tp).wait()
         for stack, parts in zip(
-            cut, gathered.view(tp.size, -1).split([stack.x.numel() for stack in cut], dim=1), strict=True
+            cut,
+            gathered.view(tp.size, -1).split([stack.x.numel() for stack in cut], dim=1),
+            strict=True,
         ):
             count, short, long = stack.x.shape
             stack.x = parts.reshape(tp.size, count, short, long).transpose(0, 1).reshape(count, tp.size * short, long)

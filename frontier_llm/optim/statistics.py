@@ -31,10 +31,13 @@ class Statistics:
         self._of = {parameter.spec.name: _declared(rule, parameter.spec) for parameter in bucket.parameters}
         # what is summed over the same axes lies together, for one collective
         self._specs = sorted(
-            (spec for specs in self._of.values() for spec in specs), key=lambda spec: spec.parameter.partial_axes()
+            (spec for specs in self._of.values() for spec in specs),
+            key=lambda spec: spec.parameter.partial_axes(),
         )
         self.values = torch.zeros(
-            sum(spec.numel for spec in self._specs), dtype=bucket.gradients.dtype, device=bucket.gradients.device
+            sum(spec.numel for spec in self._specs),
+            dtype=bucket.gradients.dtype,
+            device=bucket.gradients.device,
         )
         groups = groupby(self._specs, key=lambda spec: spec.parameter.partial_axes())
         self._sums = [([mesh.axis(axis) for axis in axes], sum(spec.numel for spec in group)) for axes, group in groups]

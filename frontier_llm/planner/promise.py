@@ -4,10 +4,13 @@ anybody has published.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import log
+from pathlib import Path
 from typing import Any
 
 from frontier_llm.blueprint.parameters import total_parameters
@@ -21,42 +24,25 @@ OTHER = "other stack"
 ESTIMATED = "estimated"
 
 # basis → half width: nine of ten measured steps lie within a factor 1 + this of the predicted one. The first two hold
-# on the published
-# runs whose layout is stated and that no constant was fitted on (tests/unit/planner/test_promise.py); of the third
-# nothing is measured,
-# so it is twice the second
+# on the published runs whose layout is stated and that no constant was fitted on (benchmarks/tests/test_promise.py).
+# Nothing is measured of the third, so it is twice the second.
 BANDS = {SAME: 0.17, OTHER: 0.28, ESTIMATED: 0.56}
 
-# family of devices → size class of the model → (model TFLOP/s per device, full attention counted; which run): the best
-# of
-# planner/published in 16 bits
-BEST: dict[str, dict[int, tuple[float, str]]] = {
-    "A100": {
-        13: (148.9, "llmf-133"),
-        14: (170.9, "llmf-117"),
-        15: (195.5, "llmf-104"),
-        16: (188.5, "ttitan-a100-Llama-2-13B-none-bs2"),
-        17: (175.8, "llmf-084"),
-        18: (168.9, "fms-a100-Llama-2-70B"),
-        19: (174.9, "korth-530B-selective+SP"),
-    },
-    "H100": {
-        14: (399.3, "llmf-070"),
-        15: (458.0, "llmf-050"),
-        16: (489.0, "mcore-h100-16B"),
-        17: (434.3, "llmf-023"),
-        18: (432.7, "mcore-h100-177B"),
-        19: (486.4, "llama3-405b-8192"),
-    },
-    "MI250": {
-        14: (38.2, "amd-olmo-1b"),
-        15: (37.9, "forge-s-128-SSD"),
-        16: (83.0, "mosaic-mi250-4"),
-        17: (55.3, "ornl-22B"),
-        18: (52.2, "axonn-frontier-8192"),
-        19: (46.0, "ornl-1T"),
-    },
-}
+# {family of devices: {size class of the model: [model TFLOP/s per device, which run]}}: the best published runs in 16
+# bits, with full attention counted. `python -m benchmarks.published.best` writes it.
+BEST_PUBLISHED = Path(__file__).with_name("best_published.json")
+
+
+@cache
+def best_published() -> dict[str, dict[int, tuple[float, str]]]:
+    """Family of devices → size class of the model → (model TFLOP/s per device, which run)."""
+    content = json.loads(BEST_PUBLISHED.read_text(encoding="utf-8"))
+    best: dict[str, dict[int, tuple[float, str]]] = {}
+    for device, sizes in content.items():
+        best[device] = {}
+        for size, (rate, run) in sizes.items():
+            best[device][int(size)] = (rate, run)
+    return best
 
 
 def family(device: str) -> str:
@@ -165,7 +151,7 @@ class Promise:
 def promise_of(plan: Plan, machine: Machine, stack: str) -> Promise:
     """What may be said of this plan's speed."""
     device = family(machine.device.name)
-    published = BEST.get(device, {})
+    published = best_published().get(device, {})
     return Promise(
         basis=basis(machine, stack),
         tflops=model_flops_per_token(plan.model) * plan.tokens_per_s_per_device / TERA,

@@ -1,23 +1,26 @@
 """Who holds a run directory: which start of the run is the newest, and whether its rank 0 lives.
 
 incarnation.json                               a supervisor numbers each start of its ranks, and names the job
+submit.lock                                    a process that queues a job or writes job.json reserves the directory
 checkpoints/incarnations/NNNNNNNN.json         rank 0 takes the lock of its start (checkpoint.lock), which only a dead
 holder loses
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from frontier_llm import log
 from frontier_llm.errors import FrontierError
-from frontier_llm.files import write_atomically
+from frontier_llm.files import write_atomically, write_durably
 from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_json
 from frontier_llm.run.run_dir import queued_job
 from frontier_llm.units import strict_json
@@ -26,6 +29,7 @@ from frontier_llm.units import strict_json
 # failover pause
 STALE_AFTER_S = 60.0
 LOCKS = Path("checkpoints") / "incarnations"
+RESERVATION = "submit.lock"
 LAST_START = 99_999_999  # file names have eight digits
 WATCH_PERIOD_S = 1.0
 
@@ -221,3 +225,44 @@ def refuse_second_start(run_dir: Path) -> None:
         raise FrontierError(
             f"is in use by {holder.describe()}, whose clock is {-silent_s:,.0f} s ahead", fix, str(run_dir)
         )
+
+
+@contextlib.contextmanager
+def reserved(run_dir: Path) -> Iterator[None]:
+    """Hold the directory while the body writes job.json or queues a job.
+
+    Raises FrontierError if another living process does so, or if ranks without a job train there.
+    """
+    living = living_holder(run_dir)
+    if living is not None and not living.job:  # a job is refused by its state in Slurm
+        refuse_second_start(run_dir)
+    path = run_dir / RESERVATION
+    run_dir.mkdir(parents=True, exist_ok=True)
+    own = this_process().to_bytes()
+    try:
+        write_durably(path, own)
+    except FileExistsError:
+        _refuse_reserved(run_dir, path)
+        write_atomically(path, own)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _refuse_reserved(run_dir: Path, path: Path) -> None:
+    """Raise FrontierError unless the process that reserved the directory is dead."""
+    try:
+        silent_s = silence_s(path)
+    except FileNotFoundError:
+        return  # released meanwhile
+    holder = read_holder(path)
+    if holder is None:
+        alive = silent_s <= STALE_AFTER_S  # not written completely yet
+    elif holder.host == socket.gethostname():
+        alive = process_start(holder.pid) == holder.process_start
+    else:
+        alive = silent_s <= STALE_AFTER_S
+    if alive:
+        who = holder.describe() if holder else "another process"
+        raise FrontierError(f"is being submitted by {who}", f"wait until it ends; {how_to_free(path)}", str(run_dir))

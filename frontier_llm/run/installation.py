@@ -128,7 +128,9 @@ def ask(
     `run_text` is a run file's content, whose data, tokenizer and run directory are examined there.
     Raises FrontierError with the interpreter's own last words if it gives no facts.
     """
-    words = [*command, COLLECTOR, architecture or "none", *(["-"] if run_text is not None else [])]
+    words = [*command, COLLECTOR, architecture or "none"]
+    if run_text is not None:
+        words.append("-")
     try:
         done = subprocess.run(  # noqa: S603 a list
             words,

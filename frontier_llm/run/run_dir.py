@@ -67,6 +67,11 @@ class Attempt:
         """Neither done nor told to stop."""
         return self.cause not in ("finished", "interrupted")
 
+    @property
+    def node_hours(self) -> float:
+        """What its nodes have used."""
+        return len(self.nodes) * max(0.0, self.ended_unix_s - self.started_unix_s) / 3600
+
 
 class Moved(FrontierError):
     """The run directory is no longer where it was when the launcher started."""
@@ -236,18 +241,15 @@ def end(run_dir: Path, steps: float, save_final: bool = True) -> str:
     """'finished' when a run of so many steps is done, 'stopped' while a person has stopped it, '' when there is
     work.
     """
-    last = last_attempt(run_dir)
-    if latest_step(run_dir) >= steps or (not save_final and last and last.cause == "finished"):
+    if is_finished(latest_step(run_dir), steps, save_final, last_attempt(run_dir)):
         return "finished"
     return "stopped" if (run_dir / STOP_FILE).exists() else ""
 
 
-def node_hours(run_dir: Path) -> float:
-    """What the run's attempts have used so far."""
-    return sum(
-        len(attempt.nodes) * max(0.0, attempt.ended_unix_s - attempt.started_unix_s) / 3600
-        for attempt in attempts(run_dir)
-    )
+def is_finished(saved_step: int, steps: float, save_final: bool, last: Attempt | None) -> bool:
+    """Whether a run of so many steps is done, given its newest checkpoint and its newest start."""
+    ended_without_save = not save_final and last is not None and last.cause == "finished"
+    return saved_step >= steps or ended_without_save
 
 
 def record(run_dir: Path, attempt: Attempt) -> None:
@@ -270,9 +272,18 @@ def bad_hosts(run_dir: Path) -> list[str]:
     """Hosts that failed: that went down, that computed wrongly, or on which ranks were twice killed or found their
     hardware broken.
     """
-    first = [attempt.failed_host for attempt in attempts(run_dir) if attempt.cause == "crash" and attempt.failed_host]
-    twice = {host for host in first if first.count(host) >= 2}
-    return sorted({*_listed(run_dir / "bad_nodes.json"), *untrusted_hosts(run_dir), *twice})
+    crashed = [attempt.failed_host for attempt in attempts(run_dir) if attempt.cause == "crash" and attempt.failed_host]
+    return sorted({*listed_bad_hosts(run_dir), *crashed_twice(crashed)})
+
+
+def listed_bad_hosts(run_dir: Path) -> list[str]:
+    """`bad_hosts` without those that two crashes have made suspect."""
+    return sorted({*_listed(run_dir / "bad_nodes.json"), *untrusted_hosts(run_dir)})
+
+
+def crashed_twice(hosts: Sequence[str]) -> set[str]:
+    """Hosts that occur at least twice among the suspect hosts of crashes."""
+    return {host for host in hosts if hosts.count(host) >= 2}
 
 
 def untrusted_hosts(run_dir: Path) -> list[str]:
@@ -321,9 +332,3 @@ def distrust(run_dir: Path, hosts: list[str]) -> None:
 def _add(path: Path, known: list[str], hosts: Sequence[str]) -> None:
     if hosts:
         write_atomically(path, strict_json(sorted({*known, *hosts}), indent=None) + "\n")
-
-
-def crash_loop(run_dir: Path, limit: int = 3) -> bool:
-    """True when the last `limit` attempts made no progress at all, node failures aside."""
-    tail = [attempt for attempt in attempts(run_dir) if attempt.cause != "node failure"][-limit:]
-    return len(tail) == limit and all(attempt.end_step <= tail[0].start_step for attempt in tail)

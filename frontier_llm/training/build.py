@@ -126,7 +126,12 @@ class TrainState:
 
 
 def build_state(
-    config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource, draws: bool = True
+    config: RunConfig,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    device: torch.device,
+    source: BatchSource,
+    draws: bool = True,
 ) -> TrainState:
     """One rank's part of the run in its first phase, with initial weights, unless a checkpoint will be loaded
     (`draws`).

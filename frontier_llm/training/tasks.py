@@ -50,7 +50,10 @@ class PackedTexts:
         return len(self._rows)
 
     def fill(
-        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+        self,
+        k: int,
+        tokens_S1: NDArray[np.int64],
+        learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
         """See SampleStream; past the last text nothing counts."""
         assert learnt_S1 is not None
@@ -98,7 +101,9 @@ def open_tasks(config: RunConfig) -> list[Asked]:
 
 
 def evaluate_tasks(
-    state: TrainState, tasks: Sequence[Asked], interrupted: Callable[[], bool]
+    state: TrainState,
+    tasks: Sequence[Asked],
+    interrupted: Callable[[], bool],
 ) -> dict[str, Mapping[str, float]]:
     """Accuracies by kind and task; logged. Collective over the world. Empty when `interrupted()`, asked after each
     global batch, said so.

@@ -11,12 +11,12 @@ from typing import Any
 TERA = 1e12
 # shares of copy bandwidth, of SDPA's best back-end, of the measured product rate
 GOALS = {"memory": 0.85, "attention": 0.9, "mfu": 0.6}
-_BASES = {"gfx90a": "frontier", "gfx942": "mi300x", "sm_80": "selene"}
+_BASES = {"gfx90a": "frontier", "gfx942": "mi300x", "sm_80": "a100"}
 
 
 def base_machine(architecture: str, name: str) -> str:
     """The shipped machine file that is nearest to this device."""
-    return ("eos" if "H100" in name else "h200") if architecture == "sm_90" else _BASES.get(architecture, "local")
+    return ("h100" if "H100" in name else "h200") if architecture == "sm_90" else _BASES.get(architecture, "local")
 
 
 def render(summary: dict[str, Any]) -> tuple[str, str]:

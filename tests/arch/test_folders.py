@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -95,6 +96,15 @@ def test_a_wheel_contains_the_package_and_its_shared_files_alone(tmp_path: Path)
         command = [sys.executable, "setup.py", "--quiet", *words]
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert {path.name for path in (tmp_path / "packages").iterdir()} == {"frontier_llm"}
-    assert (tmp_path / "packages" / "frontier_llm" / "cli" / "plan.py").is_file()
+    assert (tmp_path / "packages" / "frontier_llm" / "planner" / "best_published.json").is_file()
+    done = subprocess.run(
+        [sys.executable, "-m", "frontier_llm", "plan", "--validate"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "packages")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and f"installed from a wheel ({tmp_path}/packages/frontier_llm)" in done.stderr
     (place,) = (tmp_path / "data" / "share").iterdir()
     assert {path.name for path in place.iterdir()} == {"configs", "launch", "slurm"}

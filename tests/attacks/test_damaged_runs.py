@@ -7,17 +7,20 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from frontier_llm.cli.main import main
-from frontier_llm.cluster import job
+from frontier_llm.cluster import supervisor
+from frontier_llm.cluster.batch import BatchRun
+from frontier_llm.cluster.sites import load_site
+from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.cluster.status import find_runs, read_status
+from frontier_llm.config import load_run
 from frontier_llm.run import run_dir
 from frontier_llm.run.complete import MANIFEST, MANIFEST_DIGEST, digest_line, newest_complete
 from frontier_llm.run.holder import take
+from frontier_llm.run.job import Job
 from tests.harness.checkpoints import SHARD, save_only
 
 BINARY = bytes(range(256))
@@ -99,6 +102,13 @@ def manifest(text: str) -> Callable[[Path], None]:
     return plant
 
 
+def another_job(run: Path) -> None:
+    """The record of the job of another directory."""
+    job = {"version": 1, "run_dir": "/elsewhere", "words": ["r"], "site": "s", "nodes": 1, "warning_s": 60}
+    rest = {"spares": 0, "continuation": "never", "max_node_hours": None, "preflight": False, "flags": []}
+    (run / "job.json").write_text(json.dumps({**job, **rest}))
+
+
 def attempt(**changes: object) -> str:
     """A line of attempts.jsonl with some fields replaced."""
     row = dict.fromkeys(("incarnation", "start_step", "end_step", "exit_code"), 1) | dict.fromkeys(
@@ -132,6 +142,11 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("binary successor", content("successor", BINARY), "successor: is not text"),
     ("option as successor", content("successor", "--help"), "successor: holds '--help', expected the id of a job"),
     ("folder as successor", folder_for("successor"), "successor: is a directory, not a file"),
+    ("empty job", content("job.json", ""), "job.json: is empty"),
+    ("job of a newer version", content("job.json", '{"version": 2}'), "job.json: version is 2, this program reads 1"),
+    ("unknown field of a job", content("job.json", '{"version": 1, "x": 1}'), "job.json: x is not a field of a job"),
+    ("job of another run", another_job, "job.json: run_dir is /elsewhere: the record of another run"),
+    ("folder as job", folder_for("job.json"), "job.json: is a directory, not a file"),
     ("binary config", content("config.yaml", BINARY), "config.yaml: is not text"),
     ("empty config", content("config.yaml", ""), "config.yaml: holds nothing, not a mapping"),
     ("truncated config", content("config.yaml", "train: {steps: 10"), "config.yaml: cannot read"),
@@ -291,11 +306,13 @@ def test_the_supervisor_says_that_node_hours_are_not_counted(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     line("attempts.jsonl", attempt(nodes=5))(runs / "b")
-    monkeypatch.setattr(job, "refuse_second_holder", lambda job: None)
-    monkeypatch.setattr(job, "measured_lead_s", lambda directory: None)
-    monkeypatch.setattr(job, "nothing_to_do", lambda job: "finished")
-    supervised: Any = SimpleNamespace(directory=runs / "b")
-    assert job.supervise(supervised) == 0
+    monkeypatch.setattr(supervisor, "refuse_second_holder", lambda run: None)
+    monkeypatch.setattr(supervisor, "measured_warning_s", lambda directory: None)
+    job = Job(run_dir=str(runs / "b"), words=("train_small",), site="local", nodes=1, warning_s=60.0)
+    finished = load_run("train_small", ["train.steps=1"])
+    allocation = Allocation("7", ("n0",), "n0", 1, 1)
+    run = BatchRun(job=job, config=finished, site=load_site("local"), allocation=allocation)
+    assert supervisor.supervise(run) == 0
     assert (
         "attempts.jsonl: line 3 is damaged and left out; the node-hours of these starts are not counted"
         in capfd.readouterr().err

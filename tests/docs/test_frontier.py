@@ -10,7 +10,7 @@ from frontier_llm.cli.main import parse
 from frontier_llm.cluster.admission import cost_of
 from frontier_llm.cluster.sbatch import JOBS
 from frontier_llm.cluster.sites import load_site, parse_walltime
-from frontier_llm.cluster.submit import JobRequest
+from frontier_llm.cluster.submit import JobRequest, wanted_job
 from frontier_llm.config import load_run
 from frontier_llm.planner.predict import predict
 from tests.docs.pages import PAGES, ROOT, commands, fences
@@ -21,11 +21,11 @@ SITE = load_site("frontier")
 
 def test_lead_times_are_those_of_the_scripts() -> None:
     stated = {name: int(seconds) for name, seconds in re.findall(r"`(pretrain_\w+)` (\d+) s", TEXT)}
-    assert stated == {job.name: job.signal_lead_s for job in JOBS if job.name in ("pretrain_175b", "pretrain_1t")}
+    assert stated == {job.name: job.warning_s for job in JOBS if job.name in ("pretrain_175b", "pretrain_1t")}
     assert f"Frontier's {SITE.signal_lead_s} s" in TEXT and f"asks for {SITE.signal_lead_s} s plus" in TEXT
     for job in JOBS:
         script = (ROOT / "slurm" / f"{job.name}.sbatch").read_text()
-        assert f"--signal=USR1@{job.signal_lead_s or SITE.signal_lead_s}\n" in script
+        assert f"--signal=USR1@{job.warning_s or SITE.signal_lead_s}\n" in script
 
 
 def test_the_bins_are_those_of_the_site_file() -> None:
@@ -60,7 +60,8 @@ def test_the_first_days_costs_are_what_the_dry_runs_say(tmp_path) -> None:
             config = load_run(args.run, [f"machine={SITE.machine}", *args.overrides, f"train.run_dir={tmp_path}"])
             step_s = predict(config, args.nodes * SITE.tasks_per_node).step_time_s
             minutes = parse_walltime(args.time)
-            request = JobRequest(config, SITE, args.nodes, args.spares, minutes=minutes, expected_step_s=step_s)
+            wanted = wanted_job(config, SITE, args.nodes, spares=args.spares)
+            request = JobRequest(wanted, config, SITE, minutes=minutes).with_step(step_s)
             cost = cost_of(request)
             job = {"train_small": 1, "train_22b": 3, "train_175b": 6, "train_1t": 7}[args.run]
             nodes, predicted, most = table[job]

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from frontier_llm.cluster import job
+from frontier_llm.cluster import supervisor
 from frontier_llm.config import load_run
 from frontier_llm.files import write_atomically
 from frontier_llm.run import run_dir
@@ -81,5 +81,5 @@ def train(words: list[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "job":
-        sys.exit(job.main(sys.argv[2:], program=(__file__, "train")))
+        sys.exit(supervisor.main(sys.argv[2:], program=(__file__, "train")))
     sys.exit(train(sys.argv[2:]))

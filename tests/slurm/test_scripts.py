@@ -71,14 +71,14 @@ def test_the_whole_machine_and_lumi(cluster: LocalSlurm, tmp_path) -> None:
 SHOW_STEP = """
 import subprocess
 from frontier_llm.cluster.attempt import JobStep
-from frontier_llm.cluster.job_spec import make_job
+from frontier_llm.cluster.batch import open_batch
 from pathlib import Path
-job = make_job(("train_small", "data.train=synthetic"))
-srun = JobStep(job, job.allocation.nodes, Path("."), {}, None).srun()
+run = open_batch(("train_small", "data.train=synthetic"))
+srun = JobStep(run, run.allocation.nodes, Path("."), {}, None).srun()
 options = srun[: next(at for at, word in enumerate(srun) if word.endswith("rank.sh"))]
 show = "echo task of $SLURM_CPUS_PER_TASK; sleep 2; if [ $SLURM_PROCID = 0 ]; then scontrol show step $SLURM_JOB_ID.0; fi"
 subprocess.run([*options, "bash", "-c", show], check=True)
-subprocess.run(["scontrol", "show", "job", "--details", job.allocation.job_id], check=True)
+subprocess.run(["scontrol", "show", "job", "--details", run.allocation.job_id], check=True)
 """  # noqa: E501
 
 

@@ -22,7 +22,9 @@ def write_script(tmp_path: Path, nodes: int, **fields: object) -> Path:
     text = render(JobScript("stand_in", "stand-in", "train_small", nodes, "local", **fields), load_site("local"))  # type: ignore[arg-type]
     program = shlex.quote(str(ROOT / "tests" / "slurm" / "stand_in.py"))
     path = tmp_path / "stand_in.sbatch"
-    path.write_text(text.replace("    frontier_llm.cli.job train_small ops.no_jit=true", "    runpy_shim"))
+    shipped = "    frontier_llm.cli.job train_small ops.no_jit=true"
+    assert shipped in text
+    path.write_text(text.replace(shipped, "    runpy_shim"))
     (tmp_path / "runpy_shim.py").write_text(
         f"import runpy, sys\nsys.argv = [{program!r}, 'job', 'train_small', "
         f"*sys.argv[1:]]\nrunpy.run_path({program!r}, run_name='__main__')\n"
@@ -110,14 +112,6 @@ def test_refused_config_ends_at_once(cluster: LocalSlurm, tmp_path: Path) -> Non
     assert not (run.directory / "attempts.jsonl").exists()
 
 
-def test_stop_file_ends_the_chain(cluster: LocalSlurm, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / run_dir.STOP_FILE).touch()
-    run = Run(cluster, tmp_path, 1, 1, ("train.steps=3",), {})
-    assert run.wait()["JobState"] == "COMPLETED"
-    assert "stopped at step 0" in run.text()
-
-
 def test_stop_file_ends_a_running_job_in_order(cluster: LocalSlurm, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, 2, 2, ("train.steps=4000",), {})
     run.wait_step(2)
@@ -198,19 +192,6 @@ def test_dead_node_is_replaced_by_the_spare_while_its_ranks_live_on(cluster: Loc
     assert cluster.job(run.job_id)["Restarts"] == "0"
 
 
-@scenario(nodes=4)
-def test_dead_node_without_a_spare_requeues_on_the_others(cluster: LocalSlurm, tmp_path: Path) -> None:
-    run = Run(cluster, tmp_path, 3, 1, ("train.steps=160", "batch.global_batch=6"), {"STAND_IN_STEP_S": "0.5"})
-    run.wait_step(3)  # the other steps take 78 s, and Slurm gives a silent node up after some 33
-    cluster.kill_node("n1")
-    assert run.wait(300)["JobState"] == "COMPLETED", run.text()
-    made = run_dir.attempts(run.directory)
-    assert [attempt.cause for attempt in made] == ["node failure", "finished"]
-    assert made[1].nodes == ("n0", "n2", "n3")
-    steps = [row["step"] for row in run_dir.read_jsonl(run.directory / "metrics.jsonl")]
-    assert steps == list(range(1, 161))
-
-
 @pytest.mark.thorough
 @scenario(nodes=4)
 def test_dead_batch_host_requeues_the_job_elsewhere(cluster: LocalSlurm, tmp_path: Path) -> None:
@@ -234,6 +215,24 @@ def test_a_host_that_computes_wrongly_is_used_no_more(cluster: LocalSlurm, tmp_p
         ("finished", ("n0", "n2")),
     ]
     assert run_dir.attempts(run.directory)[0].failed_host == "n1" and run_dir.bad_hosts(run.directory) == ["n1"]
+
+
+@scenario(nodes=3)
+def test_a_node_failure_that_is_not_continued_fails_the_job(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(
+        cluster,
+        tmp_path,
+        3,
+        1,
+        ("train.steps=400", "batch.global_batch=6", "job.continuation=never"),
+        {"STAND_IN_STEP_S": "0.5"},
+    )
+    run.wait_step(3)
+    cluster.kill_node("n1")
+    job = run.wait(300)
+    assert job["JobState"] == "FAILED" and job["ExitCode"] != "0:0", run.text()
+    assert run.causes() == ["node failure"] and "job.continuation is never" in run.text()
+    assert run.job_id not in cluster.queued()
 
 
 @scenario(nodes=2)

@@ -72,12 +72,22 @@ class MeasuredTimeline:
         blocked = names["blocked"]
         flight = names["in flight"]
         exposed_s = {name: _covered_s(blocked[name]) for name in sorted({*blocked, *flight})}
-        return {name: (seconds, max(_covered_s(flight[name]) - seconds, 0.0)) for name, seconds in exposed_s.items()}
+        result = {}
+        for name, seconds in exposed_s.items():
+            hidden_s = max(_covered_s(flight[name]) - seconds, 0.0)
+            result[name] = (seconds, hidden_s)
+        return result
 
     def chrome_events(self) -> list[dict[str, Any]]:
         """Complete events ('X') for chrome://tracing and Perfetto; a process per rank, a thread per row."""
         names = [
-            {"ph": "M", "name": "thread_name", "pid": self.rank, "tid": tid, "args": {"name": row}}
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": self.rank,
+                "tid": tid,
+                "args": {"name": row},
+            }
             for tid, row in enumerate(ROWS)
         ]
         return names + [
@@ -106,10 +116,12 @@ def _covered_s(spans: list[tuple[float, float]]) -> float:
 def write_chrome_trace(path: Path, timelines: list[MeasuredTimeline]) -> None:
     """One file with all given ranks."""
     events = [event for timeline in timelines for event in timeline.chrome_events()]
-    path.write_text(
-        json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin": "measured"}}),
-        encoding="utf-8",
-    )
+    content = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"origin": "measured"},
+    }
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def draw(path: Path, timelines: list[MeasuredTimeline]) -> None:
@@ -127,7 +139,9 @@ def draw(path: Path, timelines: list[MeasuredTimeline]) -> None:
     for place, (_, intervals) in enumerate(rows):
         bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for interval in intervals:
-            bars[_kind(interval)].append(((interval.begin - start) * 1e3, (interval.end - interval.begin) * 1e3))
+            begin_ms = (interval.begin - start) * 1e3
+            length_ms = (interval.end - interval.begin) * 1e3
+            bars[_kind(interval)].append((begin_ms, length_ms))
         for kind, of_kind in bars.items():  # at once: thousands of bars one by one take minutes
             axes.broken_barh(of_kind, (place - 0.4, 0.8), color=COLORS[kind], edgecolor="white", linewidth=0.4)
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
@@ -157,4 +171,7 @@ def _rows(timeline: MeasuredTimeline) -> list[tuple[str, list[Interval]]]:
 def _kind(interval: Interval) -> str:
     if interval.row != "compute":
         return interval.row
-    return next((kind for kind in ("forward", "backward") if interval.name.startswith(kind)), "other compute")
+    for kind in ("forward", "backward"):
+        if interval.name.startswith(kind):
+            return kind
+    return "other compute"

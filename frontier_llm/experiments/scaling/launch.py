@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +19,9 @@ from typing import Protocol
 
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.attempt import start_ranks
+from frontier_llm.cluster.batch import TRAIN, BatchRun, make_job, settings_of_variables, split_settings
+from frontier_llm.cluster.decide import SLURM_EARLY_S
 from frontier_llm.cluster.doctor import preflight
-from frontier_llm.cluster.job_spec import TRAIN, BatchJob
-from frontier_llm.cluster.lead import SLURM_EARLY_S, job_lead_s
 from frontier_llm.cluster.readiness import refuse_unready
 from frontier_llm.cluster.sites import Site
 from frontier_llm.config import RunConfig, load_run
@@ -30,6 +30,8 @@ from frontier_llm.experiments.scaling.harvest import step_times_s
 from frontier_llm.files import open_below
 from frontier_llm.run import hostlist, run_dir
 from frontier_llm.run.failure import REFUSED, STUCK, Evidence, Failure, read_failure
+from frontier_llm.run.holder import reserved
+from frontier_llm.run.job import Job, read_job, write_job
 from frontier_llm.run.rank_env import environment, with_this_package
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 
@@ -104,9 +106,11 @@ class Launcher(Protocol):
 class AllocationRanks:
     """srun steps over the healthy nodes of this allocation; nodes beyond `nodes` are spares."""
 
-    def __init__(self, site: Site, nodes: int | None = None, spares: int = 0) -> None:
+    def __init__(self, site: Site, nodes: int | None = None, spares: int = 0, warning_s: float | None = None) -> None:
         """`nodes` of the allocation at a time (None: all but the spares). Raises FrontierError outside a job, or in
         one too small.
+
+        `warning_s`: time before the walltime at which Slurm warns the job (None: the site's).
         """
         self.allocation = slurm.Allocation.from_environment()
         # as many as it was queued with
@@ -118,6 +122,7 @@ class AllocationRanks:
                 f"{self.nodes} nodes wanted of an allocation of {have}", f"sbatch --nodes={self.nodes}", "--nodes"
             )
         self.devices = self.nodes * self.allocation.tasks_per_node
+        self._warning_s = site.signal_lead_s if warning_s is None else warning_s
         self._failed: list[str] = []
         self._lent: set[str] = set()
         self._lock = threading.Lock()
@@ -162,12 +167,20 @@ class AllocationRanks:
         """
         # ranks that hang may not hear srun; Slurm itself ends the step then, a minute later
         site = self.site.model_copy(update={"srun": {**self.site.srun, "time": str(math.ceil(limit_s / 60) + 1)}})
-        job = BatchJob(run.config, run.words, run.directory, site, self.allocation, continue_with="never")
+        job = make_job(
+            directory=run.directory,
+            words=run.words,
+            flags=(),
+            site=site,
+            allocated=len(nodes),
+            settings={"continuation": "never"},
+        )
+        batch = BatchRun(job=job, config=run.config, site=site, allocation=self.allocation)
         with self._lock:
             if not self._is_ready:
-                refuse_unready(job)
+                refuse_unready(batch)
                 self._is_ready = True
-        outcome, seconds = start_ranks(job, nodes, limit_s, progress=lambda directory: len(run_dir.steps(directory)))
+        outcome, seconds = start_ranks(batch, nodes, limit_s, progress=lambda directory: len(run_dir.steps(directory)))
         in_time = outcome.cause != "walltime"
         failure = outcome.failure if in_time else read_failure(run.directory)
         if failure is not None and failure.host_suspect and failure.host in nodes:
@@ -177,7 +190,53 @@ class AllocationRanks:
     def time_left_s(self) -> float:
         """Of the job's walltime, until Slurm may warn the ranks; less what ending them takes."""
         left_s = slurm.time_left_s(self.allocation.job_id)
-        return math.inf if left_s is None else left_s - job_lead_s(self.site) - SLURM_EARLY_S - GRACE_S
+        return math.inf if left_s is None else left_s - self._warning_s - SLURM_EARLY_S - GRACE_S
+
+
+@dataclass(frozen=True)
+class ToolJob:
+    """A job in which a command starts many short runs: a series or a search."""
+
+    ranks: AllocationRanks
+    job: Job
+    overrides: tuple[str, ...]  # of every short run
+
+    def record(self) -> None:
+        """Write job.json into the command's directory."""
+        with reserved(self.job.directory):
+            write_job(self.job)
+
+
+def open_tool_job(
+    directory: Path,
+    run: str,
+    overrides: Sequence[str],
+    *,
+    site: Site,
+    nodes: int | None = None,
+    spares: int = 0,
+    max_node_hours: float | None = None,
+) -> ToolJob:
+    """The job of this allocation for a command that writes to `directory`.
+
+    Raises FrontierError outside a job, in one that is too small, or if job.json there is damaged or of another run.
+    """
+    read_job(directory)
+    typed, others = split_settings(overrides)
+    settings = {"spares": spares, **settings_of_variables(("warning_s",), notice="warning_s" not in typed), **typed}
+    if spares:
+        settings["spares"] = spares
+    ranks = AllocationRanks(site, nodes, settings["spares"], settings.get("warning_s"))
+    own = (f"machine={site.machine}", *others)
+    job = make_job(
+        directory=directory,
+        words=(run, *own),
+        flags=(),
+        site=site,
+        allocated=ranks.nodes + settings["spares"],
+        settings={**settings, "continuation": "never", "max_node_hours": max_node_hours},
+    )
+    return ToolJob(ranks=ranks, job=job, overrides=own)
 
 
 class LocalRanks:

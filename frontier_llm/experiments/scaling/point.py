@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from frontier_llm.cluster import job, slurm
+from frontier_llm.cluster import slurm, supervisor
 from frontier_llm.cluster.admission import admit_start
-from frontier_llm.cluster.job_spec import spare_nodes
+from frontier_llm.cluster.batch import settings_of_variables, split_settings, working_nodes
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import FrontierError
@@ -33,8 +33,10 @@ def main(words: Sequence[str]) -> int:
     mode = MODES[MODES.index(words[0])]
     try:
         allocation = slurm.Allocation.from_environment()
-        config = load_run(words[1], words[2:])
-        nodes = len(allocation.nodes) - spare_nodes(allocation)
+        typed, overrides = split_settings(words[2:])
+        config = load_run(words[1], overrides)
+        settings = {**settings_of_variables(notice=False), **typed}
+        nodes = working_nodes(settings, len(allocation.nodes))
         site = load_site().model_copy(update={"tasks_per_node": allocation.tasks_per_node})
         directory = (
             Path(config.train.run_dir).resolve() / f"{mode}_{config.model.name}_nodes{nodes:05}_j{allocation.job_id}"
@@ -45,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     own = (f"batch.global_batch={point.config.batch.global_batch}", f"train.run_dir={directory}")
-    return job.main([*words[1:], *own], continue_with="never", admit=admit_start)
+    return supervisor.main([*words[1:], *own], continuation="never", admit=admit_start)
 
 
 if __name__ == "__main__":

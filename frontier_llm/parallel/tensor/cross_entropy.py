@@ -20,7 +20,11 @@ from frontier_llm.parallel.tensor.context import LayerContext
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, context: LayerContext
+        ctx: Any,
+        logits_Nv: Tensor,
+        targets_N: Tensor,
+        first_vocab: int,
+        context: LayerContext,
     ) -> tuple[Tensor, Tensor]:
         stats_3N = context.ops.cross_entropy_stats(logits_Nv, targets_N, first_vocab)
         maxima_tN, sums_tN, targets_tN = all_gather(stats_3N[None], context.tp).unbind(1)
@@ -42,7 +46,11 @@ class _CrossEntropy(Function):
         loss_N, sum_N = grads  # of which the second is there where a loss term reads the log-sum-exp
         both_N = loss_N if sum_N is None else loss_N + sum_N
         grad_Nv = ctx.context.ops.cross_entropy_backward_(
-            logits_Nv, targets_N, ctx.first_vocab, logsumexp_N, both_N.contiguous()
+            logits_Nv,
+            targets_N,
+            ctx.first_vocab,
+            logsumexp_N,
+            both_N.contiguous(),
         )
         # a log-sum-exp's gradient is the softmax alone: what the op took off at the target is given back
         if sum_N is not None:
@@ -54,7 +62,10 @@ class _CrossEntropy(Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits_SBv: Tensor, targets_SB: Tensor, first_vocab: int, context: LayerContext
+    logits_SBv: Tensor,
+    targets_SB: Tensor,
+    first_vocab: int,
+    context: LayerContext,
 ) -> tuple[Tensor, Tensor]:
     """-log p(target) and the log-sum-exp of the logits per token, (S, B) in fp32 (fp64 under fp64). `first_vocab` is
     the vocabulary id of this rank's first logit.

@@ -70,7 +70,10 @@ class WeightGradients:
         return self._deferred is not None
 
     def submit(
-        self, parameter: ShardedParameter, accumulate: Accumulate, factors: tuple[Factor, ...] = ()
+        self,
+        parameter: ShardedParameter,
+        accumulate: Accumulate,
+        factors: tuple[Factor, ...] = (),
     ) -> Tensor | None:
         """Add one microbatch's gradient to parameter.main_grad, or keep the work, which reads `factors`, for the W
         action.
@@ -128,7 +131,10 @@ class AutogradGradients(WeightGradients):
     """Every gradient goes through autograd, in the parameter's type, to whoever listens there."""
 
     def submit(
-        self, parameter: ShardedParameter, accumulate: Accumulate, factors: tuple[Factor, ...] = ()
+        self,
+        parameter: ShardedParameter,
+        accumulate: Accumulate,
+        factors: tuple[Factor, ...] = (),
     ) -> Tensor | None:
         """This microbatch's gradient, summed in fp32 (fp64 under fp64) and rounded to the parameter's type."""
         grad = torch.zeros(parameter.shape, dtype=statistics_dtype(parameter.dtype), device=parameter.device)

@@ -100,7 +100,8 @@ class Watchdog:
             if isinstance(error, FrontierError) and not isinstance(error, RankFailure):
                 if error.exit_code == REFUSED:
                     write_failure(
-                        self._run_dir, replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION)
+                        self._run_dir,
+                        replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION),
                     )
                 raise  # all ranks know it alike
             if self._inquiry.alone:
@@ -146,7 +147,12 @@ class Watchdog:
 
     def _here(self, what: str) -> Failure:
         return Failure(
-            what, Evidence.SYMPTOM, rank=self._rank, host=node_name(), step=self._step, section=self._section
+            what,
+            Evidence.SYMPTOM,
+            rank=self._rank,
+            host=node_name(),
+            step=self._step,
+            section=self._section,
         )
 
     def _notice(self) -> dict[str, Any]:

@@ -9,11 +9,12 @@ import pytest
 
 from frontier_llm.cluster.attempt import JobStep, Outcome, run_step
 from frontier_llm.cluster.attempt import diagnose as diagnose_record
-from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.sites import load_site, root_dir
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
 from frontier_llm.run.failure import Evidence, Failure
+from frontier_llm.run.job import Job
 from frontier_llm.run.rank_env import rank_python
 from tests.harness.system import FullDisk
 
@@ -35,15 +36,14 @@ def step(log_dir: Path = Path("/logs"), deadline_s: float | None = None) -> JobS
     site = load_site("generic").model_copy(
         update={"gpus_per_node": 8, "srun": {"network": "disable_rdzv_get", "flag": ""}}
     )
-    job = BatchJob(
-        load_run("train_small"),
-        ("x y",),
-        Path("/run"),
-        site,
-        Allocation("7", ("n0", "n2"), "n0", 8, 7),
+    run = BatchRun(
+        job=Job(run_dir="/run", words=("x y",), site="generic", nodes=2, warning_s=60.0),
+        config=load_run("train_small"),
+        site=site,
+        allocation=Allocation("7", ("n0", "n2"), "n0", 8, 7),
         program=("-m", "p"),
     )
-    return JobStep(job, job.allocation.nodes, log_dir, {}, deadline_s)
+    return JobStep(run, run.allocation.nodes, log_dir, {}, deadline_s)
 
 
 def test_srun_starts_one_task_per_gcd() -> None:
@@ -189,6 +189,38 @@ def test_exit_code_two_is_for_the_user_to_mend(tmp_path: Path) -> None:
     assert (
         outcome.failure.describe() == "rank 0 on n0 failed first: Exited with exit code 2; /nowhere.bin: no such file"
     )
+
+
+SURVIVORS = Failure(
+    "it died or was stopped: it gives no sign of life; seen as: Connection closed by peer",
+    Evidence.NOTICES,
+    rank=1,
+    host="n0",
+    host_suspect=True,
+)
+
+
+@pytest.mark.parametrize("record", [None, SURVIVORS], ids=["no record", "record of the survivors"])
+def test_a_refusal_after_the_ranks_have_agreed_is_no_crash(tmp_path: Path, record: Failure | None) -> None:
+    """One rank refuses; the others see only that it is gone, and one of them may have recorded that first."""
+    refusal = "frontier-llm train: error\ncomm.backend: no process group of nccl fits\n    fix: comm.backend=gloo\n"
+    write(tmp_path, 1, refusal, 100)
+    write(tmp_path, 0, TRACE.format("RankFailure: all_reduce on axis dp: rank 1 has died or left"), 101)
+    said = [
+        "srun: error: n0: task 1: Exited with exit code 2",
+        "srun: error: n0: task 0: Exited with exit code 1",
+        "srun: launch/slurm: _step_signal: Terminating StepId=1.1",
+        "srun: error: n2: tasks 2-3: Killed",
+    ]
+    outcome = diagnose(137, said, tmp_path, record)
+    assert named(outcome) == ("refused", 1, "n0", False) and outcome.exit_code == 2 and outcome.failure
+    assert "comm.backend" in "\n".join(outcome.failure.message) and "comm.backend" in outcome.failure.what
+
+
+def test_a_killed_rank_beside_a_refusal_does_not_hide_it(tmp_path: Path) -> None:
+    write(tmp_path, 5, "frontier-llm train: error\n/nowhere.bin: no such file\n    fix: give the path\n", 100)
+    said = ["srun: error: n2: task 9: Killed", "srun: error: n0: task 5: Exited with exit code 2"]
+    assert named(diagnose(137, said, tmp_path))[:3] == ("refused", 5, "n0")
 
 
 @pytest.mark.parametrize("code", [20, 255])

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.sites import root_dir
 from frontier_llm.machine.env import environment as machine_variables
+from frontier_llm.run.job import Job, write_job
 
 LAUNCH = root_dir() / "launch"
 
@@ -190,7 +192,9 @@ def test_an_unknown_binding_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2 and "FRONTIER_LLM_BIND=gdc is neither gcd nor none" in done.stderr
 
 
-def broadcast(tmp_path: Path, dead: str = "", gone: str = "", spares: int = 0) -> subprocess.CompletedProcess[str]:
+def broadcast(
+    tmp_path: Path, dead: str = "", gone: str = "", spares: int = 0, words: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """launch/broadcast_env.sh on n0 and n1; every command fails on the `dead` one, Slurm no longer has the one that
     is `gone`.
     """
@@ -215,7 +219,7 @@ def broadcast(tmp_path: Path, dead: str = "", gone: str = "", spares: int = 0) -
         "GONE": gone,
     }
     env |= {"FRONTIER_LLM_NODE_LOCAL": f"{tmp_path}/local", "FRONTIER_LLM_SPARE_NODES": str(spares)}
-    command = [str(LAUNCH / "broadcast_env.sh"), f"{tmp_path}/env.tar.gz"]
+    command = [str(LAUNCH / "broadcast_env.sh"), f"{tmp_path}/env.tar.gz", *words]
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
@@ -238,6 +242,13 @@ def test_spares_stand_in_for_nodes_that_do_not_get_the_environment(
         and "n1 did not get the environment (sbcast ended with 1), 0 spares" in done.stderr
         and not done.stdout
     )
+    write_job(Job(run_dir=f"{tmp_path}/run", words=("r",), site="local", nodes=1, warning_s=60.0, spares=1))
+    recorded = ["frontier_llm.cli.job", f"--run-dir={tmp_path}/run"]
+    assert broadcast(tmp_path, dead="n1", words=recorded).returncode == 0
+    assert broadcast(tmp_path, dead="n1", words=[*recorded, "job.spares=0"]).returncode == 1
+    assert broadcast(tmp_path, dead="n1", words=["frontier_llm.cli.job", "r", "job.spares=1"]).returncode == 0
+    refused = broadcast(tmp_path, dead="n1", words=["job.spares=a[$(touch evil)]"])
+    assert refused.returncode == 2 and "is not a number of spare nodes" in refused.stderr
     monkeypatch.setenv("FRONTIER_LLM_BROKEN_NODES", "n1,n4")
     monkeypatch.setattr(slurm, "ask", lambda command: "n0|idle\nn1|allocated\nn2|draining\n")
     assert slurm.unhealthy(["n0", "n1", "n2"]) == ["n1", "n2"]

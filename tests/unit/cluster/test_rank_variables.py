@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cluster.attempt import JobStep, run_step
-from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.site_variables import expected_settings
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.cluster.slurm import Allocation
 from frontier_llm.config import load_run
 from frontier_llm.machine.env import EXPORTED, THIS_FILE, Variable, environment, resolve
 from frontier_llm.machine.rank_variables import MODULE_NAMES, ORIGINS, USER_NAMES
+from frontier_llm.run.job import Job
 from frontier_llm.run.job_secret import VARIABLE, folder_of
 from frontier_llm.run.rank_env import with_this_package
 
@@ -101,8 +102,9 @@ def step_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus_per_t
     monkeypatch.setattr("frontier_llm.cluster.attempt.master_address", lambda step: "127.0.0.1")
     config = load_run("train_small", ["machine=frontier", f"train.run_dir={tmp_path}/run"])
     allocation = Allocation("7", ("n0", "n1"), "n0", 8, cpus_per_task)
-    job = BatchJob(config, ("x",), tmp_path / "run", load_site("frontier"), allocation)
-    assert run_step(JobStep(job, allocation.nodes, tmp_path / "logs", {}, 60.0)).exit_code == 0
+    job = Job(run_dir=str(tmp_path / "run"), words=("x",), site="frontier", nodes=2, warning_s=60.0)
+    run = BatchRun(job=job, config=config, site=load_site("frontier"), allocation=allocation)
+    assert run_step(JobStep(run, allocation.nodes, tmp_path / "logs", {}, 60.0)).exit_code == 0
     return json.loads((tmp_path / "environment.json").read_text())
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from frontier_llm.cluster import readiness, slurm
-from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.readiness import before_the_queue, problems_of, refuse_unready
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import RunConfig, load_run
 from frontier_llm.errors import ConfigError, Problem
 from frontier_llm.libraries import LIBRARIES, TORCH_OPS
 from frontier_llm.run.installation import InputFacts, Installation, KernelFacts, TorchFacts
+from frontier_llm.run.job import Job
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN_DIR = Path("/lustre/orion/abc123/scratch/me/run")
@@ -211,6 +212,7 @@ def test_an_archive_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: py
 def test_a_job_on_another_cluster_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "there")
     allocation = slurm.Allocation("1", ("n0",), "n0", tasks_per_node=1, cpus_per_task=1)
-    job = BatchJob(run(), (), tmp_path, load_site(str(planted_site(tmp_path))), allocation)
+    job = Job(run_dir=str(tmp_path), words=("x",), site="planted", nodes=1, warning_s=60.0)
+    site = load_site(str(planted_site(tmp_path)))
     with pytest.raises(ConfigError, match="this job runs on cluster there; planted is cluster here"):
-        refuse_unready(job)
+        refuse_unready(BatchRun(job=job, config=run(), site=site, allocation=allocation))

@@ -74,7 +74,7 @@ ORNL_STEP_S = {"train_22b": 21.0, "train_175b": 427.0, "train_1t": 853.0}
 def test_a_benchmark_ends_well_before_its_walltime(job: sbatch.JobScript) -> None:
     config = load_run(str(root_dir() / job.config))
     needed_s = START_S + config.train.steps * ORNL_STEP_S[job.name]
-    assert job.minutes is not None and 1.3 * needed_s < 60 * job.minutes - sbatch.BENCHMARK_LEAD_S
+    assert job.minutes is not None and 1.3 * needed_s < 60 * job.minutes - sbatch.BENCHMARK_WARNING_S
     predicted_s = START_S + config.train.steps * predict(config, job.nodes * 8).step_time_s
     assert predicted_s < 3600  # `sbatch slurm/train_1t.sbatch` measures 1T in less than an hour
 
@@ -130,7 +130,8 @@ def test_modules_do_not_set_what_depends_on_the_node_count(tmp_path: Path) -> No
         sbatch.render_site(FRONTIER.model_copy(update={"unset": ("A; reboot",)}))
 
 
-def test_overrides_arrive_as_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize("warning", ["", "$(id) 7"])
+def test_overrides_arrive_as_words(tmp_path: Path, warning: str) -> None:
     """What a user types after the script's name reaches the program unchanged, spaces and quotes included."""
     (tmp_path / "launch").mkdir()
     fake = tmp_path / "launch" / "job.sh"
@@ -142,13 +143,14 @@ def test_overrides_arrive_as_words(tmp_path: Path) -> None:
         ["bash", script, *words],
         capture_output=True,
         text=True,
-        env={"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        env={"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "FRONTIER_LLM_SIGNAL_LEAD_S": warning},
     )
     assert done.stdout.splitlines() == [
         "frontier",
         "frontier_llm.cli.job",
         "configs/runs/train_1t.yaml",
         "ops.no_jit=true",
+        f"job.warning_s={warning or 60}",
         *words,
     ]
 

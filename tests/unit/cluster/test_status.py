@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from frontier_llm.cluster import slurm
 from frontier_llm.cluster.status import read_status
 from frontier_llm.run import run_dir
 from frontier_llm.run.holder import take
+from frontier_llm.run.job import Job, write_job
 from tests.harness.checkpoints import save_only
 
 
@@ -52,6 +54,22 @@ def test_command_for_people_and_programs(run_directory: Path, capsys: pytest.Cap
     assert all(re.match(r"  [a-z][a-z ]{10}\S", line) and len(line) <= 80 for line in text.splitlines()[1:]), text
     assert main(["status", "--json", str(run_directory)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["job_id"] == "77"
+
+
+def test_what_the_job_asks_for(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(run_dir=str(run_directory), words=("run.yaml",), site="local", nodes=16, warning_s=60.0, spares=1)
+    write_job(replace(job, max_node_hours=500.0))
+    made = run_dir.Attempt(3, "77", ("n0", "n1"), 30, 40, 75, "interrupted", started_unix_s=0.0, ended_unix_s=5400.0)
+    used = read_status(run_directory).node_hours
+    run_dir.record(run_directory, made)
+    status = read_status(run_directory)
+    assert status.node_hours == pytest.approx(used + 3.0)
+    assert main(["status", str(run_directory)]) == 0
+    text = capsys.readouterr().out
+    expected = f"16 nodes + 1 spare of local, then requeue, {status.node_hours:,.1f} of 500.0 node-hours used"
+    assert f"  job        {expected}\n" in text
+    assert main(["status", "--json", str(run_directory)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["job"]["spares"] == 1
 
 
 def test_slow_hosts_and_waits(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import json
 import shlex
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import yaml
 
 from frontier_llm.cli.main import main
 from frontier_llm.cluster.code import code_digest, snapshot
-from frontier_llm.cluster.lead import save_seconds, signal_lead_s
 from frontier_llm.cluster.sites import load_site, root_dir
+from frontier_llm.cluster.warning_time import next_warning_s, save_seconds
 from frontier_llm.config import load_run
 from frontier_llm.run import run_dir
+from frontier_llm.run.holder import reserved, this_process
+from frontier_llm.run.job import read_job
 
 
 @pytest.fixture
@@ -134,9 +137,47 @@ def test_a_submission_freezes_code_and_configuration(
     )
     assert (code / "frontier_llm" / "cluster" / "submit.py").is_file()
     script = (directory / "job.sbatch").read_text()
-    assert "#SBATCH --nodes=2" in script and f"'{directory}/run.yaml'" in script
+    assert "#SBATCH --nodes=2" in script and f"'--run-dir={directory}'" in script
+    job = read_job(directory)
+    assert job is not None and (job.nodes, job.spares, job.continuation, job.site) == (1, 1, "requeue", "here")
+    assert job.words == (f"{directory}/run.yaml", "machine=local", "ops.no_jit=true")
+    assert f"#SBATCH --signal=USR1@{job.warning_s:.0f}" in script
+    assert set(made["variables"]) == {"FRONTIER_LLM_PYTHON", "FRONTIER_LLM_ROOT", "FRONTIER_LLM_SITE"}
+    assert not (directory / "submit.lock").exists()
     train = yaml.safe_load((directory / "run.yaml").read_text())["train"]
     assert (train["steps"], train["run_dir"]) == (7, str(directory))
+
+
+@pytest.mark.parametrize("by", ["a living process", "a record of another run"])
+def test_a_directory_that_is_not_free_is_left_as_it_is(
+    fake_slurm: Path, here: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], by: str
+) -> None:
+    directory = tmp_path / "run"
+    words = [*here, "--nodes", "1", f"train.run_dir={directory}"]
+    assert main(words) == 0
+    fake_slurm.write_text("")
+    path = directory / "job.json"
+    before = path.read_text()
+    if by == "a living process":
+        with reserved(directory):
+            assert main([*words, "--spares", "3"]) == 2
+        assert "is being submitted by a process on" in capsys.readouterr().err
+    else:
+        before = before.replace(str(directory), str(tmp_path / "other"))
+        path.write_text(before)
+        assert main([*words, "--spares", "3"]) == 2
+        assert "the record of another run" in capsys.readouterr().err
+    assert path.read_text() == before and "sbatch" not in fake_slurm.read_text()
+
+
+@pytest.mark.usefixtures("fake_slurm")
+def test_a_dead_process_does_not_keep_the_directory(here: list[str], tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    dead = replace(this_process(), process_start="1")
+    (directory / "submit.lock").write_bytes(dead.to_bytes())
+    assert main([*here, "--nodes", "1", f"train.run_dir={directory}"]) == 0
+    assert not (directory / "submit.lock").exists()
 
 
 @pytest.mark.usefixtures("fake_slurm")
@@ -259,8 +300,8 @@ def test_a_site_from_elsewhere_travels_with_the_code(tmp_path: Path) -> None:
 
 def test_lead_time_follows_the_measured_save(tmp_path: Path) -> None:
     frontier = load_site("frontier")
-    assert signal_lead_s(tmp_path, frontier) == 600
-    assert signal_lead_s(tmp_path, frontier, expected_step_s=576.0) == 600 + 2 * 576 + 18
+    assert next_warning_s(tmp_path, frontier) == 600
+    assert next_warning_s(tmp_path, frontier, expected_step_s=576.0) == 600 + 2 * 576 + 18
     rows = [
         {"kind": "step", "step": 1, "loss": 1.0, "time": 100.0, "step_time_s": 30.0},
         {"kind": "save", "step": 1, "time": 190.0},
@@ -271,7 +312,7 @@ def test_lead_time_follows_the_measured_save(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert save_seconds(tmp_path) == [90.0]
-    assert signal_lead_s(tmp_path, frontier) == 300  # 2 x (30 + 90) + 60
+    assert next_warning_s(tmp_path, frontier) == 300  # 2 x (30 + 90) + 60
 
 
 def test_overrides_without_equals_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +337,8 @@ def test_a_token_target_is_the_length_of_the_run(
     assert main(words) == 0
     # in tokens: a batch that changes on the way changes the number of steps
     assert "steps: 1000000 tokens\n" in (directory / "run.yaml").read_text()
-    assert "ops.no_jit=true --allow-change train.steps" in (directory / "job.sbatch").read_text()
+    job = read_job(directory)
+    assert job is not None and job.flags == ("--allow-change", "train.steps")
     assert main([*words, "train.steps=5"]) == 2
     assert "given twice" in capsys.readouterr().err
 

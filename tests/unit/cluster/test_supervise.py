@@ -1,24 +1,23 @@
-"""What the supervisor decides after each attempt, with Slurm and the ranks played by functions; on a real Slurm:
-tests/slurm.
-"""
+"""The shell around `decide`: what it reads, and how it carries decisions out. Slurm and the ranks are functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from frontier_llm.cluster import job as supervisor
-from frontier_llm.cluster import slurm
+from frontier_llm.cluster import slurm, supervisor
 from frontier_llm.cluster.attempt import Outcome
-from frontier_llm.cluster.job import supervise
-from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.sites import load_site
+from frontier_llm.cluster.supervisor import supervise
 from frontier_llm.config import BatchConfig, RunConfig, TrainConfig, load_model
 from frontier_llm.errors import FrontierError
 from frontier_llm.run import run_dir
-from frontier_llm.run.failure import Evidence, Failure
+from frontier_llm.run.failure import Evidence, Failure, read_failure
+from frontier_llm.run.job import Job, read_job, write_job
 from tests.harness.checkpoints import save_only
 
 Ending = Callable[[int], tuple[str, int]]  # number of the attempt → (cause, steps it did)
@@ -34,75 +33,74 @@ class Cluster:
         self.ending = ending
         self.used = list[tuple[str, ...]]()
         self.requeued = 0
+        self.asked = list[str]()
         answers = {
             "time_left_s": lambda job: walltime_s,
-            "unhealthy": lambda nodes: [],
+            "unhealthy": self._unhealthy,
             "job_fields": lambda job: {},
             "requeue": self._requeue,
         }
         for name, answer in answers.items():
             monkeypatch.setattr(slurm, name, answer)
-        monkeypatch.setattr(supervisor, "attempt", self._attempt)
+        monkeypatch.setattr(supervisor, "start_ranks", self._start_ranks)
         monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
         train = TrainConfig(run_dir=str(directory), steps=100)
         config = RunConfig(model=load_model("llama-tiny"), batch=BatchConfig(global_batch=8), train=train)
+        job = Job(run_dir=str(directory), words=("run.yaml",), site="local", nodes=2, spares=1, warning_s=120.0)
         allocation = slurm.Allocation("7", ("n0", "n1", "n2"), "n0", 1, 1)
-        self.job = BatchJob(config, ("run.yaml",), directory, load_site("local"), allocation, spares=1)
+        self.run = BatchRun(job=job, config=config, site=load_site("local"), allocation=allocation)
 
-    def _attempt(self, job: BatchJob, nodes: tuple[str, ...]) -> Outcome:
+    def _unhealthy(self, nodes: tuple[str, ...]) -> list[str]:
+        self.asked.append("unhealthy")
+        return []
+
+    def _start_ranks(
+        self, run: BatchRun, nodes: tuple[str, ...], deadline_s: float, save_after_s: float
+    ) -> tuple[Outcome, float]:
         self.used.append(nodes)
         start = run_dir.latest_step(self.directory)
         cause, steps = self.ending(len(self.used))
         save_only(self.directory, start + steps)
         run_dir.record(self.directory, run_dir.Attempt(len(self.used), "7", nodes, start, start + steps, 75, cause))
-        return Outcome(75) if cause in ("interrupted", "finished") else Outcome(1, Failure("", Evidence.ENDS, cause))
+        if cause in ("interrupted", "finished"):
+            return Outcome(75), 1.0
+        return Outcome(1, Failure("planted", Evidence.ENDS, cause)), 1.0
 
     def _requeue(self, job: str) -> None:
         self.requeued += 1
 
-    def run(self) -> int | str:
+    def supervise(self) -> int | str:
         """The supervisor's exit code; 'requeued' when Slurm would have ended it."""
         before = self.requeued
         try:
-            return supervise(self.job)
+            return supervise(self.run)
         except FrontierError:
             if self.requeued > before:
                 return "requeued"
             raise
 
 
-def test_a_job_that_is_warned_at_its_start_is_not_requeued_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "120")  # while --signal=USR1@2010 is more than the walltime
-    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 0), walltime_s=1200)
-    assert [cluster.run(), cluster.run()] == ["requeued", "requeued"]
-    with pytest.raises(FrontierError, match="told to stop before they had saved a further step") as caught:
-        cluster.run()
-    assert "--signal=USR1@N" in str(caught.value) and "here 120 s" in str(caught.value)
+def test_starts_of_earlier_jobs_count_as_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each requeued job starts the ranks once; the third gives the run up."""
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 0))
+    assert [cluster.supervise() for _ in range(3)] == ["requeued", "requeued", 2]
     assert (len(cluster.used), cluster.requeued) == (3, 2)
 
 
-def test_a_job_that_makes_progress_is_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 1))
-    assert [cluster.run() for _ in range(5)] == ["requeued"] * 5
-
-
-def test_a_walltime_shorter_than_the_warning_is_refused_before_any_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "2010")
-    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 1), walltime_s=1200)
-    with pytest.raises(
-        FrontierError, match="1200 s of walltime, but ranks are told to save 2010 s before its end"
-    ) as caught:
-        cluster.run()
-    assert "sbatch --time=67" in str(caught.value) and cluster.used == [] and cluster.requeued == 0
-
-
-def test_a_finished_run_does_not_ask_for_walltime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_does_not_wait_for_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_only(tmp_path, 100)
-    assert Cluster(tmp_path, monkeypatch, lambda number: ("crash", 0), walltime_s=1).run() == 0
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("crash", 0), walltime_s=1)
+    assert cluster.supervise() == 0 and cluster.asked == cluster.used == []
+
+
+def test_a_short_walltime_is_refused_after_the_checks_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 1), walltime_s=100)
+    admitted = list[BatchRun]()
+    assert supervise(cluster.run, admitted.append) == 2
+    assert admitted == [cluster.run] and cluster.used == []
+    assert "100 s of walltime" in capsys.readouterr().err
 
 
 def test_a_host_that_computes_wrongly_gives_way_to_the_spare_and_is_never_used_again(
@@ -114,9 +112,35 @@ def test_a_host_that_computes_wrongly_gives_way_to_the_spare_and_is_never_used_a
         return ("wrong results", 1) if number == 1 else ("interrupted", 99)
 
     cluster = Cluster(tmp_path, monkeypatch, ending)
-    assert cluster.run() == 0 and cluster.used == [("n0", "n1"), ("n0", "n2")]
+    assert cluster.supervise() == 0 and cluster.used == [("n0", "n1"), ("n0", "n2")]
+    failure = read_failure(tmp_path)
+    assert failure is not None and failure.what == "planted"
     run_dir.distrust(tmp_path, ["n2"])
     save_only(tmp_path, 1)
     with pytest.raises(FrontierError, match=r"--exclude=n\[1-2\]"):  # not requeued, perhaps onto the same nodes
-        cluster.run()
+        cluster.supervise()
     assert len(cluster.used) == 2 and cluster.requeued == 0
+
+
+def test_hosts_to_avoid_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 100))
+    monkeypatch.setattr(slurm, "unhealthy", lambda nodes: ["n1"])
+    assert cluster.supervise() == 0 and cluster.used == [("n0", "n2")]
+    assert run_dir.bad_hosts(tmp_path) == ["n1"]
+
+
+def test_the_supervisor_writes_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 100))
+    write_job(replace(cluster.run.job, spares=0))
+    assert cluster.supervise() == 0 and read_job(tmp_path) == cluster.run.job
+
+
+def test_a_record_of_another_run_stops_it_before_any_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path, monkeypatch, lambda number: ("interrupted", 100))
+    write_job(replace(cluster.run.job, run_dir=str(tmp_path / "other")))
+    (tmp_path / "other" / "job.json").rename(tmp_path / "job.json")
+    with pytest.raises(FrontierError, match=r"run_dir is .*other: the record of another run"):
+        cluster.supervise()
+    assert cluster.used == [] and cluster.requeued == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from frontier_llm.config import configs_dir
+from frontier_llm.config import configs_dir, load
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine.env import vendor_of_machine
 from frontier_llm.machine.load import (
@@ -141,6 +141,20 @@ def test_every_shipped_machine_states_its_device(name: str) -> None:
     assert machine.device.vendor == vendor_of_machine(name)
     assert (machine.device.architecture in ARCHITECTURES) == (name != "local")
     assert machine.device.flushes_fp16 == (machine.device.architecture == "gfx90a")
+
+
+@pytest.mark.parametrize(("former", "name"), [("eos", "h100"), ("selene", "a100")])
+def test_a_former_name_is_read_with_a_notice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], former: str, name: str
+) -> None:
+    load._new_name.cache_clear()  # the notice comes once in a process
+    assert load_machine(former) == load_machine(name)
+    assert f"machine {former!r} is now called {name!r}" in capsys.readouterr().err
+    assert former not in machine_names()
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: {former}\ntitle: mine\n")
+    assert rates(load_machine(str(path))) == rates(load_machine(name))
+    assert vendor_of_machine(former) == vendor_of_machine(name) == "nvidia"
 
 
 @pytest.mark.parametrize(

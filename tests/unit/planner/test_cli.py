@@ -16,6 +16,7 @@ from frontier_llm.blueprint.optimizers import ADAMW, state_bytes
 from frontier_llm.blueprint.parameters import model_parameters, total_parameters
 from frontier_llm.checkpoint.manifest import ITEM_BYTES
 from frontier_llm.cli.main import main
+from frontier_llm.cluster import sites
 from frontier_llm.config import load_model
 from frontier_llm.config.load import dump, load_run
 from frontier_llm.data.loader import data_problems
@@ -454,3 +455,30 @@ def test_fp16_on_a_device_that_flushes_is_pointed_out(tmp_path: Path, capsys: py
         written.write_text(f"base: train_small\nprecision: {{dtype: {dtype}}}\n")
         assert main(["plan", "--run", str(written), "--machine", machine, "--nodes", "1"]) == 0
         assert ("take numbers below 6.1e-5 for zero" in capsys.readouterr().err) is noted
+
+
+def test_nothing_but_validation_loads_the_measurements() -> None:
+    """What plans, trains or queues a run carries none of other people's clusters, nor what fits them."""
+    commands = ("plan", "train", "submit", "calibrate", "scaling")
+    script = f"""
+import sys
+from frontier_llm.cli import main
+{chr(10).join(f"import frontier_llm.cli.{name}" for name in commands)}
+assert main.main(["plan", "gpt-22b", "--machine", "frontier", "--nodes", "16", "--json", "--top", "1"]) == 0
+import frontier_llm.planner.predict
+loaded = sorted(name for name in sys.modules if name.startswith(("benchmarks", "scipy")))
+assert not loaded, loaded
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_validation_without_a_checkout_says_where_the_rows_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sites, "root_dir", lambda: tmp_path)  # as in an installed wheel
+    assert main(["plan", "--validate"]) == 2
+    said = capsys.readouterr().err
+    assert "installed from a wheel" in said and "benchmarks/published" in said
+    assert "python -m frontier_llm plan --validate" in said

@@ -22,7 +22,7 @@ def links(machine_name: str, **layout: Any) -> dict[str, str]:
 def test_tensor_names_its_ring_where_the_node_s_links_are_known() -> None:
     assert "links allow 250" in links("frontier")["tensor"] and "crosses a link of 50" in links("frontier")["tensor"]
     assert "one ring 0-1 crosses a link of 200" in links("lumi", tp=2)["tensor"]
-    assert "ring" not in links("selene")["tensor"]
+    assert "ring" not in links("a100")["tensor"]
 
 
 def test_shares_of_the_nics() -> None:

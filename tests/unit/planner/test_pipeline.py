@@ -52,7 +52,7 @@ def without_messages(numbers: Rates = FRONTIER) -> Rates:
         ("v-min", 4, 2, 150),
     ],
 )
-@pytest.mark.parametrize("machine", ["frontier", "selene"])
+@pytest.mark.parametrize("machine", ["frontier", "a100"])
 def test_extended_schedules_equal_the_full_list(
     schedule: str,
     pp: int,

@@ -41,19 +41,6 @@ def test_an_attempt_after_a_torn_line_is_not_lost(tmp_path: Path) -> None:
     assert [attempt.end_step for attempt in run_dir.attempts(tmp_path)] == [5, 7]
 
 
-def test_crash_loop_needs_three_without_progress(tmp_path: Path) -> None:
-    add(tmp_path, 0, 5)
-    add(tmp_path, 5, 5)
-    add(tmp_path, 5, 5)
-    assert not run_dir.crash_loop(tmp_path)
-    add(tmp_path, 5, 5, "node failure")
-    assert not run_dir.crash_loop(tmp_path)
-    add(tmp_path, 5, 5)
-    assert run_dir.crash_loop(tmp_path)
-    add(tmp_path, 5, 6)
-    assert not run_dir.crash_loop(tmp_path)
-
-
 def test_hosts_are_bad_when_down_or_first_to_fail_twice(tmp_path: Path) -> None:
     add(tmp_path, 0, 0, host="n1")
     assert run_dir.bad_hosts(tmp_path) == []

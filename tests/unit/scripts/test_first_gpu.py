@@ -126,7 +126,7 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
     )
     (tmp_path / "machine.yaml").write_text(content)
     here = load_machine(str(tmp_path / "machine.yaml"))
-    assert here.device.peak_tflops.value == 100 and here.in_flight.mode == "one" and here.environment == "eos"
+    assert here.device.peak_tflops.value == 100 and here.in_flight.mode == "one" and here.environment == "h100"
     assert here.stacks[OWN_STACK].flash_efficiency.value == 0.5 and here.stacks[OWN_STACK].hbm_efficiency.value == 0.9
 
 

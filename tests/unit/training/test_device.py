@@ -41,7 +41,7 @@ def run(*words: str) -> RunConfig:
         ("frontier", "nvidia", "torch 2.10.0 for CUDA 12.8", "an AMD GPU (gfx90a) on machine=frontier"),
         ("mi300x", "none", "torch 2.10.0 for CPUs", "an AMD GPU (gfx942) on machine=mi300x"),
         ("h200", "amd", "torch 2.10.0 for ROCm 7.0", "an NVIDIA GPU (sm_90) on machine=h200"),
-        ("selene", "none", "torch 2.10.0 for CPUs", "an NVIDIA GPU (sm_80) on machine=selene"),
+        ("a100", "none", "torch 2.10.0 for CPUs", "an NVIDIA GPU (sm_80) on machine=a100"),
     ],
 )
 def test_a_torch_of_another_vendor_is_refused(
@@ -57,7 +57,7 @@ def test_a_torch_of_another_vendor_is_refused(
 
 @pytest.mark.parametrize(
     ("machine", "architecture"),
-    [("frontier", "gfx90a:sramecc+:xnack-"), ("mi300x", "gfx942"), ("eos", "sm_90"), ("selene", "sm_86")],
+    [("frontier", "gfx90a:sramecc+:xnack-"), ("mi300x", "gfx942"), ("h100", "sm_90"), ("a100", "sm_86")],
 )
 def test_the_gpu_of_the_machine_file_is_taken(monkeypatch: pytest.MonkeyPatch, machine: str, architecture: str) -> None:
     pretend_gpus(monkeypatch, architecture=architecture)
@@ -67,7 +67,7 @@ def test_the_gpu_of_the_machine_file_is_taken(monkeypatch: pytest.MonkeyPatch, m
 
 
 @pytest.mark.parametrize(
-    ("machine", "architecture"), [("frontier", "gfx942"), ("mi300x", "gfx90a"), ("selene", "sm_90"), ("eos", "sm_80")]
+    ("machine", "architecture"), [("frontier", "gfx942"), ("mi300x", "gfx90a"), ("a100", "sm_90"), ("h100", "sm_80")]
 )
 def test_a_gpu_of_another_architecture_is_refused(
     monkeypatch: pytest.MonkeyPatch, machine: str, architecture: str

@@ -124,7 +124,7 @@ def test_the_first_scale_follows_the_batch_and_is_a_power_of_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "flushes"), [("frontier", True), ("lumi", True), ("mi250", True), ("mi300x", False), ("eos", False)]
+    ("machine", "flushes"), [("frontier", True), ("lumi", True), ("mi250", True), ("mi300x", False), ("h100", False)]
 )
 def test_only_mi200_flushes(machine: str, flushes: bool) -> None:
     device = load_machine(machine).device

@@ -16,18 +16,18 @@ import pytest
 from frontier_llm.cli.main import main
 from frontier_llm.cluster import slurm
 from frontier_llm.cluster.admission import Cost, admit_job
-from frontier_llm.cluster.job import nothing_to_do
-from frontier_llm.cluster.job_spec import make_job
+from frontier_llm.cluster.batch import open_batch
 from frontier_llm.cluster.sbatch import JOBS
 from frontier_llm.config import TrainConfig, available, load_run, saves_between, saves_nothing
 from frontier_llm.config.phases import PRODUCTION
 from frontier_llm.data.indexed_writer import IndexedWriter
-from frontier_llm.errors import ConfigError, FrontierError
+from frontier_llm.errors import ConfigError
 from frontier_llm.planner.predict import planned_saves
 from frontier_llm.run import run_dir
 from tests.harness.slurm import ROOT
 
 LARGE = ["train_22b", "train_175b", "train_1t"]
+WARNED = "job.warning_s=2010"
 ON_384_NODES = ["--site", "frontier", "--nodes", "384", "-A", "A", "--dry-run"]
 SUBMIT_1T = ["submit", "train_1t", *ON_384_NODES]
 SYNTHETIC = ["data.train=synthetic", "data.allow_synthetic=true"]
@@ -43,7 +43,6 @@ def allocation(monkeypatch: pytest.MonkeyPatch) -> None:
         "SLURMD_NODENAME": "n001",
         "SLURM_JOB_PARTITION": "batch",
         "FRONTIER_LLM_SITE": "frontier",
-        "FRONTIER_LLM_SIGNAL_LEAD_S": "2010",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -92,7 +91,7 @@ def test_a_benchmark_that_became_a_run_is_refused_with_the_production_script(
         "no checkpoint is written" in refusal and "slurm/pretrain_1t.sbatch (configs/runs/pretrain_1t.yaml)" in refusal
     )
     with pytest.raises(ConfigError, match=r"no checkpoint is written[^$]*slurm/pretrain_1t\.sbatch"):
-        admit_job(make_job(("train_1t", *words)))
+        admit_job(open_batch(("train_1t", *words)))
     main([*SUBMIT_1T, *words, "train.save_final=true"])  # these data are too few for a batch
     assert "no checkpoint is written" not in capsys.readouterr().err
 
@@ -181,13 +180,13 @@ def test_a_bare_sbatch_makes_the_same_checks(
 ) -> None:
     words = ("train_1t", f"train.run_dir={tmp_path}/r")
     with pytest.raises(ConfigError, match=r"15259 steps on synthetic data, about [\d,]+ node-hours"):
-        admit_job(make_job(("pretrain_1t", f"train.run_dir={tmp_path}/r", "data.train=synthetic")))
+        admit_job(open_batch(("pretrain_1t", WARNED, f"train.run_dir={tmp_path}/r", "data.train=synthetic")))
     with pytest.raises(ConfigError, match="GiB per device"):
-        admit_job(make_job((*words, "train.recompute=none", "batch.micro_batch=4")))
+        admit_job(open_batch((*words, "train.recompute=none", "batch.micro_batch=4")))
     capsys.readouterr()
-    admit_job(make_job(words))
+    admit_job(open_batch(words))
     err = capsys.readouterr().err
-    assert "5 steps of about 580 s" in err and "12 h" in err and "FRONTIER_LLM_MAX_NODE_HOURS" not in err
+    assert "5 steps of about 580 s" in err and "12 h" in err and "max_node_hours" not in err
     assert "384 nodes will import torch from" in err
 
 
@@ -207,12 +206,10 @@ def test_a_lead_time_shorter_than_a_step_is_pointed_out(
     """As with `sbatch slurm/train_1t.sbatch train.save_final=true`: the benchmark's script warns 60 s before the
     walltime.
     """
-    job = make_job(("train_1t", f"train.run_dir={tmp_path}/r", "train.save_final=true"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "60")
-        admit_job(job)
+    words = ("train_1t", f"train.run_dir={tmp_path}/r", "train.save_final=true")
+    admit_job(open_batch((*words, "job.warning_s=60")))
     assert "told to save 60 s before the walltime, but a step takes about 580 s" in capsys.readouterr().err
-    admit_job(job)
+    admit_job(open_batch((*words, WARNED)))
     assert "told to save" not in capsys.readouterr().err
 
 
@@ -220,30 +217,7 @@ def test_a_lead_time_shorter_than_a_step_is_pointed_out(
 def test_a_run_that_saves_nothing_is_not_continued(
     allocation: None, tmp_path: Path, words: tuple[str, ...], continuation: str
 ) -> None:
-    assert make_job(("train_1t", f"train.run_dir={tmp_path}/r", *words)).continue_with == continuation
-
-
-def test_a_chain_ends_when_its_node_hours_are_used(
-    allocation: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FRONTIER_LLM_MAX_NODE_HOURS", "1000")
-    job = make_job(("pretrain_1t", f"train.run_dir={tmp_path}"))
-    assert nothing_to_do(job) == "" and job.budget_left_s == pytest.approx(1000 * 3600 / 384)
-    ended = run_dir.Attempt(
-        1, "6", job.allocation.nodes, 0, 0, 75, "interrupted", started_unix_s=0.0, ended_unix_s=2 * 3600.0
-    )
-    run_dir.record(tmp_path, ended)
-    assert (
-        job.budget_left_s == pytest.approx(232 * 3600 / 384)
-        and job.budget_left_s > job.lead_s
-        and nothing_to_do(job) == ""
-    )
-    run_dir.record(tmp_path, ended)
-    assert "1,536.0 of 1,000.0 node-hours are used" in nothing_to_do(job)
-    for hours in ("many", "nan", "inf", "-1", "0"):
-        monkeypatch.setenv("FRONTIER_LLM_MAX_NODE_HOURS", hours)
-        with pytest.raises(FrontierError, match=f"'{hours}' is not a number of node-hours above 0"):
-            nothing_to_do(job)
+    assert open_batch(("train_1t", f"train.run_dir={tmp_path}/r", *words)).job.continuation == continuation
 
 
 def test_a_run_without_a_final_checkpoint_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,13 +261,3 @@ def stop_after_a_step(run: Path) -> None:
     while not run_dir.steps(run):
         time.sleep(0.02)
     (run / run_dir.STOP_FILE).touch()
-
-
-def test_a_job_whose_run_writes_no_final_checkpoint_is_finished(allocation: None, tmp_path: Path) -> None:
-    job = make_job(("train_1t", f"train.run_dir={tmp_path}"))
-    assert nothing_to_do(job) == ""
-    run_dir.record(
-        tmp_path,
-        run_dir.Attempt(1, "7", job.allocation.nodes, 0, 0, 0, "finished", started_unix_s=0.0, ended_unix_s=1.0),
-    )
-    assert "without a final checkpoint" in nothing_to_do(job)

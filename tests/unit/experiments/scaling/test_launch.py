@@ -10,7 +10,8 @@ from frontier_llm.cluster import doctor, slurm
 from frontier_llm.cluster.doctor import NodeFinding, Report
 from frontier_llm.cluster.sites import load_site
 from frontier_llm.errors import FrontierError
-from frontier_llm.experiments.scaling.launch import GRACE_S, AllocationRanks
+from frontier_llm.experiments.scaling.launch import GRACE_S, AllocationRanks, open_tool_job
+from frontier_llm.run.job import read_job
 
 
 @pytest.fixture
@@ -56,8 +57,15 @@ def test_nothing_starts_on_nodes_that_all_share_a_fault_or_are_too_few(
 
 
 def test_a_short_run_ends_before_slurm_may_warn_its_ranks(
-    ranks: AllocationRanks, monkeypatch: pytest.MonkeyPatch
+    ranks: AllocationRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(slurm, "time_left_s", lambda job_id: 2000.0)
+    site = load_site("local")
+    assert ranks.time_left_s() == 2000 - site.signal_lead_s - 60 - GRACE_S
     monkeypatch.setattr(slurm, "time_left_s", lambda job_id: 600.0)
-    monkeypatch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "120")
-    assert ranks.time_left_s() == 600 - 120 - 60 - GRACE_S  # a warning may come a minute early
+    tool = open_tool_job(tmp_path, "train_small", ["job.warning_s=120", "train.steps=9"], site=site, spares=1)
+    tool.record()
+    recorded = read_job(tmp_path)
+    assert recorded == tool.job and (recorded.nodes, recorded.spares, recorded.warning_s) == (2, 1, 120.0)
+    assert tool.overrides == ("machine=local", "train.steps=9")
+    assert tool.ranks.time_left_s() == 600 - 120 - 60 - GRACE_S  # a warning may come a minute early

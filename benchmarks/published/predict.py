@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+from benchmarks.published.datasets import PublishedRun
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.parameters import StageSpec
 from frontier_llm.config import RECOMPUTE, ModelConfig
+from frontier_llm.config.load import find_file
 from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.machine.rates import Rates
+from frontier_llm.machine.schema import Machine
 from frontier_llm.planner.costs.memory import memory_by_rank, total
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.planner.pipeline import play
-from frontier_llm.planner.published.datasets import PublishedRun
 
+MACHINES = Path(__file__).with_name("machines")
 POWERS = (1, 2, 4, 8)
 GRID: dict[str, Sequence[Any]] = {
     "micro_batch": POWERS,
@@ -48,10 +52,22 @@ class RowPrediction:
         return self.peak_bytes <= self.limit_bytes
 
 
+def machine_path(name: str) -> Path:
+    """The file of a machine of the rows: shipped with the package, or one that serves validation alone."""
+    own = MACHINES / f"{name}.yaml"
+    return own if own.is_file() else find_file(name, "machines")
+
+
+@lru_cache(maxsize=64)
+def cluster(name: str) -> Machine:
+    """A machine of the rows."""
+    return load_machine(str(machine_path(name)))
+
+
 @lru_cache(maxsize=64)
 def cluster_rates(machine: str, stack: str) -> Rates:
-    """The shipped constants of a cluster."""
-    return rates(load_machine(machine), stack or None)
+    """The constants of a cluster."""
+    return rates(cluster(machine), stack or None)
 
 
 def predict(rows: Sequence[PublishedRun], constants: Rates | None = None) -> list[RowPrediction]:

@@ -5,23 +5,22 @@ were not fitted.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.published.datasets import FITTED, PUBLISHED, SHIPPED, read_measurements, shipped
+from benchmarks.published.predict import MACHINES, RowPrediction, cluster, cluster_rates, complete, even_stages, predict
+from benchmarks.published.validate import is_fitted, score, validate_command
 from frontier_llm.blueprint.items import HEAD, PRODUCTS
 from frontier_llm.blueprint.work import block_work, head_work
+from frontier_llm.cli.main import main
 from frontier_llm.errors import DataError
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.memory import peak_memory
 from frontier_llm.planner.costs.seconds import RECOMPUTED, by_cause
-from frontier_llm.planner.published.datasets import FITTED, PUBLISHED, SHIPPED, read_measurements, shipped
-from frontier_llm.planner.published.predict import RowPrediction, cluster_rates, complete, even_stages, predict
-from frontier_llm.planner.published.validate import is_fitted, score, validate_command
 
 ROWS = shipped()
 
@@ -84,7 +83,7 @@ def test_rows_are_read_as_the_sources_mean_them() -> None:
     trillion = by_key["sc21t1-1T"]
     assert (trillion.layout.tp, trillion.layout.pp, trillion.layout.dp, trillion.layout.microbatches) == (8, 64, 6, 512)
     assert trillion.seconds == 102.63
-    assert (trillion.machine, trillion.stack) == ("selene", "megatron-lm")
+    assert (trillion.machine, trillion.stack) == ("a100", "megatron-lm")
     mosaic = by_key["mosaic-mi250-4"]  # four packages are eight GCDs, and the speed is per package
     assert mosaic.layout.devices == 8
     assert "micro_batch" in mosaic.unstated
@@ -156,7 +155,7 @@ def test_llama_3_405b_at_131072_tokens_is_timed_and_fits() -> None:
         ("MI300X", "FSDP", "bf16", "y", ("mi300x", "torchtitan")),
         ("H200 SXM", "distributed optimizer", "fp8", "y", ("h200", "megatron-core-fp8")),
         ("H800", "FSDP", "bf16", "y", ("torchtitan-h100", "torchtitan")),
-        ("A800-80GB", "zero-1", "bf16", "y", ("selene", "megatron-core")),
+        ("A800-80GB", "zero-1", "bf16", "y", ("a100", "megatron-core")),
         ("A100-40GB", "FSDP", "bf16", "y", ("llm-foundry-a100-40", "llm-foundry")),
         ("LUMI MI250X", "zero-1", "bf16", "y", ("lumi", "megatron-deepspeed")),
     ],
@@ -288,18 +287,13 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
         read_measurements(tmp_path / "absent.csv")
 
 
-def test_nothing_but_validation_loads_the_measurements() -> None:
-    """What plans, trains or queues a run carries none of other people's clusters, nor what fits them."""
-    commands = ("plan", "train", "submit", "calibrate", "scaling")
-    script = f"""
-import sys
-from frontier_llm.cli import main
-{chr(10).join(f"import frontier_llm.cli.{name}" for name in commands)}
-assert main.main(["plan", "gpt-22b", "--machine", "frontier", "--nodes", "16", "--json", "--top", "1"]) == 0
-import frontier_llm.planner.predict
-loaded = sorted(name for name in sys.modules if name.startswith(("frontier_llm.planner.published", "scipy")))
-assert not loaded, loaded
-assert "torch" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_command_scores_the_rows_of_the_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_table(tmp_path / "mine.tsv", {})
+    assert main(["plan", "--validate", str(path), "--json"]) == 0
+    assert [one["n"] for one in json.loads(capsys.readouterr().out)] == [1]
+
+
+def test_each_machine_of_the_rows_has_a_file() -> None:
+    names = {row.machine for row in ROWS}
+    assert names >= {path.stem for path in MACHINES.glob("*.yaml")}
+    assert all(cluster(name).title for name in names)

@@ -1,4 +1,4 @@
-"""How long before the walltime the ranks are told to save: measured where the run has saved before, else estimated."""
+"""How long before the walltime the ranks are told to save: measured if the run has saved before, else estimated."""
 
 from __future__ import annotations
 
@@ -7,41 +7,34 @@ from pathlib import Path
 
 from frontier_llm.cluster.sites import Site
 from frontier_llm.run import run_dir
-from frontier_llm.run.rank_env import environ
 
-MIN_LEAD_S = 120
+MIN_WARNING_S = 120
 GRAIN_S = 30
-SLURM_EARLY_S = 60.0  # --signal may come this much before its time (sbatch manual)
 
 
-def lead_s(step_s: float, save_s: float) -> int:
+def warning_s(step_s: float, save_s: float) -> int:
     """Twice (a step + a save) + 60 s, in whole half minutes, at least two minutes.
 
     A rank notices at the end of a step; a late step and a slow filesystem are allowed as much again; Slurm's clock has
     a grain of a minute.
     """
-    return max(MIN_LEAD_S, -(-int(2 * (step_s + save_s) + 60) // GRAIN_S) * GRAIN_S)
+    return max(MIN_WARNING_S, -(-int(2 * (step_s + save_s) + 60) // GRAIN_S) * GRAIN_S)
 
 
-def job_lead_s(site: Site) -> float:
-    """How long before its walltime Slurm warns this job: as its script has asked, else as the site's scripts do."""
-    return float(environ("FRONTIER_LLM_SIGNAL_LEAD_S") or site.signal_lead_s)
-
-
-def signal_lead_s(directory: Path, site: Site, expected_step_s: float = 0.0) -> int:
-    """The lead time for the next job of a run: from its own steps and saves, else the site's plus twice the expected
+def next_warning_s(directory: Path, site: Site, expected_step_s: float = 0.0) -> int:
+    """The warning time of the next job of a run: from its own steps and saves, else the site's plus twice the expected
     step.
     """
-    if (measured := measured_lead_s(directory)) is not None:
+    if (measured := measured_warning_s(directory)) is not None:
         return measured
     return site.signal_lead_s + -(-int(2 * expected_step_s) // GRAIN_S) * GRAIN_S
 
 
-def measured_lead_s(directory: Path) -> int | None:
+def measured_warning_s(directory: Path) -> int | None:
     """What the median step and the slowest save recorded in a run directory ask for; None before the first save."""
     saves = save_seconds(directory)
     steps = [float(row["step_time_s"]) for row in run_dir.steps(directory) if "step_time_s" in row]
-    return lead_s(statistics.median(steps), max(saves)) if saves and steps else None
+    return warning_s(statistics.median(steps), max(saves)) if saves and steps else None
 
 
 def save_seconds(directory: Path) -> list[float]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.published.datasets import FITTED, PublishedRun, read_stated, shipped
+from benchmarks.published.predict import RowPrediction, predict
 from frontier_llm.errors import DataError
-from frontier_llm.planner.published.datasets import FITTED, PublishedRun, read_stated, shipped
-from frontier_llm.planner.published.predict import RowPrediction, predict
 from frontier_llm.tables import aligned
 from frontier_llm.units import plural, strict_json
 
@@ -135,7 +135,7 @@ def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bo
         raise DataError(
             "no row holds a time, a model shape, a known cluster and a layout that exists here"
             + (f"; {why}" if left_out else ""),
-            "see frontier_llm/planner/published for the columns",
+            "see benchmarks/published for the columns",
             "plan --validate",
         )
     if left_out:

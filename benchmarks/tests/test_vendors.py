@@ -8,23 +8,23 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
 from math import exp, log
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+from benchmarks.harness import MEASURED
+from benchmarks.published import predict
+from benchmarks.published.predict import peak_bytes
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.work import model_flops_per_token
 from frontier_llm.config import load_model
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.kernels import pace
 from frontier_llm.planner.costs.time import step_s
-from frontier_llm.planner.published import predict
-from frontier_llm.planner.published.predict import peak_bytes
 from frontier_llm.units import TERA
 
 cluster_rates = cache(predict.cluster_rates)  # reads a file
-PAGE = (Path(__file__).parents[3] / "docs" / "benchmarks" / "scaling.md").read_text()
+PAGE = (MEASURED / "scaling.md").read_text(encoding="utf-8")
 MODELS = ("mpt-1b", "mpt-3b", "mpt-7b", "mpt-13b")
 NODE = 8  # A100, or GCDs of four MI250
 OF_40_GB = ("llm-foundry-a100-40", "llm-foundry")

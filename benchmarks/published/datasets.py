@@ -16,10 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from frontier_llm.blueprint.layout import Layout
-from frontier_llm.config import ModelConfig
-from frontier_llm.errors import DataError
-from frontier_llm.planner.published.rows import (
+from benchmarks.published.rows import (
     Row,
     layout_of_row,
     model_of,
@@ -28,6 +25,9 @@ from frontier_llm.planner.published.rows import (
     shape_of,
     unstated_of,
 )
+from frontier_llm.blueprint.layout import Layout
+from frontier_llm.config import ModelConfig
+from frontier_llm.errors import DataError
 
 PUBLISHED = Path(__file__).parent
 SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", "collected.tsv")
@@ -65,11 +65,11 @@ COMPUTE = ("gemm_efficiency", "gemm_k_half", "hbm_efficiency", "kernel_s", "step
 TENSOR = ("fabric_bytes_s/2", "fabric_bytes_s/4", "fabric_bytes_s/8", "fabric_latency_s")
 SPREAD = ("network_efficiency", "network_crowding")
 
-# which constants the fitted half of each (machine, stack)'s rows determines (scripts/fit_machines.py fits them)
+# Constants that the fitted half of each (machine, stack)'s rows determines (benchmarks/planner/fit_machines.py)
 FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("vtrain-a100", "megatron-lm"): (*COMPUTE, *TENSOR, *SPREAD, "microbatch_s", "network_latency_s"),
     ("vtrain-a100-node", "megatron-lm"): (*COMPUTE, *TENSOR, "launch_s", "microbatch_s", "fabric_hop_s"),
-    ("selene", "megatron-lm"): (
+    ("a100", "megatron-lm"): (
         "gemm_efficiency",
         "hbm_efficiency",
         "kernel_s",
@@ -91,8 +91,8 @@ FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("llm-foundry-h100", "llm-foundry-fp8"): ("linear_speedup",),
     ("torchtitan-a100", "torchtitan"): ("gemm_efficiency", "flash_efficiency", "network_efficiency"),
     ("torchtitan-h100", "torchtitan"): ("gemm_efficiency",),
-    ("eos", "megatron-core"): ("gemm_efficiency", "hbm_efficiency"),
-    ("eos", "megatron-core-fp8"): ("linear_speedup",),
+    ("h100", "megatron-core"): ("gemm_efficiency", "hbm_efficiency"),
+    ("h100", "megatron-core-fp8"): ("linear_speedup",),
     ("frontier", "gpt-neox"): ("unaligned_penalty", "fabric_share"),
 }
 
@@ -118,10 +118,10 @@ VTRAIN_COLUMNS = {
 # Known clusters
 # come first; after them any code of a kind on a kind of hardware
 CLUSTERS = (
-    (r"^korth|^sc21|selene", "selene", "megatron-lm"),
+    (r"^korth|^sc21|selene", "a100", "megatron-lm"),
     (r"jean zay", "jean-zay", "megatron-deepspeed"),
-    (r"(bridge|mcore|eos).*fp8", "eos", "megatron-core-fp8"),
-    (r"^mcore|bridge|eos", "eos", "megatron-core"),
+    (r"(bridge|mcore|eos).*fp8", "h100", "megatron-core-fp8"),
+    (r"^mcore|bridge|eos", "h100", "megatron-core"),
     (r"titan.*(mi250|frontier)|emin", "frontier", "torchtitan"),
     (r"titan.*h100.*fp8", "torchtitan-h100", "torchtitan-fp8"),
     (r"titan.*h100|h100.*torchtitan", "torchtitan-h100", "torchtitan"),
@@ -142,14 +142,14 @@ CLUSTERS = (
     (r"h200.*fp8", "h200", "megatron-core-fp8"),
     (r"h200.*fsdp", "h200", "torchtitan"),
     (r"h200", "h200", "megatron-core"),
-    (r"h[18]00.*fp8", "eos", "megatron-core-fp8"),
+    (r"h[18]00.*fp8", "h100", "megatron-core-fp8"),
     (r"h[18]00.*fsdp", "torchtitan-h100", "torchtitan"),
-    (r"h[18]00", "eos", "megatron-core"),
+    (r"h[18]00", "h100", "megatron-core"),
     (r"a100.*40 ?gb.*fsdp", "llm-foundry-a100-40", "llm-foundry"),
     (r"a[18]00.*fsdp", "torchtitan-a100", "torchtitan"),
-    (r"deepspeed.*a[18]00|a[18]00.*deepspeed", "selene", "megatron-deepspeed"),
-    (r"a[18]00.*flash: [yv]", "selene", "megatron-core"),
-    (r"a[18]00", "selene", "megatron-lm"),
+    (r"deepspeed.*a[18]00|a[18]00.*deepspeed", "a100", "megatron-deepspeed"),
+    (r"a[18]00.*flash: [yv]", "a100", "megatron-core"),
+    (r"a[18]00", "a100", "megatron-lm"),
 )
 
 
@@ -176,7 +176,7 @@ def read_table(path: Path) -> list[Row]:
             "'hidden', 'TP', 'PP', …): "
             f"{header[:80]}",
             where=str(path),
-            fix="name the columns as in frontier_llm/planner/published",
+            fix="name the columns as in benchmarks/published",
         )
     rows = list[Row]()
     heads = dict[str, str]()
@@ -229,7 +229,7 @@ def _unlike_anything_here(row: Row) -> str:
 
 
 def shipped() -> list[PublishedRun]:
-    """Everything that comes with the package."""
+    """All rows of this folder."""
     return [row for name in SHIPPED for row in read_measurements(PUBLISHED / name)]
 
 
@@ -264,7 +264,11 @@ def _published_run(row: Row) -> PublishedRun | None:
     # rest
     half = recompute.startswith(("selective layer", "selective op"))
     software: dict[str, Any] = {"checkpoints_cut": "partition" in recompute}
-    if flash := {"y": "flash", "v": "flash", "n": "unfused"}.get(row["flash_attn"][:1]):
+    if flash := {
+        "y": "flash",
+        "v": "flash",
+        "n": "unfused",
+    }.get(row["flash_attn"][:1]):
         software["attention"] = flash
     return PublishedRun(
         key=row["id"],

@@ -64,7 +64,14 @@ def shape_of(row: Row) -> dict[str, int] | None:
     layers = int(number_of(row["layers"])) or round(
         (number_of(row["params_b"]) * 1e9 - V * H) / (4 * H * H + 2 * H * F)
     )
-    return {"S": S, "V": V, "layers": layers, "H": H, "A": int(number_of(row["heads"])) or H // 128, "F": F}
+    return {
+        "S": S,
+        "V": V,
+        "layers": layers,
+        "H": H,
+        "A": int(number_of(row["heads"])) or H // 128,
+        "F": F,
+    }
 
 
 def _dies(row: Row) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from frontier_llm.cluster import slurm
-from frontier_llm.cluster.hand_on import hand_on
-from frontier_llm.cluster.job_spec import BatchJob
+from frontier_llm.cluster.batch import BatchRun
 from frontier_llm.cluster.sites import load_site
+from frontier_llm.cluster.supervisor import queue_successor
 from frontier_llm.config import load_run
 from frontier_llm.run import run_dir
+from frontier_llm.run.job import Job, read_job
 
 
 def test_a_successor_runs_where_its_predecessor_did_on_none_of_the_bad_hosts(
@@ -30,13 +32,26 @@ def test_a_successor_runs_where_its_predecessor_did_on_none_of_the_bad_hosts(
     (tmp_path / "job.sbatch").touch()
     run_dir.add_bad_hosts(tmp_path, ["n1"])
     allocation = slurm.Allocation("7", ("n0", "n1"), "n0", 1, 1)
-    job = BatchJob(
-        load_run("train_small"), ("train_small",), tmp_path, load_site("local"), allocation, continue_with="successor"
+    rows = [
+        {"kind": "step", "step": 1, "loss": 1.0, "time": 100.0, "step_time_s": 30.0},
+        {"kind": "save", "step": 1, "time": 190.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = Job(
+        run_dir=str(tmp_path), words=("train_small",), site="local", nodes=2, warning_s=600, continuation="successor"
     )
-    assert hand_on(job) == 0 and run_dir.queued_job(tmp_path) == "8"
+    queue_successor(BatchRun(job=job, config=load_run("train_small"), site=load_site("local"), allocation=allocation))
+    assert run_dir.queued_job(tmp_path) == "8"
     ((command, env),) = calls
     assert {"--account=abc1", "--partition=extended", "--qos=normal", "--exclude=n1", "--dependency=afterany:7"} <= set(
         command
     )
     assert f"--output={tmp_path}/job-%j.out" in command and command[-1] == f"{tmp_path}/job.sbatch"
-    assert f"--signal=USR1@{env['FRONTIER_LLM_SIGNAL_LEAD_S']}" in command
+    recorded = read_job(tmp_path)
+    assert recorded is not None and recorded.warning_s == 300  # measured: 2 x (30 + 90) + 60
+    assert "--signal=USR1@300" in command and env.get("FRONTIER_LLM_SIGNAL_LEAD_S") is None
+    # a script from before job.json reads the variable
+    monkeypatch.setenv("FRONTIER_LLM_SIGNAL_LEAD_S", "25")
+    monkeypatch.setattr(slurm, "is_active", lambda job_id: False)
+    queue_successor(BatchRun(job=job, config=load_run("train_small"), site=load_site("local"), allocation=allocation))
+    assert calls[-1][1]["FRONTIER_LLM_SIGNAL_LEAD_S"] == "300"

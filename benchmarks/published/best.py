@@ -1,0 +1,71 @@
+"""Write the best published rates, which `plan` prints beside its own, into frontier_llm/planner/best_published.json.
+
+    python -m benchmarks.published.best [--check]
+
+With --check nothing is written, and the exit code is 1 if the file differs from the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+
+from benchmarks.published.datasets import shipped
+from benchmarks.published.predict import cluster
+from frontier_llm.blueprint.parameters import total_parameters
+from frontier_llm.blueprint.work import model_flops_per_token
+from frontier_llm.planner.promise import BEST_PUBLISHED, family, size_class
+from frontier_llm.units import TERA
+
+LONGEST_KEY = 40  # a run with a longer key is named by its data set
+
+
+def best_of_rows() -> dict[str, dict[int, tuple[float, str]]]:
+    """Family of devices → size class of the model → (model TFLOP/s per device, which run).
+
+    Runs in fp8 are left out, and runs with context parallelism, whose rates depend on whether masked scores count.
+    """
+    best: dict[str, dict[int, tuple[float, str]]] = defaultdict(dict)
+    for row in shipped():
+        if row.stack.endswith("fp8") or row.layout.cp > 1:
+            continue
+        tokens = row.layout.global_batch * row.model.sequence_length
+        tflops = model_flops_per_token(row.model) * tokens / row.seconds / row.layout.devices / TERA
+        of_family = best[family(cluster(row.machine).device.name)]
+        size = size_class(total_parameters(row.model))
+        name = row.key if len(row.key) < LONGEST_KEY else row.dataset
+        of_family[size] = max(of_family.get(size, (0.0, "")), (round(tflops, 1), name))
+    return best
+
+
+def as_json(best: dict[str, dict[int, tuple[float, str]]]) -> str:
+    """The file's content: a line per size class."""
+    families = []
+    for device, sizes in sorted(best.items()):
+        rows = []
+        for size, value in sorted(sizes.items()):
+            rows.append(f'  "{size}": {json.dumps(value)}')
+        lines = ",\n".join(rows)
+        families.append(f'"{device}": {{\n{lines}\n }}')
+    content = ",\n ".join(families)
+    return f"{{\n {content}\n}}\n"
+
+
+def main() -> int:
+    """1 with --check if the file is not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare alone")
+    check = parser.parse_args().check
+    content = as_json(best_of_rows())
+    if not check:
+        BEST_PUBLISHED.write_text(content, encoding="utf-8")
+    elif BEST_PUBLISHED.read_text(encoding="utf-8") != content:
+        print(f"{BEST_PUBLISHED} differs from the rows: run python -m benchmarks.published.best", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

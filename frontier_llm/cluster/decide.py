@@ -1,0 +1,246 @@
+"""The supervisor's decisions: records in, one decision out. No I/O, no clock.
+
+`decide` is called before each start of the ranks and after it. `cluster.supervisor` reads the records from Slurm, the
+clock and the run directory, and carries the decision out. A simulation makes the records itself (`History.after`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from frontier_llm.errors import Problem
+from frontier_llm.run import hostlist
+from frontier_llm.run.failure import FILE as FAILURE_FILE
+from frontier_llm.run.holder import STALE_AFTER_S
+from frontier_llm.run.job import Job
+from frontier_llm.run.run_dir import STOP_FILE, Attempt, crashed_twice, is_finished
+
+CRASH_LOOP = 3  # starts in a row without a further saved step, after which the run is given up
+LOCK_STALE_S = STALE_AFTER_S + 5.0
+RESERVE_S = 20.0  # of the walltime, for requeueing
+SLURM_EARLY_S = 60.0  # Slurm may send the warning of --signal this much before its time (sbatch manual)
+
+
+@dataclass(frozen=True)
+class History:
+    """What the run has done so far, in all its jobs."""
+
+    target_step: int  # train.steps
+    saves_final: bool = True  # train.save_final
+    saved_step: int = 0  # of the newest complete checkpoint
+    node_hours: float = 0.0  # that all starts have used
+    last: Attempt | None = None  # the newest start
+    is_own: bool = False  # whether `last` belongs to this start of the supervisor
+    recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts; those that a node failure ended are left out
+    crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash
+    bad_hosts: frozenset[str] = frozenset()  # that are used again only if no other is left
+    untrusted_hosts: frozenset[str] = frozenset()  # that computed wrongly: never used again
+
+    def after(self, attempt: Attempt, saved_step: int, *, is_own: bool = True) -> History:
+        """The history with one more start, after which the newest checkpoint has `saved_step`."""
+        recent = self.recent
+        if attempt.cause != "node failure":
+            recent = (*recent, attempt)[-CRASH_LOOP:]
+        crashed = self.crashed_hosts
+        if attempt.cause == "crash" and attempt.failed_host:
+            crashed = (*crashed, attempt.failed_host)
+        return replace(
+            self,
+            saved_step=saved_step,
+            node_hours=self.node_hours + attempt.node_hours,
+            last=attempt,
+            is_own=is_own,
+            recent=recent,
+            crashed_hosts=crashed,
+            bad_hosts=self.bad_hosts | crashed_twice(crashed),
+        )
+
+    @property
+    def is_crash_loop(self) -> bool:
+        """Whether the newest starts made no progress at all, node failures aside."""
+        is_full = len(self.recent) == CRASH_LOOP
+        return is_full and all(attempt.end_step <= self.recent[0].start_step for attempt in self.recent)
+
+
+@dataclass(frozen=True)
+class Now:
+    """What Slurm, the clock and the user say at this moment."""
+
+    unix_s: float
+    nodes: tuple[str, ...]  # of the allocation, in its order
+    unhealthy: tuple[str, ...] = ()  # nodes of the allocation that Slurm calls down, draining, failing or silent
+    slow_hosts: tuple[str, ...] = ()  # that were named slow as often as the site tolerates
+    time_left_s: float | None = None  # until the walltime; None: no limit
+    stop_requested: bool = False  # the file STOP exists
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start the ranks."""
+
+    nodes: tuple[str, ...]
+    wait_s: float = 0.0  # before the start, until the lock of the last one is stale
+    deadline_s: float | None = None  # end the ranks after this time; None: never
+    save_after_s: float = math.inf  # tell the ranks to save and end after this time, because the budget ends
+    avoid: tuple[str, ...] = ()  # hosts to add to the run's bad hosts
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """Put the same job back into the queue."""
+
+    reason: str
+    avoid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Successor:
+    """Make sure that exactly one new job is queued, on none of the bad hosts."""
+
+    reason: str
+    avoid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """End in order: the run is finished, was stopped, or is not to be continued."""
+
+    reason: str
+    avoid: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End with a failure that another start would not repair."""
+
+    problem: Problem
+    exit_code: int
+    avoid: tuple[str, ...] = ()
+
+
+Decision = Start | Requeue | Successor | Done | GiveUp
+
+
+def decide(job: Job, history: History, now: Now) -> Decision:
+    """What the supervisor of `job` does next."""
+    last = history.last if history.is_own else None
+    if last is not None and last.cause == "refused":
+        what = "the ranks refused this run, so that it is not started again"
+        return GiveUp(Problem("", what, f"see {job.directory / FAILURE_FILE}"), last.exit_code or 2)
+    if reason := reason_to_end(job, history, now.stop_requested):
+        return Done(reason)
+    if last is None and now.time_left_s is not None and now.time_left_s < job.warning_s:
+        return GiveUp(_short_walltime(job, now.time_left_s), 2)
+    if last is not None and history.is_crash_loop:
+        return _give_up_crash_loop(job, history, last)
+    if last is not None and _is_job_over(job, last, now):
+        return _next_job(job, history, now, f"this job ends: {last.cause}")
+    return _start(job, history, now)
+
+
+def reason_to_end(job: Job, history: History, stop_requested: bool) -> str:
+    """Why no further start is wanted: the run is finished, stopped by a person, or out of budget; '' otherwise."""
+    step = history.saved_step
+    if is_finished(step, history.target_step, history.saves_final, history.last):
+        if step >= history.target_step:
+            return f"finished: step {step} of {history.target_step}"
+        return "finished, without a final checkpoint (train.save_final=false)"
+    if stop_requested:
+        return f"stopped at step {step} by {job.directory / STOP_FILE}; delete it to go on"
+    if job.max_node_hours is not None and budget_left_s(job, history) <= job.warning_s:
+        used = f"{history.node_hours:,.1f} of {job.max_node_hours:,.1f} node-hours are used"
+        return (
+            f"stopped at step {step}: {used}, and a further start would not save in time; a higher "
+            f"job.max_node_hours goes on"
+        )
+    return ""
+
+
+def budget_left_s(job: Job, history: History) -> float:
+    """Time for which the job's nodes may still run within the budget; infinite without a budget."""
+    if job.max_node_hours is None:
+        return math.inf
+    return (job.max_node_hours - history.node_hours) * 3600 / job.nodes
+
+
+def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
+    """Whether no further start fits: the ranks were told to end, or Slurm's warning is past."""
+    if last.cause in ("interrupted", "finished", "walltime"):
+        return True
+    latest_s = max(job.warning_s + SLURM_EARLY_S, 2 * RESERVE_S)
+    return now.time_left_s is not None and now.time_left_s < latest_s
+
+
+def _short_walltime(job: Job, left_s: float) -> Problem:
+    """The warning is due already: ranks would save what they have just loaded, without end."""
+    what = f"{left_s:.0f} s of walltime, but ranks are told to save {job.warning_s:.0f} s before its end"
+    minutes = -(-2 * int(job.warning_s) // 60)
+    fix = f"sbatch --time={minutes} or more; or lower --signal and job.warning_s, both, if a step and a save need less"
+    return Problem("walltime", what, fix)
+
+
+def _give_up_crash_loop(job: Job, history: History, last: Attempt) -> GiveUp:
+    step = history.saved_step
+    if last.cause in ("interrupted", "finished"):
+        what = (
+            f"three starts in a row were told to stop before they had saved a further step, the last at step {step}: "
+            f"giving up"
+        )
+        fix = (
+            f"give more walltime (sbatch --time) than its warning leads by: --signal=USR1@N of the script, and "
+            f"job.warning_s, here {job.warning_s:.0f} s"
+        )
+        return GiveUp(Problem("requeue", what, fix), 2)
+    see = job.directory / FAILURE_FILE
+    return GiveUp(Problem("", f"three attempts ended at step {step}: giving up; see {see}"), last.exit_code or 1)
+
+
+def _next_job(job: Job, history: History, now: Now, reason: str) -> Decision:
+    """What continues the run after this job."""
+    avoid = now.slow_hosts
+    last = history.last if history.is_own else None
+    if job.continuation == "never":
+        if last is not None and not last.failed:
+            return Done("not continued: job.continuation is never", avoid)
+        what = f"the run is not done and not continued, because job.continuation is never ({reason})"
+        exit_code = 1 if last is None else last.exit_code or 1
+        return GiveUp(Problem("", what, "start it again; it goes on from its newest checkpoint"), exit_code, avoid)
+    # a requeued job may get the same nodes again; a new job excludes them
+    if job.continuation == "requeue" and history.untrusted_hosts.isdisjoint(now.nodes):
+        return Requeue(reason, avoid)
+    return Successor(reason, avoid)
+
+
+def _start(job: Job, history: History, now: Now) -> Decision:
+    """A start on the best nodes, in the allocation's order; the next job if too few are left."""
+    avoid = (*now.unhealthy, *now.slow_hosts)
+    unusable = {*now.unhealthy, *history.untrusted_hosts} & {*now.nodes}
+    usable = [node for node in now.nodes if node not in unusable]
+    if len(usable) < job.nodes:
+        reason = f"{hostlist.compress(sorted(unusable))} failed; {len(usable)} nodes are left of the {job.nodes} needed"
+        decision = _next_job(job, history, now, reason)
+        return replace(decision, avoid=avoid)
+    bad = {*history.bad_hosts, *avoid}
+    best = sorted(usable, key=bad.__contains__)[: job.nodes]
+    nodes = tuple(node for node in usable if node in best)
+    wait_s = _lock_wait_s(history.last, nodes[0], now.unix_s)
+    deadline_s = None if now.time_left_s is None else max(1.0, now.time_left_s - wait_s - RESERVE_S)
+    return Start(
+        nodes=nodes,
+        wait_s=wait_s,
+        deadline_s=deadline_s,
+        save_after_s=budget_left_s(job, history) - job.warning_s,
+        avoid=avoid,
+    )
+
+
+def _lock_wait_s(last: Attempt | None, first_node: str, unix_s: float) -> float:
+    """Time until the checkpoints' lock of the last start is stale.
+
+    Rank 0 holds this lock. After a crash, another node can tell only by the lock's silence that the holder is dead.
+    """
+    if last is None or not last.failed or last.nodes[0] == first_node:
+        return 0.0
+    left_s = last.ended_unix_s + LOCK_STALE_S - unix_s
+    return min(max(0.0, left_s), LOCK_STALE_S)  # the clock may have been set back since

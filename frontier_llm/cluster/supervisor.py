@@ -1,0 +1,220 @@
+"""The supervisor in the batch shell of a job: a thin shell around `cluster.decide` (launch/job.sh starts it).
+
+One attempt is one srun of every rank. `decide` says what comes next. This module reads its records from Slurm, the
+clock and the run directory, starts the ranks, and carries out the last decision.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from frontier_llm import log
+from frontier_llm.cluster import slurm
+from frontier_llm.cluster.attempt import start_ranks
+from frontier_llm.cluster.batch import TRAIN, BatchRun, open_batch
+from frontier_llm.cluster.decide import (
+    Done,
+    GiveUp,
+    History,
+    Now,
+    Requeue,
+    Start,
+    Successor,
+    decide,
+    reason_to_end,
+)
+from frontier_llm.cluster.doctor import preflight
+from frontier_llm.cluster.submit import SCRIPT, queue, sbatch_command
+from frontier_llm.cluster.warning_time import measured_warning_s
+from frontier_llm.errors import FrontierError
+from frontier_llm.run import hostlist, run_dir
+from frontier_llm.run.failure import write_failure
+from frontier_llm.run.holder import last_start, living_holder, refuse_second_start, reserved
+from frontier_llm.run.job import read_job, write_job
+from frontier_llm.run.rank_env import environ
+from frontier_llm.run.records import damaged_lines
+
+OLD_WARNING_VARIABLE = "FRONTIER_LLM_SIGNAL_LEAD_S"
+
+
+def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: None) -> int:
+    """Start the ranks until the run is finished, stopped, or continued by another job.
+
+    `admit` may refuse what is left of the run. Returns the exit code of the batch script.
+    """
+    refuse_second_holder(run)
+    if read_job(run.directory) != run.job:
+        with reserved(run.directory):
+            write_job(run.job)
+    _warn_of_records(run)
+    earlier = len(run_dir.attempts(run.directory))
+    decision = look_and_decide(run, earlier)
+    if not isinstance(decision, Done):
+        admit(run)
+        if run.job.preflight and not isinstance(decision, GiveUp):
+            bad = preflight(run.site, run.directory, run.allocation.nodes, run.job.nodes)
+            run_dir.add_bad_hosts(run.directory, bad)
+    while isinstance(decision := look_and_decide(run, earlier), Start):
+        run_dir.add_bad_hosts(run.directory, decision.avoid)
+        attempt(run, decision)
+    run_dir.add_bad_hosts(run.directory, decision.avoid)
+    return carry_out(run, decision)
+
+
+def look_and_decide(run: BatchRun, earlier: int) -> Start | Requeue | Successor | Done | GiveUp:
+    """The decision of this moment. `earlier`: recorded starts before this supervisor."""
+    history = read_history(run, earlier)
+    stop_requested = (run.directory / run_dir.STOP_FILE).exists()
+    now = Now(unix_s=time.time(), nodes=run.allocation.nodes, stop_requested=stop_requested)
+    if not reason_to_end(run.job, history, stop_requested):  # a finished run does not need Slurm's answers
+        now = replace(
+            now,
+            unhealthy=tuple(slurm.unhealthy(run.allocation.nodes)),
+            slow_hosts=too_slow(run),
+            time_left_s=slurm.time_left_s(run.allocation.job_id),
+        )
+    return decide(run.job, history, now)
+
+
+def read_history(run: BatchRun, earlier: int) -> History:
+    """What the run directory records of the run."""
+    history = History(
+        target_step=run.config.train.steps,
+        saves_final=run.config.train.save_final,
+        bad_hosts=frozenset(run_dir.listed_bad_hosts(run.directory)),
+        untrusted_hosts=frozenset(run_dir.untrusted_hosts(run.directory)),
+    )
+    saved_step = run_dir.latest_step(run.directory)
+    for number, made in enumerate(run_dir.attempts(run.directory)):
+        history = history.after(made, saved_step, is_own=number >= earlier)
+    return replace(history, saved_step=saved_step)
+
+
+def too_slow(run: BatchRun) -> tuple[str, ...]:
+    """Hosts that were named slow as often as the site tolerates."""
+    limit = run.site.exclude_slow_after
+    if limit is None:
+        return ()
+    return tuple(slow.host for slow in run_dir.slow_hosts(run.directory) if slow.times >= limit)
+
+
+def attempt(run: BatchRun, start: Start) -> None:
+    """Start all ranks once, wait for their end, and record it."""
+    if start.wait_s > 0:
+        log.info(f"rank 0 moves to {start.nodes[0]}: waiting {start.wait_s:.0f} s until the old lock is stale")
+        time.sleep(start.wait_s)
+    outcome, _ = start_ranks(run, start.nodes, start.deadline_s, start.save_after_s)
+    if outcome.failure is not None:
+        write_failure(run.directory, outcome.failure, complete=True)
+
+
+def carry_out(run: BatchRun, decision: Requeue | Successor | Done | GiveUp) -> int:
+    """Do what ends this job. Returns the exit code of the batch script."""
+    match decision:
+        case Done():
+            log.info(decision.reason)
+            return 0
+        case GiveUp():
+            print(f"error: {decision.problem}", file=sys.stderr)
+            return decision.exit_code
+        case Requeue():
+            log.info(decision.reason)
+            requeue(run.allocation.job_id)
+            return 0
+        case Successor():
+            log.info(decision.reason)
+            queue_successor(run)
+            return 0
+
+
+def requeue(job_id: str) -> None:
+    """Put this job back into the queue. Slurm then ends this shell. Raises FrontierError if it does not."""
+    log.info(f"requeueing job {job_id}")
+    sys.stderr.flush()
+    slurm.requeue(job_id)
+    time.sleep(120)
+    raise FrontierError(f"job {job_id} was requeued but is still here", "scancel it", "scontrol requeue")
+
+
+def queue_successor(run: BatchRun) -> None:
+    """Queue one new job by the run's own script, unless one is queued already. It avoids the run's bad hosts.
+
+    The new job starts when this one has ended.
+    """
+    queued = run_dir.queued_job(run.directory)
+    if queued not in ("", run.allocation.job_id) and slurm.is_active(queued):
+        log.info(f"successor {queued} is already queued")
+        return
+    script = run.directory / SCRIPT
+    bad = run_dir.bad_hosts(run.directory)
+    if not script.is_file():
+        fix = "start the run with frontier-llm submit, or use job.continuation=requeue"
+        if bad:
+            excluded = hostlist.compress(bad)
+            fix = (
+                f"submit again, with sbatch --exclude={excluded} or with frontier-llm submit, which "
+                f"excludes them itself"
+            )
+        raise FrontierError(f"there is no {script}", fix, "successor")
+    warning_s = measured_warning_s(run.directory) or round(run.job.warning_s)
+    options = {
+        # where this job runs and which account pays for it: `submit` has put that beside the script, not into it
+        **{name: environ(f"SLURM_JOB_{name.upper()}") for name in ("account", "partition", "qos")},
+        "dependency": f"afterany:{run.allocation.job_id}",
+        "signal": f"USR1@{warning_s}",
+        "exclude": hostlist.compress(bad),
+    }
+    # a script from before job.json reads the variable
+    variables = {OLD_WARNING_VARIABLE: str(warning_s)} if environ(OLD_WARNING_VARIABLE) else {}
+    job_id = queue(run.directory, sbatch_command(run.directory, options), variables)
+    write_job(replace(run.job, warning_s=float(warning_s)))
+    log.info(f"successor {job_id} is queued")
+
+
+def refuse_second_holder(run: BatchRun) -> None:
+    """Raise FrontierError if another live job owns the run directory."""
+    living = living_holder(run.directory)
+    if living is not None and not living.job:  # a rank of a job may have died just now: Slurm says whether it lives
+        refuse_second_start(run.directory)
+    other = last_start(run.directory)
+    if not other or other["job_id"] == run.allocation.job_id:
+        return
+    if slurm.job_fields(other["job_id"]).get("JobState") in slurm.ACTIVE - {"PENDING"}:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other["since_unix_s"]))
+        raise FrontierError(
+            f"job {other['job_id']} on {other['host']} has been running it since {since}",
+            f"scancel {other['job_id']}, or choose another train.run_dir",
+            str(run.directory),
+        )
+
+
+def _warn_of_records(run: BatchRun) -> None:
+    """Warn of starts that cannot be read, and of a warning time that has been too short so far."""
+    if what := damaged_lines(run.directory / "attempts.jsonl", run_dir.is_attempt):
+        log.warn(f"attempts.jsonl: {what}; the node-hours of these starts are not counted")
+    needed_s = measured_warning_s(run.directory)
+    if needed_s is not None and needed_s > run.job.warning_s:
+        log.warn(
+            f"a step and a save have taken so long that {run.job.warning_s:.0f} s before the walltime is late: "
+            f"--signal=USR1@{needed_s}"
+        )
+
+
+def main(
+    words: Sequence[str],
+    program: tuple[str, ...] = TRAIN,
+    continuation: str | None = None,
+    admit: Callable[[BatchRun], None] = lambda run: None,
+) -> int:
+    """Command line of the batch shell; `admit` may refuse what is left of the run."""
+    if not words:
+        print("usage: python -m frontier_llm.cli.job RUN [key=value ...], or --run-dir=DIR", file=sys.stderr)
+        return 2
+    try:
+        return supervise(open_batch(words, program, continuation), admit)
+    except FrontierError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code

@@ -1,0 +1,115 @@
+"""The record of a job, `job.json` in the run directory: what `submit` or a batch script wants for a run.
+
+The supervisor, the successor job, `status` and `tune` read this file. It holds no secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from frontier_llm.errors import suggest
+from frontier_llm.files import write_atomically
+from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_json
+from frontier_llm.units import strict_json
+
+FILE = "job.json"
+VERSION = 1
+CONTINUATIONS = ("requeue", "successor", "never")
+_FIX = "correct it, or delete the file: a start without it takes the values from its script and writes it again"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is wanted for one run: nodes, time to save, budget, and what follows an unfinished job."""
+
+    run_dir: str  # absolute
+    words: tuple[str, ...]  # run file and overrides, as the ranks get them
+    site: str  # name of a site file
+    nodes: int  # that one start of the ranks uses; spares come on top
+    warning_s: float  # time before the walltime at which Slurm tells the ranks to save
+    spares: int = 0
+    continuation: str = "requeue"  # one of CONTINUATIONS
+    max_node_hours: float | None = None  # budget of all jobs of the run together; None: no limit
+    preflight: bool = False  # examine every node before the first start
+    flags: tuple[str, ...] = ()  # of `frontier-llm train`
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.run_dir)
+
+    @property
+    def all_nodes(self) -> int:
+        """Nodes of the allocation, spares included."""
+        return self.nodes + self.spares
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The values that a field of the file may have."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+_RULES = {
+    "run_dir": _Rule(lambda value: isinstance(value, str) and Path(value).is_absolute(), "an absolute path"),
+    "words": _Rule(lambda value: _is_texts(value) and len(value) > 0, "a list of words that begins with a run file"),
+    "site": _Rule(lambda value: isinstance(value, str) and bool(value), "the name of a site"),
+    "nodes": _Rule(lambda value: is_count(value) and value > 0, "a number of nodes, 1 or more"),
+    "warning_s": _Rule(lambda value: is_number(value) and value >= 0, "seconds, 0 or more"),
+    "spares": _Rule(is_count, "a number of nodes, 0 or more"),
+    "continuation": _Rule(lambda value: value in CONTINUATIONS, f"one of {', '.join(CONTINUATIONS)}"),
+    "max_node_hours": _Rule(
+        lambda value: value is None or (is_number(value) and value > 0), "node-hours above 0, or null"
+    ),
+    "preflight": _Rule(lambda value: isinstance(value, bool), "true or false"),
+    "flags": _Rule(_is_texts, "a list of words"),
+}
+
+
+def read_job(run_dir: Path) -> Job | None:
+    """The job of a run directory; None if there is no record.
+
+    Raises DamagedRecord, which names the field, for a file that is damaged, of a newer version, or of another run.
+    """
+    path = run_dir / FILE
+    content: dict[str, Any] | None = read_json(path, dict, _FIX)
+    if content is None:
+        return None
+    version = content.pop("version", None)
+    if not is_count(version) or version < 1:
+        raise _damaged(path, "version", f"is {version!r}, expected {VERSION}")
+    if version > VERSION:
+        fix = "use the version of frontier_llm that wrote it, or delete the file"
+        raise DamagedRecord(f"version is {version}, this program reads {VERSION}", fix, str(path))
+    for name in content:
+        if name not in _RULES:
+            raise _damaged(path, name, f"is not a field of a job; {suggest(name, list(_RULES))}")
+    for name, rule in _RULES.items():
+        if name not in content:
+            raise _damaged(path, name, f"is missing, expected {rule.expected}")
+        if not rule.holds(content[name]):
+            raise _damaged(path, name, f"is {content[name]!r}, expected {rule.expected}")
+    here = run_dir.resolve()
+    if Path(content["run_dir"]).resolve() != here:
+        what = f"run_dir is {content['run_dir']}: the record of another run"
+        raise DamagedRecord(what, f"if the directory was moved, write {here} there, or delete the file", str(path))
+    return Job(**{**content, "words": tuple(content["words"]), "flags": tuple(content["flags"])})
+
+
+def _damaged(path: Path, name: str, what: str) -> DamagedRecord:
+    return DamagedRecord(f"{name} {what}", _FIX, str(path))
+
+
+def write_job(job: Job) -> None:
+    """Replace the record in the job's run directory. The caller holds the directory (`holder.reserved`)."""
+    job.directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(job.directory / FILE, strict_json({"version": VERSION, **asdict(job)}) + "\n")
