@@ -23,8 +23,8 @@ from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
 from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.buckets import OwnedRange
+from frontier_llm.optim.matrices import Statistics
 from frontier_llm.optim.registry import Slice, register
-from frontier_llm.optim.statistics import Statistics
 
 
 class Adafactor:

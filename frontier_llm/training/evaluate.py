@@ -13,7 +13,7 @@ from frontier_llm.config import DataSource
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
 from frontier_llm.failpoints import hit
-from frontier_llm.parallel.pipeline import LOSS
+from frontier_llm.parallel.stages import LOSS
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.feed import BatchSource
 from frontier_llm.training.guard import Wish

@@ -1,8 +1,11 @@
-"""Vocabulary-parallel cross-entropy: one small all-gather of three numbers per token instead of the logits themselves.
+"""Embedding and cross-entropy over a vocabulary that is split over tp.
 
-Each rank reduces its slice to (max, sum of exp, target logit); from all ranks' triples every rank computes the same
-log-sum-exp in the same order, so the loss is bitwise equal over tp. Backward overwrites the logits with their gradient:
-the (S·B, v) buffer is the largest activation of the last stage and is never held twice, nor in fp32.
+Embedding: each rank looks up the rows that it holds, and the sum over tp is the lookup.
+
+Cross-entropy: one small all-gather of three numbers per token instead of the logits themselves. Each rank reduces its
+slice to (max, sum of exp, target logit). From all ranks' triples every rank computes the same log-sum-exp in the same
+order, so the loss is bitwise equal over tp. Backward overwrites the logits with their gradient: the (S·B, v) buffer is
+the largest activation of the last stage and is never held twice, nor in fp32.
 """
 
 from __future__ import annotations
@@ -10,11 +13,54 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from frontier_llm.comm import all_gather
+from frontier_llm.comm import all_gather, all_reduce_, reduce_scatter
 from frontier_llm.parallel.tensor.context import LayerContext
+from frontier_llm.parallel.tensor.parameter import ShardedParameter
+
+
+class _Embedding(Function):
+    """Rows of this rank's slice, zeros for tokens of other slices; then the sum, whole (S) or this rank's part of
+    the sequence (s).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens_SB: Tensor, weight_vH: ShardedParameter, context: LayerContext) -> Tensor:
+        first_row = weight_vH.shape[0] * context.tp.rank
+        local_SB = tokens_SB - first_row
+        ctx.context = context
+        ctx.weight = weight_vH
+        ctx.first_row = first_row
+        ctx.save_for_backward(tokens_SB)
+        if context.tp.size == 1:
+            return F.embedding(local_SB, weight_vH.detach())
+        elsewhere_SB = (local_SB < 0) | (local_SB >= weight_vH.shape[0])
+        found_SBH = F.embedding(local_SB.masked_fill(elsewhere_SB, 0), weight_vH.detach()).masked_fill_(
+            elsewhere_SB[..., None], 0
+        )
+        return (
+            reduce_scatter(found_SBH, context.tp) if context.sequence_parallel else all_reduce_(found_SBH, context.tp)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
+        (grad,), (tokens_SB,), context, first_row = grads, ctx.saved_tensors, ctx.context, ctx.first_row
+        grad_SBH = all_gather(grad, context.tp) if context.sequence_parallel else grad
+        tokens_N = tokens_SB.flatten()
+        grad_NH = grad_SBH.flatten(0, -2)
+
+        def accumulate(gradient_vH: Tensor) -> None:
+            context.ops.embedding_backward_(gradient_vH, tokens_N, grad_NH, first_row)
+
+        return None, context.gradients.submit(ctx.weight, accumulate), None
+
+
+def vocab_parallel_embedding(tokens_SB: Tensor, weight_vH: ShardedParameter, context: LayerContext) -> Tensor:
+    """(S, B) token ids → (S or s, B, H)."""
+    return _Embedding.apply(tokens_SB, weight_vH, context)
 
 
 class _CrossEntropy(Function):
