@@ -69,9 +69,8 @@ def choose(
     if dtype == torch.float64:
         return ChosenBackend(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
     passed_over: list[str] = []
-    order = dict.fromkeys(
-        (*first, *(_WITH_DOCUMENTS if needs.documents and device_type == "cuda" else PREFERENCE[device_type]))
-    )
+    usual = _WITH_DOCUMENTS if needs.documents and device_type == "cuda" else PREFERENCE[device_type]
+    order = dict.fromkeys([*first, *usual])
     for provider in (PROVIDERS[name] for name in order):
         if group not in provider.groups:
             continue

@@ -72,8 +72,17 @@ def chunk_overlap(measured: Sequence[PiecesTime]) -> float:
 def _measured(
     mesh: Mesh, layout: Layout, operation: str, product: Product, pieces: int, device: torch.device
 ) -> PiecesTime:
-    calls = _calls(operation, product, layout.micro_batch, pieces, mesh.tp, working_dtype(layout.dtype), device)
-    return PiecesTime(operation, pieces, *(slowest_s(call, mesh.world, device, BUDGET_S) for call in calls))
+    calls = _calls(
+        operation=operation,
+        product=product,
+        B=layout.micro_batch,
+        pieces=pieces,
+        axis=mesh.tp,
+        dtype=working_dtype(layout.dtype),
+        device=device,
+    )
+    seconds = [slowest_s(call, mesh.world, device, BUDGET_S) for call in calls]
+    return PiecesTime(operation, pieces, *seconds)
 
 
 def _calls(
