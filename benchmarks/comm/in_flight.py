@@ -25,7 +25,8 @@ from benchmarks.harness import parse_arguments, run_ranks, write_json
 from frontier_llm.comm import Group, Meeting, Mesh, Pending, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.group import Sending
 from frontier_llm.config import CommConfig
-from frontier_llm.parallel.pipeline import ActivationSpec, Engine
+from frontier_llm.parallel.pipeline import Engine
+from frontier_llm.parallel.stages import ActivationSpec
 from frontier_llm.parallel.tensor import WeightGradients
 from frontier_llm.planner.pipeline import StageTimes, _simulate
 from frontier_llm.schedule import build

@@ -28,7 +28,7 @@ from frontier_llm.config import ModelConfig, load_model
 EXPERTS = 8
 TOP_K = 2
 KINDS = ("dense", "experts")
-# of the ladder's learning rate: where the dense 170k model ends best (docs/optimizers.md)
+# of the ladder's learning rate: where the dense 170k model ends best (docs/benchmarks/optimizers.md)
 RATES = {"adamw": 1.0, "muon": 2.0}
 
 

@@ -1,5 +1,5 @@
 """X-MoE's published rows (arXiv:2508.13337, table 3) beside the planner's price of the layouts in its authors' scripts;
-for docs/moe.md.
+for docs/benchmarks/moe.md.
 
 Their FLOPs: two matrices per expert, attention not causal, no router, nothing for recomputation. Their layouts run no
 pipeline and spread experts over eight nodes and more. Nothing here is fitted on these rows.

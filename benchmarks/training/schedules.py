@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks.harness import MEASURED, RESULTS, parse_arguments, read_json, run_ranks, write_json, write_measured
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import CommConfig
-from frontier_llm.parallel.pipeline import ActivationSpec, Engine
+from frontier_llm.parallel.pipeline import Engine
+from frontier_llm.parallel.stages import ActivationSpec
 from frontier_llm.schedule import Action, Kind, Schedule, build, rule, simulate, simulate_in_turn
 from frontier_llm.topology.grid import Grid
 

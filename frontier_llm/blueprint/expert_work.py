@@ -118,6 +118,15 @@ def _bounded_rows(moe: MoeConfig, layout: Layout, tokens: int, computed: float) 
     )
 
 
+def _host_waits(moe: MoeConfig, rows: Rows, ranks: int) -> int:
+    """How often the host waits for numbers of rows."""
+    if moe.capacity is not None:
+        return 0
+    if rows.nodes > 1:
+        return 2
+    return int(ranks > 1)
+
+
 def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Rows | None = None) -> Iterator[Item]:
     """Router, dispatch, experts, and their way back."""
     moe = model.moe
@@ -193,14 +202,7 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     yield Item(Phase.I, ROUTING, Pass(wide * t * (2 * H + 6 * E), 12))
     if moe.shared_gate:
         yield from _shared_gate_work(T if not layout.sequence_parallel else t, H, size)
-    if moe.capacity is not None:
-        waits = 0
-    elif rows.nodes > 1:
-        waits = 2
-    else:
-        waits = int(ranks > 1)
-    # the host waits for the numbers of rows
-    yield Item(Phase.F, DISPATCH, HostWait(waits * LAUNCHES_AFTER_WAIT), FULL)
+    yield Item(Phase.F, DISPATCH, HostWait(_host_waits(moe, rows, ranks) * LAUNCHES_AFTER_WAIT), FULL)
     if rows.nodes > 1:
         yield from there_and_back(
             "ep.rail",

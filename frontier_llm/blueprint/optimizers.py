@@ -28,10 +28,12 @@ class OptimizerRule:
     states: Callable[[Parameter], tuple[str, ...]]
     # its update needs the whole tensor: ZeRO must not cut it
     whole: Callable[[Parameter], bool] = lambda parameter: False
-    gathers: bool = False  # but may cut it where whole tensors would leave gaps: the update gathers them (optim.whole)
+    gathers: bool = (
+        False  # but may cut it where whole tensors would leave gaps: the update gathers them (optim.matrices)
+    )
     # small tensors of other shapes than the parameter's: PARTIAL on the axes over which the update has to sum them.
     # Every owner of a slice of
-    # the parameter keeps its rank's part of them whole (optim.statistics)
+    # the parameter keeps its rank's part of them whole (optim.matrices)
     statistics: Callable[[Parameter], tuple[Parameter, ...]] = lambda parameter: ()
 
     def kinds(self, parameter: Parameter) -> tuple[str, ...]:

@@ -336,24 +336,6 @@ def total_parameters(model: ModelConfig) -> int:
     return sum(parameter.numel for parameter in model_parameters(model).values())
 
 
-def matrix_parameters(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup,
-    no padding rows.
-
-    Of the experts those that a token goes to.
-    """
-
-    def each(layer: int) -> int:
-        parameters = list(block_parameters(model, layer))
-        total = sum(parameter.numel for parameter in parameters if parameter.kind is ParameterKind.MATRIX)
-        if model.moe is not None:
-            experts = sum(parameter.numel for parameter in parameters if parameter.kind is ParameterKind.EXPERTS)
-            total += experts * model.moe.top_k // model.moe.experts
-        return total
-
-    return sum(count * each(layer) for layer, count in layer_kinds(model)) + model.hidden * model.vocab_size
-
-
 def layer_kinds(model: ModelConfig) -> list[tuple[int, int]]:
     """(the number of one, how many) of the layers that are alike: dense ones, then those with experts."""
     experts = len(model.routed_layers)

@@ -389,3 +389,21 @@ def hardware_flops_per_token(model: ModelConfig, layout: Layout, causal: bool = 
         again = sum(item.repeats(modes) * flops([item], causal) for item in block)
         whole += count * (flops(block, causal) + again)
     return whole * layout.tp * layout.cp / (model.sequence_length * layout.micro_batch)
+
+
+def matrix_parameters(model: ModelConfig) -> int:
+    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup,
+    no padding rows.
+
+    Only the `top_k` experts that process a token are counted.
+    """
+
+    def each(layer: int) -> int:
+        parameters = list(block_parameters(model, layer))
+        total = sum(parameter.numel for parameter in parameters if parameter.kind is ParameterKind.MATRIX)
+        if model.moe is not None:
+            experts = sum(parameter.numel for parameter in parameters if parameter.kind is ParameterKind.EXPERTS)
+            total += experts * model.moe.top_k // model.moe.experts
+        return total
+
+    return sum(count * each(layer) for layer, count in layer_kinds(model)) + model.hidden * model.vocab_size

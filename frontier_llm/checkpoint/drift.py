@@ -22,7 +22,7 @@ from frontier_llm.config import ModelConfig, RunConfig, Stretches, in_steps, pha
 from frontier_llm.config.plugins import PluginRecord
 from frontier_llm.data.blend import whole_weights
 from frontier_llm.errors import CheckpointError, Problem, suggest
-from frontier_llm.optim.lr_schedule import decay_begin
+from frontier_llm.optim.scalars import decay_begin
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
 _INITIAL_WEIGHTS = ("model", "train.seed")  # all that counts before the first step, e.g. of imported weights

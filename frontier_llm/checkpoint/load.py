@@ -75,7 +75,8 @@ def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict
     if any(missing.values()):
         names = sorted({piece.name for piece in needed if missing[id(piece)]})
         raise DamagedCheckpoint(
-            f"the rectangles of {', '.join(names[:5])} overlap or leave holes", where="manifest.json"
+            f"the rectangles of {', '.join(names[:5])} overlap or leave holes",
+            where="manifest.json",
         )
     return transfers
 
@@ -102,7 +103,9 @@ class Targets:
 
     @staticmethod
     def _host_tensor(state: Tensor) -> Tensor:
-        return state if state.device.type == "cpu" else torch.empty(state.shape, dtype=state.dtype)
+        if state.device.type == "cpu":
+            return state
+        return torch.empty(state.shape, dtype=state.dtype)
 
     def takes(self, transfer: Transfer, kind: str) -> bool:
         """The values of this kind are wanted."""
@@ -165,7 +168,11 @@ def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int,
 
 
 def _read_whole(
-    path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets
+    path: Path,
+    manifest: Manifest,
+    number: int,
+    wanted: dict[int, list[Transfer]],
+    targets: Targets,
 ) -> None:
     dtype = DTYPES[manifest.dtype]
 
@@ -178,7 +185,11 @@ def _read_whole(
 
 
 def _read_parts(
-    path: Path, manifest: Manifest, number: int, wanted: dict[int, list[Transfer]], targets: Targets
+    path: Path,
+    manifest: Manifest,
+    number: int,
+    wanted: dict[int, list[Transfer]],
+    targets: Targets,
 ) -> None:
     shard = manifest.shards[number]
     dtype = DTYPES[manifest.dtype]
@@ -192,7 +203,10 @@ def _read_parts(
                 if not targets.takes(transfer, entry.kind):
                     continue
                 for first, stop in spans(
-                    transfer.saved, transfer.overlap, MERGE_GAP_BYTES // item, BLOCK_BYTES // item
+                    transfer.saved,
+                    transfer.overlap,
+                    MERGE_GAP_BYTES // item,
+                    BLOCK_BYTES // item,
                 ):
                     block = buffer[: (stop - first) * item]
                     read_exactly(descriptor, file, entry.start + first * item, block)

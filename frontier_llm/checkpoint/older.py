@@ -100,7 +100,8 @@ def position_of(manifest: Manifest, datasets: Mapping[str, Dataset]) -> Position
     except ValidationError as error:
         fix = "resume it once with the version of frontier_llm that wrote it"
         raise CheckpointError(
-            "its configuration cannot be read, so its position in the data is not known", fix
+            "its configuration cannot be read, so its position in the data is not known",
+            fix,
         ) from error
     known = {path: Dataset(identity, _tokens(identity, datasets)) for path, identity in manifest.data.items()}
     try:
@@ -125,7 +126,9 @@ def _rewinds(policy: Mapping[str, Any]) -> list[tuple[int, int]]:
     """(step, steps left out by then) of each rewind."""
     rewinds = [(int(entry["step"]), int(entry["left_out_steps"])) for entry in policy.get("rewinds", [])]
     total = int(policy.get("left_out_steps", 0))
-    return rewinds if not total or (rewinds and rewinds[-1][1] == total) else [*rewinds, (0, total)]
+    if not total or (rewinds and rewinds[-1][1] == total):
+        return rewinds
+    return [*rewinds, (0, total)]
 
 
 def _counted(run: RunConfig, step: int, rewinds: list[tuple[int, int]], datasets: Mapping[str, Dataset]) -> Position:
@@ -140,7 +143,8 @@ def _counted(run: RunConfig, step: int, rewinds: list[tuple[int, int]], datasets
         # a run may have been trained beyond the end that its configuration names
         end = step if phase is phases_of(run)[-1] else min(step, phase.end)
         one = counted.setdefault(
-            (config.data.train, config.model.sequence_length), _Counted(wanted(config, datasets), phase.number)
+            (config.data.train, config.model.sequence_length),
+            _Counted(wanted(config, datasets), phase.number),
         )
         current = one
         first_sample = one.trained

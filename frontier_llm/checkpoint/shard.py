@@ -69,7 +69,9 @@ class ShardLayout:
 
 
 def safetensors_layout(
-    shapes: Mapping[str, Sequence[int]], dtype: str, metadata: Mapping[str, str]
+    shapes: Mapping[str, Sequence[int]],
+    dtype: str,
+    metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
     """(what a safetensors file of these tensors begins with, the byte at which each of them begins and at last the
     file's size).
@@ -104,7 +106,8 @@ def layout_of(manifest: Manifest, shard: Shard, where: Path) -> ShardLayout:
     layout = shard_layout(manifest.pieces_of(shard), manifest.dtype, manifest.progress.step, shard.file)
     if shard.bytes != layout.total_bytes:
         raise DamagedCheckpoint(
-            f"has {shard.bytes} bytes by the manifest, its pieces need {layout.total_bytes}", where=str(where)
+            f"has {shard.bytes} bytes by the manifest, its pieces need {layout.total_bytes}",
+            where=str(where),
         )
     return layout
 
@@ -183,7 +186,8 @@ def read_exactly(descriptor: int, path: Path, start: int, buffer: memoryview) ->
             count = os.preadv(descriptor, [buffer[done:]], start + done)
         except OSError as error:
             raise DamagedCheckpoint(
-                f"cannot be read at byte {start + done}: {error.strerror}", where=str(path)
+                f"cannot be read at byte {start + done}: {error.strerror}",
+                where=str(path),
             ) from error
         if count == 0:
             raise DamagedCheckpoint(f"ends at byte {start + done}", where=str(path))
@@ -195,7 +199,11 @@ Consume = Callable[[Extent, int, memoryview], None]
 
 
 def verify(
-    path: Path, manifest: Manifest, shard: Shard, consume: Consume | None = None, drop_cache: bool = False
+    path: Path,
+    manifest: Manifest,
+    shard: Shard,
+    consume: Consume | None = None,
+    drop_cache: bool = False,
 ) -> None:
     """Read the whole file in blocks, hash it, and hand every part of an entry to `consume` on the way.
 
@@ -211,12 +219,17 @@ def verify(
         names = list(dict.fromkeys(piece.name for piece in manifest.pieces_of(shard)))
         listing = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise DamagedCheckpoint(
-            f"is damaged: digest {digest}, expected {shard.sha256}; it holds {listing}", where=str(path)
+            f"is damaged: digest {digest}, expected {shard.sha256}; it holds {listing}",
+            where=str(path),
         )
 
 
 def read_and_hash(
-    descriptor: int, path: Path, layout: ShardLayout, block_bytes: int, consume: Consume | None = None
+    descriptor: int,
+    path: Path,
+    layout: ShardLayout,
+    block_bytes: int,
+    consume: Consume | None = None,
 ) -> str:
     """The digest of a file with this layout."""
     places = layout.entries

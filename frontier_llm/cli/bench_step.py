@@ -56,5 +56,5 @@ def _lines(result: StepBench) -> Iterator[str]:
         for name, seconds in result.phases_s.items()
     ]
     yield aligned(("phase", ">time", ">share"), phases, indent="  ")
-    gemms = [(*(gemm[name] for name in ("name", "M", "N", "K")), f"{gemm['tflops']:.3f}") for gemm in result.gemms]
+    gemms = [(gemm["name"], gemm["M"], gemm["N"], gemm["K"], f"{gemm['tflops']:.3f}") for gemm in result.gemms]
     yield aligned(("product", ">M", ">N", ">K", ">TFLOP/s (forward and both gradients)"), gemms, indent="  ")

@@ -173,12 +173,9 @@ def _run_here(
 
     def words_of(row: Forecast) -> tuple[str, ...]:
         config = row.point.config
-        own = (
-            f"batch.global_batch={config.batch.global_batch}",
-            f"train.steps={config.train.steps}",
-            f"train.run_dir={row.point.directory}",
-        )
-        return (*words, *own)
+        own = [*words, f"batch.global_batch={config.batch.global_batch}", f"train.steps={config.train.steps}"]
+        own.append(f"train.run_dir={row.point.directory}")
+        return tuple(own)
 
     run_series(priced, launcher, words_of, side_by_side=args.side_by_side)
     rows = harvest(root)
@@ -259,7 +256,7 @@ def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) ->
 
 def _simulate(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     from frontier_llm.experiments.scaling.figure import write_report
-    from frontier_llm.experiments.scaling.simulate import simulated_rows
+    from frontier_llm.experiments.scaling.forecast import simulated_rows
 
     rows = simulated_rows(points)
     directory = root / f"simulated_{points[0].mode}_{points[0].config.model.name}"

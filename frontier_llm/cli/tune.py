@@ -227,7 +227,8 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
         within=args.within,
     )
     trials = read_trials(root / TRIALS_FILE, space.plans[0].layout)
-    return (Everything if args.exhaustive else Tuner)(space, trials, args.seed)
+    search = Everything if args.exhaustive else Tuner
+    return search(space, trials, args.seed)
 
 
 def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> str:

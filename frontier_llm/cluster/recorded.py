@@ -21,7 +21,9 @@ def recorded_position(run_dir: Path) -> Position | None:
     """None without a checkpoint, and of one that records no position (imported weights, formats before 4)."""
     content = _progress(run_dir).get("position")
     try:
-        return None if content is None else Position.model_validate_json(strict_json(content))
+        if content is None:
+            return None
+        return Position.model_validate_json(strict_json(content))
     except ValidationError:
         return None  # the load names what is wrong
 
@@ -45,7 +47,9 @@ def before_step(run_dir: Path, step: int) -> tuple[Position, int]:
     trained = max((row["step"] for row in rows(run_dir) if row.get("kind") == "step"), default=0)
     if not 1 <= step <= trained:
         raise DataError(
-            f"step {step} is not one of the {trained} steps that were trained", "name one of them", str(run_dir)
+            f"step {step} is not one of the {trained} steps that were trained",
+            "name one of them",
+            str(run_dir),
         )
     known = [row for row in rows(run_dir) if row.get("kind") == "data" and row["step"] < step]
     try:

@@ -77,7 +77,8 @@ class Site(Section):
         """The bins of a partition, smallest first; empty when the site file states none."""
         return tuple(
             sorted(
-                self.partitions.get(partition or self.default_partition or "", ()), key=lambda limit: limit.max_nodes
+                self.partitions.get(partition or self.default_partition or "", ()),
+                key=lambda limit: limit.max_nodes,
             )
         )
 
@@ -92,7 +93,9 @@ def root_dir() -> Path:
     wheel.
     """
     checkout = Path(__file__).resolve().parents[2]
-    return checkout if (checkout / "slurm").is_dir() else Path(sys.prefix) / "share" / "frontier_llm"
+    if (checkout / "slurm").is_dir():
+        return checkout
+    return Path(sys.prefix) / "share" / "frontier_llm"
 
 
 def site_names() -> list[str]:
@@ -133,7 +136,9 @@ def parse_walltime(text: str) -> int:
     seconds = walltime_s(text)
     if seconds is None:
         raise ConfigError(
-            f"{text!r} is not a time", "write minutes, hours:minutes:seconds or days-hours:minutes:seconds", "--time"
+            f"{text!r} is not a time",
+            "write minutes, hours:minutes:seconds or days-hours:minutes:seconds",
+            "--time",
         )
     return -(-seconds // 60)
 
@@ -166,7 +171,11 @@ def whole_replicas(nodes: int, tasks_per_node: int, replica: int) -> list[int]:
 
 
 def request_problems(
-    site: Site, nodes: int, minutes: int | None, account: str | None, partition: str | None
+    site: Site,
+    nodes: int,
+    minutes: int | None,
+    account: str | None,
+    partition: str | None,
 ) -> Iterator[Problem]:
     """Everything that the site would refuse, each with the limit and the nearest allowed value."""
     if site.account == "required" and not account:

@@ -56,7 +56,9 @@ class Allocation:
         missing = [name for name in needed if environ(name) is None]
         if missing:
             raise FrontierError(
-                f"{', '.join(missing)} not set", "start this with sbatch, with --ntasks-per-node", "job"
+                f"{', '.join(missing)} not set",
+                "start this with sbatch, with --ntasks-per-node",
+                "job",
             )
         return cls(
             job_id=str(environ("SLURM_JOB_ID")),
@@ -68,16 +70,28 @@ class Allocation:
 
 
 def call(
-    command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 120.0
+    command: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
 ) -> str:
     """stdout of a Slurm command. Raises FrontierError with its own message when it fails or does not exist."""
     try:
         done = subprocess.run(  # noqa: S603 a list
-            list(command), cwd=cwd, env=env, capture_output=True, errors="replace", timeout=timeout_s, check=False
+            list(command),
+            cwd=cwd,
+            env=env,
+            capture_output=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
         )
     except FileNotFoundError as error:
         raise FrontierError(
-            f"there is no {command[0]} here", "run this on a login node of a Slurm cluster", command[0]
+            f"there is no {command[0]} here",
+            "run this on a login node of a Slurm cluster",
+            command[0],
         ) from error
     except subprocess.TimeoutExpired as error:
         raise FrontierError(

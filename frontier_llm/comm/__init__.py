@@ -1,14 +1,16 @@
 """Axis handles, process groups, collectives, pipeline messages and the byte ledger."""
 
 from frontier_llm.comm.algorithms import AlgorithmTable, load_algorithms
-from frontier_llm.comm.autograd import moved
-from frontier_llm.comm.axis import Axis, Mesh, serial_mesh, single
-from frontier_llm.comm.collectives import (
+from frontier_llm.comm.axis import (
+    Axis,
+    Mesh,
     all_gather,
     all_reduce_,
     barrier,
     broadcast_,
     reduce_scatter,
+    serial_mesh,
+    single,
     start_all_gather,
     start_all_gather_into,
     start_all_reduce_,
@@ -17,14 +19,21 @@ from frontier_llm.comm.collectives import (
     start_reduce_scatter,
     start_reduce_scatter_into,
 )
+from frontier_llm.comm.composed import (
+    all_gather_json,
+    broadcast_bytes,
+    broadcast_json,
+    maximum,
+    moved,
+    start_narrow_sum_,
+    start_shift,
+)
 from frontier_llm.comm.group import DONE, Group, Pending, TorchGroup
 from frontier_llm.comm.groups import build_mesh, connect, disconnect, dump_flight_record, process_group
 from frontier_llm.comm.ledger import Ledger
-from frontier_llm.comm.narrow import start_narrow_sum_
-from frontier_llm.comm.p2p import Receive, Sends, post_receive, start_shift
+from frontier_llm.comm.p2p import Receive, Sends, post_receive
 from frontier_llm.comm.rendezvous import Meeting
 from frontier_llm.comm.straggler import Straggler, StragglerDetector, StragglerWatch
-from frontier_llm.comm.values import all_gather_json, broadcast_bytes, broadcast_json, maximum
 
 __all__ = [
     "DONE",

@@ -33,7 +33,8 @@ class Stranger(Exception):
 def same_user(connection: socket.socket) -> None:
     """Raise Stranger where a Unix socket's other end belongs to another user."""
     process, user, _ = struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        "3i",
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")),
     )
     if user != os.getuid():
         raise Stranger(f"process {process} belongs to another user (uid {user})")

@@ -19,14 +19,12 @@ from frontier_llm import log
 from frontier_llm.comm.algorithms import load_algorithms
 from frontier_llm.comm.axis import Axis, Mesh, single
 from frontier_llm.comm.baton import Baton
-from frontier_llm.comm.group import Group, TorchGroup
+from frontier_llm.comm.group import Group, TorchGroup, Turns
 from frontier_llm.comm.hierarchical import HierarchicalGroup
 from frontier_llm.comm.host_memory import share_memory
 from frontier_llm.comm.ledger import Ledger
-from frontier_llm.comm.p2p import open_channel
 from frontier_llm.comm.rendezvous import Meeting, forget_stores, join_store, limit_answer_time
 from frontier_llm.comm.shm import ShmGroup
-from frontier_llm.comm.turns import Turns
 from frontier_llm.comm.warm_up import LIMIT_S, first_use, warm_up
 from frontier_llm.config import CommConfig
 from frontier_llm.errors import BackendError, RankFailure
@@ -197,7 +195,7 @@ class _Groups:
                 axis.name,
                 axis.ranks,
                 self.device,
-                lambda: open_channel(axis, placement.streams[channel], self.device),  # noqa: B023
+                lambda: _open_channel(axis, placement.streams[channel], self.device),  # noqa: B023
             )
 
     def _limit_s(self, name: str) -> float:
@@ -334,3 +332,19 @@ def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
             path.unlink(missing_ok=True)  # half of it
         return f"nowhere ({error.strerror})"
     return str(path)
+
+
+def _open_channel(axis: Axis, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
+    """Send one byte through every stream of a channel, so that no step has to open one. Collective over the pipeline.
+
+    RCCL makes a pair's communicator at their first message, and there the *host* waits for the peer: seconds of the
+    first step, and a receive that is posted ahead would be waited for. All ranks open the streams in one order, so none
+    waits for another in a circle.
+    """
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    assert axis.group is not None, "an axis of one rank has no one to talk to"
+    for sender, receiver in pairs:
+        if axis.rank == sender:
+            axis.group.send(byte, receiver).wait()
+        elif axis.rank == receiver:
+            axis.group.receive(byte, sender).wait()

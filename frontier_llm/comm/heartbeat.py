@@ -54,7 +54,9 @@ class Heartbeats:
         self._library = library
         self._lock = threading.Lock()
         self._sender = library.fl_heartbeat_open(
-            connection.detach(), f"{KEY_PREFIX}{key}".encode(), LATE_FACTOR * period_s
+            connection.detach(),
+            f"{KEY_PREFIX}{key}".encode(),
+            LATE_FACTOR * period_s,
         )
 
     def update(self, notice: dict[str, Any]) -> None:

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frontier_llm.comm.axis import Axis
-from frontier_llm.comm.collectives import (
+from frontier_llm.comm.axis import (
+    Axis,
     barrier,
     broadcast_,
     start_all_gather_into,
     start_all_to_all_into,
     start_reduce_scatter,
 )
+from frontier_llm.comm.composed import start_exchange
 from frontier_llm.comm.group import DONE, Pending
-from frontier_llm.comm.p2p import start_exchange
 
 CHUNK_BYTES = 8 << 20  # per rank and stage; estimated: far into the flat part of a Slingshot NIC's bandwidth curve
 

@@ -5,13 +5,11 @@ their use.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from frontier_llm.comm.axis import Axis
-from frontier_llm.comm.collectives import Started
+from frontier_llm.comm.axis import Axis, Started
 
 
 class Receive:
@@ -63,37 +61,3 @@ def post_receive(
     buffer = torch.empty(shape, dtype=dtype, device=device)
     assert group is not None, "an axis of one rank has no one to receive from"
     return Receive(buffer, Started(channel, "recv", buffer.nbytes, lambda: group.receive(buffer, source)))
-
-
-def open_channel(axis: Axis, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
-    """Send one byte through every stream of a channel, so that no step has to open one. Collective over the pipeline.
-
-    RCCL makes a pair's communicator at their first message, and there the *host* waits for the peer: seconds of the
-    first step, and a receive that is posted ahead would be waited for. All ranks open the streams in one order, so none
-    waits for another in a circle.
-    """
-    byte = torch.zeros(1, dtype=torch.uint8, device=device)
-    assert axis.group is not None, "an axis of one rank has no one to talk to"
-    for sender, receiver in pairs:
-        if axis.rank == sender:
-            axis.group.send(byte, receiver).wait()
-        elif axis.rank == receiver:
-            axis.group.receive(byte, sender).wait()
-
-
-def start_shift(x: Tensor, axis: Axis) -> tuple[Tensor, Started]:
-    """Begin to hand a contiguous tensor on to the next rank of the axis, the last one's to the first; what arrives
-    may be read after wait().
-    """
-    incoming = torch.empty_like(x)
-    return incoming, start_exchange(x, (axis.rank + 1) % axis.size, incoming, (axis.rank - 1) % axis.size, axis)
-
-
-def start_exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axis) -> Started:
-    """Begin to send to axis rank `to` and to receive from axis rank `source` at the same time; both contiguous,
-    counted as send and recv.
-    """
-    group = axis.group
-    assert group is not None, "an axis of one rank has no one to exchange with"
-    axis.ledger.add(axis.name, "send", outgoing.nbytes).finished = True
-    return Started(axis, "recv", incoming.nbytes, lambda: group.exchange(outgoing, to, incoming, source))

@@ -81,11 +81,10 @@ def start_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
     """
     if rank != 0 or meeting.store != "torch" or _starting:
         return
-    listener = (
-        _listen(LOOPBACK, 0)
-        if _has_free_choice_of_port(world_size, meeting)
-        else _listen(meeting.address, meeting.port)
-    )
+    if _has_free_choice_of_port(world_size, meeting):
+        listener = _listen(LOOPBACK, 0)
+    else:
+        listener = _listen(meeting.address, meeting.port)
     with listener:
         process = StoreProcess(listener, CONNECTIONS * world_size, _token(meeting), longest_s=max(60.0, 2 * timeout_s))
     _starting.append(process)
@@ -210,7 +209,8 @@ def _connect_torch(address: tuple[str, int], timeout_s: float) -> dist.Store:
     host, port = address
     timeout = timedelta(seconds=timeout_s)
     connecting = in_daemon(
-        lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), "store connection"
+        lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+        "store connection",
     )
     try:
         return connecting.result(timeout_s)
@@ -230,7 +230,9 @@ def _join_authenticated(rank: int, world_size: int, meeting: Meeting, timeout_s:
         problem = raise_open_file_limit(CONNECTIONS * world_size)
         if problem is not None:
             raise BackendError(
-                f"rank 0: {problem}", "have the hard limit raised (ulimit -Hn), or set comm.store=torch", "comm.store"
+                f"rank 0: {problem}",
+                "have the hard limit raised (ulimit -Hn), or set comm.store=torch",
+                "comm.store",
             )
         serve, close = open_server()
         _closing.append(close)

@@ -110,11 +110,19 @@ class ShmGroup:
         status = ctypes.c_int64(0)
         slot_bytes = max(SLOT_BYTES, 4096 * len(ranks))
         self._region = library().fl_shm_open(
-            descriptor, rank, len(ranks), slot_bytes, ARENA_BYTES, SPIN_NS, ctypes.byref(status)
+            descriptor,
+            rank,
+            len(ranks),
+            slot_bytes,
+            ARENA_BYTES,
+            SPIN_NS,
+            ctypes.byref(status),
         )
         if not self._region:
             raise BackendError(
-                f"cannot map shared memory for axis {name}: status {status.value}", self._room_fix(), "comm"
+                f"cannot map shared memory for axis {name}: status {status.value}",
+                self._room_fix(),
+                "comm",
             )
 
     def __del__(self) -> None:
@@ -142,7 +150,11 @@ class ShmGroup:
         return self._start("all_to_all", x, arriving, x.numel() // len(self._ranks))
 
     def start_all_to_all_rows_into(
-        self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
+        self,
+        arriving: Tensor,
+        x: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
     ) -> Pending:
         """See Group. By messages: each is copied out at once, and in when it is waited for."""
         outgoing = x.split(list(sent))
@@ -194,7 +206,13 @@ class ShmGroup:
             self._started.popleft()
 
     def _start(
-        self, what: str, x: Tensor, out: Tensor, elements: int, take_max: bool = False, root: int = 0
+        self,
+        what: str,
+        x: Tensor,
+        out: Tensor,
+        elements: int,
+        take_max: bool = False,
+        root: int = 0,
     ) -> Pending:
         if x.dtype not in _TYPES:
             raise BackendError(
@@ -204,7 +222,14 @@ class ShmGroup:
             )
         assert x.is_contiguous() and out.is_contiguous() and x.device.type == "cpu"
         number = library().fl_shm_start(
-            self._region, _KINDS[what], _TYPES[x.dtype], take_max, root, x.data_ptr(), out.data_ptr(), elements
+            self._region,
+            _KINDS[what],
+            _TYPES[x.dtype],
+            take_max,
+            root,
+            x.data_ptr(),
+            out.data_ptr(),
+            elements,
         )
         if number < 0:
             self._raise(number, what, 0.0)
@@ -231,7 +256,8 @@ class ShmGroup:
         )
         if status == _DEAD:
             raise RankFailure(
-                f"{us}: {peer} has died or left", fix="its own log says why; look for the first rank that failed"
+                f"{us}: {peer} has died or left",
+                fix="its own log says why; look for the first rank that failed",
             )
         if status == _PENDING:
             everyone = range(len(self._ranks))

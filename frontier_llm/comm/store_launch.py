@@ -72,7 +72,9 @@ class StoreProcess:
         answer = json.loads(last)
         if "problem" in answer:
             raise BackendError(
-                str(answer["problem"]), "have the hard limit raised (ulimit -Hn), or use fewer ranks", "comm.store"
+                str(answer["problem"]),
+                "have the hard limit raised (ulimit -Hn), or use fewer ranks",
+                "comm.store",
             )
         return int(answer["port"])
 

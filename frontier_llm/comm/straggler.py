@@ -18,10 +18,9 @@ from statistics import median
 
 import torch
 
-from frontier_llm.comm.axis import Mesh
-from frontier_llm.comm.collectives import all_gather
+from frontier_llm.comm.axis import Mesh, all_gather
+from frontier_llm.comm.composed import all_gather_json
 from frontier_llm.comm.ledger import Ledger, Span, mark
-from frontier_llm.comm.values import all_gather_json
 from frontier_llm.topology.grid import Grid
 
 SAMPLES = 8  # steps of an interval whose busy time is measured, as far apart as they can be

@@ -31,9 +31,10 @@ class TransportInUse:
 
     def __str__(self) -> str:
         plugin = f" (OFI plugin {self.plugin}, provider {self.provider})" if self.provider else ""
-        rdma = (
-            f", GPU RDMA on {self.gpu_rdma_channels} of {self.channels} channels between nodes" if self.channels else ""
-        )
+        if self.channels:
+            rdma = f", GPU RDMA on {self.gpu_rdma_channels} of {self.channels} channels between nodes"
+        else:
+            rdma = ""
         return f"{self.network or 'unknown network'}{plugin}{rdma}"
 
 

@@ -27,7 +27,11 @@ _REMEDY = (
 
 
 def first_use(
-    limit_s: float, name: str, ranks: Sequence[int], device: torch.device, work: Callable[[], object]
+    limit_s: float,
+    name: str,
+    ranks: Sequence[int],
+    device: torch.device,
+    work: Callable[[], object],
 ) -> None:
     """Do the first communication of a group. Raises RankFailure naming it where that takes longer than `limit_s`.
 

@@ -66,7 +66,12 @@ class Router(nn.Module):
         return RouterChoice(experts_Nk, weights_Nk, dropped_Nk, room), routed
 
     def _routed(
-        self, logits_NE: Tensor, scores_NE: Tensor, experts_Nk: Tensor, B: int, dropped_Nk: Tensor | None
+        self,
+        logits_NE: Tensor,
+        scores_NE: Tensor,
+        experts_Nk: Tensor,
+        B: int,
+        dropped_Nk: Tensor | None,
     ) -> Routed:
         """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch,
         arXiv:2101.03961, for k experts).
@@ -155,7 +160,12 @@ class MixtureOfExperts(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, context: LayerContext, declared: Declared, name: str, shared: nn.Module | None
+        self,
+        model: ModelConfig,
+        context: LayerContext,
+        declared: Declared,
+        name: str,
+        shared: nn.Module | None,
     ) -> None:
         super().__init__()
         self.shared = shared
@@ -173,7 +183,9 @@ class MixtureOfExperts(nn.Module):
         y_NH, beside = self.experts(x_sBH.flatten(0, 1), choice, lambda: self._of_all_tokens(x))
         y_sBH = y_NH.view(x_sBH.shape)
         y = gather_sequence(y_sBH, tp) if cut else y_sBH
-        return y if beside is None else y + beside, routed
+        if beside is not None:
+            y = y + beside
+        return y, routed
 
     def _of_all_tokens(self, x: Tensor) -> Tensor | None:
         beside: Tensor | None = None if self.shared is None else self.shared(x)

@@ -85,7 +85,12 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, context: LayerContext, declared: Declared, layer: int, recompute_core: bool
+        self,
+        model: ModelConfig,
+        context: LayerContext,
+        declared: Declared,
+        layer: int,
+        recompute_core: bool,
     ) -> None:
         super().__init__()
         name = f"layers.{layer}.attention"
@@ -168,14 +173,21 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, context: LayerContext, declared: Declared, index: int, recompute_core: bool
+        self,
+        model: ModelConfig,
+        context: LayerContext,
+        declared: Declared,
+        index: int,
+        recompute_core: bool,
     ) -> None:
         super().__init__()
         name = f"layers.{index}"
         self.parallel_residual = model.parallel_residual
 
         def norm(part: str) -> Norm | NoNorm:
-            return Norm(model, context, declared, f"{name}.{part}") if f"{name}.{part}.weight" in declared else NoNorm()
+            if f"{name}.{part}.weight" in declared:
+                return Norm(model, context, declared, f"{name}.{part}")
+            return NoNorm()
 
         self.attention_norm = norm("attention_norm")
         self.attention_output_norm = norm("attention_output_norm")
@@ -192,7 +204,10 @@ class Block(nn.Module):
         self.mlp = Mlp(model, context, declared, f"{name}.mlp") if self.moe is None else None
 
     def forward(
-        self, x: Tensor, added: Tensor | None, positions: Positions
+        self,
+        x: Tensor,
+        added: Tensor | None,
+        positions: Positions,
     ) -> tuple[Tensor, Tensor | None, Routed | None]:
         """Two summands of the residual stream, each (S or s, B, H) → the same behind this block, and what the router
         says, if there is one.
@@ -212,7 +227,9 @@ class Block(nn.Module):
             normed = self.mlp_norm(x)
         y, routed = self._feed_forward(normed)
         y = self.mlp_output_norm(y)
-        return (x, y, routed) if drawn is None else (self.mlp_dropout(y, x, drawn), None, routed)
+        if drawn is None:
+            return (x, y, routed)
+        return (self.mlp_dropout(y, x, drawn), None, routed)
 
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, Routed | None]:
         if self.moe is not None:

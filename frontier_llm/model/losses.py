@@ -10,15 +10,17 @@ The step logs each term without its weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from frontier_llm.comm import Axis, all_reduce_
 from frontier_llm.config import OUTPUT_Z, ModelConfig, RunConfig
 from frontier_llm.errors import ConfigError, suggest
 from frontier_llm.model.batch import Microbatch
+from frontier_llm.model.experts import Routed
 from frontier_llm.parallel.tensor import mean_over_global_batch
 
 # of models with experts, weighted in the model file
@@ -38,7 +40,9 @@ def weights(config: RunConfig) -> dict[str, float]:
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of what stages return beside losses, to be summed."""
-    return {} if model.moe is None else {LOAD: (len(model.routed_layers), model.moe.experts + 2)}
+    if model.moe is None:
+        return {}
+    return {LOAD: (len(model.routed_layers), model.moe.experts + 2)}
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,29 @@ def whole_value(share: Tensor, tp: Axis) -> Tensor:
     return share + (all_reduce_(share.detach().double(), tp) - share.detach())
 
 
+def router_losses(
+    routed: Mapping[int, Routed], model: ModelConfig, sequences: int, tokens: int, tp: Axis
+) -> dict[str, Tensor]:
+    """Losses of a stage's routers and their load, by name. `routed`: by layer. `sequences`, `tokens`: of the step.
+
+    The losses are sums over layers of the mean over sequences or tokens. The load has a row for each layer with experts
+    of the whole model; rows of other stages' layers are zero.
+    """
+    assert model.moe is not None
+    balance = torch.stack([one.balance for one in routed.values()]).sum() / sequences
+    z = torch.stack([one.z for one in routed.values()]).sum() / tokens
+    both = whole_value(torch.stack((balance, z)), tp)
+    first = model.routed_layers.start
+    load_LE = both.new_zeros(len(model.routed_layers), model.moe.experts + 2, dtype=torch.float64)
+    load_LE[[layer - first for layer in routed]] = torch.stack([one.load for one in routed.values()])
+    return {BALANCE: both[0], ROUTER_Z: both[1], LOAD: load_LE}
+
+
 def _output_z(logsumexp_SB: Tensor, batch: Microbatch, tp: Axis) -> Tensor:
     square_SB = logsumexp_SB.square()
     return mean_over_global_batch(
-        square_SB if batch.loss_mask_SB is None else square_SB * batch.loss_mask_SB, batch.global_targets
+        square_SB if batch.loss_mask_SB is None else square_SB * batch.loss_mask_SB,
+        batch.global_targets,
     )
 
 

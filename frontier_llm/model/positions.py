@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig, RopeScaling
 from frontier_llm.config.validate import rotary_dim
 from frontier_llm.model.dropout import Drawn
@@ -97,3 +98,9 @@ def alibi_slopes(heads: int, max_bias: float) -> list[float]:
     power = 2 ** math.ceil(math.log2(heads))
     slopes = [2.0 ** (-max_bias * (i + 1) / power) for i in range(power)]
     return slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads]
+
+
+def local_alibi_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Slopes of this rank's heads, (a,)."""
+    slopes_A = torch.tensor(alibi_slopes(model.heads, model.alibi_max_bias), device=device, dtype=dtype)
+    return slopes_A.chunk(tp.size)[tp.rank]

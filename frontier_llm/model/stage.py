@@ -11,17 +11,16 @@ from torch import Tensor, nn
 
 from frontier_llm.blueprint.layout import layer_modes
 from frontier_llm.blueprint.parameters import StageSpec, rank_parameters
-from frontier_llm.comm import Axis
 from frontier_llm.config import ModelConfig
 from frontier_llm.model import losses
 from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.dropout import Drawn, Dropout
 from frontier_llm.model.experts import Routed, Router
 from frontier_llm.model.layers import Block, Norm
-from frontier_llm.model.positions import Positions, alibi_slopes, rope_table, within_document
+from frontier_llm.model.positions import Positions, local_alibi_slopes, rope_table, within_document
 from frontier_llm.model.recompute import recompute
 from frontier_llm.ops import softcapped, statistics_dtype
-from frontier_llm.parallel.pipeline import StageOutput
+from frontier_llm.parallel.stages import StageOutput
 from frontier_llm.parallel.tensor import (
     ColumnLinear,
     Declared,
@@ -87,7 +86,9 @@ class Stage(nn.Module):
         # where this rank's tokens stand
         self._held_S = torch.tensor(list(chain(*held)), device=device) if context.cp.size > 1 else None
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
-        self._alibi_slopes_a = _local_slopes(model, context.tp, device, wide) if model.position == "alibi" else None
+        self._alibi_slopes_a = (
+            local_alibi_slopes(model, context.tp, device, wide) if model.position == "alibi" else None
+        )
 
     def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor | StageOutput:
         """What this stage does for one microbatch.
@@ -100,7 +101,10 @@ class Stage(nn.Module):
         context = self.context
         of_x = {name: term for name, term in self._terms.items() if not term.of_logits}
         further = {name: term.value(x, batch, context.tp, context.sequence_parallel) for name, term in of_x.items()}
-        further |= self._router_losses(routed, x, batch) if routed else {}
+        if routed:
+            sequence_shards = context.cp.size * (context.tp.size if context.sequence_parallel else 1)
+            tokens = x.shape[0] * sequence_shards * batch.global_sequences
+            further |= losses.router_losses(routed, self.model, batch.global_sequences, tokens, context.tp)
         output = x
         if self.spec.head:
             loss_SB, logsumexp_SB = self.losses(x, batch)
@@ -139,27 +143,6 @@ class Stage(nn.Module):
         for layer, block in zip(self._layers, self.blocks, strict=True):
             if isinstance(block, Block) and block.moe is not None:
                 yield layer, block.moe.router
-
-    def _router_losses(self, routed: Mapping[int, Routed], x: Tensor, batch: Microbatch) -> dict[str, Tensor]:
-        """Sums over layers of the mean over the step's sequences or tokens, and what the routers did: a row for each
-        layer of the model.
-        """
-        tp = self.context.tp
-        moe = self.model.moe
-        assert moe is not None
-        tokens = (
-            x.shape[0]
-            * (tp.size if self.context.sequence_parallel else 1)
-            * self.context.cp.size
-            * batch.global_sequences
-        )
-        balance = torch.stack([one.balance for one in routed.values()]).sum() / batch.global_sequences
-        z = torch.stack([one.z for one in routed.values()]).sum() / tokens
-        both = losses.whole_value(torch.stack((balance, z)), tp)
-        first = self.model.routed_layers.start
-        load_LE = both.new_zeros(len(self.model.routed_layers), moe.experts + 2, dtype=torch.float64)
-        load_LE[[layer - first for layer in routed]] = torch.stack([one.load for one in routed.values()])
-        return {losses.BALANCE: both[0], losses.ROUTER_Z: both[1], losses.LOAD: load_LE}
 
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and head: (S or s, B, H) → (S, B, v), this rank's slice of the true vocabulary."""
@@ -245,8 +228,3 @@ def build_stages(
 
 def _sum(x: Tensor, added: Tensor | None) -> Tensor:
     return x if added is None else x + added
-
-
-def _local_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:
-    slopes_A = torch.tensor(alibi_slopes(model.heads, model.alibi_max_bias), device=device, dtype=dtype)
-    return slopes_A.chunk(tp.size)[tp.rank]

@@ -6,7 +6,7 @@ from .dtypes import statistics_dtype, working_dtype
 from .providers import AttentionNeeds
 from .reference import AdamWUpdate, Ops, Scores, merge, softcapped
 from .routing import Routing
-from .select import select_ops
+from .select import select_ops, select_run_ops
 
 __all__ = [
     "AdamWUpdate",
@@ -19,6 +19,7 @@ __all__ = [
     "merge",
     "philox",
     "select_ops",
+    "select_run_ops",
     "softcapped",
     "statistics_dtype",
     "stream_key",

@@ -31,7 +31,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); apex has no fused add."""
     total = x + residual
-    return (rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps)), total
+    if kind == "rmsnorm":
+        return rms_norm(total, weight, eps), total
+    return layer_norm(total, weight, bias, eps), total
 
 
 def adamw_(

@@ -106,14 +106,14 @@ def attention_block(
     The outputs are the output, exp(log-sum-exp), and the gradients of q, k and v.
     """
     q, grad, o = (normal(queries, batch, heads, head_dim, dtype=dtype, seed=seed) for seed in (0, 3, 4))
-    k, v = normal(2, keys, batch, kv_heads, head_dim, dtype=dtype, seed=1).unbind(0)
+    k, v = normal(keys, 2, batch, kv_heads, head_dim, dtype=dtype, seed=1).unbind(1)
     _, exact = reference.attention_block(q.double(), (k.double(), v.double()), scores)
     over_more = (exact + 1.0).float()
 
     def call(ops: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, o: Tensor) -> tuple[Tensor, ...]:
         output, logsumexp = ops.attention_block(q, (k, v), scores)
-        grads = ops.attention_block_backward(grad, q, (k, v), o, over_more, scores)
-        return (output, logsumexp.exp().to(q.dtype), *grads)
+        grad_q, grad_k, grad_v = ops.attention_block_backward(grad, q, (k, v), o, over_more, scores)
+        return output, logsumexp.exp().to(q.dtype), grad_q, grad_k, grad_v
 
     words = _words((f"{queries} after {scores.offset}", keys, f"{heads}/{kv_heads}", head_dim), kind)
     return Case("attention_block", words, (q, k, v, grad, o), call, gradients=False)
@@ -127,23 +127,18 @@ def rms_norm(dtype: torch.dtype, *shape: int, eps: float = 1e-5) -> Case:
 
 def layer_norm(dtype: torch.dtype, *shape: int, eps: float = 1e-3, bias: bool = True) -> Case:
     """LayerNorm over the last dim."""
-    inputs = (
-        normal(*shape, dtype=dtype),
-        normal(shape[-1], dtype=dtype),
-        normal(shape[-1], dtype=dtype, seed=3) if bias else None,
-    )
+    summand = normal(shape[-1], dtype=dtype, seed=3) if bias else None
+    inputs = (normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype), summand)
     words = _words(shape, "bias" * bias)
     return Case("layer_norm", words, inputs, lambda ops, x, weight, b: ops.layer_norm(x, weight, b, eps))
 
 
 def add_norm(dtype: torch.dtype, *shape: int, kind: str = "layernorm", bias: bool = False, eps: float = 1e-5) -> Case:
     """The sum of two tensors, and its norm."""
-    inputs = (
-        quarters(*shape, dtype=dtype),
-        quarters(*shape, dtype=dtype, seed=1),
-        normal(shape[-1], dtype=dtype),
-        normal(shape[-1], dtype=dtype, seed=3) if bias else None,
-    )
+    x = quarters(*shape, dtype=dtype)
+    residual = quarters(*shape, dtype=dtype, seed=1)
+    summand = normal(shape[-1], dtype=dtype, seed=3) if bias else None
+    inputs = (x, residual, normal(shape[-1], dtype=dtype), summand)
     return Case("add_norm", _words(shape, kind), inputs, lambda ops, *given: ops.add_norm(*given, eps, kind))
 
 
@@ -177,7 +172,7 @@ def linear(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Case:
 def swiglu(dtype: torch.dtype, *shape: int, weighted: bool = False, size: float = 2.0) -> Case:
     """`shape` is [rows, …, 2, width]. With `weighted` the rows have fp32 weights, which get a gradient."""
     x = size * normal(*shape, dtype=dtype)
-    words = _words((*shape[:-2], shape[-1]), "weighted" * weighted)
+    words = _words(shape[:-2] + shape[-1:], "weighted" * weighted)
     if weighted:
         return Case("swiglu", words, (x, normal(*shape[:-2])), lambda ops, y, weights: ops.swiglu(y, weights))
     return Case("swiglu", words, (x,), lambda ops, y: ops.swiglu(y))

@@ -141,7 +141,16 @@ def _attentions(dtype: torch.dtype) -> Iterator[Case]:
     ):
         for kind in kinds:
             scores = _scores(kind, heads, head_dim, torch.arange(sequence)[None] // 50)
-            yield catalogue.attention(dtype, sequence, 1, heads, kv_heads, head_dim, scores=scores, kind=kind)
+            yield catalogue.attention(
+                dtype,
+                sequence=sequence,
+                batch=1,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                scores=scores,
+                kind=kind,
+            )
     # 40 queries, which with documents see some or none of the keys
     for keys, offset, head_dim, kind in (
         (70, 30, 128, ""),
@@ -151,8 +160,18 @@ def _attentions(dtype: torch.dtype) -> Iterator[Case]:
     ):
         of_queries = torch.arange(40)[None] // 25 + 1
         of_keys = torch.arange(keys)[None] // 50
-        scores = _scores(kind, 2, head_dim, of_queries, of_keys, offset)
-        yield catalogue.attention_block(dtype, 40, keys, 1, 2, 1, head_dim, scores=scores, kind=kind)
+        scores = _scores(kind, 2, head_dim, of_queries, key_documents=of_keys, offset=offset)
+        yield catalogue.attention_block(
+            dtype,
+            queries=40,
+            keys=keys,
+            batch=1,
+            heads=2,
+            kv_heads=1,
+            head_dim=head_dim,
+            scores=scores,
+            kind=kind,
+        )
 
 
 def _scores(
@@ -184,4 +203,4 @@ def check(ops: GpuOps, device: str, dtypes: Sequence[str] = tuple(DTYPES)) -> It
                     error = max(units(*pair) for pair in case.pairs(ops)[one.part])
                 yield Result(case.op, dtype, case.shape, error, one.limit)
             except FrontierError as problem:
-                yield Result(case.op, dtype, case.shape, 0.0, one.limit, str(problem))
+                yield Result(case.op, dtype, case.shape, error=0.0, limit=one.limit, fault=str(problem))

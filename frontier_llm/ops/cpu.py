@@ -206,12 +206,14 @@ def _extras(scores: Scores) -> tuple[Tensor | None, Tensor | None, Tensor | None
     """ALiBi's slopes and the documents of queries and of keys, as the kernels read them."""
     slopes_a = scores.alibi_slopes_a
     of_queries = scores.documents_BS
-    of_keys = scores.key_documents_BK
     if slopes_a is not None:
         slopes_a = slopes_a.float().contiguous()
     if of_queries is not None:
         of_queries = of_queries.int().contiguous()
-    return slopes_a, of_queries, of_queries if of_keys is None else of_keys.int().contiguous()
+    of_keys = of_queries
+    if scores.key_documents_BK is not None:
+        of_keys = scores.key_documents_BK.int().contiguous()
+    return slopes_a, of_queries, of_keys
 
 
 def _numbers(scores: Scores) -> tuple[float, float, int, int]:
@@ -224,7 +226,7 @@ class _Linear(Function):
         ctx.save_for_backward(x, weight_ok)
         ctx.ops = ops
         rows = x.shape[:-1].numel()
-        shape = (*x.shape[:-1], weight_ok.shape[0])
+        shape = x.shape[:-1] + weight_ok.shape[:1]
         # allocated in its final shape: a view that leaves an autograd function may not be summed in place over tp
         out = x.new_empty(shape) if bias_o is None else bias_o.expand(shape).contiguous()
         _native.gemm(x.reshape(rows, x.shape[-1]), weight_ok.t(), out.view(rows, shape[-1]), bias_o is not None)

@@ -185,7 +185,9 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.ops.attention_backward(grad_outputs[0], Attended(*ctx.saved_tensors), ctx.scores), None, None)
+        saved = Attended(*ctx.saved_tensors)
+        grad_q, grad_k, grad_v = ctx.ops.attention_backward(grad_outputs[0], saved, ctx.scores)
+        return grad_q, grad_k, grad_v, None, None
 
 
 class _Norm(Function):
@@ -199,9 +201,8 @@ class _Norm(Function):
         kind: NormKind,
         ops: DifferentiableOps,
     ) -> Any:
-        out, total, mean, scale = ops.norm_forward(
-            x, residual, _of_type(weight, x), None if bias is None else _of_type(bias, x), kind
-        )
+        bias_of_type = None if bias is None else _of_type(bias, x)
+        out, total, mean, scale = ops.norm_forward(x, residual, _of_type(weight, x), bias_of_type, kind)
         ctx.save_for_backward(total, weight, mean, scale)
         ctx.kind = kind
         ctx.ops = ops
@@ -215,14 +216,10 @@ class _Norm(Function):
         saved = Normed(total, _of_type(weight, total), mean, scale, ctx.kind, ctx.has_bias)
         grad_total = grad_outputs[1] if ctx.has_residual else None
         grad_x, grad_weight, grad_bias = ctx.ops.norm_backward(grad_outputs[0], grad_total, saved)
-        return (
-            grad_x,
-            grad_x if ctx.has_residual else None,
-            grad_weight,
-            grad_bias if ctx.has_bias else None,
-            None,
-            None,
-        )
+        grad_residual = grad_x if ctx.has_residual else None
+        if not ctx.has_bias:
+            grad_bias = None
+        return grad_x, grad_residual, grad_weight, grad_bias, None, None
 
 
 class _Rope(Function):
@@ -278,10 +275,13 @@ class _Gelu(Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, weights = ctx.saved_tensors
-        grads = ctx.ops.gelu_backward(
-            grad_outputs[0], x, None if bias is None else _of_type(bias, x), ctx.approximate, weights
+        bias_of_type = None if bias is None else _of_type(bias, x)
+        grad_x, grad_bias, grad_weights = ctx.ops.gelu_backward(
+            grad_outputs[0], x, bias_of_type, ctx.approximate, weights
         )
-        return grads[0], None if bias is None else grads[1], None, _of_rows(grads[2], weights), None
+        if bias is None:
+            grad_bias = None
+        return grad_x, grad_bias, None, _of_rows(grad_weights, weights), None
 
 
 class _Route(Function):

@@ -55,7 +55,13 @@ class Driver(Protocol):
         """
 
     def launch(
-        self, device: int, function: int, code: Code, grid: Grid, slots: bytes, arguments: Mapping[str, Argument]
+        self,
+        device: int,
+        function: int,
+        code: Code,
+        grid: Grid,
+        slots: bytes,
+        arguments: Mapping[str, Argument],
     ) -> None:
         """Run a loaded function; `slots` are its arguments, SLOT_BYTES each, which `arguments` has by name. Raises
         LaunchError.
@@ -78,20 +84,37 @@ class GpuDriver:
         """Load a code object on a device."""
         function = ctypes.c_void_p()
         if self._library.frontier_gpu_load(
-            device, image, code.symbol.encode(), code.shared_bytes, ctypes.byref(function)
+            device,
+            image,
+            code.symbol.encode(),
+            code.shared_bytes,
+            ctypes.byref(function),
         ):
             raise LaunchError(_last_error(self._library))
         assert function.value is not None
         return function.value
 
     def launch(
-        self, device: int, function: int, code: Code, grid: Grid, slots: bytes, arguments: Mapping[str, Argument]
+        self,
+        device: int,
+        function: int,
+        code: Code,
+        grid: Grid,
+        slots: bytes,
+        arguments: Mapping[str, Argument],
     ) -> None:
         """Launch on torch's current stream."""
         stream = torch.cuda.current_stream().cuda_stream
         count = len(slots) // SLOT_BYTES
         if self._library.frontier_gpu_launch(
-            device, function, *grid, code.threads, code.shared_bytes, stream, slots, count
+            device,
+            function,
+            *grid,
+            code.threads,
+            code.shared_bytes,
+            stream,
+            slots,
+            count,
         ):
             raise LaunchError(_last_error(self._library))
 
@@ -103,7 +126,9 @@ def architecture_of_device(device: int = 0) -> str:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return str(properties.gcnArchName).split(":")[0]
-    return f"sm_{properties.major}0" if properties.major == 8 else f"sm_{properties.major}{properties.minor}"
+    if properties.major == 8:
+        return f"sm_{properties.major}0"
+    return f"sm_{properties.major}{properties.minor}"
 
 
 @cache

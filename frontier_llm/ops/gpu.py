@@ -231,11 +231,9 @@ class GpuOps(GpuAttention, GpuRouting):
         self, way: str, qkv_SBgqD: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos_SR: Tensor, sin_SR: Tensor
     ) -> None:
         sequence, batch, groups, members, head_dim = qkv_SBgqD.shape
-        cos_SR, sin_SR, variant = (
-            cos_SR.float().contiguous(),
-            sin_SR.float().contiguous(),
-            f"{way}-{_rope_variant(cos_SR)}",
-        )
+        cos_SR = cos_SR.float().contiguous()
+        sin_SR = sin_SR.float().contiguous()
+        variant = f"{way}-{_rope_variant(cos_SR)}"
         q, k, v = parts
         angle_s = cos_SR.stride(0)
         angle_b = cos_SR.stride(1) if cos_SR.dim() == 3 else 0
@@ -485,7 +483,9 @@ class GpuOps(GpuAttention, GpuRouting):
 
     def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
         """Each row's sum in registers: whoever is written to reads, so nothing is zeroed and nothing races."""
-        x, (rows, fan), columns = x_NH.detach().contiguous(), places_Mf.shape, x_NH.shape[1]
+        x = x_NH.detach().contiguous()
+        rows, fan = places_Mf.shape
+        columns = x_NH.shape[1]
         out = x.new_empty(rows, columns)
         self.kernels.launch(
             "gather_rows",

@@ -65,7 +65,16 @@ class GpuAttention(DifferentiableOps):
             head_dim=head_dim,
             **_strides(q=q, k=k, v=v, o=o),
         )
-        return Attended(q, k, v, o, logsumexp, slopes, documents, key_documents)
+        return Attended(
+            q=q,
+            k=k,
+            v=v,
+            o=o,
+            logsumexp=logsumexp,
+            slopes=slopes,
+            documents=documents,
+            key_documents=key_documents,
+        )
 
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
@@ -154,13 +163,16 @@ class GpuAttention(DifferentiableOps):
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `reference.attention_block_backward`."""
-        q, k, v, o = (_readable(x) for x in (q_SBaD, *kv_KBgD, o_SBaD))
+        q = _readable(q_SBaD)
+        k, v = map(_readable, kv_KBgD)
+        o = _readable(o_SBaD)
         # of rows past the sequence, and of those that see nothing, whose probabilities are to be 0
         logsumexp = torch.nan_to_num(
             logsumexp_BaS.float() / math.log(2), nan=math.nan, neginf=math.inf, posinf=math.inf
         )
         logsumexp = pad(logsumexp, (0, _padded(len(q)) - len(q)), value=math.inf).contiguous()
-        return self.attention_backward(grad_SBaD, Attended(q, k, v, o, logsumexp, *_extras(q, k, scores)), scores)
+        saved = Attended(q, k, v, o, logsumexp, *_extras(q, k, scores))
+        return self.attention_backward(grad_SBaD, saved, scores)
 
 
 def _extras(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -175,7 +187,8 @@ def _extras(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor
     slopes = q.new_zeros(q.shape[2]) if slopes is None else slopes.detach()
     of_queries = _numbered(q, documents)
     same = key_documents is None and len(q) == len(k)
-    return slopes.float().contiguous(), of_queries, of_queries if same else _numbered(k, key_documents)
+    of_keys = of_queries if same else _numbered(k, key_documents)
+    return slopes.float().contiguous(), of_queries, of_keys
 
 
 def _numbered(x_SBaD: Tensor, documents_BS: Tensor | None) -> Tensor:

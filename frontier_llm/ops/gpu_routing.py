@@ -31,7 +31,8 @@ class GpuRouting(DifferentiableOps):
         self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, weights and experts; whoever has more experts than a program holds is told so."""
-        (rows, count), top_k = logits_NE.shape, routing.top_k
+        rows, count = logits_NE.shape
+        top_k = routing.top_k
         scores = torch.empty_like(logits_NE)
         weights = logits_NE.new_empty(rows, top_k)
         experts = torch.empty(rows, top_k, dtype=torch.int64, device=logits_NE.device)
@@ -61,7 +62,8 @@ class GpuRouting(DifferentiableOps):
         self, grad_scores_NE: Tensor, grad_weights_Nk: Tensor, scores_NE: Tensor, experts_Nk: Tensor, routing: Routing
     ) -> Tensor:
         """The logits' gradient."""
-        (rows, count), top_k = scores_NE.shape, routing.top_k
+        rows, count = scores_NE.shape
+        top_k = routing.top_k
         grad_logits = torch.empty_like(scores_NE)
         variant = _variant(count, top_k)
         grid = (-(-rows // self.kernels.block("route_backward", variant, "BLOCK_N")), 1, 1)

@@ -18,11 +18,9 @@ def gather_rows(x_NH: Tensor, places_Mf: Tensor) -> Tensor:
     """
     padded = torch.cat((x_NH, x_NH.new_zeros(1, *x_NH.shape[1:])))
     rows_MfH = padded[places_Mf]
-    return (
-        rows_MfH[:, 0]
-        if places_Mf.shape[1] == 1
-        else rows_MfH.sum(1, dtype=statistics_dtype(x_NH.dtype)).to(x_NH.dtype)
-    )
+    if places_Mf.shape[1] == 1:
+        return rows_MfH[:, 0]
+    return rows_MfH.sum(1, dtype=statistics_dtype(x_NH.dtype)).to(x_NH.dtype)
 
 
 def grouped_linear(x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:

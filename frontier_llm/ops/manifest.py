@@ -47,7 +47,9 @@ def check_triton(version: str, architecture: str, where: str) -> None:
         wanted = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
         fix = f"{install_triton()} && {build_command(architecture)}"
         raise BackendError(
-            f"compiled by Triton {version}; the launcher is for code objects of Triton {wanted}", fix, where
+            f"compiled by Triton {version}; the launcher is for code objects of Triton {wanted}",
+            fix,
+            where,
         )
 
 
@@ -79,11 +81,15 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise BackendError(
-            f"no GPU ops are built for {architecture} (there are: {known})", "set ops.* to sdpa or reference", "GPU ops"
+            f"no GPU ops are built for {architecture} (there are: {known})",
+            "set ops.* to sdpa or reference",
+            "GPU ops",
         )
     if not path.is_file():
         raise BackendError(
-            f"the ops for {architecture} have not been built: no {path.name} in {folder}", build, "GPU ops"
+            f"the ops for {architecture} have not been built: no {path.name} in {folder}",
+            build,
+            "GPU ops",
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -147,7 +153,9 @@ def kernel_report(architecture: str) -> list[dict[str, Any]]:
     machine = ARCHITECTURES.get(architecture)
     if machine is None:
         raise BackendError(
-            f"no GPU ops are built for {architecture!r}", suggest(architecture, ARCHITECTURES), "ARCHITECTURE"
+            f"no GPU ops are built for {architecture!r}",
+            suggest(architecture, ARCHITECTURES),
+            "ARCHITECTURE",
         )
     lines = read_manifest(architecture)["kernels"]
     return [

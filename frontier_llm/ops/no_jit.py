@@ -121,7 +121,10 @@ class _GuardOnImport(importlib.abc.MetaPathFinder):
         self.pending = pending
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self.pending:
             return None

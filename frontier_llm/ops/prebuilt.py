@@ -64,7 +64,9 @@ def address_or_number(name: str, pointed: torch.dtype | None, value: Argument, d
     if value.dtype is not pointed or value.get_device() != device:
         what = f"{name} is {value.dtype} on {value.device}, the kernel reads {pointed} on the current device ({device})"
         raise BackendError(
-            what, "give the op tensors of one type, on the device that torch.cuda.set_device chose", "GPU launch"
+            what,
+            "give the op tensors of one type, on the device that torch.cuda.set_device chose",
+            "GPU launch",
         )
     return value.data_ptr()
 
@@ -100,7 +102,8 @@ class PrebuiltKernels:
             chosen = self._variants.get((kernel, _DTYPE_NAMES.get(dtype, ""), variant))
             if chosen is None:
                 raise LaunchError(
-                    "there is no code object for this", "use bf16 or fp16, or set ops.* to sdpa or reference"
+                    "there is no code object for this",
+                    "use bf16 or fp16, or set ops.* to sdpa or reference",
                 )
             self._launch(chosen, grid, arguments)
         except LaunchError as error:
@@ -166,7 +169,8 @@ def _packed(variant: _Variant, values: Sequence[int | float], grid: Grid) -> byt
     except struct.error as error:
         named = ", ".join(f"{name} {value}" for (name, _), value in zip(variant.arguments, values, strict=True))
         raise LaunchError(
-            f"a number does not fit its type ({error}): {named}", "take a smaller batch.micro_batch"
+            f"a number does not fit its type ({error}): {named}",
+            "take a smaller batch.micro_batch",
         ) from error
 
 
@@ -176,5 +180,9 @@ def _variant(line: Mapping[str, Any]) -> _Variant:
     layout = struct.Struct("<" + "".join("Q" if kind.startswith("*") else _SLOT[kind] for _, kind, _ in arguments))
     by16 = tuple(index for index, (_, _, assumed) in enumerate(arguments) if assumed)
     return _Variant(
-        {}, line["constants"], tuple((name, POINTED.get(kind)) for name, kind, _ in arguments), by16, layout
+        {},
+        line["constants"],
+        tuple((name, POINTED.get(kind)) for name, kind, _ in arguments),
+        by16,
+        layout,
     )

@@ -70,7 +70,11 @@ class Provider:
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
 
     def refusal(
-        self, group: str, device_type: str, dtype: torch.dtype, needs: AttentionNeeds | None = None
+        self,
+        group: str,
+        device_type: str,
+        dtype: torch.dtype,
+        needs: AttentionNeeds | None = None,
     ) -> Refusal | None:
         """Why this provider cannot serve `group` there."""
         if group not in self.groups:
@@ -92,7 +96,9 @@ class Provider:
         if needs.parts and self.parts and (why := self.parts(device_type, dtype, needs)):
             return Refusal(f"{self.name} has no attention over part of a sequence (parallel.context) here: {why}")
         missing = self.missing()
-        return missing if isinstance(missing, Refusal) else Refusal(missing, self.build) if missing else None
+        if isinstance(missing, Refusal):
+            return missing
+        return Refusal(missing, self.build) if missing else None
 
 
 def functions_of(implementation: object) -> dict[str, Op]:
@@ -130,11 +136,9 @@ def _flash_parts_missing(device_type: str, dtype: torch.dtype, needs: AttentionN
         return f"torch's flash kernels know no {' or '.join(name for name, wanted in asked.items() if wanted)}"
     if device_type == "cpu":
         return ""
-    return (
-        sdpa.blocks_missing()
-        if dtype in HALVES
-        else f"torch's flash kernels have no {str(dtype).removeprefix('torch.')} on a GPU"
-    )
+    if dtype in HALVES:
+        return sdpa.blocks_missing()
+    return f"torch's flash kernels have no {str(dtype).removeprefix('torch.')} on a GPU"
 
 
 def _triton_missing() -> str | Refusal:
@@ -191,7 +195,9 @@ def apex_missing() -> str:
             "uninstall apex"
         )
     missing = [name for name in ("amp_C", "fused_layer_norm_cuda") if importlib.util.find_spec(name) is None]
-    return f"apex was built without its extensions {', '.join(missing)}" if missing else ""
+    if missing:
+        return f"apex was built without its extensions {', '.join(missing)}"
+    return ""
 
 
 def _package_version(name: str) -> str:

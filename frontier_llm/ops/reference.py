@@ -201,7 +201,9 @@ def add_norm(
     normed.
     """
     total = x + residual
-    return rms_norm(total, weight, eps) if kind == "rmsnorm" else layer_norm(total, weight, bias, eps), total
+    if kind == "rmsnorm":
+        return rms_norm(total, weight, eps), total
+    return layer_norm(total, weight, bias, eps), total
 
 
 def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:

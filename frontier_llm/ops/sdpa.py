@@ -71,10 +71,8 @@ def attention_block_backward(
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one stretch of keys adds to the gradients."""
-    grad_q, (grad_k, grad_v) = (
-        torch.zeros_like(q_SBaD, dtype=statistics_dtype(q_SBaD.dtype)),
-        map(torch.empty_like, kv_KBgD),
-    )
+    grad_q = torch.zeros_like(q_SBaD, dtype=statistics_dtype(q_SBaD.dtype))
+    grad_k, grad_v = map(torch.empty_like, kv_KBgD)
     for keys, causal in _pieces(q_SBaD.shape[0], kv_KBgD[0].shape[0], scores.offset):
         grad, q, k, v, o = (
             x.permute(1, 2, 0, 3) for x in (grad_SBaD, q_SBaD, kv_KBgD[0][keys], kv_KBgD[1][keys], o_SBaD)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from frontier_llm import log
-from frontier_llm.config.schema import OpsConfig
+from frontier_llm.config.schema import OpsConfig, RunConfig
 from frontier_llm.errors import BackendError, Problem
 from frontier_llm.ops import reference
 from frontier_llm.ops.attention_table import AttentionShape, load_attention, rule_for
@@ -69,9 +69,8 @@ def choose(
     if dtype == torch.float64:
         return ChosenBackend(group, PROVIDERS["reference"], "float64 is for checking: always the reference")
     passed_over: list[str] = []
-    order = dict.fromkeys(
-        (*first, *(_WITH_DOCUMENTS if needs.documents and device_type == "cuda" else PREFERENCE[device_type]))
-    )
+    usual = _WITH_DOCUMENTS if needs.documents and device_type == "cuda" else PREFERENCE[device_type]
+    order = dict.fromkeys([*first, *usual])
     for provider in (PROVIDERS[name] for name in order):
         if group not in provider.groups:
             continue
@@ -190,3 +189,19 @@ def backends(dtype_name: str) -> list[dict[str, Any]]:
                 row["chosen"] = taken.provider is provider and (device == "cpu" or torch.cuda.is_available())
                 rows.append({**row, "status": provider.version() if refusal is None else f"no: {refusal}"})
     return rows
+
+
+def select_run_ops(config: RunConfig, device_type: str, attends_in_parts: bool) -> Ops:
+    """The ops of a training run. `attends_in_parts`: a rank scores its queries against one rank's keys at a time."""
+    model = config.model
+    documents = config.data.reset_at_documents
+    uses_alibi = model.position == "alibi"
+    needs = AttentionNeeds(
+        documents,
+        parts=attends_in_parts,
+        window=model.sliding_window is not None,
+        alibi=uses_alibi,
+        softcap=model.score_softcap is not None,
+    )
+    shape = AttentionShape(model.dim_per_head, extras=documents or uses_alibi)
+    return select_ops(config.ops, device_type, working_dtype(config.precision.dtype), needs, attention=shape)

@@ -26,7 +26,7 @@ def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
     shape = x.shape[:-1]
     step = -(-width // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     strides = torch.empty(*shape, step, device="meta").stride()
-    out = x.new_empty_strided((*shape, width), strides)  # no view: an autograd function may return it
+    out = x.new_empty_strided(shape + weight_ok.shape[:1], strides)  # no view: an autograd function may return it
     torch.mm(x.reshape(-1, x.shape[-1]), weight_ok.t(), out=out.view(-1, width))
     return out
 

@@ -3,13 +3,11 @@
 from frontier_llm.optim.adafactor import Adafactor
 from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.buckets import Bucket, OwnedRange, build_buckets
-from frontier_llm.optim.engines import build_update, gradient_destination
-from frontier_llm.optim.inputs import EngineInputs, draw_masters
+from frontier_llm.optim.engines import EngineInputs, build_update, draw_masters, gradient_destination
 from frontier_llm.optim.lion import Lion
-from frontier_llm.optim.loss_scale import LossScaler, initial_loss_scale
-from frontier_llm.optim.lr_schedule import learning_rate
 from frontier_llm.optim.muon import Muon
 from frontier_llm.optim.registry import Slice, SliceUpdate, register
+from frontier_llm.optim.scalars import LossScaler, initial_loss_scale, learning_rate
 from frontier_llm.optim.state import GradientSums, Optimizer, StateRectangle
 from frontier_llm.optim.sync import GradientSync
 from frontier_llm.optim.zero import Zero

@@ -23,8 +23,8 @@ from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
 from frontier_llm.optim.adamw import AdamW
 from frontier_llm.optim.buckets import OwnedRange
+from frontier_llm.optim.matrices import Statistics
 from frontier_llm.optim.registry import Slice, register
-from frontier_llm.optim.statistics import Statistics
 
 
 class Adafactor:
@@ -41,7 +41,8 @@ class Adafactor:
         if means is None:
             self._others.update(part, lr, step, grad_scale)
             return
-        (beta1, beta2), direction = self._config.betas, part.gradient * grad_scale
+        beta1, beta2 = self._config.betas
+        direction = part.gradient * grad_scale
         means.values.lerp_(means.sum_(_means_of_squares(means, direction)), 1 - beta2)
         direction = torch.lerp(part.states["exp_avg"], direction, 1 - beta1, out=direction)
         part.states["exp_avg"].copy_(direction)

@@ -24,7 +24,12 @@ class AdamW:
         decay = self._config.weight_decay if part.decay else 0.0
         update = AdamWUpdate(lr, *self._config.betas, self._config.eps, decay, step, grad_scale)
         self._ops.adamw_(
-            part.master, part.gradient, part.states["exp_avg"], part.states["exp_avg_sq"], part.weights, update
+            part.master,
+            part.gradient,
+            part.states["exp_avg"],
+            part.states["exp_avg_sq"],
+            part.weights,
+            update,
         )
 
 

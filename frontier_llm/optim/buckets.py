@@ -145,7 +145,12 @@ def build_buckets(
         return parameter.spec.parameter, parameter.numel()
 
     for plan in plan_buckets(
-        declared[::-1], shard_of, rule, lambda name: replicas_of(name).size, bool(zero), bucket_numel
+        declared[::-1],
+        shard_of,
+        rule,
+        lambda name: replicas_of(name).size,
+        bool(zero),
+        bucket_numel,
     ):
         weights = torch.zeros(plan.numel, dtype=plan.members[0].dtype, device=device)
         gradients = torch.zeros(plan.numel, dtype=statistics_dtype(weights.dtype), device=device)

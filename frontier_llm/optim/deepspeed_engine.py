@@ -17,7 +17,7 @@ from frontier_llm.blueprint.optimizers import OptimizerRule
 from frontier_llm.comm import Axis, process_group
 from frontier_llm.config.deepspeed import INSTALL, deepspeed_settings
 from frontier_llm.errors import BackendError
-from frontier_llm.optim.inputs import EngineInputs
+from frontier_llm.optim.engines import EngineInputs
 from frontier_llm.optim.registry import Slice, SliceUpdate, slice_update
 from frontier_llm.parallel.tensor import ShardedParameter
 from frontier_llm.run.rank_env import adopt, environ

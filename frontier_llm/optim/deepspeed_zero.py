@@ -17,7 +17,7 @@ from frontier_llm.comm import single
 from frontier_llm.errors import BackendError
 from frontier_llm.optim.buckets import build_buckets
 from frontier_llm.optim.deepspeed_engine import build_engine
-from frontier_llm.optim.inputs import EngineInputs
+from frontier_llm.optim.engines import EngineInputs
 from frontier_llm.optim.state import StateRectangle, state_of_run
 from frontier_llm.optim.sync import GradientSync
 from frontier_llm.parallel.tensor import ShardedParameter

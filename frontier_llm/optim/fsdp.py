@@ -26,7 +26,7 @@ from frontier_llm.blueprint.optimizers import MASTER
 from frontier_llm.comm import Axis, all_reduce_, process_group
 from frontier_llm.model import Stage, initial_rows
 from frontier_llm.ops import statistics_dtype, working_dtype
-from frontier_llm.optim.inputs import EngineInputs
+from frontier_llm.optim.engines import EngineInputs
 from frontier_llm.optim.registry import Slice, slice_update
 from frontier_llm.optim.state import StateRectangle
 from frontier_llm.topology.rectangles import Rectangle

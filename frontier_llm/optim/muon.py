@@ -73,7 +73,9 @@ class Muon:
 def _oriented(matrices: Matrices, values: Tensor, tp: int) -> Tensor:
     """[count, short, long] of this rank's part."""
     _, short, long = matrices.on_rank(tp)
-    return values.reshape(-1, long, short).mT if matrices.transposed else values.reshape(-1, short, long)
+    if matrices.transposed:
+        return values.reshape(-1, long, short).mT
+    return values.reshape(-1, short, long)
 
 
 register(MUON, Muon)

@@ -42,7 +42,8 @@ def orthogonalize_(stacks: Sequence[MatrixStack], tp: Axis) -> None:
         sums = []
         for stack in stacks:  # one stack's sum goes on under the next one's product
             gram = stack.x @ stack.x.mT
-            sums.append((gram, start_all_reduce_(gram, tp) if stack.part is Part.LONG else DONE))
+            pending = start_all_reduce_(gram, tp) if stack.part is Part.LONG else DONE
+            sums.append((gram, pending))
         for stack, (gram, pending) in zip(stacks, sums, strict=True):
             pending.wait()
             stack.x = torch.baddbmm(stack.x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), stack.x, beta=A)
@@ -58,7 +59,9 @@ def _gather(stacks: Sequence[MatrixStack], tp: Axis) -> list[MatrixStack]:
         gathered = torch.empty(tp.size * mine.numel(), dtype=mine.dtype, device=mine.device)
         start_all_gather_into(gathered, mine, tp).wait()
         for stack, parts in zip(
-            cut, gathered.view(tp.size, -1).split([stack.x.numel() for stack in cut], dim=1), strict=True
+            cut,
+            gathered.view(tp.size, -1).split([stack.x.numel() for stack in cut], dim=1),
+            strict=True,
         ):
             count, short, long = stack.x.shape
             stack.x = parts.reshape(tp.size, count, short, long).transpose(0, 1).reshape(count, tp.size * short, long)

@@ -13,8 +13,7 @@ from torch import Tensor
 from frontier_llm.blueprint.optimizers import OptimizerRule, declare
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
-from frontier_llm.optim.statistics import Statistics
-from frontier_llm.optim.whole import WholeTensors
+from frontier_llm.optim.matrices import Statistics, WholeTensors
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,6 @@ class SliceUpdate(Protocol):
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
         """Update number `step` (from 1), in place; the gradient counts times `grad_scale` (unscaling and clipping in
         one factor).
-
-        The gradient stays as it is: the update may be undone and done again (Zero.validate).
         """
 
 

@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from frontier_llm.blueprint.optimizers import OptimizerRule
+from frontier_llm.blueprint.optimizers import MASTER, OptimizerRule
+from frontier_llm.optim.buckets import Bucket
 from frontier_llm.topology.rectangles import Rectangle, rectangles_of_run
 from frontier_llm.topology.shards import ShardSpec
 
@@ -57,6 +58,22 @@ def state_of_run(
         views = {kind: values[position:end].view(local.shape) for kind, values in flat.items()}
         yield StateRectangle(spec, local.shifted(spec.offset), saved, views)
         position = end
+
+
+def state_of_bucket(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateRectangle]:
+    """This rank's state of a bucket as rectangles; `state`: its slice by kind.
+
+    The bucket is split into dp equal parts. With ZeRO a rank holds one part. Without ZeRO it holds all parts and saves
+    one.
+    """
+    size = bucket.flat_weights.numel() // bucket.dp.size
+    held = state[MASTER].numel()
+    begin = bucket.owner.rank * held  # of the state, in the bucket
+    for part in range(begin // size, (begin + held) // size):
+        for run in bucket.ranges(part * size, (part + 1) * size):
+            first = part * size + run.position - begin
+            flat = {kind: values[first : first + run.stop - run.start] for kind, values in state.items()}
+            yield from state_of_run(run.spec, run.start, run.stop, run.spec.counted and part == bucket.dp.rank, flat)
 
 
 class GradientSums(Protocol):

@@ -17,10 +17,9 @@ from frontier_llm.comm import Mesh, serial_mesh
 from frontier_llm.config import OptimizerConfig
 from frontier_llm.ops import Ops
 from frontier_llm.optim.buckets import Bucket
+from frontier_llm.optim.matrices import Statistics, WholeTensors
 from frontier_llm.optim.registry import Slice, slice_update
-from frontier_llm.optim.state import StateRectangle, state_of_run
-from frontier_llm.optim.statistics import Statistics
-from frontier_llm.optim.whole import WholeTensors
+from frontier_llm.optim.state import StateRectangle, state_of_bucket
 from frontier_llm.topology.shards import ShardSpec
 
 
@@ -101,10 +100,12 @@ class Zero:
 
     def state(self) -> list[StateRectangle]:
         """See Optimizer. Saved is one of dp equal parts, with ZeRO or without, so that all ranks share the work."""
-        parts = [
-            part for bucket, state in zip(self.buckets, self.states, strict=True) for part in _rectangles(bucket, state)
-        ]
-        return parts + [part for statistics in self._statistics.values() for part in statistics.state()]
+        parts: list[StateRectangle] = []
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            parts.extend(state_of_bucket(bucket, state))
+        for statistics in self._statistics.values():
+            parts.extend(statistics.state())
+        return parts
 
     def weights(self) -> list[tuple[ShardSpec, Tensor]]:
         """See Optimizer."""
@@ -145,20 +146,6 @@ def _slices(
     for part in parts:
         states = {kind: part[kind] for kind in bucket.kinds if kind != MASTER}
         yield Slice(part[MASTER], part["gradient"], states, part["weights"], bucket.decay, whole, statistics)
-
-
-def _rectangles(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateRectangle]:
-    """Of dp equal parts of the bucket those that this rank's state covers: its own with ZeRO, else all, of which it
-    saves its own.
-    """
-    size = bucket.flat_weights.numel() // bucket.dp.size
-    held = state[MASTER].numel()
-    begin = bucket.owner.rank * held  # of the state, in the bucket
-    for part in range(begin // size, (begin + held) // size):
-        for run in bucket.ranges(part * size, (part + 1) * size):
-            first = part * size + run.position - begin
-            flat = {kind: values[first : first + run.stop - run.start] for kind, values in state.items()}
-            yield from state_of_run(run.spec, run.start, run.stop, run.spec.counted and part == bucket.dp.rank, flat)
 
 
 def _norm_spans(bucket: Bucket) -> list[tuple[int, int, int]]:

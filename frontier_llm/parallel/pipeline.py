@@ -10,56 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from frontier_llm.comm import Mesh, Receive, Sends, post_receive
+from frontier_llm.parallel.stages import LOSS, ActivationSpec, Deferral, StageFunction
 from frontier_llm.schedule import Action, Kind, Schedule, check, posted_ahead, units
-
-LOSS = "loss"  # what the last stage returns as its output
 
 # Messages of one channel that may wait for their receiver before the sender waits for it. One is enough for every
 # schedule to end;
 # each more is an activation kept, and lets a rank that computes faster run ahead of its neighbour.
 SENDS_AHEAD = 4
-
-
-class StageOutput(NamedTuple):
-    """What a stage returns that has further losses: scalars, each this microbatch's share, the same on all tp ranks.
-
-    What has no gradient is merely summed, whatever its shape.
-    """
-
-    output: Tensor
-    losses: Mapping[str, Tensor]
-
-
-StageFunction = Callable[[Tensor | None, Any], Tensor | StageOutput]
-
-
-class Deferral(Protocol):
-    """Where weight gradients wait between the I and the W of a split backward (tensor_parallel.WeightGradients)."""
-
-    def defer(self) -> None:
-        """Start keeping."""
-
-    def take_deferred(self) -> list:
-        """Stop, and hand over what was kept."""
-
-    def run(self, work: list) -> None:
-        """Do it."""
-
-
-@dataclass(frozen=True)
-class ActivationSpec:
-    """Every message between stages is like this; static, so that no shapes are ever exchanged."""
-
-    shape: tuple[int, ...]  # (S or s, B, H)
-    dtype: torch.dtype
-    device: torch.device
 
 
 class _Graph(NamedTuple):

@@ -53,7 +53,8 @@ def compress(hosts: Iterable[str]) -> str:
     sorted, no repeats.
     """
     split = sorted(
-        {_split_number(host) for host in hosts}, key=lambda part: (part[0], len(part[1]), int(part[1] or -1))
+        {_split_number(host) for host in hosts},
+        key=lambda part: (part[0], len(part[1]), int(part[1] or -1)),
     )
     items = []
     for (prefix, _width), members in groupby(split, key=lambda part: (part[0], len(part[1]))):
@@ -90,7 +91,8 @@ def _range(part: str, text: str) -> tuple[range, int]:
     stop = int(match[2] or match[1])
     if stop < start or stop - start >= MAX_HOSTS:
         raise FrontierError(
-            f"the range {part!r} is reversed or names more than {MAX_HOSTS} hosts", where=_shorten(text)
+            f"the range {part!r} is reversed or names more than {MAX_HOSTS} hosts",
+            where=_shorten(text),
         )
     return range(start, stop + 1), len(match[1])
 

@@ -72,7 +72,9 @@ class JobSecret:
                         f"{VARIABLE} for all ranks"
                     )
                     raise FrontierError(
-                        f"rank 0 has not told the job's secret within {timeout_s:g} s: {error}", fix, str(self._path)
+                        f"rank 0 has not told the job's secret within {timeout_s:g} s: {error}",
+                        fix,
+                        str(self._path),
                     ) from error
                 time.sleep(POLL_S)
 
@@ -121,7 +123,9 @@ def private_folder(secret: bytes) -> Path:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise FrontierError(
-                "is there already and not this user's alone", "start again: the name is another one then", str(folder)
+                "is there already and not this user's alone",
+                "start again: the name is another one then",
+                str(folder),
             ) from None
     except OSError as error:
         raise FrontierError(

@@ -106,7 +106,8 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(world))))
     if node >= len(counts):
         raise FrontierError(
-            f"{node} is past the {len(counts)} nodes of SLURM_STEP_TASKS_PER_NODE", where="SLURM_NODEID"
+            f"{node} is past the {len(counts)} nodes of SLURM_STEP_TASKS_PER_NODE",
+            where="SLURM_NODEID",
         )
     return _with_rendezvous(env, "slurm", rank, world, local, counts[node])
 
@@ -156,7 +157,12 @@ def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
 
 
 def _with_rendezvous(
-    env: Mapping[str, str], launcher: str, rank: int, world: int, local: int, local_world: int
+    env: Mapping[str, str],
+    launcher: str,
+    rank: int,
+    world: int,
+    local: int,
+    local_world: int,
 ) -> RankEnv:
     """The place, and where the ranks meet: MASTER_*, else the first node of the step and a port derived from the
     job's identity.
@@ -237,7 +243,8 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise FrontierError(
-        f"no free port in {FIRST_PORT}-{FIRST_PORT + PORT_COUNT - 1}", "end processes that listen there"
+        f"no free port in {FIRST_PORT}-{FIRST_PORT + PORT_COUNT - 1}",
+        "end processes that listen there",
     )
 
 

@@ -46,7 +46,9 @@ def open_record(path: Path) -> BinaryIO | None:
         raise DamagedRecord("is a link to a file that does not exist", "remove the link", str(path)) from None
     except OSError as error:
         raise DamagedRecord(
-            f"cannot be read: {error.strerror}", "check its permissions and its disk", str(path)
+            f"cannot be read: {error.strerror}",
+            "check its permissions and its disk",
+            str(path),
         ) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):

@@ -74,7 +74,10 @@ class SignalWatcher:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         for number, handler in self._old.items():

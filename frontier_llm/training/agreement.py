@@ -110,7 +110,8 @@ def judge(reports: Sequence[RankReport]) -> Failure | None:
     problem = _explain(first, told, normal)
     if len(affected) > 1:
         problem = replace(
-            problem, what=f"{problem.what} (so {len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)})"
+            problem,
+            what=f"{problem.what} (so {len(affected)} of {len(by_host)} hosts: {hostlist.compress(affected)})",
         )
     return Failure(
         problem.what,
@@ -163,7 +164,11 @@ def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | 
         )
         problem = Problem("", what, "read the logs of these ranks; raise train.timeout_s if they are merely slow")
         return Failure(
-            what, Evidence.NOTICES, rank=missing[0], section="start", message=tuple(str(problem).splitlines())
+            what,
+            Evidence.NOTICES,
+            rank=missing[0],
+            section="start",
+            message=tuple(str(problem).splitlines()),
         )
     return judge([RankReport(**json.loads(text)) for text in store.multi_get(keys)])
 

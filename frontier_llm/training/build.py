@@ -13,7 +13,7 @@ from frontier_llm.comm import Mesh
 from frontier_llm.config import RunConfig, RunPhase, phases_of
 from frontier_llm.data.position import START, Position
 from frontier_llm.model import Stage, build_stages, losses
-from frontier_llm.ops import AttentionNeeds, AttentionShape, Ops, select_ops, working_dtype
+from frontier_llm.ops import select_run_ops, working_dtype
 from frontier_llm.optim import (
     EngineInputs,
     GradientSums,
@@ -23,7 +23,8 @@ from frontier_llm.optim import (
     build_update,
     gradient_destination,
 )
-from frontier_llm.parallel.pipeline import ActivationSpec, Engine
+from frontier_llm.parallel.pipeline import Engine
+from frontier_llm.parallel.stages import ActivationSpec
 from frontier_llm.parallel.tensor import LayerContext
 from frontier_llm.schedule import Schedule, forward_only
 from frontier_llm.schedule import build as build_schedule
@@ -126,7 +127,12 @@ class TrainState:
 
 
 def build_state(
-    config: RunConfig, plan: ParallelPlan, mesh: Mesh, device: torch.device, source: BatchSource, draws: bool = True
+    config: RunConfig,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    device: torch.device,
+    source: BatchSource,
+    draws: bool = True,
 ) -> TrainState:
     """One rank's part of the run in its first phase, with initial weights, unless a checkpoint will be loaded
     (`draws`).
@@ -138,7 +144,7 @@ def build_state(
     model = config.model
     dtype = working_dtype(config.precision.dtype)
     way = context_way(model, mesh.tp.size, mesh.cp.size, config.parallel.context_attention)
-    ops = _select_ops(config, device, attends_in_parts=mesh.cp.size > 1 and way != "heads")
+    ops = select_run_ops(config, device.type, attends_in_parts=mesh.cp.size > 1 and way != "heads")
     gradients = gradient_destination(config)
     context = LayerContext(
         tp=mesh.tp,
@@ -185,19 +191,3 @@ def build_state(
     )
     state.enter(phases[0], source)
     return state
-
-
-def _select_ops(config: RunConfig, device: torch.device, attends_in_parts: bool) -> Ops:
-    """The ops of a run. `attends_in_parts`: a rank scores its queries against the keys of one rank after another."""
-    model = config.model
-    documents = config.data.reset_at_documents
-    uses_alibi = model.position == "alibi"
-    needs = AttentionNeeds(
-        documents,
-        parts=attends_in_parts,
-        window=model.sliding_window is not None,
-        alibi=uses_alibi,
-        softcap=model.score_softcap is not None,
-    )
-    shape = AttentionShape(model.dim_per_head, extras=documents or uses_alibi)
-    return select_ops(config.ops, device.type, working_dtype(config.precision.dtype), needs, attention=shape)

@@ -13,7 +13,7 @@ from frontier_llm.config import DataSource
 from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
 from frontier_llm.failpoints import hit
-from frontier_llm.parallel.pipeline import LOSS
+from frontier_llm.parallel.stages import LOSS
 from frontier_llm.training.build import TrainState
 from frontier_llm.training.feed import BatchSource
 from frontier_llm.training.guard import Wish
@@ -21,7 +21,10 @@ from frontier_llm.training.step import sum_over_world
 
 
 def evaluate(
-    state: TrainState, sources: Mapping[str, BatchSource], samples: int, interrupted: Callable[[], bool]
+    state: TrainState,
+    sources: Mapping[str, BatchSource],
+    samples: int,
+    interrupted: Callable[[], bool],
 ) -> dict[str, float]:
     """The loss of each held-out set under its name (nats per token); of the first also as `loss`, with its perplexity
     and, where the text's size is known, bits per byte. Logged. Collective over the world.
@@ -48,7 +51,10 @@ def evaluate(
 
 @torch.no_grad()
 def held_out_loss(
-    state: TrainState, source: BatchSource, samples: int, interrupted: Callable[[], bool]
+    state: TrainState,
+    source: BatchSource,
+    samples: int,
+    interrupted: Callable[[], bool],
 ) -> float | None:
     """Mean loss in nats per token over the first samples of a held-out stream; every target that counts weighs the
     same.

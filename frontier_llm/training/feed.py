@@ -109,7 +109,9 @@ class Feed:
     def _count(self, samples: SampleBatch) -> int:
         """Targets that count among this rank's tokens."""
         mask_BS = samples.loss_mask_BS
-        return samples.target_count // self._mesh.cp.size if mask_BS is None else int(self._held(mask_BS.T).sum())
+        if mask_BS is None:
+            return samples.target_count // self._mesh.cp.size
+        return int(self._held(mask_BS.T).sum())
 
     def held(self, rows: np.ndarray) -> Tensor:
         """Of rows for a whole sequence those of this rank's tokens, on the device."""
@@ -126,4 +128,6 @@ class Feed:
         copy's turn.
         """
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)

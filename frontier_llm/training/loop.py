@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 # the first backward imports it, and sympy with it: not while the other ranks wait
+from torch import Tensor
+
 from frontier_llm import failpoints, log
 from frontier_llm.checkpoint.checkpoints import Checkpoints
 from frontier_llm.checkpoint.directory import is_there
@@ -22,7 +24,7 @@ from frontier_llm.errors import ConfigError, suggest
 from frontier_llm.failpoints import hit
 from frontier_llm.files import write_atomically
 from frontier_llm.ops import working_dtype
-from frontier_llm.optim import draw_masters
+from frontier_llm.optim import GradientSync, draw_masters
 from frontier_llm.run.launchers import RankEnv
 from frontier_llm.run.rank_env import environ, node_name
 from frontier_llm.run.run_dir import STOP_FILE
@@ -30,6 +32,7 @@ from frontier_llm.run.signals import EXIT_INTERRUPTED, SignalWatcher
 from frontier_llm.training import observers
 from frontier_llm.training.build import BestLoss, TrainState
 from frontier_llm.training.evaluate import evaluate
+from frontier_llm.training.feed import Feed
 from frontier_llm.training.guard import (
     Decisions,
     Recompute,
@@ -44,7 +47,7 @@ from frontier_llm.training.guard import (
 from frontier_llm.training.join import joined_state
 from frontier_llm.training.metrics import Metrics, metrics_of
 from frontier_llm.training.progress import AS_BEFORE, Resume, progress_of, restore
-from frontier_llm.training.step import StepResult, local_gradients, train_step
+from frontier_llm.training.step import StepResult, train_step
 from frontier_llm.training.tasks import evaluate_tasks, open_tasks
 from frontier_llm.units import strict_json
 
@@ -371,11 +374,25 @@ class _Session:
         write_atomically(self.run_dir / "plan.json", strict_json(asdict(self.state.plan)))
 
 
+def _local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:
+    """Forward and backward of the current step over `feed`: this rank's unsummed gradients by parameter.
+
+    Changes nothing but the gradient buffers; for the native engine alone.
+    """
+    sync = state.sync
+    assert isinstance(sync, GradientSync)
+    sync.begin(reduce=False)
+    state.pipeline.run(feed.step(state.current_step), state.scaler.scale)
+    gradients = sync.gradients
+    hit("train.recomputed", next(iter(gradients.values())).view(-1))
+    return gradients
+
+
 def _recompute(state: TrainState) -> Recompute:
     """Over the batches of data-parallel rank 0, on every replica."""
     batches = open_run_batches(state.config, state.position, state.current_step, 0, state.mesh.dp.size)
     feed = state.new_feed(batches)
-    return Recompute(lambda: local_gradients(state, feed), state.mesh)
+    return Recompute(lambda: _local_gradients(state, feed), state.mesh)
 
 
 def _validation(state: TrainState) -> dict[str, Batches]:

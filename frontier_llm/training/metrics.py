@@ -81,7 +81,10 @@ class Metrics:
         tokens = steps * self._phase.tokens_per_step
         tflops = tokens / elapsed_s * self._flops_per_token / self._world_size / TERA
         return Throughput(
-            elapsed_s / steps, tokens / elapsed_s, tflops, tflops / self._peak_tflops if self._peak_tflops else None
+            elapsed_s / steps,
+            tokens / elapsed_s,
+            tflops,
+            tflops / self._peak_tflops if self._peak_tflops else None,
         )
 
     def enter(self, state: TrainState) -> None:

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from frontier_llm.comm import Mesh, all_reduce_
-from frontier_llm.failpoints import hit
 from frontier_llm.model.losses import LOAD
-from frontier_llm.optim import GradientSync, learning_rate
-from frontier_llm.parallel.pipeline import LOSS
+from frontier_llm.optim import learning_rate
+from frontier_llm.parallel.stages import LOSS
 from frontier_llm.training.build import TrainState
-from frontier_llm.training.feed import Feed
 from frontier_llm.training.guard import Wish
 from frontier_llm.training.routing import summary, tell_routers
 
@@ -131,17 +129,3 @@ def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tenso
         wish=Wish(stop=sums[STOP] > 0, save=sums[SAVE] > 0),
         load_LE=load_LE,
     )
-
-
-def local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:
-    """Forward and backward of the current step over `feed`: this rank's unsummed gradients by parameter.
-
-    Changes nothing but the gradient buffers; for the native engine alone.
-    """
-    sync = state.sync
-    assert isinstance(sync, GradientSync)
-    sync.begin(reduce=False)
-    state.pipeline.run(feed.step(state.current_step), state.scaler.scale)
-    gradients = sync.gradients
-    hit("train.recomputed", next(iter(gradients.values())).view(-1))
-    return gradients

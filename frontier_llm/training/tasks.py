@@ -50,11 +50,15 @@ class PackedTexts:
         return len(self._rows)
 
     def fill(
-        self, k: int, tokens_S1: NDArray[np.int64], learnt_S1: NDArray[np.bool_] | None = None
+        self,
+        k: int,
+        tokens_S1: NDArray[np.int64],
+        learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
         """See SampleStream; past the last text nothing counts."""
         assert learnt_S1 is not None
-        tokens_S1[:], learnt_S1[:] = 0, False
+        tokens_S1[:] = 0
+        learnt_S1[:] = False
         lengths = []
         end = 0
         for number in self._numbers(k):
@@ -98,7 +102,9 @@ def open_tasks(config: RunConfig) -> list[Asked]:
 
 
 def evaluate_tasks(
-    state: TrainState, tasks: Sequence[Asked], interrupted: Callable[[], bool]
+    state: TrainState,
+    tasks: Sequence[Asked],
+    interrupted: Callable[[], bool],
 ) -> dict[str, Mapping[str, float]]:
     """Accuracies by kind and task; logged. Collective over the world. Empty when `interrupted()`, asked after each
     global batch, said so.

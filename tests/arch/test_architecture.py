@@ -212,7 +212,7 @@ WIRE_JSON = (
     "comm/heartbeat.py",
     "comm/store_launch.py",
     "comm/store_process.py",
-    "comm/values.py",
+    "comm/composed.py",
     "cluster/probe.py",
 )
 

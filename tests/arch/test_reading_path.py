@@ -17,8 +17,8 @@ from tests.parity.play import build
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "frontier_llm"
-MOST_FILES = 20
-MOST_TOKENS = 21_200
+MOST_FILES = 16
+MOST_TOKENS = 19_500
 MOST_LEAVES = 12
 
 

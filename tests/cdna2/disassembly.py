@@ -74,11 +74,14 @@ def disassemble(image: bytes, symbol: str) -> Program:
 @cache
 def find_objdump() -> str:
     """Path of llvm-objdump; raises SimulatorError that says what to install."""
-    compiler = shutil.which("hipcc")  # ROCm's module puts its bin folder on PATH, but not always LLVM's
-    rocm = [Path(compiler).resolve().parents[1]] if compiler else []
-    for path in (None, *(str(folder / "llvm" / "bin") for folder in (*rocm, Path("/opt/rocm")))):
-        for name in ("llvm-objdump", *(f"llvm-objdump-{version}" for version in range(25, 13, -1))):
-            if found := shutil.which(name, path=path):
+    rocm = [Path("/opt/rocm")]
+    if compiler := shutil.which("hipcc"):  # ROCm's module puts its bin folder on PATH, but not always LLVM's
+        rocm.insert(0, Path(compiler).resolve().parents[1])
+    folders = [None, *(str(folder / "llvm" / "bin") for folder in rocm)]  # None is PATH
+    names = ["llvm-objdump", *(f"llvm-objdump-{version}" for version in range(25, 13, -1))]
+    for folder in folders:
+        for name in names:
+            if found := shutil.which(name, path=folder):
                 return found
     raise SimulatorError(
         "llvm-objdump is neither on PATH nor in ROCm",
@@ -91,7 +94,11 @@ def parse(listing: str) -> tuple[Instruction, ...]:
     """The instructions of a disassembly, branches resolved."""
     lines = [line for line in map(_LINE.match, listing.splitlines()) if line]
     index = {int(line["address"], 16): position for position, line in enumerate(lines)}
-    return tuple(_instruction(line["text"], int(line["address"], 16), line["words"].split(), index) for line in lines)
+    instructions = []
+    for line in lines:
+        address = int(line["address"], 16)
+        instructions.append(_instruction(line["text"], address, line["words"].split(), index))
+    return tuple(instructions)
 
 
 def _instruction(text: str, address: int, words: list[str], index: dict[int, int]) -> Instruction:
@@ -110,9 +117,19 @@ def _instruction(text: str, address: int, words: list[str], index: dict[int, int
     if name == "s_waitcnt":
         operands = []
         tokens = [token.replace("(", ":").removesuffix(")") for token in rest.split()]
-    modifiers = {name: value for name, _, value in (token.partition(":") for token in tokens)}
-    base = name[: encoding.start()] if encoding else name
-    return Instruction(address, base, encoding[1] if encoding else "", tuple(operands), modifiers, text, target)
+    modifiers = {}
+    for token in tokens:
+        modifier, _, value = token.partition(":")
+        modifiers[modifier] = value
+    return Instruction(
+        address=address,
+        mnemonic=name[: encoding.start()] if encoding else name,
+        encoding=encoding[1] if encoding else "",
+        operands=tuple(operands),
+        modifiers=modifiers,
+        text=text,
+        target=target,
+    )
 
 
 def _descriptor(image: bytes, symbol: str) -> Descriptor:

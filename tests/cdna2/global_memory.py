@@ -39,7 +39,7 @@ class Memory:
         """`count` numbers per address, [*addresses, count]; zeros where not asked. Raises Violation outside of every
         range.
         """
-        result = np.zeros((*addresses.shape, count), dtype)
+        result = np.zeros([*addresses.shape, count], dtype)
         for of_range, window_, offsets in self._parts(addresses, where, dtype, count):
             result[of_range] = window_[offsets]
         return result

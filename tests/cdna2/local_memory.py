@@ -66,7 +66,7 @@ class LocalMemory:
         shared = (self._read[cells] != stamps) | _by_another(before, stamps)
         if shared.any():
             self._read[cells[shared]] = stamps[shared] | _MANY
-        result = np.zeros((*addresses.shape, count), dtype)
+        result = np.zeros([*addresses.shape, count], dtype)
         result[waves.lanes] = window(self._data, dtype, count)[offsets]
         return result
 

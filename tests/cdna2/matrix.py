@@ -46,7 +46,8 @@ def step(instruction: Instruction, descriptor: Descriptor) -> Step | None:
     if instruction.modifiers:
         raise Unknown(f"modifiers {instruction.modifiers}")
     size, half = _KINDS[instruction.mnemonic]
-    results, (rows, columns) = size * size // LANES, layout(size)
+    results = size * size // LANES
+    rows, columns = layout(size)
     d, a, b, c = (operand(text, descriptor) for text in instruction.operands)
     if (
         not (d.vector and a.vector and b.vector)

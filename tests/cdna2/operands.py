@@ -150,9 +150,7 @@ def _words(source: Operand, width: int, per_lane: bool) -> Read:
     def two(waves: Waves) -> Array:
         low = word(waves, 0)
         high = word(waves, 1)
-        both = np.empty((*low.shape, 2), np.uint32)
-        both[..., 0], both[..., 1] = low, high
-        return both.view(np.uint64)[..., 0]
+        return np.stack([low, high], axis=-1).view(np.uint64)[..., 0]
 
     return {2: half, 4: one, 8: two}[width]
 

@@ -96,7 +96,16 @@ def run(
     for first in range(0, groups, lot):
         ids = np.unravel_index(np.arange(first, min(first + lot, groups)), grid[::-1])[::-1]
         waves = _start(program.descriptor, ids, waves_per_group, shared_bytes, address)
-        _Lot(program, compiled, waves, memory, counts, trace if first == 0 else None, first).execute()
+        lot_of_groups = _Lot(
+            program=program,
+            compiled=compiled,
+            waves=waves,
+            memory=memory,
+            counts=counts,
+            trace=trace if first == 0 else None,
+            first=first,
+        )
+        lot_of_groups.execute()
     return counts
 
 
@@ -249,7 +258,8 @@ class _Lot:
         return None
 
     def _wait_for_group(self, chosen: Array, following: int) -> None:
-        self.at[chosen], self.waiting[chosen] = following, True
+        self.at[chosen] = following
+        self.waiting[chosen] = True
         by_group = self.waiting.reshape(-1, self.waves.waves_per_group)
         there = by_group.all(axis=1)
         positions = self.at.reshape(by_group.shape)[there]

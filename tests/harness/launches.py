@@ -20,7 +20,7 @@ from frontier_llm.data.loader import SampleBatch
 from frontier_llm.ops import Ops, reference, torch_linear
 from frontier_llm.ops.gpu import GpuOps
 from frontier_llm.ops.providers import functions_of
-from frontier_llm.optim import inputs
+from frontier_llm.optim import engines
 from frontier_llm.schedule import Action, Kind
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training import build
@@ -86,7 +86,7 @@ def without_numbers(kernels: Any) -> Iterator[None]:
         functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))
         patch.setattr(build, "select_ops", lambda *_, **__: Ops(**functions))
         patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
-        patch.setattr(inputs, "initialize", lambda *_, **__: None)
+        patch.setattr(engines, "initialize", lambda *_, **__: None)
         patch.setattr(
             Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device)
         )

@@ -22,7 +22,12 @@ from frontier_llm.ops.providers import PROVIDERS
 
 
 def tune(
-    table: Path, model: ModelConfig, micro_batch: int, dtype_name: str, device: str, rounds: int = 5
+    table: Path,
+    model: ModelConfig,
+    micro_batch: int,
+    dtype_name: str,
+    device: str,
+    rounds: int = 5,
 ) -> dict[str, Any]:
     """Write the table: a rule without and one with ALiBi. Returns what each back-end took in seconds, or why it did
     not run.
@@ -57,6 +62,8 @@ def _timed(case: str, shapes: Shapes, device: str, rounds: int) -> tuple[dict[st
         if not refusal
     }
     best, faults = take_turns(
-        {name: CASES[case](face, shapes).ways()["ours"] for name, face in faces.items()}, rounds, device
+        {name: CASES[case](face, shapes).ways()["ours"] for name, face in faces.items()},
+        rounds,
+        device,
     )
     return best, {name: str(refusal) for name, refusal in refusals.items() if refusal} | faults

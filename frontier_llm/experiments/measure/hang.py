@@ -52,9 +52,10 @@ class Verdict:
 
     def describe(self) -> str:
         """'many: safe, 200 steps in 12 s (several communications …)'."""
-        result = (
-            f"safe, {plural(self.steps, 'step')} in {self.seconds:.0f} s" if self.safe else f"NOT SAFE: {self.fault}"
-        )
+        if self.safe:
+            result = f"safe, {plural(self.steps, 'step')} in {self.seconds:.0f} s"
+        else:
+            result = f"NOT SAFE: {self.fault}"
         return f"{self.mode}: {result} ({ABOUT[self.mode]})"
 
 
@@ -95,7 +96,12 @@ def run_steps(config: RunConfig, place: Any, times: int, progress: Path) -> None
 
 
 def watch(
-    command: Sequence[str], environment: Mapping[str, str], mode: str, times: int, limit_s: float, folder: Path
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    mode: str,
+    times: int,
+    limit_s: float,
+    folder: Path,
 ) -> Verdict:
     """Run `command`, which starts the ranks of a mode, until it ends or no step has ended for `limit_s`; to begin
     they have START_S.

@@ -43,7 +43,9 @@ def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], st
         if links != "mi250x":
             return "inside a node"
         direct = link_gbps(a % ranks_per_node, b % ranks_per_node)
-        return f"{direct:g} GB/s of Infinity Fabric" if direct else "routed over other GCDs"
+        if direct:
+            return f"{direct:g} GB/s of Infinity Fabric"
+        return "routed over other GCDs"
 
     return kind
 
@@ -114,6 +116,11 @@ def draw_pairs(path: Path, pairs: list[Pair]) -> None:
     }
     layout = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "scaleanchor": "x"}}
     chart = Chart(
-        "Messages between pairs of ranks", "global rank", "global rank", [trace], height_px=560, layout=layout
+        "Messages between pairs of ranks",
+        "global rank",
+        "global rank",
+        [trace],
+        height_px=560,
+        layout=layout,
     )
     write_page(path, "Links", f"{len(pairs)} pairs of {len(ranks)} ranks, one at a time.", [figure(chart)])

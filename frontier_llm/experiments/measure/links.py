@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from frontier_llm.comm.algorithms import FLAT, HIERARCHICAL
-from frontier_llm.comm.axis import Axis, Mesh
-from frontier_llm.comm.collectives import (
+from frontier_llm.comm.axis import (
+    Axis,
+    Mesh,
     all_reduce_,
     barrier,
     broadcast_,
@@ -26,14 +27,15 @@ from frontier_llm.comm.collectives import (
     start_all_to_all_into,
     start_reduce_scatter_into,
 )
-from frontier_llm.comm.p2p import Sends, post_receive, start_exchange
+from frontier_llm.comm.composed import start_exchange
+from frontier_llm.comm.p2p import Sends, post_receive
 from frontier_llm.experiments.measure.timing import median_s, wall_s
 from frontier_llm.planner.costs.collectives import PASSES
 
 ELEMENT_BYTES = 4  # fp32
 PAIR_BYTES = 4 << 20  # large enough for bandwidth, small enough for all pairs
 MAX_PAIR_RANKS = 64  # 2,016 pairs; beyond, only neighbours in rank order
-OPERATIONS = (*PASSES, "broadcast", "message")
+OPERATIONS = [*PASSES, "broadcast", "message"]
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,22 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
     for (axis, algorithm, variant), operation, size in product(cases, OPERATIONS, sizes):
         if operation == "message" and algorithm != "flat":
             continue
-        for mode in ("together",) if axis.size == mesh.world.size else ("alone", "together"):
+        modes = ["together"] if axis.size == mesh.world.size else ["alone", "together"]
+        for mode in modes:
             takes_part = mode == "together" or mesh.world.ranks[0] in axis.ranks
             run, whole_bytes = operation_on(variant, operation, size, device)
             seconds = slowest_s(run if takes_part else _nothing, mesh.world, device, seconds_per_size)
-            measurements.append(LinkTime(axis.name, operation, axis.size, algorithm, mode, whole_bytes, seconds))
+            measurements.append(
+                LinkTime(
+                    axis=axis.name,
+                    operation=operation,
+                    ranks=axis.size,
+                    algorithm=algorithm,
+                    mode=mode,
+                    bytes=whole_bytes,
+                    seconds=seconds,
+                )
+            )
     return measurements
 
 

@@ -131,7 +131,7 @@ def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Timed:
 
     return _timed(
         ops,
-        catalogue.attention(shapes.dtype, S, B, A, G, D, scores=scores),
+        catalogue.attention(shapes.dtype, sequence=S, batch=B, heads=A, kv_heads=G, head_dim=D, scores=scores),
         eager,
         flops=7.0 * S * S * B * A * D,  # half of a square: 2 products forward, 5 backward
         others={} if alibi else {way: partial(forced, backend) for way, backend in SDPA_BACKENDS.items()},

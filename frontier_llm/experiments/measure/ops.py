@@ -50,13 +50,18 @@ def compare(
             case = build(ops, shapes)
             ways = case.ways(compiler)
         except (RuntimeError, TypeError) as error:
-            yield Timing(name, "all", math.nan, 0, 0.0, first_line(error))
+            yield Timing(name, "all", seconds=math.nan, bytes_moved=0, flops=0.0, error=first_line(error))
             continue
         best, faults = take_turns(ways, rounds, device)
-        yield from (
-            Timing(name, way, best.get(way, math.nan), case.bytes_moved, case.flops, faults.get(way, ""))
-            for way in ways
-        )
+        for way in ways:
+            yield Timing(
+                op=name,
+                way=way,
+                seconds=best.get(way, math.nan),
+                bytes_moved=case.bytes_moved,
+                flops=case.flops,
+                error=faults.get(way, ""),
+            )
 
 
 def copy_bandwidth(device: str, size_bytes: int = 256 * 2**20) -> float:

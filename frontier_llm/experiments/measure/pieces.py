@@ -15,12 +15,11 @@ from torch import Tensor
 from frontier_llm.blueprint.items import Collective, Phase, Product, Software
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.blueprint.work import block_work
-from frontier_llm.comm.axis import Axis, Mesh
-from frontier_llm.comm.collectives import all_gather, all_reduce_, reduce_scatter
+from frontier_llm.comm.axis import Axis, Mesh, all_gather, all_reduce_, reduce_scatter
 from frontier_llm.config import ModelConfig
 from frontier_llm.experiments.measure.links import slowest_s
 from frontier_llm.ops import working_dtype
-from frontier_llm.parallel.tensor.chunked import gather_and_multiply, multiply_and_reduce, multiply_and_scatter
+from frontier_llm.parallel.tensor.linear import gather_and_multiply, multiply_and_reduce, multiply_and_scatter
 
 PIECES = (2, 4)
 BUDGET_S = 0.1  # for the repetitions of one figure
@@ -73,8 +72,17 @@ def chunk_overlap(measured: Sequence[PiecesTime]) -> float:
 def _measured(
     mesh: Mesh, layout: Layout, operation: str, product: Product, pieces: int, device: torch.device
 ) -> PiecesTime:
-    calls = _calls(operation, product, layout.micro_batch, pieces, mesh.tp, working_dtype(layout.dtype), device)
-    return PiecesTime(operation, pieces, *(slowest_s(call, mesh.world, device, BUDGET_S) for call in calls))
+    calls = _calls(
+        operation=operation,
+        product=product,
+        B=layout.micro_batch,
+        pieces=pieces,
+        axis=mesh.tp,
+        dtype=working_dtype(layout.dtype),
+        device=device,
+    )
+    seconds = [slowest_s(call, mesh.world, device, BUDGET_S) for call in calls]
+    return PiecesTime(operation, pieces, *seconds)
 
 
 def _calls(

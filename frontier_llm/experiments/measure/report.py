@@ -8,16 +8,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from frontier_llm.blueprint.parameters import StageSpec, matrix_parameters
+from frontier_llm.blueprint.parameters import StageSpec
+from frontier_llm.blueprint.work import matrix_parameters
 from frontier_llm.cluster.recorded import epochs_read
 from frontier_llm.config import RunConfig, dump
-from frontier_llm.experiments.measure.latency import communication_section
 from frontier_llm.experiments.measure.run_record import LayoutSpan, RunRecord, read_run, told_apart
 from frontier_llm.pages import COLORS, DASHES, Chart, figure, figures, line, points, table, text, tiles, write_page
 from frontier_llm.schedule import build as build_schedule
 from frontier_llm.schedule import simulate, timeline_chart
 from frontier_llm.topology.grid import Grid
-from frontier_llm.units import format_count
+from frontier_llm.units import format_bytes, format_count, format_seconds
 
 # what each step records: key of metrics.jsonl, title, label of the vertical axis, factor
 CURVES = (
@@ -282,9 +282,8 @@ def _runs(records: Sequence[RunRecord]) -> str:
     rows = []
     for record in records:
         last = record.steps[-1] if record.steps else {}
-        loss, held_out = (
-            f"{row['loss']:.4f}" if row else "-" for row in (last, record.evaluations[-1] if record.evaluations else {})
-        )
+        last_evaluation = record.evaluations[-1] if record.evaluations else {}
+        loss, held_out = (f"{row['loss']:.4f}" if row else "-" for row in (last, last_evaluation))
         layouts = ", then ".join(name for name, _ in groupby(record.parts, key=lambda part: part.name))
         rows.append([record.directory.name, layouts, last.get("step", 0), loss, held_out, last.get("skipped_steps", 0)])
     return f"<h2>Runs</h2>{table(head, rows)}{_data(records)}"
@@ -298,3 +297,50 @@ def _data(records: Sequence[RunRecord]) -> str:
         for path, epochs in epochs_read(record.directory).items()
     ]
     return f"<h2>Data</h2>{table(('run', 'source', 'epochs'), rows)}" if rows else ""
+
+
+def by_axis(operations: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
+    """One histogram per axis: bin k counts calls that blocked 2^(k-1) to 2^k microseconds (comm.ledger.Histogram)."""
+    axes: dict[str, list[list[int]]] = {}
+    for name, row in operations.items():
+        axes.setdefault(name.split(" ")[0], []).append(row["bins"])
+    return {axis: [sum(column) for column in zip(*rows, strict=True)] for axis, rows in axes.items()}
+
+
+def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]]) -> str:
+    """HTML for one run; blocked time is what the rank stood still, on a GPU what its host did."""
+    head = ("axis", "operation", "calls", "bytes", "blocked", "median", "99 %")
+    rows = []
+    for name, row in operations.items():
+        axis, _, operation = name.partition(" ")
+        latencies = [f"< {format_seconds(row[key] * 1e-6)}" for key in ("p50_us", "p99_us")]
+        rows.append(
+            [
+                axis,
+                operation,
+                f"{row['calls']:,}",
+                format_bytes(row["bytes"]),
+                format_seconds(row["blocked_s"]),
+                *latencies,
+            ]
+        )
+    charts = [_calls(axis, bins) for axis, bins in by_axis(operations).items() if any(bins)]
+    return f"<h2>Communication {text(title)}</h2>{table(head, rows)}{figures(charts)}"
+
+
+def _calls(axis: str, bins: list[int]) -> Chart:
+    """A histogram in powers of two of microseconds."""
+    first = next(index for index, count in enumerate(bins) if count)
+    last = max(index for index, count in enumerate(bins) if count)
+    shown = range(first, last + 1)
+    names = [format_seconds((1 << index) * 1e-6) for index in shown]
+    hover = [f"{bins[index]:,} calls below {name}" for index, name in zip(shown, names, strict=True)]
+    trace = {
+        "type": "bar",
+        "x": names,
+        "y": [bins[index] for index in shown],
+        "hovertext": hover,
+        "hoverinfo": "text",
+        "marker": {"color": COLORS[0]},
+    }
+    return Chart(f"How long calls of rank 0 blocked: {axis}", "blocked for less than", "calls", [trace], height_px=240)

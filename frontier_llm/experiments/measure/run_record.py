@@ -67,9 +67,16 @@ def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
     moved_on = [part for part in parts if part.incarnation <= moved.get("incarnation", 0)] or parts
     names = list(dict.fromkeys(part.name for part in parts))
     name = names[0] if len(names) == 1 else f"{len(names)} layouts"
-    steps, evaluations, tasks = (read(directory) for read in (run_dir.steps, run_dir.evaluations, run_dir.tasks))
     return RunRecord(
-        directory, config, parts, steps, evaluations, tasks, moved.get("operations", {}), moved_on[-1], name
+        directory=directory,
+        config=config,
+        parts=parts,
+        steps=run_dir.steps(directory),
+        evaluations=run_dir.evaluations(directory),
+        tasks=run_dir.tasks(directory),
+        operations=moved.get("operations", {}),
+        moved_on=moved_on[-1],
+        name=name,
     )
 
 

@@ -123,7 +123,8 @@ class _Bench:
             calls = product_calls(self.ops, *operands(M, N, K, self.dtype, self.device)).values()
             shapes = (M, N, K), (M, K, N), (N, K, M)
             with torch.no_grad():
-                rows += [(*shape, self.kernel_s(ours)) for shape, (ours, _) in zip(shapes, calls, strict=True)]
+                for (rows_out, columns, depth), (ours, _) in zip(shapes, calls, strict=True):
+                    rows.append((rows_out, columns, depth, self.kernel_s(ours)))
         return rows
 
     def attention(self, B: int, tp: int) -> tuple[int, int, int, int, float, float]:
@@ -139,12 +140,9 @@ class _Bench:
         """Seconds of one layer's forward norms, activation and residual."""
         model = self.model
         shapes = Shapes(self.model, self.config.batch.micro_batch, self.dtype, self.device, tp)
-        names = (
-            "rms_norm" if model.norm == "rmsnorm" else "layer_norm",
-            "add_norm",
-            "swiglu" if model.gated else model.activation,
-        )
-        cases = [CASES[name](self.ops, shapes) for name in names]
+        norm = "rms_norm" if model.norm == "rmsnorm" else "layer_norm"
+        activation = "swiglu" if model.gated else model.activation
+        cases = [CASES[name](self.ops, shapes) for name in (norm, "add_norm", activation)]
         x = torch.randn(shapes.rows, model.hidden, dtype=self.dtype, device=self.device)
 
         @torch.no_grad()

@@ -106,4 +106,14 @@ def _summarise(
     best = [max(rounds, key=lambda gemm: gemm["tflops"]) for rounds in zip(*gemm_rounds, strict=True)]
     flops = sum(6.0 * gemm["M"] * gemm["N"] * gemm["K"] * gemm["count"] for gemm in best)
     rate = flops / sum(gemm["seconds"] * gemm["count"] for gemm in best) / TERA
-    return StepBench(times, cpu_times, tokens / step_s, step_s, achieved, rate, achieved / rate, phases, best)
+    return StepBench(
+        step_times_s=times,
+        cpu_times_s=cpu_times,
+        tokens_per_s=tokens / step_s,
+        step_time_s=step_s,
+        model_tflops=achieved,
+        gemm_tflops=rate,
+        fraction_of_gemm=achieved / rate,
+        phases_s=phases,
+        gemms=best,
+    )

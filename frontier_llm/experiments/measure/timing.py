@@ -48,7 +48,9 @@ def kernel_s(run: Callable[[], object], device: str) -> float:
 
 
 def take_turns(
-    runs: Mapping[str, Callable[[], object]], rounds: int, device: str
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: str,
 ) -> tuple[dict[str, float], dict[str, str]]:
     """(best seconds of each, what those that failed ran into): one call of each in every round, because a busy
     machine moves them all.

@@ -75,7 +75,11 @@ def _series_name(row: Row) -> str:
 
 
 def _add_series(
-    throughput: list[dict[str, Any]], efficiency: list[dict[str, Any]], name: str, rows: list[Row], index: int
+    throughput: list[dict[str, Any]],
+    efficiency: list[dict[str, Any]],
+    name: str,
+    rows: list[Row],
+    index: int,
 ) -> None:
     """Solid: measured. Dashed: the planner. A cross at the bottom: a point that gave no measurement."""
     simulated = rows[0].kind == "simulated"
@@ -104,7 +108,12 @@ def _add_series(
         why = [row.status.split(":")[0] for row in failed]
         efficiency.append(
             points(
-                f"{name}: not measured", [row.devices for row in failed], [2] * len(failed), index, shape="x", hover=why
+                f"{name}: not measured",
+                [row.devices for row in failed],
+                [2] * len(failed),
+                index,
+                shape="x",
+                hover=why,
             )
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from frontier_llm.cluster.sites import format_walltime
 from frontier_llm.errors import ConfigError
+from frontier_llm.experiments.scaling.harvest import POINT_FACTS, Row, with_efficiency
 from frontier_llm.experiments.scaling.series import Point
 from frontier_llm.experiments.scaling.walltime import MARGIN
 from frontier_llm.planner.predict import START_S, PointPrediction, predict
@@ -69,6 +70,32 @@ def forecasts(timed: Sequence[tuple[Point, int | None]]) -> list[Forecast]:
     return [Forecast(point, minutes, by_nodes[point.nodes], rates[point.nodes] / base) for point, minutes in timed]
 
 
+def simulated_rows(points: Sequence[Point]) -> list[Row]:
+    """A series without a machine: every throughput is the planner's, and each row says `simulated`.
+
+    One row per node count. Raises ConfigError for a point that would not fit into memory.
+    """
+    distinct = {point.nodes: point for point in points}.values()
+    rows = []
+    for priced in forecasts([(point, None) for point in distinct]):
+        prediction = priced.predicted
+        facts = priced.point.describe()
+        rows.append(
+            Row(
+                **{name: facts[name] for name in POINT_FACTS},
+                kind="simulated",
+                status="ok",
+                repeats=0,
+                steps=0,
+                step_time_s=prediction.step_time_s,
+                tokens_per_s=prediction.tokens_per_s,
+                tokens_per_s_per_device=prediction.tokens_per_s / facts["devices"],
+                predicted_tokens_per_s=prediction.tokens_per_s,
+            )
+        )
+    return with_efficiency(rows)
+
+
 def as_text(rows: Sequence[Forecast], jobs: Sequence[str | None]) -> str:
     """The points with what is expected of them and the jobs that they are."""
     head = (
@@ -91,14 +118,18 @@ def as_text(rows: Sequence[Forecast], jobs: Sequence[str | None]) -> str:
 def _cells(row: Forecast, job: str | None) -> tuple[object, ...]:
     point = row.point
     predicted = row.predicted
-    size = (point.nodes, point.devices, point.config.batch.global_batch, point.config.train.steps, point.repeat)
-    speed = (format_seconds(predicted.step_time_s), f"{predicted.tokens_per_s:,.0f}", f"{row.efficiency:.1%}")
-    memory = f"{predicted.peak_bytes / GIB:.1f} of {predicted.limit_bytes / GIB:.0f}"
+    walltime = format_walltime(row.minutes) if row.minutes else "-"
     return (
-        *size,
-        *speed,
-        memory,
+        point.nodes,
+        point.devices,
+        point.config.batch.global_batch,
+        point.config.train.steps,
+        point.repeat,
+        format_seconds(predicted.step_time_s),
+        f"{predicted.tokens_per_s:,.0f}",
+        f"{row.efficiency:.1%}",
+        f"{predicted.peak_bytes / GIB:.1f} of {predicted.limit_bytes / GIB:.0f}",
         f"{row.node_hours:,.1f}",
-        format_walltime(row.minutes) if row.minutes else "-",
+        walltime,
         job or "-",
     )

@@ -199,9 +199,18 @@ def as_text(rows: Sequence[Row]) -> str:
 
 def _cells(row: Row) -> tuple[object, ...]:
     name = f"{row.mode} {row.model}" + (" SIMULATED" if row.kind == "simulated" else "")
-    spread = f"{row.ci95_percent:.1f}" if row.ci95_percent is not None else "-"
-    efficiencies = (
-        f"{value:.1%}" if value is not None else "-" for value in (row.efficiency, row.predicted_efficiency)
+    return (
+        name,
+        row.nodes,
+        row.devices,
+        row.global_batch,
+        f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-",
+        _known(row.ci95_percent, ".1f"),
+        _known(row.efficiency, ".1%"),
+        _known(row.predicted_efficiency, ".1%"),
+        row.status,
     )
-    rate = f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "-"
-    return (name, row.nodes, row.devices, row.global_batch, rate, spread, *efficiencies, row.status)
+
+
+def _known(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -24,7 +24,8 @@ def waves(points: Sequence[Forecast], nodes: int, *, side_by_side: bool) -> list
     rows: list[list[Forecast]] = [[points[0]]]
     for point in points[1:]:
         wave = next(
-            (wave for wave in rows[1:] if sum(one.point.nodes for one in wave) + point.point.nodes <= nodes), None
+            (wave for wave in rows[1:] if sum(one.point.nodes for one in wave) + point.point.nodes <= nodes),
+            None,
         )
         if wave is None:
             rows.append([point])

@@ -295,7 +295,11 @@ def judge(directory: Path, end: RunEnd) -> tuple[str, str]:
             return "ok", f"{len(rows)} steps within the time limit"
         return "hang", f"nothing measured within {end.seconds:.0f} s"
     if failure is None:
-        return ("ok", "") if rows and not end.exit_code else ("crash", f"ended with {end.exit_code}")
+        if rows and not end.exit_code:
+            return "ok", ""
+        return "crash", f"ended with {end.exit_code}"
     if end.exit_code == STUCK or "watchdog" in text.lower() or failure.evidence is Evidence.NOTICES:
         return "hang", failure.describe()
-    return ("refused" if end.exit_code == REFUSED or failure.cause == "refused" else "crash"), failure.describe()
+    if end.exit_code == REFUSED or failure.cause == "refused":
+        return "refused", failure.describe()
+    return "crash", failure.describe()

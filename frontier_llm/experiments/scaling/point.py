@@ -38,10 +38,10 @@ def main(words: Sequence[str]) -> int:
         settings = {**settings_of_variables(notice=False), **typed}
         nodes = working_nodes(settings, len(allocation.nodes))
         site = load_site().model_copy(update={"tasks_per_node": allocation.tasks_per_node})
-        directory = (
-            Path(config.train.run_dir).resolve() / f"{mode}_{config.model.name}_nodes{nodes:05}_j{allocation.job_id}"
-        )
-        point = make_point(mode, config, site, nodes, config.batch.global_batch, directory)
+        name = f"{mode}_{config.model.name}_nodes{nodes:05}_j{allocation.job_id}"
+        directory = Path(config.train.run_dir).resolve() / name
+        batch = config.batch.global_batch
+        point = make_point(mode, config, site, nodes=nodes, batch=batch, directory=directory)
         announce(point)
     except FrontierError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -103,7 +103,14 @@ def make_point(
             "train": config.train.model_copy(update={"run_dir": str(directory)}),
         }
     )
-    return Point(mode, nodes, site.tasks_per_node, repeat, own, site.name)
+    return Point(
+        mode=mode,
+        nodes=nodes,
+        tasks_per_node=site.tasks_per_node,
+        repeat=repeat,
+        config=own,
+        site=site.name,
+    )
 
 
 def make_series(
@@ -114,13 +121,12 @@ def make_series(
     """
     if not nodes or repeats < 1:
         raise ConfigError("a series needs at least one node count and one repeat", "--nodes 16,32,64", "--nodes")
-    points = [
-        make_point(
-            mode, config, site, count, batch, root / f"{mode}_{config.model.name}_nodes{count:05}_r{repeat}", repeat
-        )
-        for count in sorted(set(nodes))
-        for repeat in range(1, repeats + 1)
-    ]
+    points = []
+    for count in sorted(set(nodes)):
+        for repeat in range(1, repeats + 1):
+            directory = root / f"{mode}_{config.model.name}_nodes{count:05}_r{repeat}"
+            point = make_point(mode, config, site, nodes=count, batch=batch, directory=directory, repeat=repeat)
+            points.append(point)
     problems = [
         replace(
             problem,

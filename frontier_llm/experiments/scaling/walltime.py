@@ -44,7 +44,9 @@ def with_walltime(
         room = int((60 * limit - START_S) / (MARGIN * step_s)) if 60 * limit > START_S else 0
         wanted = steps or min(room, MOST_STEPS)
         if wanted > room or wanted < FEWEST_STEPS:
-            problems[point.nodes] = _problem(point, site, partition, step_s, limit, wanted, room)
+            problems[point.nodes] = _problem(
+                point, site, partition, step_s=step_s, limit=limit, wanted=wanted, room=room
+            )
         needed = -(-int(START_S + MARGIN * wanted * step_s) // 300) * 5  # in whole five minutes
         timed.append((_with_steps(point, max(wanted, 1)), minutes or min(limit, needed)))
     if problems:
@@ -80,12 +82,8 @@ def _problem(
         fix = f"train.steps={room}"
     else:
         enough = math.ceil((START_S + FEWEST_STEPS * MARGIN * step_s) / 60)
-        fix = "; or ".join(
-            [
-                f"leave {point.nodes} nodes out, or take a smaller batch",
-                *longer_jobs(site, point.nodes, enough, partition),
-            ]
-        )
+        smaller = f"leave {point.nodes} nodes out, or take a smaller batch"
+        fix = "; or ".join([smaller, *longer_jobs(site, point.nodes, enough, partition)])
     return Problem(
         f"{point.nodes} nodes",
         f"a step of {point.config.batch.global_batch} samples takes about {format_seconds(step_s)} (simulated); "

@@ -32,8 +32,9 @@ class Bench:
     def words(self, search: Tuner, number: int, directory: Path) -> tuple[str, ...]:
         """What the ranks of a trial are given."""
         layout = search.space.plans[number].layout
-        own = (f"train.steps={self.steps}", f"train.run_dir={directory}", f"guard.max_skips_in_row={self.steps}")
-        return (self.run, *self.overrides, *BARE, *words_of(run_keys(layout)), *own)
+        words = [self.run, *self.overrides, *BARE, *words_of(run_keys(layout))]
+        words += [f"train.steps={self.steps}", f"train.run_dir={directory}", f"guard.max_skips_in_row={self.steps}"]
+        return tuple(words)
 
     def measure(self, search: Tuner, proposal: Proposal, limit_s: float) -> Trial:
         """Run it. A start that says nothing of the layout (a dead node, the walltime) has such a status."""

@@ -122,11 +122,8 @@ def _constants(search: Tuner) -> str:
         "<p class=sub>Fitted to all trials at once, held to the machine file's values where these cannot tell; "
         "--emit-machine writes them.</p>"
     )
-    return (
-        title
-        + (table(("constant", "machine file", "fitted", "factor"), rows) if rows else "<p>None by more than 10 %.</p>")
-        + note
-    )
+    found = table(("constant", "machine file", "fitted", "factor"), rows) if rows else "<p>None by more than 10 %.</p>"
+    return title + found + note
 
 
 def _trials(search: Tuner) -> str:

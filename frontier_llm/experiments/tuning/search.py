@@ -81,7 +81,8 @@ class Tuner:
             shares = self.surrogate.distances(left, list(tried)) ** 2
             number = int(
                 np.random.default_rng([self.seed, len(tried)]).choice(
-                    left, p=shares / shares.sum() if shares.any() else None
+                    left,
+                    p=shares / shares.sum() if shares.any() else None,
                 )
             )
             return Proposal(number, "spread", float(expected[number]))
@@ -151,11 +152,9 @@ def run_search(
         proposal = search.propose()
         if proposal is None:
             done = len(search.tried) == len(search.space.plans)
-            return (
-                "every layout is tried"
-                if done
-                else f"no other layout is expected to gain more than {100 * WORTH:.1f} %"
-            )
+            if done:
+                return "every layout is tried"
+            return f"no other layout is expected to gain more than {100 * WORTH:.1f} %"
         expected_s = search.expected_s(proposal, steps)
         limit_s = search.limit_s(proposal, steps)
         if used + expected_s * limits.nodes / 3600 > limits.node_hours:

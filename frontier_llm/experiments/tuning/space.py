@@ -133,11 +133,12 @@ def _shares(plan: Plan) -> tuple[float, ...]:
     """
     played = plan.played
     passes = plan.layout.microbatches * plan.layout.chunks
-    parts = (2 * played.message_s * passes, played.reduce_s + played.gather_s, played.optimizer_s)
     bubble = played.bubble * played.pipeline_s / plan.step_s
     return (
         -math.log(1 - bubble),
-        *(part / plan.step_s for part in parts),
+        2 * played.message_s * passes / plan.step_s,
+        (played.reduce_s + played.gather_s) / plan.step_s,
+        played.optimizer_s / plan.step_s,
         plan.peak_bytes / plan.limit_bytes,
         math.log2(passes),
     )

@@ -40,7 +40,8 @@ class Trial:
 
 
 _TAIL = tuple(field.name for field in fields(Trial) if field.name not in ("number", "layout"))
-COLUMNS = ("number", *CHOICES, "microbatches", *_TAIL)
+_OF_LAYOUT = [*CHOICES, "microbatches"]
+COLUMNS = ["number", *_OF_LAYOUT, *_TAIL]
 
 
 def as_csv(trials: Sequence[Trial]) -> str:
@@ -49,21 +50,20 @@ def as_csv(trials: Sequence[Trial]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for trial in trials:
-        values = [getattr(trial.layout, name) for name in (*CHOICES, "microbatches")]
-        writer.writerow([trial.number, *values, *(_cell(getattr(trial, name)) for name in _TAIL)])
+        layout = [getattr(trial.layout, name) for name in _OF_LAYOUT]
+        tail = [_cell(getattr(trial, name)) for name in _TAIL]
+        writer.writerow([trial.number, *layout, *tail])
     return text.getvalue()
 
 
 def _cell(value: Any) -> Any:
-    return (
-        ""
-        if value is None
-        else f"{value:.6g}"
-        if isinstance(value, float)
-        else " ".join(value.split())
-        if isinstance(value, str)
-        else value
-    )
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, str):
+        return " ".join(value.split())
+    return value
 
 
 def write_trials(path: Path, trials: Sequence[Trial]) -> None:
@@ -89,7 +89,7 @@ def read_trials(path: Path, like: Layout) -> list[Trial]:
 
 
 def _trial(row: dict[str, str], like: Layout) -> Trial:
-    values = {name: _read(row[name], getattr(like, name)) for name in (*CHOICES, "microbatches") if name in row}
+    values = {name: _read(row[name], getattr(like, name)) for name in _OF_LAYOUT if name in row}
     return Trial(
         number=int(row["number"]),
         layout=replace(like, **values),

@@ -9,7 +9,11 @@ from frontier_llm.tables import markdown
 
 
 def model_card(
-    architecture: str, model: ModelConfig, dtype: str, files: Sequence[str], facts: Mapping[str, object]
+    architecture: str,
+    model: ModelConfig,
+    dtype: str,
+    files: Sequence[str],
+    facts: Mapping[str, object],
 ) -> str:
     """Markdown with YAML front matter, as model hubs read it. `facts` are the run's: step, tokens, loss, layout,
     digests.

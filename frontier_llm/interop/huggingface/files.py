@@ -104,7 +104,9 @@ def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
         text = read_beyond(file, lifted_bound(most_bytes))
     if len(text) > lifted_bound(most_bytes):
         raise CheckpointError(
-            f"has more than {lifted_bound(most_bytes)} bytes", f"fetch the file again; {LIFT_HINT}", str(path)
+            f"has more than {lifted_bound(most_bytes)} bytes",
+            f"fetch the file again; {LIFT_HINT}",
+            str(path),
         )
     try:
         content = json.loads(text)
@@ -127,7 +129,9 @@ def _weight_map(directory: Path) -> dict[str, str]:
             raise CheckpointError(f"is damaged: {error!r}", where=str(index), fix="fetch the index again") from error
         if outside:
             raise CheckpointError(
-                f"names {outside[0]!r}, which is no file beside it", where=str(index), fix="fetch the index again"
+                f"names {outside[0]!r}, which is no file beside it",
+                where=str(index),
+                fix="fetch the index again",
             )
         return weight_map
     if (directory / SINGLE).is_file():
@@ -159,15 +163,16 @@ def write_sharded(
     """
     size = dtype.itemsize
     shards = list(packed(shapes, lambda name: prod(shapes[name]) * size, shard_bytes))
-    names = (
-        [SINGLE]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    )
+    if len(shards) == 1:
+        names = [SINGLE]
+    else:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     stream = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
         head, (*starts, _) = safetensors_layout(
-            {tensor: shapes[tensor] for tensor in shard}, _CODES[dtype], {"format": "pt"}
+            {tensor: shapes[tensor] for tensor in shard},
+            _CODES[dtype],
+            {"format": "pt"},
         )
         with created(directory / name) as descriptor:
             write_all(descriptor, memoryview(head), 0)

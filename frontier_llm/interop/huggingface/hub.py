@@ -36,7 +36,9 @@ class HubRepository:
         with _refusals(self.name, f"the export is whole; upload it later: hf upload {self.name} {directory}"):
             return str(
                 self._api.upload_folder(
-                    repo_id=self.name, folder_path=directory, commit_message="Export of frontier_llm"
+                    repo_id=self.name,
+                    folder_path=directory,
+                    commit_message="Export of frontier_llm",
                 ).commit_url
             )
 

@@ -50,14 +50,13 @@ class TensorRule:
             rows = list(whole.split([len(whole) * prod(piece.shape_in(shape)) // prod(shape) for piece in pieces]))
         if len(rows) > 1:
             return torch.cat(
-                [part.reshape(piece.shape_in(shape)) for part, piece in zip(rows, pieces, strict=True)], pieces[0].dim
+                [part.reshape(piece.shape_in(shape)) for part, piece in zip(rows, pieces, strict=True)],
+                pieces[0].dim,
             )
         (whole,) = rows
-        return (
-            whole.reshape(shape)
-            if self.rows == shape[0]
-            else torch.nn.functional.pad(whole, (0, 0, 0, shape[0] - self.rows))
-        )
+        if self.rows == shape[0]:
+            return whole.reshape(shape)
+        return torch.nn.functional.pad(whole, (0, 0, 0, shape[0] - self.rows))
 
     def cut(self, x: Tensor) -> list[Tensor]:
         """Ours → theirs."""

@@ -69,7 +69,9 @@ class HuggingFaceModel:
             if name not in self._reader:
                 problems.append(
                     Problem(
-                        name, f"is missing; expected a tensor of shape {list(shape)}", "fetch the model's files again"
+                        name,
+                        f"is missing; expected a tensor of shape {list(shape)}",
+                        "fetch the model's files again",
                     )
                 )
             elif self._reader.shape(name) != shape:
@@ -129,7 +131,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
             f"(MLA), which our model does not compute"
         )
         raise CheckpointError(
-            what, where=where, fix="of DeepSeek's kind, Dots1ForCausalLM has ordinary attention and is supported"
+            what,
+            where=where,
+            fix="of DeepSeek's kind, Dots1ForCausalLM has ordinary attention and is supported",
         )
     what = f"architecture {', '.join(names) or config.get('model_type')!r} has no mapping"
     known = ", ".join(family.architecture for family in FAMILIES)

@@ -126,7 +126,9 @@ class TorchArchive:
                 pickled = self._pickled(archive)
         except OSError as error:
             raise CheckpointError(
-                f"cannot be read: {error.strerror or error}", where=str(path), fix="copy the whole checkpoint"
+                f"cannot be read: {error.strerror or error}",
+                where=str(path),
+                fix="copy the whole checkpoint",
             ) from error
         except (
             zipfile.BadZipFile,
@@ -139,7 +141,9 @@ class TorchArchive:
         ) as error:
             what = f"is no zip archive as torch.save writes since 1.6 ({error})"
             raise CheckpointError(
-                what, where=str(path), fix="copy the file again; one of an older torch must be saved again"
+                what,
+                where=str(path),
+                fix="copy the file again; one of an older torch must be saved again",
             ) from error
         try:
             _check_pickle(pickled)
@@ -155,7 +159,9 @@ class TorchArchive:
             RecursionError,
         ) as error:
             raise CheckpointError(
-                f"holds a damaged pickle: {error}", where=str(path), fix="copy the file again"
+                f"holds a damaged pickle: {error}",
+                where=str(path),
+                fix="copy the file again",
             ) from error
 
     def _pickled(self, archive: zipfile.ZipFile) -> bytes:
@@ -175,7 +181,9 @@ class TorchArchive:
             )
         if order is not None and (order.file_size > len("little") or archive.read(order) != b"little"):
             raise CheckpointError(
-                "was written on a big-endian machine", where=str(self.path), fix="save it again on a little-endian one"
+                "was written on a big-endian machine",
+                where=str(self.path),
+                fix="save it again on a little-endian one",
             )
         return archive.read(member)
 

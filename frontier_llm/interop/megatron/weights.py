@@ -89,7 +89,9 @@ class MegatronModel:
         if parameter.name in VOCABULARY:
             return (self._stored.arguments["padded_vocab_size"] // self._degree, parameter.shape[1])
         shape = self._part_of_ours(parameter)
-        return (prod(shape),) if parameter.kind is ParameterKind.VECTOR else (prod(shape[:-1]), shape[-1])
+        if parameter.kind is ParameterKind.VECTOR:
+            return (prod(shape),)
+        return (prod(shape[:-1]), shape[-1])
 
     def _part_of_ours(self, parameter: Parameter) -> tuple[int, ...]:
         """The same part in our dimensions; what the degree does not divide shows as a wrong shape."""

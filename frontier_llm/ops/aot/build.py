@@ -69,7 +69,9 @@ def all_builds(architectures: list[str]) -> list[Build]:
     for architecture in architectures:
         if architecture not in ARCHITECTURES:
             raise BackendError(
-                f"unknown architecture {architecture!r}", suggest(architecture, ARCHITECTURES), "build_ops --arch"
+                f"unknown architecture {architecture!r}",
+                suggest(architecture, ARCHITECTURES),
+                "build_ops --arch",
             )
     return [
         Build(architecture, kernel.name, dtype, variant, aligned)
@@ -119,7 +121,9 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
     if variant.strategy:
         options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # an older Triton leaves it out
     compiled = triton.compile(
-        source, target=GPUTarget(architecture.backend, architecture.target, architecture.wave), options=options
+        source,
+        target=GPUTarget(architecture.backend, architecture.target, architecture.wave),
+        options=options,
     )
     suffix = "hsaco" if amd else "cubin"
     binary: bytes = compiled.asm[suffix]

@@ -175,5 +175,6 @@ def _attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
     while at < len(section):
         form, attribute, value = struct.unpack_from("<BBH", section, at)
         size = value if form == _WITH_PAYLOAD else 0
-        yield attribute, section[at + 4 : at + 4 + size] if size else section[at + 2 : at + 4]
+        payload = section[at + 4 : at + 4 + size] if size else section[at + 2 : at + 4]
+        yield attribute, payload
         at += 4 + size

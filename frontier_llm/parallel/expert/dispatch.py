@@ -166,7 +166,8 @@ class _RowCounts:
             with torch.cuda.stream(self._aside):
                 self._pending.wait()
                 self._on_host_2RE = torch.empty_like(self._here_2RE, device="cpu", pin_memory=True).copy_(
-                    self._here_2RE, non_blocking=True
+                    self._here_2RE,
+                    non_blocking=True,
                 )
             _meanwhile(self._axis)
             main.wait_stream(self._aside)
@@ -210,7 +211,9 @@ def leave(x: Tensor, plan: Dispatch) -> Travel:
 def arrived(travel: Travel, plan: Dispatch) -> Tensor:
     """The rows of this rank's experts, in their order."""
     rows = travel.end()
-    return rows if plan.arrival is None else _gathered(rows, plan.arrival[:, None], plan)
+    if plan.arrival is None:
+        return rows
+    return _gathered(rows, plan.arrival[:, None], plan)
 
 
 def _gathered(x: Tensor, places_Mf: Tensor, plan: Dispatch) -> Tensor:

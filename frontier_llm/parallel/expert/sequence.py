@@ -13,7 +13,9 @@ def take_part(x_SBH: Tensor, tp: Axis) -> Tensor:
     """(S, B, H), the same on all ranks → (s, B, H). Backward gathers, so that each rank has the gradient of all
     positions.
     """
-    return x_SBH if tp.size == 1 else moved(x_SBH, tp, lambda x, tp: _part(x, tp).clone(), _whole)
+    if tp.size == 1:
+        return x_SBH
+    return moved(x_SBH, tp, lambda x, tp: _part(x, tp).clone(), _whole)
 
 
 def gather_sequence(x_sBH: Tensor, tp: Axis) -> Tensor:

@@ -70,7 +70,10 @@ class WeightGradients:
         return self._deferred is not None
 
     def submit(
-        self, parameter: ShardedParameter, accumulate: Accumulate, factors: tuple[Factor, ...] = ()
+        self,
+        parameter: ShardedParameter,
+        accumulate: Accumulate,
+        factors: tuple[Factor, ...] = (),
     ) -> Tensor | None:
         """Add one microbatch's gradient to parameter.main_grad, or keep the work, which reads `factors`, for the W
         action.
@@ -101,8 +104,11 @@ class WeightGradients:
         work.reverse()  # taken from the end, each lets go of its factors before the next but one is gathered
         while work:
             parameter, accumulate, factors = work.pop()
-            for factor in (*factors, *(work[-1][2] if work else ())):
+            for factor in factors:
                 factor.start()
+            if work:
+                for factor in work[-1][2]:
+                    factor.start()
             accumulate(parameter.main_grad)
             self.on_accumulated(parameter)
 
@@ -128,7 +134,10 @@ class AutogradGradients(WeightGradients):
     """Every gradient goes through autograd, in the parameter's type, to whoever listens there."""
 
     def submit(
-        self, parameter: ShardedParameter, accumulate: Accumulate, factors: tuple[Factor, ...] = ()
+        self,
+        parameter: ShardedParameter,
+        accumulate: Accumulate,
+        factors: tuple[Factor, ...] = (),
     ) -> Tensor | None:
         """This microbatch's gradient, summed in fp32 (fp64 under fp64) and rounded to the parameter's type."""
         grad = torch.zeros(parameter.shape, dtype=statistics_dtype(parameter.dtype), device=parameter.device)

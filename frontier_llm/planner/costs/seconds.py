@@ -115,7 +115,7 @@ def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
 
 def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates: Rates) -> float:
     """What a collective adds to its product where both go in pieces, each piece of one under the next of the other
-    (parallel/tensor/chunked.py).
+    (parallel/tensor/linear.py).
 
     n products of 1/n of the rows and n messages of 1/n of the bytes are slower than one of each; of a piece's shorter
     half `chunk_overlap` hides, n - 1 times; and rows are put back in their places, those of a scatter before the

@@ -46,7 +46,12 @@ class Inquiry:
     """One rank's access to the notices of all, and to the answer that they have agreed on."""
 
     def __init__(
-        self, board: Board | None, rank: int, world_size: int, run_dir: Path, own: Callable[[str], Failure]
+        self,
+        board: Board | None,
+        rank: int,
+        world_size: int,
+        run_dir: Path,
+        own: Callable[[str], Failure],
     ) -> None:
         """`board` is None in a run of one process. `own(what)`: what this rank has met, and where it stands now."""
         self._board = board
@@ -118,9 +123,10 @@ class Inquiry:
                 if self._world_size == 1:
                     failure = replace(failure, evidence=Evidence.NOTICES)
             else:
-                failure = (
-                    self._investigate(self._board, symptom) if self._rank == 0 else self._ask(self._board, symptom)
-                )
+                if self._rank == 0:
+                    failure = self._investigate(self._board, symptom)
+                else:
+                    failure = self._ask(self._board, symptom)
         except RuntimeError:
             failure = read_failure(self._run_dir) or self._store_is_gone(symptom)
         if failure.evidence is not Evidence.SYMPTOM:

@@ -42,9 +42,10 @@ class UntrustedRank:
     tensor: str  # the first whose gradient shows it
 
     def __str__(self) -> str:
-        how = (
-            "two runs of one step differ" if self.kind == TRANSIENT else "twice alike, but not as on the other replicas"
-        )
+        if self.kind == TRANSIENT:
+            how = "two runs of one step differ"
+        else:
+            how = "twice alike, but not as on the other replicas"
         return f"{self.kind} error on rank {self.rank} on {self.host}: {how}, first in the gradient of {self.tensor}"
 
 
@@ -79,7 +80,9 @@ class Recompute:
             )
             suspects = [Suspect(finding.rank, finding.host, finding.tensor) for finding in lasting]
             raise WrongArithmetic(
-                (Problem(f"step {step}", str(finding), fix) for finding in lasting), suspects, self._hosts
+                (Problem(f"step {step}", str(finding), fix) for finding in lasting),
+                suspects,
+                self._hosts,
             )
         return findings
 

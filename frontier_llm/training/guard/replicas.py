@@ -91,7 +91,9 @@ class ReplicaCheck:
         shares = [(f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind != STATISTIC]
         self._copies = [
             _Copies(
-                axis, apart, [(name, values) for name, spec, values in held if spec.parameter.replicas == name_of_axis]
+                axis,
+                apart,
+                [(name, values) for name, spec, values in held if spec.parameter.replicas == name_of_axis],
             )
             for name_of_axis, axis in (("dp", mesh.replicas), ("edp", mesh.edp))
             for apart, held in ((1, common), (optimizer.shards, shares))
@@ -117,7 +119,9 @@ class ReplicaCheck:
         drifts = self.drifts()
         if maximum([len(drifts)], world, self._device)[0]:
             answers = all_gather_json(
-                [node_name(), [list(vars(drift).values()) for drift in drifts[:5]]], world, self._device
+                [node_name(), [list(vars(drift).values()) for drift in drifts[:5]]],
+                world,
+                self._device,
             )
             hosts = [host for host, _ in answers]
             unique = list(

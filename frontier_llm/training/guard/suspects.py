@@ -26,4 +26,6 @@ class WrongResults(FrontierError):
         from right.
         """
         named = sorted({suspect.host for suspect in self.suspects})
-        return named if len(named) == 1 or 2 * len(named) <= len(self._all_hosts) else []
+        if len(named) == 1 or 2 * len(named) <= len(self._all_hosts):
+            return named
+        return []

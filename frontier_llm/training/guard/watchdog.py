@@ -69,7 +69,8 @@ class Watchdog:
         """Note where the main thread is; cheap."""
         if step != self._step:
             done = self._collectives()
-            self._step_began_at, self._per_step = done, done - self._step_began_at
+            self._per_step = done - self._step_began_at
+            self._step_began_at = done
             self._wake.set()
         self._step = step
         self._section = section
@@ -100,7 +101,8 @@ class Watchdog:
             if isinstance(error, FrontierError) and not isinstance(error, RankFailure):
                 if error.exit_code == REFUSED:
                     write_failure(
-                        self._run_dir, replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION)
+                        self._run_dir,
+                        replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION),
                     )
                 raise  # all ranks know it alike
             if self._inquiry.alone:
@@ -146,7 +148,12 @@ class Watchdog:
 
     def _here(self, what: str) -> Failure:
         return Failure(
-            what, Evidence.SYMPTOM, rank=self._rank, host=node_name(), step=self._step, section=self._section
+            what,
+            Evidence.SYMPTOM,
+            rank=self._rank,
+            host=node_name(),
+            step=self._step,
+            section=self._section,
         )
 
     def _notice(self) -> dict[str, Any]:

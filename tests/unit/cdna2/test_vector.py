@@ -63,11 +63,12 @@ def test_fma_is_rounded_once():
     a = floats(4000)
     b = floats(4000)
     with np.errstate(all="ignore"):
-        c = np.where(
-            np.arange(4000) % 3 == 0, floats(4000), -(a * b) * generator.choice([1, 1 + 2**-20, 0.5, 2**-24], 4000)
-        ).astype(np.float32)
+        cancelling = -(a * b) * generator.choice([1, 1 + 2**-20, 0.5, 2**-24], 4000)
+        c = np.where(np.arange(4000) % 3 == 0, floats(4000), cancelling).astype(np.float32)
         # the sum of the product's last bit and half of the sum's last place: where two roundings go wrong
-        a[:3], b[:3], c[:3] = [1 + 2**-23, 1 + 2**-12, 1e-30], [1 + 2**-23, 1 + 2**-12, 1e-15], [2**-24, 2**-48, 1e-45]
+        a[:3] = [1 + 2**-23, 1 + 2**-12, 1e-30]
+        b[:3] = [1 + 2**-23, 1 + 2**-12, 1e-15]
+        c[:3] = [2**-24, 2**-48, 1e-45]
         got = fma(a, b, c)
     finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & np.isfinite(got) & (got != 0)
     assert finite.sum() > 1000
@@ -136,23 +137,23 @@ def test_llvms_division_is_ieees():
 
 def test_carries_make_64_bits():
     a, b = (generator.integers(0, 2**64, 64, dtype=np.uint64) for _ in range(2))
-    a[:2], b[:2] = [2**64 - 1, 2**32 - 1], [1, 1]
-    low, high = (lambda x: x.astype(np.uint32)), (lambda x: (x >> np.uint64(32)).astype(np.uint32))
-    state = after(
-        "v_add_co_u32_e32 v4, vcc, v0, v2\nv_addc_co_u32_e64 v5, s[2:3], v1, v3, vcc",
-        {0: low(a), 1: high(a), 2: low(b), 3: high(b)},
-    )
+    a[:2] = [2**64 - 1, 2**32 - 1]
+    b[:2] = [1, 1]
+    low_a, low_b = (x.astype(np.uint32) for x in (a, b))
+    high_a, high_b = ((x >> np.uint64(32)).astype(np.uint32) for x in (a, b))
+    registers = {0: low_a, 1: high_a, 2: low_b, 3: high_b}
+    state = after("v_add_co_u32_e32 v4, vcc, v0, v2\nv_addc_co_u32_e64 v5, s[2:3], v1, v3, vcc", registers)
     assert np.array_equal(lanes(state, 4) | lanes(state, 5).astype(np.uint64) << np.uint64(32), a + b)
     carry = [(int(x) + int(y)) >> 64 for x, y in zip(a, b, strict=True)]
     assert int(state.mask(2)[0]) == sum(bit << lane for lane, bit in enumerate(carry))
-    state = after("v_sub_co_u32_e32 v4, vcc, v0, v2", {0: low(a), 2: low(b)})
-    assert np.array_equal(lanes(state, 4), low(a) - low(b))
+    state = after("v_sub_co_u32_e32 v4, vcc, v0, v2", registers)
+    assert np.array_equal(lanes(state, 4), low_a - low_b)
     borrowed = int(state.mask(106)[0])
-    assert borrowed == sum(int(x < y) << lane for lane, (x, y) in enumerate(zip(low(a), low(b), strict=True)))
-    state = after("v_subrev_co_u32_e32 v4, vcc, v2, v0", {0: low(a), 2: low(b)})
-    assert np.array_equal(lanes(state, 4), low(a) - low(b)) and int(state.mask(106)[0]) == borrowed
-    state = after("v_min_u32_e32 v4, v0, v2\nv_min3_u32 v5, v4, v1, v3", {0: low(a), 1: high(a), 2: low(b), 3: high(b)})
-    assert np.array_equal(lanes(state, 5), np.minimum(np.minimum(low(a), low(b)), np.minimum(high(a), high(b))))
+    assert borrowed == sum(int(x < y) << lane for lane, (x, y) in enumerate(zip(low_a, low_b, strict=True)))
+    state = after("v_subrev_co_u32_e32 v4, vcc, v2, v0", registers)
+    assert np.array_equal(lanes(state, 4), low_a - low_b) and int(state.mask(106)[0]) == borrowed
+    state = after("v_min_u32_e32 v4, v0, v2\nv_min3_u32 v5, v4, v1, v3", registers)
+    assert np.array_equal(lanes(state, 5), np.minimum(np.minimum(low_a, low_b), np.minimum(high_a, high_b)))
 
 
 def test_64_bit_comparisons_and_products():

@@ -124,19 +124,17 @@ def wants_what_the_launcher_gives(line, folder, architecture):
 
 def elf(machine, flags, sections):
     """A file of these sections, as far as `code_object` looks at it."""
-    sections = {**sections, ".shstrtab": b"\0".join([name.encode() for name in (*sections, ".shstrtab")]) + b"\0"}
+    names = b"".join(name.encode() + b"\0" for name in [*sections, ".shstrtab"])
     image = bytearray(64)
     headers = []
-    for name, content in sections.items():
-        headers.append(
-            struct.pack("<IIQQQQ24x", sections[".shstrtab"].index(name.encode()), 1, 0, 0, len(image), len(content))
-        )
+    for name, content in {**sections, ".shstrtab": names}.items():
+        place = names.index(name.encode())
+        headers.append(struct.pack("<IIQQQQ24x", place, 1, 0, 0, len(image), len(content)))
         image += content
-    image[:9], image[18:20] = b"\x7fELF\2\1\1\0\x08", struct.pack("<H", machine)
-    image[40:52], image[58:64] = (
-        struct.pack("<QI", len(image), flags),
-        struct.pack("<3H", 64, len(headers), len(headers) - 1),
-    )
+    image[:9] = b"\x7fELF\2\1\1\0\x08"
+    image[18:20] = struct.pack("<H", machine)
+    image[40:52] = struct.pack("<QI", len(image), flags)
+    image[58:64] = struct.pack("<3H", 64, len(headers), len(headers) - 1)
     return bytes(image + b"".join(headers))
 
 

@@ -73,13 +73,12 @@ def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
     """Queries `offset` behind the first key, with all, some or none of the keys in sight; the backward with a
     log-sum-exp over more keys than these.
     """
-    q, grad, o = (normal(queries, 2, 4, 16, dtype=dtype, seed=seed) for seed in (0, 3, 4))
-    k, v = (normal(keys, 2, 2, 16, dtype=dtype, seed=seed) for seed in (1, 2))
     scores = Scores(0.25, offset=offset)
     if extras:
         of_queries, of_keys = (torch.arange(2 * count).reshape(2, count) // 40 for count in (queries, keys))
         scores = Scores(0.25, 2.0 ** -torch.arange(1, 5), of_queries, offset, of_keys, window=90, softcap=2.0)
-    compare_stretch(cpu, q, (k, v), (o, grad), scores, close)
+    case = cases.attention_block(dtype, queries, keys, 2, heads=4, kv_heads=2, head_dim=16, scores=scores)
+    compare_stretch(cpu, case, scores, close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -74,14 +74,13 @@ def test_attention_over_stretches_of_a_sequence(queries, keys, offset, kind):
     """The backward with a log-sum-exp over more keys than these. A row that sees none of them: output 0, log-sum-exp
     -infinite, no gradient.
     """
-    q, grad, o = (normal(queries, 2, 4, 16, dtype=torch.float16, seed=seed) for seed in (0, 3, 4))
-    k, v = normal(keys, 2, 2, 2, 16, dtype=torch.float16, seed=1).unbind(1)
     scores = Scores(0.25, offset=offset)
     if kind != "plain":
         of_queries, of_keys = (torch.arange(2 * count).reshape(2, count) // 40 for count in (queries, keys))
         softcap, window = (2.0, 90) if "window" in kind else (0.0, 0)
         scores = Scores(0.25, 2.0 ** -torch.arange(1, 5), of_queries, offset, of_keys, window, softcap)
-    compare_stretch(gpu, q, (k, v), (o, grad), scores, close)
+    case = cases.attention_block(torch.float16, queries, keys, 2, heads=4, kv_heads=2, head_dim=16, scores=scores)
+    compare_stretch(gpu, case, scores, close)
 
 
 def test_keys_that_begin_after_the_queries_are_refused():

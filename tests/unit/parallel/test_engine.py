@@ -16,7 +16,8 @@ from torch.autograd import Function
 
 from frontier_llm.comm import DONE, Axis, Mesh, Pending, single
 from frontier_llm.comm.group import Sending
-from frontier_llm.parallel.pipeline import SENDS_AHEAD, ActivationSpec, Engine, StageOutput
+from frontier_llm.parallel.pipeline import SENDS_AHEAD, Engine
+from frontier_llm.parallel.stages import ActivationSpec, StageOutput
 from frontier_llm.parallel.tensor import WeightGradients
 from frontier_llm.schedule import Schedule, ScheduleError, build, forward_only
 

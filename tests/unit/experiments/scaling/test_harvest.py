@@ -14,9 +14,9 @@ from frontier_llm.cluster.sites import load_site
 from frontier_llm.config import load_run
 from frontier_llm.errors import ConfigError, DataError
 from frontier_llm.experiments.scaling.figure import write_report
+from frontier_llm.experiments.scaling.forecast import simulated_rows
 from frontier_llm.experiments.scaling.harvest import Row, as_csv, half_width, harvest, with_efficiency
 from frontier_llm.experiments.scaling.series import Point, announce, make_series
-from frontier_llm.experiments.scaling.simulate import simulated_rows
 from frontier_llm.planner.figures import PUBLISHED
 from frontier_llm.planner.predict import predict
 from frontier_llm.run import run_dir

@@ -1,14 +1,8 @@
-"""What an optimizer keeps of a bucket's parameters in other shapes than theirs: whole on every owner of a slice, and so
-small that nobody shares it out.
-
-Each owner adds up what it sees, of the elements in its slice and of its tensor-parallel part; the sums go over the
-owners and over the axes that the rule names. So slices may cut parameters anywhere, and no matrix has to be brought
-together.
-"""
+"""What some updates need beyond a ZeRO slice: complete matrices (Muon), or means over rows and columns (Adafactor)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -16,11 +10,49 @@ from torch import Tensor
 
 from frontier_llm.blueprint.optimizers import STATISTIC, OptimizerRule
 from frontier_llm.blueprint.parameters import Split
-from frontier_llm.comm import Mesh, all_reduce_
+from frontier_llm.comm import Axis, Mesh, all_reduce_, start_all_gather_into
 from frontier_llm.optim.buckets import Bucket, OwnedRange
 from frontier_llm.optim.state import StateRectangle
 from frontier_llm.topology.rectangles import Rectangle
 from frontier_llm.topology.shards import ShardSpec, shard
+
+
+class WholeTensors:
+    """The parameters of a bucket of which this rank's slice holds at least an element; what tensor parallelism cuts
+    stays cut.
+    """
+
+    def __init__(self, bucket: Bucket, tp: Axis) -> None:
+        self._bucket = bucket
+        self._runs = list(bucket.owned_ranges())
+        self.tp = tp
+        offsets = {
+            parameter.spec.name: offset for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True)
+        }
+        slice_start = bucket.owner.rank * (bucket.flat_weights.numel() // bucket.owner.size) if bucket.apart else 0
+        self._places = [
+            slice(start := offsets[run.spec.name] - slice_start, start + run.spec.numel) for run in self._runs
+        ]
+
+    @property
+    def specs(self) -> list[ShardSpec]:
+        """Of the tensors, in order."""
+        return [run.spec for run in self._runs]
+
+    def of(self, own: Tensor) -> list[Tensor]:
+        """The tensors of which `own`, [slice] on every owner, holds the values: each in its own shape. Collective
+        over dp where slices cut them.
+        """
+        flat = own
+        if not self._bucket.apart and self._bucket.owner.size > 1:
+            flat = torch.empty(self._bucket.flat_weights.numel(), dtype=own.dtype, device=own.device)
+            start_all_gather_into(flat, own, self._bucket.owner).wait()
+        return [flat[place].view(spec.shape) for place, spec in zip(self._places, self.specs, strict=True)]
+
+    def back(self, tensors: Sequence[Tensor], own: Tensor) -> None:
+        """Put what belongs into this rank's slice there."""
+        for run, tensor in zip(self._runs, tensors, strict=True):
+            own[run.place] = tensor.view(-1)[run.start : run.stop]
 
 
 class Statistics:
@@ -31,10 +63,13 @@ class Statistics:
         self._of = {parameter.spec.name: _declared(rule, parameter.spec) for parameter in bucket.parameters}
         # what is summed over the same axes lies together, for one collective
         self._specs = sorted(
-            (spec for specs in self._of.values() for spec in specs), key=lambda spec: spec.parameter.partial_axes()
+            (spec for specs in self._of.values() for spec in specs),
+            key=lambda spec: spec.parameter.partial_axes(),
         )
         self.values = torch.zeros(
-            sum(spec.numel for spec in self._specs), dtype=bucket.gradients.dtype, device=bucket.gradients.device
+            sum(spec.numel for spec in self._specs),
+            dtype=bucket.gradients.dtype,
+            device=bucket.gradients.device,
         )
         groups = groupby(self._specs, key=lambda spec: spec.parameter.partial_axes())
         self._sums = [([mesh.axis(axis) for axis in axes], sum(spec.numel for spec in group)) for axes, group in groups]

@@ -1,0 +1,83 @@
+"""Learning rate and loss scale of a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from frontier_llm.config import OptimizerConfig, RunConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of step `step` (0-based) of a run of `total_steps`.
+
+    Linear warm-up over warmup_steps, then: cosine (Loshchilov & Hutter 2017, as in Megatron), linear, constant, or
+    wsd = constant with a linear decay over the last decay_steps (warm-up-stable-decay, Hu et al. 2024).
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "wsd":
+        begin = decay_begin(config.decay_steps, total_steps)
+        progress = (step + 1 - begin) / max(total_steps - begin, 1)
+    else:
+        end = config.decay_steps if config.decay_steps is not None else total_steps
+        progress = (step + 1 - config.warmup_steps) / max(end - config.warmup_steps, 1)
+    progress = min(max(progress, 0.0), 1.0)
+    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
+    return config.min_lr + (config.lr - config.min_lr) * share
+
+
+def decay_begin(decay_steps: int | None, total_steps: int) -> int:
+    """The step from which on the learning rate of wsd falls; without a length of the decay it is the last tenth."""
+    return total_steps - (total_steps // 10 if decay_steps is None else decay_steps)
+
+
+# A logit's gradient is (p - 1 or p) x scale / tokens of the batch. This much per token stays a factor of 32 below
+# fp16's largest number, and
+# keeps probabilities down to 6e-8 above its smallest normal one: MI200's matrix products take what is below for zero.
+SCALE_PER_TOKEN = 1024
+
+
+def initial_loss_scale(config: RunConfig) -> float:
+    """What the loss of a run's first step is multiplied by; a power of two unless the configuration says otherwise."""
+    precision = config.precision
+    if precision.dtype != "fp16":
+        return 1.0
+    tokens = config.batch.global_batch * config.model.sequence_length
+    return precision.initial_loss_scale or 2.0 ** math.ceil(math.log2(SCALE_PER_TOKEN * tokens))
+
+
+@dataclass
+class LossScaler:
+    """Halves on overflow, doubles after `window` clean steps; the same on every rank, since all see the same
+    gradient norm.
+    """
+
+    scale: float
+    window: int
+    minimum: float
+    dynamic: bool
+    clean_steps: int = 0
+
+    @classmethod
+    def create(cls, config: RunConfig) -> LossScaler:
+        """The scaler for a run's precision and batch."""
+        precision = config.precision
+        return cls(
+            initial_loss_scale(config),
+            precision.loss_scale_window,
+            precision.min_loss_scale,
+            precision.dtype == "fp16",
+        )
+
+    def update(self, overflowed: bool) -> None:
+        """Account for one step."""
+        if not self.dynamic:
+            return
+        self.clean_steps = 0 if overflowed else self.clean_steps + 1
+        if overflowed:
+            self.scale = max(self.scale / 2, self.minimum)
+        elif self.clean_steps % self.window == 0:
+            self.scale *= 2
