@@ -82,9 +82,9 @@ def without_numbers(kernels: Any) -> Iterator[None]:
     """`kernels` behind the training's ops; what would need numbers is left out."""
     skip_without_fp32_products_on_meta()
     with pytest.MonkeyPatch.context() as patch:
-        # as `select_ops` fills up
+        # as `select_run_ops` fills up
         functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))
-        patch.setattr(build, "select_ops", lambda *_, **__: Ops(**functions))
+        patch.setattr(build, "select_run_ops", lambda *_, **__: Ops(**functions))
         patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
         patch.setattr(engines, "initialize", lambda *_, **__: None)
         patch.setattr(

@@ -62,7 +62,7 @@ def train(rank, case, dtype, steps, ops, launches=()):
     if case.world_size > 1:
         log.set_rank(1, 2)  # no rank of a test speaks for the run
         mesh = build_mesh(plan.grid, rank, plan.placement, config.model.tied_embeddings, 600.0, config.comm)
-    with patch.object(build, "select_ops", lambda *_, **__: Ops(**ops)):
+    with patch.object(build, "select_run_ops", lambda *_, **__: Ops(**ops)):
         state = build.build_state(config, plan, mesh, torch.device("cpu"), Source(case, mesh.dp.rank))
     gradients = []
     update = state.optimizer.step

@@ -84,8 +84,10 @@ def trained(
     """(losses, gradient norms) of a run."""
     with monkeypatch.context() as patch:
         if flush:
-            select = train_build.select_ops
-            patch.setattr(train_build, "select_ops", lambda *arguments, **names: flushing(select(*arguments, **names)))
+            select = train_build.select_run_ops
+            patch.setattr(
+                train_build, "select_run_ops", lambda *arguments, **names: flushing(select(*arguments, **names))
+            )
         state = train_build.build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), Source())
     results = [train_step(state) for _ in range(steps)]
     assert not any(result.skipped for result in results)
