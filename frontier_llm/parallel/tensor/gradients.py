@@ -104,8 +104,12 @@ class WeightGradients:
         work.reverse()  # taken from the end, each lets go of its factors before the next but one is gathered
         while work:
             parameter, accumulate, factors = work.pop()
-            for factor in (*factors, *(work[-1][2] if work else ())):
+            for factor in factors:
                 factor.start()
+            if work:
+                _, _, next_factors = work[-1]
+                for factor in next_factors:
+                    factor.start()
             accumulate(parameter.main_grad)
             self.on_accumulated(parameter)
 
