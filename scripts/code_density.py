@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_COLUMNS = 120
 LONGEST_WORD = 100
 WIDTH_CHECKED = (
+    "csrc/**/*.cpp",
+    "csrc/**/*.h",
+    "csrc/**/*.inc",
     "scripts/*.sh",
     "launch/*",
     "slurm/**/*.sbatch",
