@@ -1,5 +1,5 @@
-// Loads prebuilt code objects and launches them through the vendor's driver, which is opened at run time: building this needs a C++
-// compiler alone, no ROCm and no CUDA. Called from frontier_llm/ops/driver.py through ctypes.
+// Loads prebuilt code objects and launches them through the vendor's driver, which is opened at run time: building this
+// needs a C++ compiler alone, no ROCm and no CUDA. Called from frontier_llm/ops/driver.py through ctypes.
 //
 // Every function returns 0, or -1 and leaves a text that the same thread gets from frontier_gpu_error.
 #include <dlfcn.h>
@@ -21,8 +21,8 @@ struct Driver {
   int (*init)(unsigned) = nullptr;
   int (*module_load)(Handle* module, const void* image) = nullptr;
   int (*module_get_function)(Handle* function, Handle module, const char* symbol) = nullptr;
-  int (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
-                unsigned shared_bytes, Handle stream, void** arguments, void** extra) = nullptr;
+  int (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                unsigned block_z, unsigned shared_bytes, Handle stream, void** arguments, void** extra) = nullptr;
   int (*set_device)(int device) = nullptr;                                     // HIP
   int (*context_get_current)(Handle* context) = nullptr;                       // CUDA, and the five below
   int (*context_set_current)(Handle context) = nullptr;
@@ -67,7 +67,8 @@ Handle open_library(std::initializer_list<const char*> names) {
   return nullptr;
 }
 
-// The current device is a property of the thread, and autograd's threads may come here before torch made a context in them.
+// The current device is a property of the thread, and autograd's threads may come here before torch made a context in
+// them.
 int make_current(int device) {
   if (driver.amd) return driver.set_device(device);
   Handle wanted = primary_contexts[device], current = nullptr;
@@ -93,7 +94,8 @@ EXPORT int frontier_gpu_open(int amd) {
   Driver found;
   found.amd = amd;
   const Handle library =
-      amd ? open_library({"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"}) : open_library({"libcuda.so.1", "libcuda.so"});
+      amd ? open_library({"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"})
+          : open_library({"libcuda.so.1", "libcuda.so"});
   if (!library) return fail_with("%s", dlerror());
   const char* missing = nullptr;
   const auto resolve = [&](auto& function, const char* name) {
@@ -134,17 +136,20 @@ EXPORT int frontier_gpu_load(int device, const void* image, const char* symbol, 
   return 0;
 }
 
-// Launches a loaded function on that device. `arguments`: `count` slots of 8 bytes, each a pointer, int32, int64 or float at its start.
-// Triton's kernels take two scratch pointers after them; ours use none (ops/aot/build.py refuses any that does), so they are null.
-EXPORT int frontier_gpu_launch(int device, Handle function, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z, uint32_t threads,
-                               uint32_t shared_bytes, Handle stream, const char* arguments, int count) {
+// Launches a loaded function on that device. `arguments`: `count` slots of 8 bytes, each a pointer, int32, int64 or
+// float at its start. Triton's kernels take two scratch pointers after them; ours use none (ops/aot/build.py refuses
+// any that does), so they are null.
+EXPORT int frontier_gpu_launch(int device, Handle function, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z,
+                               uint32_t threads, uint32_t shared_bytes, Handle stream, const char* arguments,
+                               int count) {
   static const Handle no_scratch = nullptr;
   void* slots[kMaxArguments + 2];
   if (count > kMaxArguments) return fail_with("%d arguments; at most %d", count, kMaxArguments);
   for (int i = 0; i < count; ++i) slots[i] = const_cast<char*>(arguments) + 8 * i;
   slots[count] = slots[count + 1] = const_cast<Handle*>(&no_scratch);
   if (const int code = make_current(device)) return fail("no context on the device", code);
-  if (const int code = driver.launch(function, grid_x, grid_y, grid_z, threads, 1, 1, shared_bytes, stream, slots, nullptr))
+  if (const int code =
+          driver.launch(function, grid_x, grid_y, grid_z, threads, 1, 1, shared_bytes, stream, slots, nullptr))
     return fail("the driver says", code);
   return 0;
 }

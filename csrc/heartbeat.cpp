@@ -1,9 +1,10 @@
-// Sends the heartbeats of one rank to torch's TCPStore, from a thread that needs no interpreter lock; frontier_llm/comm/heartbeat.py is
-// its only user. A main thread that holds the lock for seconds (a library that loads, a long call into C) therefore does not look dead.
+// Sends the heartbeats of one rank to torch's TCPStore, from a thread that needs no interpreter lock;
+// frontier_llm/comm/heartbeat.py is its only user. A main thread that holds the lock for seconds (a library that loads,
+// a long call into C) therefore does not look dead.
 //
 // Python hands over a connected socket. Each heartbeat is a SET request of TCPStore's protocol, which has no answer:
-// u8 1, u64 length, key, u64 length, value. The value is the newest text from Python with the number of the heartbeat and "}" appended.
-// Plain C ABI, loaded with ctypes; no Python, no torch.
+// u8 1, u64 length, key, u64 length, value. The value is the newest text from Python with the number of the heartbeat
+// and "}" appended. Plain C ABI, loaded with ctypes; no Python, no torch.
 
 #include <pthread.h>
 #include <sys/socket.h>
@@ -119,7 +120,9 @@ class Sender {
 }  // namespace
 
 FL_EXPORT int64_t fl_heartbeat_abi() { return kAbi; }
-FL_EXPORT void* fl_heartbeat_open(int fd, const char* key, double longest_pause_s) { return new Sender(fd, key, longest_pause_s); }
+FL_EXPORT void* fl_heartbeat_open(int fd, const char* key, double longest_pause_s) {
+  return new Sender(fd, key, longest_pause_s);
+}
 FL_EXPORT void fl_heartbeat_update(void* sender, const char* text) { static_cast<Sender*>(sender)->update(text); }
 FL_EXPORT int64_t fl_heartbeat_sent(void* sender) { return static_cast<Sender*>(sender)->sent(); }
 FL_EXPORT int fl_heartbeat_failed(void* sender) { return static_cast<Sender*>(sender)->failed(); }

@@ -4,13 +4,15 @@
 //   g++ -O3 -std=c++17 -fPIC -shared -pthread -o frontier_llm/_native/libsample_index.so csrc/sample_index.cpp
 //
 // One epoch is the concatenation of all documents in the order of a keyed permutation that is computed, not stored: a
-// Feistel network over the next power of two with cycle walking, O(1) memory. The only thing kept is the running token count
-// at every `block`-th position of that order (one u64 per 64 documents: 125 MB for a billion documents); a lookup is a binary
-// search there and a walk of at most one block. All functions return 0 or more on success, a negative code on damaged input.
+// Feistel network over the next power of two with cycle walking, O(1) memory. The only thing kept is the running token
+// count at every `block`-th position of that order (one u64 per 64 documents: 125 MB for a billion documents); a lookup
+// is a binary search there and a walk of at most one block. All functions return 0 or more on success, a negative code
+// on damaged input.
 //
-// Best-fit packing (fl_pack) works on pieces: a document that fits a sequence of S + 1 tokens is one, a longer one is cut into pieces that overlap
-// by a token, so that each token is somebody's target. All pieces of a corpus, in the order of one keyed permutation, are taken in
-// windows; each window is packed for itself, best-fit decreasing. So nothing of it is stored but how many sequences each window gives.
+// Best-fit packing (fl_pack) works on pieces: a document that fits a sequence of S + 1 tokens is one, a longer one is
+// cut into pieces that overlap by a token, so that each token is somebody's target. All pieces of a corpus, in the
+// order of one keyed permutation, are taken in windows; each window is packed for itself, best-fit decreasing. So
+// nothing of it is stored but how many sequences each window gives.
 
 #include <algorithm>
 #include <atomic>
@@ -26,11 +28,18 @@ namespace {
 
 constexpr int kAbi = 2;
 constexpr int kRounds = 6;
-constexpr int kMinimumBits = 10;  // below this the halves are too small to mix well; walking 2^10 positions costs microseconds
+constexpr int kMinimumBits =
+    10;  // below this the halves are too small to mix well; walking 2^10 positions costs microseconds
 constexpr uint64_t kMaximumBlock = 4096;
 constexpr uint64_t kMaximumWindow = 1 << 24;
 
-enum Failure : int64_t { kNegativeLength = -1, kIndexMismatch = -2, kOutOfRange = -3, kBadArgument = -4, kInfeasible = -5 };
+enum Failure : int64_t {
+  kNegativeLength = -1,
+  kIndexMismatch = -2,
+  kOutOfRange = -3,
+  kBadArgument = -4,
+  kInfeasible = -5
+};
 
 // The tables of a .idx start at byte 34 and so are not aligned; memcpy compiles to one plain load.
 template <class T>
@@ -64,13 +73,14 @@ class Permutation {
 
    private:
     uint64_t once(uint64_t x) const {
-        // Alternating unbalanced Feistel: even rounds change the left half by the right one, odd rounds the other way round.
-        const uint64_t left_mask = (1ULL << left_bits_) - 1, right_mask = (1ULL << right_bits_) - 1;
-        uint64_t left = x >> right_bits_, right = x & right_mask;
-        for (int round = 0; round < kRounds; round += 2) {
-            left ^= mix(right ^ keys_[round]) & left_mask;
-            right ^= mix(left ^ keys_[round + 1]) & right_mask;
-        }
+      // Alternating unbalanced Feistel: even rounds change the left half by the right one, odd rounds the other way
+      // round.
+      const uint64_t left_mask = (1ULL << left_bits_) - 1, right_mask = (1ULL << right_bits_) - 1;
+      uint64_t left = x >> right_bits_, right = x & right_mask;
+      for (int round = 0; round < kRounds; round += 2) {
+        left ^= mix(right ^ keys_[round]) & left_mask;
+        right ^= mix(left ^ keys_[round + 1]) & right_mask;
+      }
         return (left << right_bits_) | right;
     }
 
@@ -81,21 +91,24 @@ class Permutation {
 
 struct Corpus {
     const void* lengths;    // i32 per sequence
-    const void* documents;  // i64 first sequence of each document, one more than documents; null: document d is sequence d
+    const void*
+        documents;  // i64 first sequence of each document, one more than documents; null: document d is sequence d
     uint64_t count;         // documents
 
-    int64_t length(uint64_t document) const {  // negative when a sequence has a negative length, or lies outside the table
-        if (!documents) return load<int32_t>(lengths, document);
-        const int64_t last = load<int64_t>(documents, document + 1);
-        const int64_t first = load<int64_t>(documents, document), end = load<int64_t>(documents, count);  // `end`: the reader checked it
-        if (first < 0 || last < first || last > end) return kNegativeLength;
-        int64_t total = 0;
-        for (int64_t sequence = first; sequence < last; ++sequence) {
-            const int32_t length = load<int32_t>(lengths, sequence);
-            if (length < 0) return length;
-            total += length;
-        }
-        return total;
+    int64_t length(
+        uint64_t document) const {  // negative when a sequence has a negative length, or lies outside the table
+      if (!documents) return load<int32_t>(lengths, document);
+      const int64_t last = load<int64_t>(documents, document + 1);
+      const int64_t first = load<int64_t>(documents, document),
+                    end = load<int64_t>(documents, count);  // `end`: the reader checked it
+      if (first < 0 || last < first || last > end) return kNegativeLength;
+      int64_t total = 0;
+      for (int64_t sequence = first; sequence < last; ++sequence) {
+        const int32_t length = load<int32_t>(lengths, sequence);
+        if (length < 0) return length;
+        total += length;
+      }
+      return total;
     }
 
     void prefetch(uint64_t document) const {
@@ -104,8 +117,8 @@ struct Corpus {
     }
 };
 
-// Tokens of the documents at positions [first, last) of the epoch's order. The documents of a block are asked for together
-// (prefetch), so that their cache misses overlap: 64 misses cost about as much as a few.
+// Tokens of the documents at positions [first, last) of the epoch's order. The documents of a block are asked for
+// together (prefetch), so that their cache misses overlap: 64 misses cost about as much as a few.
 int64_t block_tokens(const Corpus& corpus, const Permutation& order, uint64_t first, uint64_t last) {
     uint64_t documents[kMaximumBlock];
     for (uint64_t i = 0; i < last - first; ++i) {
@@ -121,7 +134,8 @@ int64_t block_tokens(const Corpus& corpus, const Permutation& order, uint64_t fi
     return total;
 }
 
-// out[i] = value(i) for all i < count; the first negative value is the answer, else 0. A thread takes `stride` of them at a time.
+// out[i] = value(i) for all i < count; the first negative value is the answer, else 0. A thread takes `stride` of them
+// at a time.
 template <class Value>
 int64_t fill_in_parallel(uint64_t count, uint64_t stride, uint64_t threads, uint64_t* out, Value value) {
     std::atomic<uint64_t> next{0};
@@ -152,14 +166,20 @@ struct Piece {
 class Pieces {
    public:
     Pieces(Corpus corpus, uint64_t S, uint64_t block, const uint64_t* prefix, uint64_t key)
-        : corpus_(corpus), S_(S), block_(block), blocks_((corpus.count + block - 1) / block), prefix_(prefix), order_(prefix[blocks_], key) {}
+        : corpus_(corpus),
+          S_(S),
+          block_(block),
+          blocks_((corpus.count + block - 1) / block),
+          prefix_(prefix),
+          order_(prefix[blocks_], key) {}
 
     uint64_t count() const { return prefix_[blocks_]; }
 
     // The piece at a position of the permutation; false where the prefix belongs to other lengths.
     bool at(uint64_t position, Piece* piece) const {
         const uint64_t wanted = order_(position);
-        const uint64_t b = static_cast<uint64_t>(std::upper_bound(prefix_, prefix_ + blocks_ + 1, wanted) - prefix_) - 1;
+        const uint64_t b =
+            static_cast<uint64_t>(std::upper_bound(prefix_, prefix_ + blocks_ + 1, wanted) - prefix_) - 1;
         if (b >= blocks_) return false;
         uint64_t before = prefix_[b];
         bool found = false;
@@ -177,8 +197,9 @@ class Pieces {
         return found && before == prefix_[b + 1];
     }
 
-    // Packs window `number` of `window` positions: its pieces in order, and the sequence that each lies in. Returns the number of sequences.
-    // Longest first (of equals the first), each into the sequence that it leaves the least room in (of equals the first).
+    // Packs window `number` of `window` positions: its pieces in order, and the sequence that each lies in. Returns the
+    // number of sequences. Longest first (of equals the first), each into the sequence that it leaves the least room in
+    // (of equals the first).
     int64_t pack(uint64_t window, uint64_t number, std::vector<Piece>* pieces, std::vector<uint32_t>* sequences) const {
         const uint64_t first = number * window;
         if (first >= count()) return kOutOfRange;
@@ -187,7 +208,8 @@ class Pieces {
             if (!at(first + i, &(*pieces)[i])) return kIndexMismatch;
         std::vector<uint32_t> longest(pieces->size());
         std::iota(longest.begin(), longest.end(), 0);
-        std::stable_sort(longest.begin(), longest.end(), [&](uint32_t a, uint32_t b) { return (*pieces)[a].length > (*pieces)[b].length; });
+        std::stable_sort(longest.begin(), longest.end(),
+                         [&](uint32_t a, uint32_t b) { return (*pieces)[a].length > (*pieces)[b].length; });
         sequences->resize(pieces->size());
         std::set<std::pair<uint64_t, uint32_t>> rooms;  // (what is left, sequence)
         uint32_t made = 0;
@@ -231,121 +253,129 @@ int64_t fl_permute(uint64_t size, uint64_t key, const uint64_t* positions, uint6
     return 0;
 }
 
-// prefix[b] = tokens before position b * block of the epoch's order; prefix has ceil(count / block) + 1 entries, the last is the total.
-int64_t fl_build(const void* lengths, const void* documents, uint64_t count, uint64_t key, uint64_t block, uint64_t threads,
-                 uint64_t* prefix) {
-    if (block == 0 || block > kMaximumBlock || threads == 0) return kBadArgument;
-    const Corpus corpus{lengths, documents, count};
-    const Permutation order(count, key);
-    const uint64_t blocks = (count + block - 1) / block;
-    const int64_t failure = fill_in_parallel(blocks, 1024, threads, prefix + 1, [&](uint64_t b) {
-        return block_tokens(corpus, order, b * block, std::min((b + 1) * block, count));
-    });
-    prefix[0] = 0;
-    for (uint64_t b = 0; b < blocks; ++b) prefix[b + 1] += prefix[b];
-    return failure;
+// prefix[b] = tokens before position b * block of the epoch's order; prefix has ceil(count / block) + 1 entries, the
+// last is the total.
+int64_t fl_build(const void* lengths, const void* documents, uint64_t count, uint64_t key, uint64_t block,
+                 uint64_t threads, uint64_t* prefix) {
+  if (block == 0 || block > kMaximumBlock || threads == 0) return kBadArgument;
+  const Corpus corpus{lengths, documents, count};
+  const Permutation order(count, key);
+  const uint64_t blocks = (count + block - 1) / block;
+  const int64_t failure = fill_in_parallel(blocks, 1024, threads, prefix + 1, [&](uint64_t b) {
+    return block_tokens(corpus, order, b * block, std::min((b + 1) * block, count));
+  });
+  prefix[0] = 0;
+  for (uint64_t b = 0; b < blocks; ++b) prefix[b + 1] += prefix[b];
+  return failure;
 }
 
 // The pieces of documents that hold tokens [token, token + wanted) of an epoch, as far as the epoch reaches: piece i is
-// lengths_out[i] tokens of document documents_out[i] from offset offsets_out[i]; the document begins at byte bytes_out[i] of .bin
+// lengths_out[i] tokens of document documents_out[i] from offset offsets_out[i]; the document begins at byte
+// bytes_out[i] of .bin
 // (`pointers`: i64 per sequence). Returns the number of pieces (at most `wanted`).
 // A prefix that does not belong to these lengths is noticed when a block's sum differs: kIndexMismatch.
-int64_t fl_pieces(const void* lengths, const void* documents, const void* pointers, uint64_t count, uint64_t key, uint64_t block,
-                  const uint64_t* prefix, uint64_t token, uint64_t wanted, int64_t* documents_out, int64_t* offsets_out,
-                  int64_t* lengths_out, int64_t* bytes_out) {
-    if (block == 0 || block > kMaximumBlock) return kBadArgument;
-    const Corpus corpus{lengths, documents, count};
-    const Permutation order(count, key);
-    const uint64_t blocks = (count + block - 1) / block;
-    if (token >= prefix[blocks]) return kOutOfRange;
-    uint64_t b = static_cast<uint64_t>(std::upper_bound(prefix, prefix + blocks + 1, token) - prefix) - 1;
-    int64_t pieces = 0;
-    uint64_t before = prefix[b];  // tokens before the document at hand
-    for (; b < blocks && wanted > 0; ++b) {
-        if (before != prefix[b]) return kIndexMismatch;
-        for (uint64_t position = b * block; position < std::min((b + 1) * block, count); ++position) {
-            const uint64_t document = order(position);
-            const int64_t length = corpus.length(document);
-            if (length < 0) return kNegativeLength;
-            const uint64_t end = before + static_cast<uint64_t>(length);
-            if (wanted > 0 && end > token) {
-                const uint64_t taken = std::min(wanted, end - token);
-                documents_out[pieces] = static_cast<int64_t>(document);
-                offsets_out[pieces] = static_cast<int64_t>(token - before);
-                lengths_out[pieces] = static_cast<int64_t>(taken);
-                bytes_out[pieces] = load<int64_t>(pointers, documents ? load<int64_t>(documents, document) : document);
-                ++pieces;
-                token += taken;
-                wanted -= taken;
-            }
-            before = end;
-        }
-        if (before != prefix[b + 1]) return kIndexMismatch;
+int64_t fl_pieces(const void* lengths, const void* documents, const void* pointers, uint64_t count, uint64_t key,
+                  uint64_t block, const uint64_t* prefix, uint64_t token, uint64_t wanted, int64_t* documents_out,
+                  int64_t* offsets_out, int64_t* lengths_out, int64_t* bytes_out) {
+  if (block == 0 || block > kMaximumBlock) return kBadArgument;
+  const Corpus corpus{lengths, documents, count};
+  const Permutation order(count, key);
+  const uint64_t blocks = (count + block - 1) / block;
+  if (token >= prefix[blocks]) return kOutOfRange;
+  uint64_t b = static_cast<uint64_t>(std::upper_bound(prefix, prefix + blocks + 1, token) - prefix) - 1;
+  int64_t pieces = 0;
+  uint64_t before = prefix[b];  // tokens before the document at hand
+  for (; b < blocks && wanted > 0; ++b) {
+    if (before != prefix[b]) return kIndexMismatch;
+    for (uint64_t position = b * block; position < std::min((b + 1) * block, count); ++position) {
+      const uint64_t document = order(position);
+      const int64_t length = corpus.length(document);
+      if (length < 0) return kNegativeLength;
+      const uint64_t end = before + static_cast<uint64_t>(length);
+      if (wanted > 0 && end > token) {
+        const uint64_t taken = std::min(wanted, end - token);
+        documents_out[pieces] = static_cast<int64_t>(document);
+        offsets_out[pieces] = static_cast<int64_t>(token - before);
+        lengths_out[pieces] = static_cast<int64_t>(taken);
+        bytes_out[pieces] = load<int64_t>(pointers, documents ? load<int64_t>(documents, document) : document);
+        ++pieces;
+        token += taken;
+        wanted -= taken;
+      }
+      before = end;
     }
-    return pieces;
+    if (before != prefix[b + 1]) return kIndexMismatch;
+  }
+  return pieces;
 }
 
-// prefix[b] = pieces of the documents before document b * block, for sequences of S inputs; ceil(count / block) + 1 entries.
-int64_t fl_count_pieces(const void* lengths, const void* documents, uint64_t count, uint64_t S, uint64_t block, uint64_t threads,
-                        uint64_t* prefix) {
-    if (S == 0 || block == 0 || block > kMaximumBlock || threads == 0) return kBadArgument;
-    const Corpus corpus{lengths, documents, count};
-    const uint64_t blocks = (count + block - 1) / block;
-    const int64_t failure = fill_in_parallel(blocks, 1024, threads, prefix + 1, [&](uint64_t b) -> int64_t {
-        uint64_t pieces = 0;
-        for (uint64_t document = b * block; document < std::min((b + 1) * block, count); ++document) {
-            const int64_t length = corpus.length(document);
-            if (length < 0) return kNegativeLength;
-            pieces += pieces_of(static_cast<uint64_t>(length), S);
-        }
-        return static_cast<int64_t>(pieces);
-    });
-    prefix[0] = 0;
-    for (uint64_t b = 0; b < blocks; ++b) prefix[b + 1] += prefix[b];
-    return failure;
+// prefix[b] = pieces of the documents before document b * block, for sequences of S inputs; ceil(count / block) + 1
+// entries.
+int64_t fl_count_pieces(const void* lengths, const void* documents, uint64_t count, uint64_t S, uint64_t block,
+                        uint64_t threads, uint64_t* prefix) {
+  if (S == 0 || block == 0 || block > kMaximumBlock || threads == 0) return kBadArgument;
+  const Corpus corpus{lengths, documents, count};
+  const uint64_t blocks = (count + block - 1) / block;
+  const int64_t failure = fill_in_parallel(blocks, 1024, threads, prefix + 1, [&](uint64_t b) -> int64_t {
+    uint64_t pieces = 0;
+    for (uint64_t document = b * block; document < std::min((b + 1) * block, count); ++document) {
+      const int64_t length = corpus.length(document);
+      if (length < 0) return kNegativeLength;
+      pieces += pieces_of(static_cast<uint64_t>(length), S);
+    }
+    return static_cast<int64_t>(pieces);
+  });
+  prefix[0] = 0;
+  for (uint64_t b = 0; b < blocks; ++b) prefix[b + 1] += prefix[b];
+  return failure;
 }
 
 // made[w] = sequences that window w of `window` pieces is packed into.
-int64_t fl_count_packed(const void* lengths, const void* documents, uint64_t count, uint64_t S, uint64_t block, const uint64_t* prefix,
-                        uint64_t key, uint64_t window, uint64_t threads, uint64_t* made) {
-    if (S == 0 || block == 0 || block > kMaximumBlock || window == 0 || window > kMaximumWindow || threads == 0) return kBadArgument;
-    const Pieces all({lengths, documents, count}, S, block, prefix, key);
-    return fill_in_parallel((all.count() + window - 1) / window, 1, threads, made, [&](uint64_t number) {
-        std::vector<Piece> pieces;
-        std::vector<uint32_t> sequences;
-        return all.pack(window, number, &pieces, &sequences);
-    });
-}
-
-// Window `number`: sequence i of it holds the pieces starts_out[i] ... starts_out[i + 1] - 1 (`window` + 1 entries), each lengths_out tokens of
-// documents_out from offsets_out; the document begins at byte bytes_out of .bin. Returns the number of sequences.
-int64_t fl_pack(const void* lengths, const void* documents, const void* pointers, uint64_t count, uint64_t S, uint64_t block,
-                const uint64_t* prefix, uint64_t key, uint64_t window, uint64_t number, int64_t* starts_out, int64_t* documents_out,
-                int64_t* offsets_out, int64_t* lengths_out, int64_t* bytes_out) {
-    if (S == 0 || block == 0 || block > kMaximumBlock || window == 0 || window > kMaximumWindow) return kBadArgument;
+int64_t fl_count_packed(const void* lengths, const void* documents, uint64_t count, uint64_t S, uint64_t block,
+                        const uint64_t* prefix, uint64_t key, uint64_t window, uint64_t threads, uint64_t* made) {
+  if (S == 0 || block == 0 || block > kMaximumBlock || window == 0 || window > kMaximumWindow || threads == 0)
+    return kBadArgument;
+  const Pieces all({lengths, documents, count}, S, block, prefix, key);
+  return fill_in_parallel((all.count() + window - 1) / window, 1, threads, made, [&](uint64_t number) {
     std::vector<Piece> pieces;
     std::vector<uint32_t> sequences;
-    const int64_t made = Pieces({lengths, documents, count}, S, block, prefix, key).pack(window, number, &pieces, &sequences);
-    if (made < 0) return made;
-    std::vector<int64_t> place(static_cast<uint64_t>(made) + 1, 0);
-    for (const uint32_t sequence : sequences) ++place[sequence + 1];
-    std::partial_sum(place.begin(), place.end(), place.begin());
-    std::copy(place.begin(), place.end(), starts_out);
-    for (uint64_t i = 0; i < pieces.size(); ++i) {
-        const Piece& piece = pieces[i];
-        const int64_t at = place[sequences[i]]++;
-        documents_out[at] = static_cast<int64_t>(piece.document);
-        offsets_out[at] = static_cast<int64_t>(piece.offset);
-        lengths_out[at] = static_cast<int64_t>(piece.length);
-        bytes_out[at] = load<int64_t>(pointers, documents ? load<int64_t>(documents, piece.document) : piece.document);
-    }
-    return made;
+    return all.pack(window, number, &pieces, &sequences);
+  });
 }
 
-// A blend of `members` sources with integer weights that sum to `period`: sources[k] for one period, such that after every n samples
-// source i has been taken n * weights[i] / period times, off by less than one.
-// The j-th taking of source i (j = 1, 2, ...) must fall in slots (floor((j-1) period / w), ceil(j period / w)]; taking the ready source
-// with the earliest deadline meets every one of these windows (Baruah, Cohen, Plaxton, Varvel 1996, "Proportionate progress").
+// Window `number`: sequence i of it holds the pieces starts_out[i] ... starts_out[i + 1] - 1 (`window` + 1 entries),
+// each lengths_out tokens of documents_out from offsets_out; the document begins at byte bytes_out of .bin. Returns the
+// number of sequences.
+int64_t fl_pack(const void* lengths, const void* documents, const void* pointers, uint64_t count, uint64_t S,
+                uint64_t block, const uint64_t* prefix, uint64_t key, uint64_t window, uint64_t number,
+                int64_t* starts_out, int64_t* documents_out, int64_t* offsets_out, int64_t* lengths_out,
+                int64_t* bytes_out) {
+  if (S == 0 || block == 0 || block > kMaximumBlock || window == 0 || window > kMaximumWindow) return kBadArgument;
+  std::vector<Piece> pieces;
+  std::vector<uint32_t> sequences;
+  const int64_t made =
+      Pieces({lengths, documents, count}, S, block, prefix, key).pack(window, number, &pieces, &sequences);
+  if (made < 0) return made;
+  std::vector<int64_t> place(static_cast<uint64_t>(made) + 1, 0);
+  for (const uint32_t sequence : sequences) ++place[sequence + 1];
+  std::partial_sum(place.begin(), place.end(), place.begin());
+  std::copy(place.begin(), place.end(), starts_out);
+  for (uint64_t i = 0; i < pieces.size(); ++i) {
+    const Piece& piece = pieces[i];
+    const int64_t at = place[sequences[i]]++;
+    documents_out[at] = static_cast<int64_t>(piece.document);
+    offsets_out[at] = static_cast<int64_t>(piece.offset);
+    lengths_out[at] = static_cast<int64_t>(piece.length);
+    bytes_out[at] = load<int64_t>(pointers, documents ? load<int64_t>(documents, piece.document) : piece.document);
+  }
+  return made;
+}
+
+// A blend of `members` sources with integer weights that sum to `period`: sources[k] for one period, such that after
+// every n samples source i has been taken n * weights[i] / period times, off by less than one. The j-th taking of
+// source i (j = 1, 2, ...) must fall in slots (floor((j-1) period / w), ceil(j period / w)]; taking the ready source
+// with the earliest deadline meets every one of these windows (Baruah, Cohen, Plaxton, Varvel 1996, "Proportionate
+// progress").
 int64_t fl_blend(const uint64_t* weights, uint64_t members, uint64_t period, uint16_t* sources) {
     std::vector<uint64_t> taken(members, 0), release(members, 0), deadline(members);
     auto window_end = [&](uint64_t i) { return ((taken[i] + 1) * period + weights[i] - 1) / weights[i]; };

@@ -1,9 +1,10 @@
-// The authenticated key-value store in which the ranks of a job meet; frontier_llm/comm/store_server.py is its only user.
+// The authenticated key-value store in which the ranks of a job meet; frontier_llm/comm/store_server.py is its only
+// user.
 //
-// It opens no socket. Python authenticates connections (comm/door.py) and hands them over; one thread answers them all, without the
-// interpreter lock. A wait costs nothing until its key comes. Requests and answers are lists of byte strings:
-// u32 count, u64 lengths[count], bytes (little endian; comm/authenticated_store.py).
-// Plain C ABI, loaded with ctypes; no Python, no torch.
+// It opens no socket. Python authenticates connections (comm/door.py) and hands them over; one thread answers them all,
+// without the interpreter lock. A wait costs nothing until its key comes. Requests and answers are lists of byte
+// strings: u32 count, u64 lengths[count], bytes (little endian; comm/authenticated_store.py). Plain C ABI, loaded with
+// ctypes; no Python, no torch.
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -32,7 +33,8 @@
 namespace {
 
 constexpr int kAbi = 1;
-constexpr uint32_t kMostParts = 1 << 16;    // a question for the ids of all of a machine's communicators has some hundreds
+constexpr uint32_t kMostParts =
+    1 << 16;  // a question for the ids of all of a machine's communicators has some hundreds
 constexpr uint64_t kMostBytes = 64ull << 20;
 
 using Parts = std::vector<std::string>;
@@ -61,7 +63,8 @@ void append(std::string& out, const Parts& parts) {
     for (const std::string& part : parts) out += part;
 }
 
-// Takes a whole list from the front of `in`; false when it is not all there. `broken` when it is longer than any rank's.
+// Takes a whole list from the front of `in`; false when it is not all there. `broken` when it is longer than any
+// rank's.
 bool take(std::string& in, Parts& parts, bool& broken) {
     if (in.size() < 4) return false;
     uint32_t count;
@@ -128,8 +131,9 @@ class Server {
                 const int fd = events[i].data.fd;
                 if (fd == wake_) {
                     if (!admit()) return;
-                } else if (const auto found = clients_.find(fd); found != clients_.end() && !converse(*found->second, events[i].events)) {
-                    drop(fd);
+                } else if (const auto found = clients_.find(fd);
+                           found != clients_.end() && !converse(*found->second, events[i].events)) {
+                  drop(fd);
                 }
             }
             expire();
@@ -207,11 +211,12 @@ class Server {
             put(question[1], question[2]);
             reply({});
         } else if (operation == "add" && arguments == 2) {
-            const std::optional<int64_t> amount = number(question[2]), before = values_.count(question[1]) ? number(values_[question[1]]) : 0;
-            if (!amount || !before) return append(client.out, {"error", "no whole number under " + question[1]});
-            const std::string sum = std::to_string(int64_t(uint64_t(*before) + uint64_t(*amount)));
-            put(question[1], sum);
-            reply({sum});
+          const std::optional<int64_t> amount = number(question[2]),
+                                       before = values_.count(question[1]) ? number(values_[question[1]]) : 0;
+          if (!amount || !before) return append(client.out, {"error", "no whole number under " + question[1]});
+          const std::string sum = std::to_string(int64_t(uint64_t(*before) + uint64_t(*amount)));
+          put(question[1], sum);
+          reply({sum});
         } else if (operation == "check") {
             bool all = true;
             for (size_t i = 1; i <= arguments; ++i) all = all && values_.count(question[i]);
@@ -227,10 +232,11 @@ class Server {
         } else if (operation == "num_keys" && arguments == 0) {
             reply({std::to_string(values_.size())});
         } else if ((operation == "wait" || operation == "multi_get" || operation == "get") && arguments >= 1) {
-            client.deadline_ns = now_ns() + int64_t(std::min(std::max(0.0, std::strtod(question[1].c_str(), nullptr)), 1e9) * 1e9);
-            client.waiting = std::move(question);
-            client.missing = 2;
-            go_on(client);
+          client.deadline_ns =
+              now_ns() + int64_t(std::min(std::max(0.0, std::strtod(question[1].c_str(), nullptr)), 1e9) * 1e9);
+          client.waiting = std::move(question);
+          client.missing = 2;
+          go_on(client);
         } else {
             append(client.out, {"error", "the store does not know this question: " + operation});
         }
@@ -254,7 +260,8 @@ class Server {
             Client& client = *clients_[fd];
             deadlines_.erase({client.deadline_ns, fd});
             go_on(client);
-            if (client.waiting.empty() && !(answer_all(client) && flush(client))) shutdown(fd, SHUT_RDWR);  // its end comes as an event
+            if (client.waiting.empty() && !(answer_all(client) && flush(client)))
+              shutdown(fd, SHUT_RDWR);  // its end comes as an event
         }
     }
 
@@ -289,7 +296,8 @@ class Server {
 
     int until_next_deadline_ms() const {
         if (deadlines_.empty()) return -1;
-        return int(std::min<int64_t>(std::max<int64_t>((deadlines_.begin()->first - now_ns()) / 1'000'000 + 1, 0), 60'000));
+        return int(
+            std::min<int64_t>(std::max<int64_t>((deadlines_.begin()->first - now_ns()) / 1'000'000 + 1, 0), 60'000));
     }
 
     void expire() {
@@ -297,7 +305,8 @@ class Server {
             const int fd = deadlines_.begin()->second;
             Client& client = *clients_[fd];
             std::string keys;
-            for (size_t i = 2; i < client.waiting.size() && keys.size() < 1000; ++i) keys += (i > 2 ? ", " : "") + client.waiting[i];
+            for (size_t i = 2; i < client.waiting.size() && keys.size() < 1000; ++i)
+              keys += (i > 2 ? ", " : "") + client.waiting[i];
             forget_wait(client);
             append(client.out, {"error", "wait timeout after " + client.waiting[1] + " s, keys: " + keys});
             client.waiting.clear();

@@ -38,7 +38,10 @@ def not_installed(package: str, where: str = "") -> Problem:
 def first_of(problems: Sequence[Problem], count: int = 8) -> list[Problem]:
     """The first of a list that may be as long as a model's tensors, and how many more there are."""
     rest = len(problems) - count
-    return [*problems[:count], *([Problem("", f"… and {rest} more like these")] if rest > 0 else [])]
+    shown = list(problems[:count])
+    if rest > 0:
+        shown.append(Problem(where="", what=f"… and {rest} more like these"))
+    return shown
 
 
 class FrontierError(Exception):

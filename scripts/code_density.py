@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_COLUMNS = 120
 LONGEST_WORD = 100
 WIDTH_CHECKED = (
+    "csrc/**/*.cpp",
+    "csrc/**/*.h",
+    "csrc/**/*.inc",
     "scripts/*.sh",
     "launch/*",
     "slurm/**/*.sbatch",
@@ -75,8 +78,8 @@ class Bound:
 
 
 BOUNDS = {
-    "frontier_llm": Bound(tokens_per_line=10.5, tuples=10, pairs=30, starred=58, wide=13),
-    "tests": Bound(tokens_per_line=12.2, tuples=1, pairs=15, starred=7, wide=40),
+    "frontier_llm": Bound(tokens_per_line=10.0, tuples=5, pairs=8, starred=0, wide=11),
+    "tests": Bound(tokens_per_line=11.9, tuples=0, pairs=10, starred=1, wide=34),
     "scripts": Bound(tokens_per_line=10.0, tuples=0, pairs=0, starred=3, wide=2),
     "benchmarks": Bound(tokens_per_line=9.8, tuples=1, pairs=5, starred=3, wide=0),
 }

@@ -1,8 +1,9 @@
-// Causal attention without the score matrix: FlashAttention-2 (arXiv:2307.08691) on blocks of 64 x 64 scores. Queries and keys may be two
-// stretches of a longer sequence; the backward then takes output and log-sum-exp over all that the queries see.
+// Causal attention without the score matrix: FlashAttention-2 (arXiv:2307.08691) on blocks of 64 x 64 scores. Queries
+// and keys may be two stretches of a longer sequence; the backward then takes output and log-sum-exp over all that the
+// queries see.
 //
-// One call handles one key/value head and the query heads that share it, so keys and values are packed once. Rows and head
-// dims are padded with zeros to whole tiles; causality masks the padded columns, and padded rows are not written.
+// One call handles one key/value head and the query heads that share it, so keys and values are packed once. Rows and
+// head dims are padded with zeros to whole tiles; causality masks the padded columns, and padded rows are not written.
 #pragma once
 
 #include "gemm.h"
@@ -17,7 +18,7 @@ struct AttentionShape {
   int64_t rows = round_up(sequence, kBlock);
   int64_t columns = round_up(head_dim, kTileColumns);                 // of outputs
   int64_t depth = units<T>(head_dim);                                 // units of a dot product over the head dim
-  int64_t block_depth = units<T>(kBlock);                             // units of a dot product over a block of positions
+  int64_t block_depth = units<T>(kBlock);  // units of a dot product over a block of positions
   int64_t row_elements = depth * Unit<T>::kDepth;                     // of a copied row
   int64_t transposed_size = rows * depth;                             // floats of pack_positions_as_columns
   int64_t panels_size = rows / Unit<T>::kDepth * columns;             // floats of pack_positions_as_depth
@@ -44,17 +45,19 @@ void pack_positions_as_depth(const T* x, int64_t row, const AttentionShape<T>& s
              shape.head_dim - d < kTileColumns ? shape.head_dim - d : kTileColumns, out, kTileColumns);
 }
 
-// Rows for A: contiguous, in the unit's element type, zeros past the sequence. Strided views of a fused QKV tensor touch a page per
-// row, so the copy pays for itself.
+// Rows for A: contiguous, in the unit's element type, zeros past the sequence. Strided views of a fused QKV tensor
+// touch a page per row, so the copy pays for itself.
 template <class T>
 void copy_rows(const T* x, int64_t row, const AttentionShape<T>& shape, typename Unit<T>::Element* out) {
   for (int64_t s = 0; s < shape.rows; ++s, out += shape.row_elements) {
     memset(out, 0, shape.row_elements * sizeof *out);
-    if (s < shape.sequence) for_vectors(shape.head_dim, [&](int64_t, auto load, auto store) { store(out, load(x + s * row)); });
+    if (s < shape.sequence)
+      for_vectors(shape.head_dim, [&](int64_t, auto load, auto store) { store(out, load(x + s * row)); });
   }
 }
 
-// The products of one row of a block become scores (scaled, softly bounded) and these logits: with ALiBi, -inf where position j is not seen from i.
+// The products of one row of a block become scores (scaled, softly bounded) and these logits: with ALiBi, -inf where
+// position j is not seen from i.
 struct RowMask {
   int32_t position, first, last;  // of the row, and of the keys that it sees, counted from the first key
   int64_t first_column;
@@ -74,7 +77,8 @@ struct RowMask {
         slope(args.slopes ? args.slopes[head] : 0.0f),
         key_documents(padded),
         document(padded ? args.documents[i0 + i < args.queries ? i0 + i : args.queries - 1] : 0),
-        ragged(j0 + kBlock > args.keys || j0 + kBlock - 1 > args.offset + i0 || (args.window && j0 <= args.offset + i0 + kBlock - 1 - args.window)) {}
+        ragged(j0 + kBlock > args.keys || j0 + kBlock - 1 > args.offset + i0 ||
+               (args.window && j0 <= args.offset + i0 + kBlock - 1 - args.window)) {}
 
   ALWAYS_INLINE vf score(const float* products, int64_t j) const {
     const vf x = load(products + j) * scale;
@@ -115,20 +119,24 @@ KeySpan keys_seen(const AttentionArgs<T>& args, int64_t i0) {
 template <class T>
 class AttentionBuffers {  // slices of one thread's memory
  public:
-  explicit AttentionBuffers(Scratch& memory, int64_t floats) : next_(static_cast<float*>(memory.bytes(floats * 4 + 64 * 64))) {}
+  explicit AttentionBuffers(Scratch& memory, int64_t floats)
+      : next_(static_cast<float*>(memory.bytes(floats * 4 + 64 * 64))) {}
   float* floats(int64_t count) {
     float* slice = next_;
     next_ += round_up(count, 16);
     return slice;
   }
-  typename Unit<T>::Element* elements(int64_t count) { return reinterpret_cast<typename Unit<T>::Element*>(floats(count)); }
+  typename Unit<T>::Element* elements(int64_t count) {
+    return reinterpret_cast<typename Unit<T>::Element*>(floats(count));
+  }
 
  private:
   float* next_;
 };
 
 template <class T>
-const int32_t* padded_documents(const AttentionArgs<T>& args, const AttentionShape<T>& shape, AttentionBuffers<T>& buffers) {
+const int32_t* padded_documents(const AttentionArgs<T>& args, const AttentionShape<T>& shape,
+                                AttentionBuffers<T>& buffers) {
   int32_t* copy = reinterpret_cast<int32_t*>(buffers.floats(shape.rows));
   if (!args.documents) return nullptr;
   memcpy(copy, args.key_documents, args.keys * sizeof *copy);
@@ -141,8 +149,8 @@ void attention(const AttentionArgs<T>& args) {
   using Element = typename Unit<T>::Element;
   static thread_local Scratch memory;
   const AttentionShape<T> shape{args.queries, args.head_dim}, key_shape{args.keys, args.head_dim};
-  AttentionBuffers<T> buffers(memory, key_shape.transposed_size + key_shape.panels_size + key_shape.rows + shape.rows * shape.row_elements +
-                                          kBlock * (2 * kBlock + shape.columns + 2));
+  AttentionBuffers<T> buffers(memory, key_shape.transposed_size + key_shape.panels_size + key_shape.rows +
+                                          shape.rows * shape.row_elements + kBlock * (2 * kBlock + shape.columns + 2));
   float* const keys = buffers.floats(key_shape.transposed_size);
   float* const values = buffers.floats(key_shape.panels_size);
   Element* const queries = buffers.elements(shape.rows * shape.row_elements);
@@ -161,8 +169,8 @@ void attention(const AttentionArgs<T>& args) {
       memset(sums, 0, kBlock * shape.columns * 4);
       for (int64_t i = 0; i < kBlock; ++i) tops[i] = -__builtin_inff(), totals[i] = 0;
       for (int64_t j0 = seen.begin; j0 < seen.end; j0 += kBlock) {
-        product<T>(kBlock, kBlock, shape.depth, queries + i0 * shape.row_elements, shape.row_elements * sizeof(Element), 4,
-                   keys + j0 * shape.depth, scores, kBlock, false);
+        product<T>(kBlock, kBlock, shape.depth, queries + i0 * shape.row_elements, shape.row_elements * sizeof(Element),
+                   4, keys + j0 * shape.depth, scores, kBlock, false);
         for (int64_t i = 0; i < kBlock; ++i) {
           const RowMask mask(args, documents, head, i0, i, j0);
           float* row = scores + i * kBlock;
@@ -173,7 +181,8 @@ void attention(const AttentionArgs<T>& args) {
             best = max(best, x);
           }
           const float block_top = max_lane(best), top = tops[i] < block_top ? block_top : tops[i];
-          const float shift = top == -__builtin_inff() ? 0.0f : top;  // a block of other documents only: every e^(-inf) is 0
+          const float shift =
+              top == -__builtin_inff() ? 0.0f : top;  // a block of other documents only: every e^(-inf) is 0
           vf total{};
           for (int64_t j = 0; j < kBlock; j += kLanes) {
             const vf p = exp(load(row + j) - shift);
@@ -184,14 +193,16 @@ void attention(const AttentionArgs<T>& args) {
           totals[i] = totals[i] * shrink + sum(total);
           tops[i] = top;
           if (shrink != 1.0f)
-            for (int64_t d = 0; d < shape.columns; d += kLanes) store(sums + i * shape.columns + d, load(sums + i * shape.columns + d) * shrink);
+            for (int64_t d = 0; d < shape.columns; d += kLanes)
+              store(sums + i * shape.columns + d, load(sums + i * shape.columns + d) * shrink);
         }
         product<T>(kBlock, shape.columns, shape.block_depth, probabilities, kBlock * sizeof(Element), 4,
                    values + j0 / kBlock * shape.panel_block, sums, shape.columns, true);
       }
       for (int64_t i = 0; i < kBlock && i0 + i < args.queries; ++i) {
         T* o = args.o + (i0 + i) * args.o_row + head * args.o_head;
-        const float inverse = totals[i] > 0.0f ? 1.0f / totals[i] : 0.0f;  // none: this stretch has no key that the row sees
+        const float inverse =
+            totals[i] > 0.0f ? 1.0f / totals[i] : 0.0f;  // none: this stretch has no key that the row sees
         const float* row = sums + i * shape.columns;
         for_vectors(args.head_dim, [&](int64_t, auto load, auto store) { store(o, load(row) * inverse); });
         args.logsumexp[head * args.queries + i0 + i] = tops[i] + __builtin_logf(totals[i]);
@@ -206,15 +217,18 @@ void write_rows(const float* sums, const AttentionShape<T>& shape, T* out, int64
     for_vectors(shape.head_dim, [&](int64_t, auto load, auto store) { store(out, load(sums)); });
 }
 
-// With P = e^(logits - logsumexp), dP = dO V^T and delta = rowsum(dO O): dS = scale P (dP - delta), times tanh's slope where scores are bounded; dV = P^T dO, dQ = dS K, dK = dS^T Q.
+// With P = e^(logits - logsumexp), dP = dO V^T and delta = rowsum(dO O): dS = scale P (dP - delta), times tanh's slope
+// where scores are bounded; dV = P^T dO, dQ = dS K, dK = dS^T Q.
 template <class T>
 void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>& grads) {
   using Element = typename Unit<T>::Element;
   static thread_local Scratch memory;
   const AttentionShape<T> shape{args.queries, args.head_dim}, key_shape{args.keys, args.head_dim};
-  const int64_t row_bytes = shape.row_elements * sizeof(Element), acc_size = shape.rows * shape.columns, key_acc_size = key_shape.rows * key_shape.columns;
-  AttentionBuffers<T> buffers(memory, 2 * key_shape.transposed_size + key_shape.panels_size + key_shape.rows + 2 * shape.panels_size +
-                                          shape.rows * (2 * shape.row_elements + 1) + acc_size + 2 * key_acc_size + 6 * kBlock * kBlock);
+  const int64_t row_bytes = shape.row_elements * sizeof(Element), acc_size = shape.rows * shape.columns,
+                key_acc_size = key_shape.rows * key_shape.columns;
+  AttentionBuffers<T> buffers(memory, 2 * key_shape.transposed_size + key_shape.panels_size + key_shape.rows +
+                                          2 * shape.panels_size + shape.rows * (2 * shape.row_elements + 1) + acc_size +
+                                          2 * key_acc_size + 6 * kBlock * kBlock);
   float* const keys_t = buffers.floats(key_shape.transposed_size);
   float* const values_t = buffers.floats(key_shape.transposed_size);
   float* const keys = buffers.floats(key_shape.panels_size);
@@ -239,7 +253,8 @@ void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>
   memset(grad_k, 0, key_acc_size * 4);
   memset(grad_v, 0, key_acc_size * 4);
   for (int64_t head = 0; head < args.group; ++head) {
-    const T *q = args.q + head * args.q_head, *go = grads.grad_o + head * grads.grad_o_head, *o = args.o + head * args.o_head;
+    const T *q = args.q + head * args.q_head, *go = grads.grad_o + head * grads.grad_o_head,
+            *o = args.o + head * args.o_head;
     copy_rows(q, args.q_row, shape, queries);
     copy_rows(go, grads.grad_o_row, shape, grad_o);
     pack_positions_as_depth(q, args.q_row, shape, query_panels);
@@ -247,24 +262,31 @@ void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>
     memset(grad_q, 0, acc_size * 4);
     for (int64_t s = 0; s < args.queries; ++s) {
       vf dots{};
-      for_vectors(args.head_dim, [&](int64_t, auto load, auto) { dots += load(go + s * grads.grad_o_row) * load(o + s * args.o_row); });
+      for_vectors(args.head_dim, [&](int64_t, auto load, auto) {
+        dots += load(go + s * grads.grad_o_row) * load(o + s * args.o_row);
+      });
       delta[s] = sum(dots);
     }
     for (int64_t i0 = 0; i0 < args.queries; i0 += kBlock) {
       const KeySpan seen = keys_seen(args, i0);
       for (int64_t j0 = seen.begin; j0 < seen.end; j0 += kBlock) {
-        product<T>(kBlock, kBlock, shape.depth, queries + i0 * shape.row_elements, row_bytes, 4, keys_t + j0 * shape.depth, scores, kBlock, false);
-        product<T>(kBlock, kBlock, shape.depth, grad_o + i0 * shape.row_elements, row_bytes, 4, values_t + j0 * shape.depth, grad_p, kBlock, false);
+        product<T>(kBlock, kBlock, shape.depth, queries + i0 * shape.row_elements, row_bytes, 4,
+                   keys_t + j0 * shape.depth, scores, kBlock, false);
+        product<T>(kBlock, kBlock, shape.depth, grad_o + i0 * shape.row_elements, row_bytes, 4,
+                   values_t + j0 * shape.depth, grad_p, kBlock, false);
         for (int64_t i = 0; i < kBlock; ++i) {
           const bool padding = i0 + i >= args.queries;
           const RowMask mask(args, documents, head, i0, i, j0);
           const float row_sum = padding ? -__builtin_inff() : args.logsumexp[head * args.queries + i0 + i];
-          const float logsumexp = row_sum == -__builtin_inff() ? __builtin_inff() : row_sum;  // a row that sees nothing: every e^(x - inf) is 0
+          const float logsumexp = row_sum == -__builtin_inff()
+                                      ? __builtin_inff()
+                                      : row_sum;  // a row that sees nothing: every e^(x - inf) is 0
           const float row_delta = padding ? 0.0f : delta[i0 + i];
           for (int64_t j = 0; j < kBlock; j += kLanes) {
             const vf score = mask.score(scores + i * kBlock, j), probability = exp(mask.logits(score, j) - logsumexp);
             store(p + i * kBlock + j, probability);
-            store(ds + i * kBlock + j, probability * (load(grad_p + i * kBlock + j) - row_delta) * mask.slope_of(score));
+            store(ds + i * kBlock + j,
+                  probability * (load(grad_p + i * kBlock + j) - row_delta) * mask.slope_of(score));
           }
         }
         const float *p_columns = reinterpret_cast<const float*>(p), *ds_columns = reinterpret_cast<const float*>(ds);
@@ -274,12 +296,12 @@ void attention_backward(const AttentionArgs<T>& args, const AttentionGradArgs<T>
           p_columns = p_units, ds_columns = ds_units;
         }
         const int64_t i_panels = i0 / kBlock * shape.panel_block, j_panels = j0 / kBlock * shape.panel_block;
-        product<T>(kBlock, shape.columns, shape.block_depth, p_columns, 4, kBlock * 4, grad_panels + i_panels, grad_v + j0 * shape.columns,
-                   shape.columns, true);
-        product<T>(kBlock, shape.columns, shape.block_depth, ds_columns, 4, kBlock * 4, query_panels + i_panels, grad_k + j0 * shape.columns,
-                   shape.columns, true);
-        product<T>(kBlock, shape.columns, shape.block_depth, ds, kBlock * sizeof(Element), 4, keys + j_panels, grad_q + i0 * shape.columns,
-                   shape.columns, true);
+        product<T>(kBlock, shape.columns, shape.block_depth, p_columns, 4, kBlock * 4, grad_panels + i_panels,
+                   grad_v + j0 * shape.columns, shape.columns, true);
+        product<T>(kBlock, shape.columns, shape.block_depth, ds_columns, 4, kBlock * 4, query_panels + i_panels,
+                   grad_k + j0 * shape.columns, shape.columns, true);
+        product<T>(kBlock, shape.columns, shape.block_depth, ds, kBlock * sizeof(Element), 4, keys + j_panels,
+                   grad_q + i0 * shape.columns, shape.columns, true);
       }
     }
     write_rows(grad_q, shape, grads.grad_q + head * grads.grad_q_head, grads.grad_q_row);

@@ -27,8 +27,8 @@ namespace {
 const KernelSet& best() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                          __builtin_cpu_supports("avx512dq");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (has_avx512 && __builtin_cpu_supports("avx512bf16")) return avx512_bf16::set;
   if (has_avx512) return avx512::set;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::set;

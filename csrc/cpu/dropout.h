@@ -1,4 +1,5 @@
-// Dropout by counted masks: a block of Philox 4x32-10 (Salmon et al. 2011) for eight features, as frontier_llm/ops/dropout.py says.
+// Dropout by counted masks: a block of Philox 4x32-10 (Salmon et al. 2011) for eight features, as
+// frontier_llm/ops/dropout.py says.
 #pragma once
 
 #include "vec.h"
@@ -35,9 +36,11 @@ void drop(const T* x, const T* residual, T* out, DropArgs args) {
   const int64_t blocks = (args.columns + 7) / 8;
   vq numbers;
   for (int lane = 0; lane < kLanes / 2; ++lane) numbers[lane] = 2 * lane;
-  const vq position = vq{} + uint64_t{args.position}, low = vq{} + (args.sample & 0xffffffffu), high = vq{} + (args.sample >> 32);
+  const vq position = vq{} + uint64_t{args.position}, low = vq{} + (args.sample & 0xffffffffu),
+           high = vq{} + (args.sample >> 32);
   for (int64_t block = 0; block < blocks; block += kLanes) {
-    vq even[4] = {numbers + static_cast<uint64_t>(block), position, low, high}, odd[4] = {even[0] + 1, position, low, high};
+    vq even[4] = {numbers + static_cast<uint64_t>(block), position, low, high},
+       odd[4] = {even[0] + 1, position, low, high};
     philox(even, args.key);
     philox(odd, args.key);
     for (int half = 0; half < 8; ++half) {
@@ -48,11 +51,13 @@ void drop(const T* x, const T* residual, T* out, DropArgs args) {
         store(out, residual ? load(residual) + value : value);
       };
       const int64_t i = half * blocks + block, count = (block + kLanes < blocks ? i + kLanes : (half + 1) * blocks) - i;
-      const int64_t inside = i + count < args.columns ? count : args.columns - i;  // the last stretches may end early, or be empty
+      const int64_t inside =
+          i + count < args.columns ? count : args.columns - i;  // the last stretches may end early, or be empty
       if (inside == kLanes)
         put([i](const T* p) { return load(p + i); }, [i](T* p, vf v) { store(p + i, v); });
       else if (inside > 0)
-        put([i, inside](const T* p) { return load_part(p + i, inside); }, [i, inside](T* p, vf v) { store_part(p + i, v, inside); });
+        put([i, inside](const T* p) { return load_part(p + i, inside); },
+            [i, inside](T* p, vf v) { store_part(p + i, v, inside); });
     }
   }
 }

@@ -1,7 +1,9 @@
-// The matrix kernel: C (fp32) = or += A B for fp32 and bf16 operands, with packing, after Goto & van de Geijn (TOMS 34-3, 2008).
+// The matrix kernel: C (fp32) = or += A B for fp32 and bf16 operands, with packing, after Goto & van de Geijn (TOMS
+// 34-3, 2008).
 //
-// Operands meet in units of 32 bits: one float, or two bf16 that are neighbours along k where the CPU multiplies such pairs
-// (AVX512-BF16: 4x the fp32 rate of AVX2, 2x that of AVX-512). Elsewhere bf16 is widened to fp32 while it is packed.
+// Operands meet in units of 32 bits: one float, or two bf16 that are neighbours along k where the CPU multiplies such
+// pairs (AVX512-BF16: 4x the fp32 rate of AVX2, 2x that of AVX-512). Elsewhere bf16 is widened to fp32 while it is
+// packed.
 #pragma once
 
 #include <stdlib.h>
@@ -11,7 +13,8 @@
 namespace frontier::FRONTIER_ISA {
 
 constexpr int kTileColumns = 2 * kLanes;             // n of one register tile
-constexpr int kTileRows = kVectorBytes == 64 ? 8 : 4;  // m: 8 x 2 accumulators of the 32 registers of AVX-512, 4 x 2 of 16 elsewhere
+constexpr int kTileRows =
+    kVectorBytes == 64 ? 8 : 4;  // m: 8 x 2 accumulators of the 32 registers of AVX-512, 4 x 2 of 16 elsewhere
 
 template <class T>
 struct Unit {  // fp32, and bf16 that is widened
@@ -50,11 +53,13 @@ class Scratch {
   int64_t capacity_ = 0;
 };
 
-// ---- packing: (k, n) at source[k * k_stride + n * n_stride] -> units[k / depth][width], zeros past `depth_count` and `columns` ----
+// ---- packing: (k, n) at source[k * k_stride + n * n_stride] -> units[k / depth][width], zeros past `depth_count` and
+// `columns` ----
 
 // `valid` rows along k of one unit, `columns` of it, n contiguous.
 template <class T>
-ALWAYS_INLINE void pack_row(const T* source, int64_t k_stride, int64_t valid, int64_t columns, float* out, int64_t width) {
+ALWAYS_INLINE void pack_row(const T* source, int64_t k_stride, int64_t valid, int64_t columns, float* out,
+                            int64_t width) {
   for_vectors(columns, [&](int64_t i, auto load, auto) {
     vf low = load(source);
     if constexpr (Unit<T>::kDepth == 2) {
@@ -87,8 +92,10 @@ void pack_transposed(const T* source, int64_t n_stride, int64_t k, int64_t colum
     for (int64_t i = 0; i < whole_k; i += 4 * depth) {
       const quad a = load_quad(rows + i, Element{}), b = load_quad(rows + n_stride + i, Element{});
       const quad c = load_quad(rows + 2 * n_stride + i, Element{}), d = load_quad(rows + 3 * n_stride + i, Element{});
-      const quad ab_low = __builtin_shuffle(a, b, quad{0, 4, 1, 5}), ab_high = __builtin_shuffle(a, b, quad{2, 6, 3, 7});
-      const quad cd_low = __builtin_shuffle(c, d, quad{0, 4, 1, 5}), cd_high = __builtin_shuffle(c, d, quad{2, 6, 3, 7});
+      const quad ab_low = __builtin_shuffle(a, b, quad{0, 4, 1, 5}),
+                 ab_high = __builtin_shuffle(a, b, quad{2, 6, 3, 7});
+      const quad cd_low = __builtin_shuffle(c, d, quad{0, 4, 1, 5}),
+                 cd_high = __builtin_shuffle(c, d, quad{2, 6, 3, 7});
       float* to = out + i / depth * width + n;
       *reinterpret_cast<quad_memory*>(to) = __builtin_shuffle(ab_low, cd_low, quad{0, 1, 4, 5});
       *reinterpret_cast<quad_memory*>(to + width) = __builtin_shuffle(ab_low, cd_low, quad{2, 3, 6, 7});
@@ -127,7 +134,8 @@ ALWAYS_INLINE vf multiply_add(vf sum, const char* a, vf b) {
   memcpy(&unit, a, 4);
 #if defined(__AVX512BF16__)
   if constexpr (Unit<T>::kDepth == 2)
-    return reinterpret_cast<vf>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(_mm512_set1_epi32(unit)),
+    return reinterpret_cast<vf>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
+                                                 reinterpret_cast<__m512bh>(_mm512_set1_epi32(unit)),
                                                  reinterpret_cast<__m512bh>(b)));
 #endif
   float scalar;
@@ -137,11 +145,12 @@ ALWAYS_INLINE vf multiply_add(vf sum, const char* a, vf b) {
 
 // C[Rows][columns <= kTileColumns] from `depth` units; A's strides are in bytes, B is one packed panel.
 template <class T, int Rows>
-void tile(int64_t depth, const char* a, int64_t a_row, int64_t a_step, const float* b, float* c, int64_t c_row, int64_t columns,
-          bool accumulate) {
+void tile(int64_t depth, const char* a, int64_t a_row, int64_t a_step, const float* b, float* c, int64_t c_row,
+          int64_t columns, bool accumulate) {
   vf sums[Rows][2] = {};
   if (accumulate)  // C comes from L3 or memory while the product is computed: weight gradients take 5 to 10 % less time
-    for (int row = 0; row < Rows; ++row) __builtin_prefetch(c + row * c_row, 1), __builtin_prefetch(c + row * c_row + kLanes, 1);
+    for (int row = 0; row < Rows; ++row)
+      __builtin_prefetch(c + row * c_row, 1), __builtin_prefetch(c + row * c_row + kLanes, 1);
   for (int64_t unit = 0; unit < depth; ++unit, a += a_step, b += kTileColumns) {
     const vf b0 = load(b), b1 = load(b + kLanes);
 #pragma GCC unroll 8
@@ -161,18 +170,19 @@ void tile(int64_t depth, const char* a, int64_t a_row, int64_t a_step, const flo
 }
 
 template <class T, int Rows = kTileRows>
-ALWAYS_INLINE void tile_of(int64_t rows, int64_t depth, const char* a, int64_t a_row, int64_t a_step, const float* b, float* c, int64_t c_row,
-                           int64_t columns, bool accumulate) {
+ALWAYS_INLINE void tile_of(int64_t rows, int64_t depth, const char* a, int64_t a_row, int64_t a_step, const float* b,
+                           float* c, int64_t c_row, int64_t columns, bool accumulate) {
   if (rows >= Rows)
     tile<T, Rows>(depth, a, a_row, a_step, b, c, c_row, columns, accumulate);
   else if constexpr (Rows > 1)
     tile_of<T, Rows - 1>(rows, depth, a, a_row, a_step, b, c, c_row, columns, accumulate);
 }
 
-// C[rows][columns] from A (byte strides) and panels of B, each `depth` units of kTileColumns; panel after panel in memory.
+// C[rows][columns] from A (byte strides) and panels of B, each `depth` units of kTileColumns; panel after panel in
+// memory.
 template <class T>
-ALWAYS_INLINE void product(int64_t rows, int64_t columns, int64_t depth, const void* a, int64_t a_row, int64_t a_step, const float* b, float* c,
-                           int64_t c_row, bool accumulate) {
+ALWAYS_INLINE void product(int64_t rows, int64_t columns, int64_t depth, const void* a, int64_t a_row, int64_t a_step,
+                           const float* b, float* c, int64_t c_row, bool accumulate) {
   for (int64_t n = 0; n < columns; n += kTileColumns, b += depth * kTileColumns)
     for (int64_t m = 0; m < rows; m += kTileRows)
       tile_of<T>(rows - m, depth, static_cast<const char*>(a) + m * a_row, a_row, a_step, b, c + m * c_row + n, c_row,
@@ -217,7 +227,8 @@ void gemm(const GemmArgs<T>& args) {
   }
 }
 
-// out = A B, rounded once to the operands' type; `args.c` is not used. For some hundred rows: all their fp32 sums are in memory at a time.
+// out = A B, rounded once to the operands' type; `args.c` is not used. For some hundred rows: all their fp32 sums are
+// in memory at a time.
 template <class T>
 void gemm_rounded(GemmArgs<T> args, T* out, int64_t out_row) {
   if constexpr (sizeof(T) == 4) {

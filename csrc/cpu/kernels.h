@@ -1,5 +1,6 @@
-// The table of CPU kernels. Each instruction set fills one (kernels.inc); dispatch.cpp picks the best that this CPU can run.
-// Pointers, sizes and row strides only: no torch here, so the kernels compile in seconds. Lengths and strides are in elements.
+// The table of CPU kernels. Each instruction set fills one (kernels.inc); dispatch.cpp picks the best that this CPU can
+// run. Pointers, sizes and row strides only: no torch here, so the kernels compile in seconds. Lengths and strides are
+// in elements.
 #pragma once
 
 #include <stdint.h>
@@ -10,8 +11,9 @@ struct bf16 {
   uint16_t bits;
 };
 
-// One attention problem: heads of one batch entry that share a key/value head. Row s of head h of q is q + s * q_row + h * q_head.
-// Query i stands at position offset + i, counted from the first key; it sees keys up to its own position, the last `window` of them (0: all).
+// One attention problem: heads of one batch entry that share a key/value head. Row s of head h of q is q + s * q_row +
+// h * q_head. Query i stands at position offset + i, counted from the first key; it sees keys up to its own position,
+// the last `window` of them (0: all).
 template <class T>
 struct AttentionArgs {
   const T *q, *k, *v;
@@ -75,31 +77,39 @@ struct GemmArgs {
 
 template <class T>
 struct Kernels {
-  // Norms: rows x columns, contiguous. total = x + residual where residual is not null, else x. mean is null for RMSNorm.
-  void (*norm)(const T* x, const T* residual, const T* weight, const T* bias, T* out, T* total, float* mean, float* scale, int64_t rows,
-               int64_t columns, float eps);
+  // Norms: rows x columns, contiguous. total = x + residual where residual is not null, else x. mean is null for
+  // RMSNorm.
+  void (*norm)(const T* x, const T* residual, const T* weight, const T* bias, T* out, T* total, float* mean,
+               float* scale, int64_t rows, int64_t columns, float eps);
   // grad_x = gradient through the norm (+ grad_total where not null); grad_weight/grad_bias (fp32) are added to.
-  void (*norm_backward)(const T* grad, const T* grad_total, const T* total, const T* weight, const float* mean, const float* scale, T* grad_x,
-                        float* grad_weight, float* grad_bias, int64_t rows, int64_t columns);
+  void (*norm_backward)(const T* grad, const T* grad_total, const T* total, const T* weight, const float* mean,
+                        const float* scale, T* grad_x, float* grad_weight, float* grad_bias, int64_t rows,
+                        int64_t columns);
   // One position: heads of x at x + h * x_head, rotated by angle (sign -1 turns back), rest copied; cos/sin [half].
-  void (*rope)(const T* x, int64_t x_head, T* out, const float* cos, const float* sin, float sign, int64_t heads, int64_t head_dim, int64_t half);
+  void (*rope)(const T* x, int64_t x_head, T* out, const float* cos, const float* sin, float sign, int64_t heads,
+               int64_t head_dim, int64_t half);
   // Activations: x [rows][2][columns] or [rows][columns]; bias and the rows' weights may be null.
   void (*swiglu)(const T* x, const float* weights, T* out, int64_t rows, int64_t columns);
-  void (*swiglu_backward)(const T* grad, const T* x, const float* weights, T* grad_x, float* grad_weights, int64_t rows, int64_t columns);
+  void (*swiglu_backward)(const T* grad, const T* x, const float* weights, T* grad_x, float* grad_weights, int64_t rows,
+                          int64_t columns);
   void (*gelu)(const T* x, const T* bias, const float* weights, T* out, int64_t rows, GeluArgs args);
-  void (*gelu_backward)(const T* grad, const T* x, const T* bias, const float* weights, T* grad_x, GeluGradSums sums, int64_t rows, GeluArgs args);
+  void (*gelu_backward)(const T* grad, const T* x, const T* bias, const float* weights, T* grad_x, GeluGradSums sums,
+                        int64_t rows, GeluArgs args);
   // out[row] = the sum of the rows of x that places [rows][fan] name; a negative place names none.
   void (*gather_rows)(const T* x, const int64_t* places, T* out, int64_t rows, int64_t fan, int64_t columns);
-  // A router's choice: [rows][experts] and [rows][top_k]; bias may be null, `preferred` has room for one number per expert. fp32 whatever T is.
-  void (*route)(const float* logits, const float* bias, float* scores, float* weights, int64_t* experts, float* preferred, int64_t rows, RouteArgs args);
-  void (*route_backward)(const float* grad_scores, const float* grad_weights, const float* scores, const int64_t* experts, float* grad_logits,
-                         int64_t rows, RouteArgs args);
+  // A router's choice: [rows][experts] and [rows][top_k]; bias may be null, `preferred` has room for one number per
+  // expert. fp32 whatever T is.
+  void (*route)(const float* logits, const float* bias, float* scores, float* weights, int64_t* experts,
+                float* preferred, int64_t rows, RouteArgs args);
+  void (*route_backward)(const float* grad_scores, const float* grad_weights, const float* scores,
+                         const int64_t* experts, float* grad_logits, int64_t rows, RouteArgs args);
   void (*drop)(const T* x, const T* residual, T* out, DropArgs args);  // residual may be null
-  void (*cross_entropy_stats)(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats, int64_t stats_stride,
-                              int64_t rows, int64_t columns);
-  void (*cross_entropy_backward)(T* logits, int64_t row_stride, const int64_t* targets, int64_t first, const float* logsumexp,
-                                 const float* grad_loss, int64_t rows, int64_t columns);
-  void (*adamw)(float* master, const float* grad, float* exp_avg, float* exp_avg_sq, T* weights, int64_t count, AdamWArgs args);
+  void (*cross_entropy_stats)(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats,
+                              int64_t stats_stride, int64_t rows, int64_t columns);
+  void (*cross_entropy_backward)(T* logits, int64_t row_stride, const int64_t* targets, int64_t first,
+                                 const float* logsumexp, const float* grad_loss, int64_t rows, int64_t columns);
+  void (*adamw)(float* master, const float* grad, float* exp_avg, float* exp_avg_sq, T* weights, int64_t count,
+                AdamWArgs args);
   double (*sum_of_squares)(const T* x, int64_t count);
   void (*accumulate)(float* main_grad, const T* grad, int64_t count);
   void (*gemm)(const GemmArgs<T>& args);
@@ -114,7 +124,8 @@ struct KernelSet {
   Kernels<bf16> b16;
 };
 
-// The set for this CPU, chosen at the first call: the fastest that it can run. Tests name the others through kernel_set_by_name.
+// The set for this CPU, chosen at the first call: the fastest that it can run. Tests name the others through
+// kernel_set_by_name.
 const KernelSet& kernels();
 const KernelSet* kernel_set_by_name(const char* isa);  // null where this CPU cannot run it
 void use_kernel_set(const KernelSet& set);

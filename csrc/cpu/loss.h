@@ -11,8 +11,8 @@ ALWAYS_INLINE float to_float(const T* p) {
 }
 
 template <class T>
-void cross_entropy_stats(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats, int64_t stats_stride,
-                         int64_t rows, int64_t columns) {
+void cross_entropy_stats(const T* logits, int64_t row_stride, const int64_t* targets, int64_t first, float* stats,
+                         int64_t stats_stride, int64_t rows, int64_t columns) {
   const float lowest = -__builtin_inff();
   for (int64_t row = 0; row < rows; ++row, logits += row_stride) {
     vf tops = splat(lowest);
@@ -40,13 +40,15 @@ void cross_entropy_stats(const T* logits, int64_t row_stride, const int64_t* tar
 }
 
 template <class T>
-void cross_entropy_backward(T* logits, int64_t row_stride, const int64_t* targets, int64_t first, const float* logsumexp,
-                            const float* grad_loss, int64_t rows, int64_t columns) {
+void cross_entropy_backward(T* logits, int64_t row_stride, const int64_t* targets, int64_t first,
+                            const float* logsumexp, const float* grad_loss, int64_t rows, int64_t columns) {
   for (int64_t row = 0; row < rows; ++row, logits += row_stride) {
     const int64_t column = targets[row] - first;
     const bool here = column >= 0 && column < columns;
     const float target = here ? to_float(logits + column) : 0.0f;
-    for_vectors(columns, [&](int64_t, auto load, auto store) { store(logits, exp(load(logits) - logsumexp[row]) * grad_loss[row]); });
+    for_vectors(columns, [&](int64_t, auto load, auto store) {
+      store(logits, exp(load(logits) - logsumexp[row]) * grad_loss[row]);
+    });
     if (here) store_part(logits + column, (exp(splat(target - logsumexp[row])) - 1.0f) * grad_loss[row], 1);
   }
 }

@@ -15,14 +15,16 @@ void gemm(const Tensor& a_in, const Tensor& b_in, const Tensor& c, bool accumula
   const Tensor a = unit_stride(a_in), b = unit_stride(b_in);
   check_same(a, b, "b");
   const int64_t m = c.size(0), n = c.size(1), k = a.size(1);
-  TORCH_CHECK(a.size(0) == m && b.size(0) == k && b.size(1) == n && c.scalar_type() == at::kFloat && (n <= 1 || c.stride(1) == 1),
+  TORCH_CHECK(a.size(0) == m && b.size(0) == k && b.size(1) == n && c.scalar_type() == at::kFloat &&
+                  (n <= 1 || c.stride(1) == 1),
               "gemm: a ", a.sizes(), ", b ", b.sizes(), ", c ", c.sizes(), " (c must be fp32 with contiguous rows)");
   by_type(a, [&](auto type) {
     using T = decltype(type);
     const int64_t flops_per_row = std::max<int64_t>(1, 2 * n * k);
     at::parallel_for(0, m, std::max<int64_t>(64, 2'000'000 / flops_per_row), [&](int64_t begin, int64_t end) {
-      kernels_for<T>().gemm({data<T>(a) + begin * a.stride(0), data<T>(b), data<float>(c) + begin * c.stride(0), end - begin, n, k, a.stride(0),
-                             a.stride(1), b.stride(0), b.stride(1), c.stride(0), accumulate});
+      kernels_for<T>().gemm({data<T>(a) + begin * a.stride(0), data<T>(b), data<float>(c) + begin * c.stride(0),
+                             end - begin, n, k, a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0),
+                             accumulate});
     });
   });
 }
@@ -33,15 +35,18 @@ struct Part {
   int64_t group, begin, end;  // rows
 };
 
-// The rows of all groups in parts of at most `most`; ends[e] is the row past the last of group e. Rows behind the last group are nobody's.
+// The rows of all groups in parts of at most `most`; ends[e] is the row past the last of group e. Rows behind the last
+// group are nobody's.
 std::vector<Part> parts_of(const Tensor& ends, int64_t groups, int64_t rows, int64_t most) {
-  TORCH_CHECK(ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.numel() == groups, "ends must be one int32 per group");
+  TORCH_CHECK(ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.numel() == groups,
+              "ends must be one int32 per group");
   std::vector<Part> parts;
   int64_t begin = 0;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t end = data<int32_t>(ends)[group];
     TORCH_CHECK(begin <= end && end <= rows, "ends of groups must rise, up to the number of rows (", rows, ")");
-    for (; begin < end; begin = std::min(begin + most, end)) parts.push_back({group, begin, std::min(begin + most, end)});
+    for (; begin < end; begin = std::min(begin + most, end))
+      parts.push_back({group, begin, std::min(begin + most, end)});
   }
   return parts;
 }
@@ -53,12 +58,13 @@ void for_parts(int64_t count, Body body) {
   });
 }
 
-// x [M, k] times b[group] of b [groups, k, n], whose matrices may be transposed views, for each group's rows; rounded once.
+// x [M, k] times b[group] of b [groups, k, n], whose matrices may be transposed views, for each group's rows; rounded
+// once.
 Tensor grouped_product(const Tensor& x_in, const Tensor& b, const Tensor& ends) {
   const Tensor x = x_in.contiguous();
   check_same(x, b, "b");
-  TORCH_CHECK(x.dim() == 2 && b.dim() == 3 && b.size(1) == x.size(1) && (b.stride(1) == 1 || b.stride(2) == 1), "grouped_product: x ",
-              x.sizes(), ", b ", b.sizes());
+  TORCH_CHECK(x.dim() == 2 && b.dim() == 3 && b.size(1) == x.size(1) && (b.stride(1) == 1 || b.stride(2) == 1),
+              "grouped_product: x ", x.sizes(), ", b ", b.sizes());
   const int64_t k = b.size(1), n = b.size(2);
   const Tensor out = at::empty({x.size(0), n}, x.options());
   // 512 rows: each part packs its weights, which is a hundredth of its work, and has sums of at most 512 x n in memory
@@ -67,31 +73,35 @@ Tensor grouped_product(const Tensor& x_in, const Tensor& b, const Tensor& ends) 
     using T = decltype(type);
     for_parts(parts.size(), [&](int64_t index) {
       const auto [group, begin, end] = parts[index];
-      kernels_for<T>().gemm_rounded({data<T>(x) + begin * k, data<T>(b) + group * b.stride(0), nullptr, end - begin, n, k, k, 1, b.stride(1),
-                                     b.stride(2), 0, false}, data<T>(out) + begin * n, n);
+      kernels_for<T>().gemm_rounded({data<T>(x) + begin * k, data<T>(b) + group * b.stride(0), nullptr, end - begin, n,
+                                     k, k, 1, b.stride(1), b.stride(2), 0, false},
+                                    data<T>(out) + begin * n, n);
     });
   });
   return out;
 }
 
 // main_grad[group] += grad^T x over the group's rows.
-void accumulate_grouped_gradient_(const Tensor& main_grad, const Tensor& grad_in, const Tensor& x_in, const Tensor& ends) {
+void accumulate_grouped_gradient_(const Tensor& main_grad, const Tensor& grad_in, const Tensor& x_in,
+                                  const Tensor& ends) {
   const Tensor grad = grad_in.contiguous(), x = x_in.contiguous();
   check_fp32(main_grad, "main_grad");
   check_same(x, grad, "grad");
   const int64_t rows = x.size(0), o = grad.size(1), k = x.size(1);
-  TORCH_CHECK(main_grad.dim() == 3 && grad.size(0) == rows && main_grad.size(1) == o && main_grad.size(2) == k, "grouped gradient: ",
-              main_grad.sizes(), ", grad ", grad.sizes(), ", x ", x.sizes());
+  TORCH_CHECK(main_grad.dim() == 3 && grad.size(0) == rows && main_grad.size(1) == o && main_grad.size(2) == k,
+              "grouped gradient: ", main_grad.sizes(), ", grad ", grad.sizes(), ", x ", x.sizes());
   const std::vector<Part> groups = parts_of(ends, main_grad.size(0), rows, std::max<int64_t>(1, rows));
   // the outputs of a group are shared out where there are threads for it; each task packs x anew
-  const int64_t outputs = at::get_num_threads() == 1 ? o : std::min<int64_t>(o, 256), tasks = (o + outputs - 1) / outputs;
+  const int64_t outputs = at::get_num_threads() == 1 ? o : std::min<int64_t>(o, 256),
+                tasks = (o + outputs - 1) / outputs;
   by_type(x, [&](auto type) {
     using T = decltype(type);
     for_parts(groups.size() * tasks, [&](int64_t index) {
       const auto [group, begin, end] = groups[index / tasks];
       const int64_t first = index % tasks * outputs;
-      kernels_for<T>().gemm({data<T>(grad) + begin * o + first, data<T>(x) + begin * k, data<float>(main_grad) + (group * o + first) * k,
-                             std::min(outputs, o - first), k, end - begin, 1, o, k, 1, k, true});
+      kernels_for<T>().gemm({data<T>(grad) + begin * o + first, data<T>(x) + begin * k,
+                             data<float>(main_grad) + (group * o + first) * k, std::min(outputs, o - first), k,
+                             end - begin, 1, o, k, 1, k, true});
     });
   });
 }
@@ -108,30 +118,35 @@ struct Mask {
 };
 
 void check_documents(const std::optional<Tensor>& documents, int64_t batch, int64_t sequence) {
-  TORCH_CHECK(!documents || (documents->scalar_type() == at::kInt && documents->is_contiguous() && documents->dim() == 2 &&
-                             documents->size(0) == batch && documents->size(1) == sequence),
+  TORCH_CHECK(!documents || (documents->scalar_type() == at::kInt && documents->is_contiguous() &&
+                             documents->dim() == 2 && documents->size(0) == batch && documents->size(1) == sequence),
               "documents must be int32 [B, S]");
 }
 
 void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask) {
   const auto& slopes = mask.slopes;
-  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(1) == k.size(1) && q.size(3) == k.size(3),
-              "attention wants q [S, B, a, D] and k, v [K, B, g, D], not ", q.sizes(), ", ", k.sizes(), ", ", v.sizes());
-  TORCH_CHECK(k.size(2) > 0 && q.size(2) % k.size(2) == 0, q.size(2), " query heads are not a multiple of ", k.size(2), " key/value heads");
+  TORCH_CHECK(
+      q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(1) == k.size(1) && q.size(3) == k.size(3),
+      "attention wants q [S, B, a, D] and k, v [K, B, g, D], not ", q.sizes(), ", ", k.sizes(), ", ", v.sizes());
+  TORCH_CHECK(k.size(2) > 0 && q.size(2) % k.size(2) == 0, q.size(2), " query heads are not a multiple of ", k.size(2),
+              " key/value heads");
   TORCH_CHECK(q.size(0) > 0 && k.size(0) > 0, "attention over an empty sequence");
-  TORCH_CHECK(mask.documents.has_value() == mask.key_documents.has_value(), "documents of queries and of keys go together");
+  TORCH_CHECK(mask.documents.has_value() == mask.key_documents.has_value(),
+              "documents of queries and of keys go together");
   check_same(q, k, "k");
   check_same(q, v, "v");
-  TORCH_CHECK(!slopes || (slopes->scalar_type() == at::kFloat && slopes->is_contiguous() && slopes->numel() == q.size(2)),
-              "alibi_slopes must be one fp32 per query head");
+  TORCH_CHECK(
+      !slopes || (slopes->scalar_type() == at::kFloat && slopes->is_contiguous() && slopes->numel() == q.size(2)),
+      "alibi_slopes must be one fp32 per query head");
   check_documents(mask.documents, q.size(1), q.size(0));
   check_documents(mask.key_documents, k.size(1), k.size(0));
 }
 
 template <class T>
-AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Tensor& o, const Tensor& logsumexp,
-                           int64_t index) {
-  const int64_t kv_heads = k.size(2), group = q.size(2) / kv_heads, b = index / kv_heads, g = index % kv_heads, queries = q.size(0);
+AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Tensor& o,
+                           const Tensor& logsumexp, int64_t index) {
+  const int64_t kv_heads = k.size(2), group = q.size(2) / kv_heads, b = index / kv_heads, g = index % kv_heads,
+                queries = q.size(0);
   return {data<T>(q) + b * q.stride(1) + g * group * q.stride(2),
           data<T>(k) + b * k.stride(1) + g * k.stride(2),
           data<T>(v) + b * v.stride(1) + g * v.stride(2),
@@ -156,9 +171,10 @@ AttentionArgs<T> head_args(const Tensor& q, const Tensor& k, const Tensor& v, co
           data<float>(logsumexp) + (b * q.size(2) + g * group) * queries};
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const std::optional<Tensor>& slopes,
-                                     const std::optional<Tensor>& documents, const std::optional<Tensor>& key_documents, double scale,
-                                     double softcap, int64_t offset, int64_t window) {
+std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                                     const std::optional<Tensor>& slopes, const std::optional<Tensor>& documents,
+                                     const std::optional<Tensor>& key_documents, double scale, double softcap,
+                                     int64_t offset, int64_t window) {
   const Tensor q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
   const Mask mask{slopes, documents, key_documents, scale, softcap, offset, window};
   check_attention(q, k, v, mask);
@@ -173,15 +189,19 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q_in, const Tensor& k_in, con
   return {o, logsumexp};
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                                      const Tensor& o, const Tensor& logsumexp, const std::optional<Tensor>& slopes,
-                                                      const std::optional<Tensor>& documents, const std::optional<Tensor>& key_documents,
-                                                      double scale, double softcap, int64_t offset, int64_t window) {
-  const Tensor grad = last_dim_contiguous(grad_in), q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in), v = last_dim_contiguous(v_in);
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_in, const Tensor& q_in, const Tensor& k_in,
+                                                      const Tensor& v_in, const Tensor& o, const Tensor& logsumexp,
+                                                      const std::optional<Tensor>& slopes,
+                                                      const std::optional<Tensor>& documents,
+                                                      const std::optional<Tensor>& key_documents, double scale,
+                                                      double softcap, int64_t offset, int64_t window) {
+  const Tensor grad = last_dim_contiguous(grad_in), q = last_dim_contiguous(q_in), k = last_dim_contiguous(k_in),
+               v = last_dim_contiguous(v_in);
   const Mask mask{slopes, documents, key_documents, scale, softcap, offset, window};
   check_attention(q, k, v, mask);
   check_same(q, grad, "grad");
-  const Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()), grad_v = at::empty(v.sizes(), v.options());
+  const Tensor grad_q = at::empty(q.sizes(), q.options()), grad_k = at::empty(k.sizes(), k.options()),
+               grad_v = at::empty(v.sizes(), v.options());
   by_type(q, [&](auto type) {
     using T = decltype(type);
     const int64_t kv_heads = k.size(2), group = q.size(2) / kv_heads;
@@ -211,10 +231,14 @@ TORCH_LIBRARY_FRAGMENT(frontier_llm, m) {
   m.def("gemm(Tensor a, Tensor b, Tensor(a!) c, bool accumulate) -> ()");
   m.def("grouped_product(Tensor x, Tensor b, Tensor ends) -> Tensor");
   m.def("accumulate_grouped_gradient_(Tensor(a!) main_grad, Tensor grad, Tensor x, Tensor ends) -> ()");
-  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? documents, Tensor? key_documents, float scale, float softcap, "
-        "int offset, int window) -> (Tensor, Tensor)");
-  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, Tensor? slopes, Tensor? documents, "
-        "Tensor? key_documents, float scale, float softcap, int offset, int window) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? documents, Tensor? key_documents, float scale, "
+      "float softcap, "
+      "int offset, int window) -> (Tensor, Tensor)");
+  m.def(
+      "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor logsumexp, Tensor? slopes, "
+      "Tensor? documents, "
+      "Tensor? key_documents, float scale, float softcap, int offset, int window) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(frontier_llm, CPU, m) {

@@ -1,4 +1,5 @@
-// RMSNorm and LayerNorm, each with an optional residual add in front; statistics in fp32, two passes over a row that stays in L1.
+// RMSNorm and LayerNorm, each with an optional residual add in front; statistics in fp32, two passes over a row that
+// stays in L1.
 #pragma once
 
 #include "vec.h"
@@ -6,8 +7,8 @@
 namespace frontier::FRONTIER_ISA {
 
 template <class T>
-void norm(const T* x, const T* residual, const T* weight, const T* bias, T* out, T* total, float* mean, float* scale, int64_t rows,
-          int64_t columns, float eps) {
+void norm(const T* x, const T* residual, const T* weight, const T* bias, T* out, T* total, float* mean, float* scale,
+          int64_t rows, int64_t columns, float eps) {
   for (int64_t row = 0; row < rows; ++row, x += columns, out += columns) {
     const T* source = x;
     if (residual) {
@@ -37,10 +38,11 @@ void norm(const T* x, const T* residual, const T* weight, const T* bias, T* out,
   }
 }
 
-// With n = (x - mean) * scale and p = grad * weight: grad_x = scale * (p - mean(p) - n * mean(p n)); RMSNorm has no mean terms.
+// With n = (x - mean) * scale and p = grad * weight: grad_x = scale * (p - mean(p) - n * mean(p n)); RMSNorm has no
+// mean terms.
 template <class T>
-void norm_backward(const T* grad, const T* grad_total, const T* total, const T* weight, const float* mean, const float* scale, T* grad_x,
-                   float* grad_weight, float* grad_bias, int64_t rows, int64_t columns) {
+void norm_backward(const T* grad, const T* grad_total, const T* total, const T* weight, const float* mean,
+                   const float* scale, T* grad_x, float* grad_weight, float* grad_bias, int64_t rows, int64_t columns) {
   for (int64_t row = 0; row < rows; ++row, grad += columns, total += columns, grad_x += columns) {
     const float centre = mean ? mean[row] : 0.0f, inverse = scale[row];
     vf dots{}, sums{};

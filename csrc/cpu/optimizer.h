@@ -5,10 +5,12 @@
 
 namespace frontier::FRONTIER_ISA {
 
-// AdamW (decoupled weight decay): unscale and clip by grad_scale, both moments, the master weights, and their rounded copy.
-// Update and decay are added before the weight is rounded: rounding 1 - lr * decay to fp32 would lose a decay below 6e-8.
+// AdamW (decoupled weight decay): unscale and clip by grad_scale, both moments, the master weights, and their rounded
+// copy. Update and decay are added before the weight is rounded: rounding 1 - lr * decay to fp32 would lose a decay
+// below 6e-8.
 template <class T>
-void adamw(float* master, const float* grad, float* exp_avg, float* exp_avg_sq, T* weights, int64_t count, AdamWArgs args) {
+void adamw(float* master, const float* grad, float* exp_avg, float* exp_avg_sq, T* weights, int64_t count,
+           AdamWArgs args) {
   for_vectors(count, [&](int64_t, auto load, auto store) {
     const vf g = load(grad) * args.grad_scale;
     const vf m = load(exp_avg) * args.beta1 + g * (1.0f - args.beta1);

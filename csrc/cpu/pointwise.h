@@ -1,4 +1,5 @@
-// RoPE, SwiGLU and GELU with its bias, both with a weight for each row where one is given, and sums of rows from anywhere.
+// RoPE, SwiGLU and GELU with its bias, both with a weight for each row where one is given, and sums of rows from
+// anywhere.
 #pragma once
 
 #include "vec.h"
@@ -6,7 +7,8 @@
 namespace frontier::FRONTIER_ISA {
 
 template <class T>
-void rope(const T* x, int64_t x_head, T* out, const float* cos, const float* sin, float sign, int64_t heads, int64_t head_dim, int64_t half) {
+void rope(const T* x, int64_t x_head, T* out, const float* cos, const float* sin, float sign, int64_t heads,
+          int64_t head_dim, int64_t half) {
   for (int64_t head = 0; head < heads; ++head, x += x_head, out += head_dim) {
     for_vectors(half, [&](int64_t, auto load, auto store) {
       const vf first = load(x), second = load(x + half), c = load(cos), s = load(sin) * sign;
@@ -29,7 +31,8 @@ void swiglu(const T* x, const float* weights, T* out, int64_t rows, int64_t colu
 }
 
 template <class T>
-void swiglu_backward(const T* grad, const T* x, const float* weights, T* grad_x, float* grad_weights, int64_t rows, int64_t columns) {
+void swiglu_backward(const T* grad, const T* x, const float* weights, T* grad_x, float* grad_weights, int64_t rows,
+                     int64_t columns) {
   for (int64_t row = 0; row < rows; ++row, x += 2 * columns, grad_x += 2 * columns, grad += columns) {
     const float weight = weights ? weights[row] : 1.0f;
     vf dots{};
@@ -71,7 +74,8 @@ void gelu(const T* x, const T* bias, const float* weights, T* out, int64_t rows,
 }
 
 template <class T>
-void gelu_backward(const T* grad, const T* x, const T* bias, const float* weights, T* grad_x, GeluGradSums sums, int64_t rows, GeluArgs args) {
+void gelu_backward(const T* grad, const T* x, const T* bias, const float* weights, T* grad_x, GeluGradSums sums,
+                   int64_t rows, GeluArgs args) {
   for (int64_t row = 0; row < rows; ++row, x += args.columns, grad_x += args.columns, grad += args.columns) {
     const float weight = weights ? weights[row] : 1.0f;
     vf dots{};

@@ -1,4 +1,5 @@
-// A router's choice: scores over all experts, the best few of them, and their weights; in fp32, whatever the working type.
+// A router's choice: scores over all experts, the best few of them, and their weights; in fp32, whatever the working
+// type.
 #pragma once
 
 #include "vec.h"
@@ -14,16 +15,18 @@ inline void router_scores(const float* logits, float* scores, const RouteArgs& a
   for (int64_t e = 1; e < args.experts; ++e) top = logits[e] > top ? logits[e] : top;
   for_vectors(args.experts, [&](int64_t, auto load, auto store) { store(scores, exp(load(logits) - top)); });
   vf sums{};
-  for_vectors(args.experts, [&](int64_t, auto load, auto) { sums += load(scores); });  // the missing lanes of the tail are 0
+  for_vectors(args.experts,
+              [&](int64_t, auto load, auto) { sums += load(scores); });  // the missing lanes of the tail are 0
   const float inverse = 1.0f / sum(sums);
   for_vectors(args.experts, [&](int64_t, auto load, auto store) { store(scores, load(scores) * inverse); });
 }
 
 // `preferred`: room for one number per expert. Of equal ones the first is chosen; what is no number comes last.
-inline void route(const float* logits, const float* bias, float* scores, float* weights, int64_t* experts, float* preferred, int64_t rows,
-                  RouteArgs args) {
+inline void route(const float* logits, const float* bias, float* scores, float* weights, int64_t* experts,
+                  float* preferred, int64_t rows, RouteArgs args) {
   const float taken = __builtin_nanf("");
-  for (int64_t row = 0; row < rows; ++row, logits += args.experts, scores += args.experts, weights += args.top_k, experts += args.top_k) {
+  for (int64_t row = 0; row < rows;
+       ++row, logits += args.experts, scores += args.experts, weights += args.top_k, experts += args.top_k) {
     router_scores(logits, scores, args);
     for (int64_t e = 0; e < args.experts; ++e) {
       const float value = bias ? scores[e] + bias[e] : logits[e];
@@ -41,14 +44,15 @@ inline void route(const float* logits, const float* bias, float* scores, float* 
   }
 }
 
-inline void route_backward(const float* grad_scores, const float* grad_weights, const float* scores, const int64_t* experts, float* grad_logits,
-                           int64_t rows, RouteArgs args) {
-  for (int64_t row = 0; row < rows; ++row, grad_scores += args.experts, scores += args.experts, grad_logits += args.experts,
-               grad_weights += args.top_k, experts += args.top_k) {
+inline void route_backward(const float* grad_scores, const float* grad_weights, const float* scores,
+                           const int64_t* experts, float* grad_logits, int64_t rows, RouteArgs args) {
+  for (int64_t row = 0; row < rows; ++row, grad_scores += args.experts, scores += args.experts,
+               grad_logits += args.experts, grad_weights += args.top_k, experts += args.top_k) {
     float total = 1.0f, mean = 0.0f;  // of the chosen ones' scores; of their gradients by weight
     if (args.normalise) {
       total = 1e-20f;
-      for (int64_t j = 0; j < args.top_k; ++j) total += scores[experts[j]], mean += grad_weights[j] * scores[experts[j]];
+      for (int64_t j = 0; j < args.top_k; ++j)
+        total += scores[experts[j]], mean += grad_weights[j] * scores[experts[j]];
       mean /= total;
     }
     memcpy(grad_logits, grad_scores, args.experts * sizeof(float));  // of the scores, at first

@@ -18,7 +18,9 @@ using at::Tensor;
 // Rows per task below which a second thread costs more than it brings (about 10 us of work).
 constexpr int64_t kElementsPerTask = 32768;
 
-inline int64_t grain(int64_t row_elements) { return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, row_elements)); }
+inline int64_t grain(int64_t row_elements) {
+  return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, row_elements));
+}
 
 inline void check_same(const Tensor& x, const Tensor& y, const char* name) {
   TORCH_CHECK(y.scalar_type() == x.scalar_type(), name, " is ", y.scalar_type(), ", expected ", x.scalar_type());
@@ -48,8 +50,12 @@ void by_type(const Tensor& x, Body body) {
     TORCH_CHECK(false, "the CPU ops take fp32 and bf16, not ", x.scalar_type());
 }
 
-inline std::optional<Tensor> contiguous(const std::optional<Tensor>& x) { return x ? std::optional<Tensor>(x->contiguous()) : x; }
+inline std::optional<Tensor> contiguous(const std::optional<Tensor>& x) {
+  return x ? std::optional<Tensor>(x->contiguous()) : x;
+}
 
-inline Tensor fp32_like(const Tensor& x, at::IntArrayRef shape) { return at::empty(shape, x.options().dtype(at::kFloat)); }
+inline Tensor fp32_like(const Tensor& x, at::IntArrayRef shape) {
+  return at::empty(shape, x.options().dtype(at::kFloat));
+}
 
 }  // namespace frontier

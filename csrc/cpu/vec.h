@@ -1,6 +1,6 @@
-// Vectors of floats as wide as the instruction set of the translation unit, from the compiler's own vector types, so that one
-// source serves AVX-512, AVX2 and any other machine. Everything here lives in the namespace of one instruction set
-// (FRONTIER_ISA): the same templates compiled with other flags must never be merged by the linker.
+// Vectors of floats as wide as the instruction set of the translation unit, from the compiler's own vector types, so
+// that one source serves AVX-512, AVX2 and any other machine. Everything here lives in the namespace of one instruction
+// set (FRONTIER_ISA): the same templates compiled with other flags must never be merged by the linker.
 #pragma once
 
 #include <stdint.h>
@@ -83,7 +83,9 @@ ALWAYS_INLINE void for_vectors(int64_t count, Body body) {
   for (; i + kLanes <= count; i += kLanes)
     body(i, [i](const auto* p) { return load(p + i); }, [i](auto* p, vf x) { store(p + i, x); });
   if (const int64_t rest = count - i; rest > 0)
-    body(i, [i, rest](const auto* p) { return load_part(p + i, rest); }, [i, rest](auto* p, vf x) { store_part(p + i, x, rest); });
+    body(
+        i, [i, rest](const auto* p) { return load_part(p + i, rest); },
+        [i, rest](auto* p, vf x) { store_part(p + i, x, rest); });
 }
 
 // Folded in halves: with AVX-512 four steps, where lane after lane would be sixteen that wait for each other.
@@ -128,12 +130,15 @@ ALWAYS_INLINE vf exp_near_zero(vf r) {
   return p * (r * r) + (r + 1.0f);
 }
 
-// e^x to about 1 ulp: x = n ln 2 + r, polynomial in r, then n into the exponent. e^-inf is 0, inf and NaN come out as they should.
+// e^x to about 1 ulp: x = n ln 2 + r, polynomial in r, then n into the exponent. e^-inf is 0, inf and NaN come out as
+// they should.
 ALWAYS_INLINE vf exp(vf x) {
 #if defined(__AVX512F__)
   // scalef knows overflow, underflow and NaN; max and min return their second operand when it is NaN.
-  const __m512 clamped = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), reinterpret_cast<__m512>(x)));
-  const vf c = reinterpret_cast<vf>(clamped), n = reinterpret_cast<vf>(_mm512_roundscale_ps(reinterpret_cast<__m512>(c * 1.44269504088896341f), 0));
+  const __m512 clamped =
+      _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.0f), reinterpret_cast<__m512>(x)));
+  const vf c = reinterpret_cast<vf>(clamped),
+           n = reinterpret_cast<vf>(_mm512_roundscale_ps(reinterpret_cast<__m512>(c * 1.44269504088896341f), 0));
   const vf p = exp_near_zero(c - n * 0.693359375f + n * 2.12194440e-4f);
   return reinterpret_cast<vf>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
 #else
@@ -165,8 +170,9 @@ ALWAYS_INLINE vf sigmoid(vf x) { return reciprocal(1.0f + exp(min(-x, splat(60.0
 // To 1e-7 of 1, as good as a score that it bounds needs: near 0 it is no better.
 ALWAYS_INLINE vf tanh(vf x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
 
-// The normal distribution's cdf at x, for exact GELU's forward: erf as a rational function on [-4, 4] (the minimax fit that Eigen and XLA
-// use), |error of erf| < 5e-7; half the instructions of a formula with an exponential. NaN stays NaN.
+// The normal distribution's cdf at x, for exact GELU's forward: erf as a rational function on [-4, 4] (the minimax fit
+// that Eigen and XLA use), |error of erf| < 5e-7; half the instructions of a formula with an exponential. NaN stays
+// NaN.
 ALWAYS_INLINE vf normal_cdf(vf x) {
   const vf z = min(max(x * 0.70710678118654752f, splat(-4.0f)), splat(4.0f)), z2 = z * z;
   vf p = z2 * 2.72614225801306e-10f - 2.77068142495902e-08f;

@@ -1,7 +1,8 @@
-// Collectives: in each step a rank *publishes* (copies what others need into its own slot) and *consumes* (reads the slots of all).
+// Collectives: in each step a rank *publishes* (copies what others need into its own slot) and *consumes* (reads the
+// slots of all).
 //
-// Starting a collective publishes as far as the ring of slots allows and returns; waiting for it does the rest: a rank that starts
-// early never makes its peers wait, and no helper thread takes a core away. Sums are made in rank order.
+// Starting a collective publishes as far as the ring of slots allows and returns; waiting for it does the rest: a rank
+// that starts early never makes its peers wait, and no helper thread takes a core away. Sums are made in rank order.
 
 #pragma once
 
@@ -28,7 +29,8 @@ class Collectives {
         return status < 0 ? status : int64_t(op.id);
     }
 
-    // Completes operations in order up to `id`; kPending after `slice_ns` so that the caller can look at its clock and signals.
+    // Completes operations in order up to `id`; kPending after `slice_ns` so that the caller can look at its clock and
+    // signals.
     int64_t finish(uint64_t id, int64_t slice_ns) {
         std::lock_guard<std::mutex> guard(mutex_);
         const int64_t deadline = now_ns() + slice_ns;
@@ -38,13 +40,17 @@ class Collectives {
             const uint64_t consumed = this->consumed();
             if (published_ == consumed) {  // our own slot is still being read
                 for (int peer = 0; peer < size_; ++peer)
-                    if (const int64_t status = memory_.await(memory_.state(peer).consumed, consumed + 1 - kRing, peer, deadline); status)
-                        return status;
+                  if (const int64_t status =
+                          memory_.await(memory_.state(peer).consumed, consumed + 1 - kRing, peer, deadline);
+                      status)
+                    return status;
                 continue;
             }
             for (int peer = 0; peer < size_; ++peer) {
-                if (const int64_t status = memory_.await(memory_.state(peer).published, consumed + 1, peer, deadline); status) return status;
-                if (memory_.state(peer).signature[consumed % kRing] != op.signature) return memory_.fail(kMismatch, peer);
+              if (const int64_t status = memory_.await(memory_.state(peer).published, consumed + 1, peer, deadline);
+                  status)
+                return status;
+              if (memory_.state(peer).signature[consumed % kRing] != op.signature) return memory_.fail(kMismatch, peer);
             }
             consume(op, consumed - op.first);
             advance(memory_.state(rank_).consumed, consumed + 1);
@@ -53,7 +59,9 @@ class Collectives {
         return kDone;
     }
 
-    uint64_t published_by(int rank) const { return memory_.state(rank).published.value.load(std::memory_order_acquire); }
+    uint64_t published_by(int rank) const {
+      return memory_.state(rank).published.value.load(std::memory_order_acquire);
+    }
 
     // True when this rank's next step needs something that `rank` has not published.
     bool is_missing(int rank) const { return published_by(rank) <= consumed(); }
@@ -68,7 +76,8 @@ class Collectives {
                 const uint64_t step = published_ - op.first;
                 if (op.needs(step) && consumed() < op.first + op.needs(step)) return kDone;
                 for (int peer = 0; peer < size_; ++peer)
-                    if (memory_.state(peer).consumed.value.load(std::memory_order_acquire) + kRing <= published_) return kDone;
+                  if (memory_.state(peer).consumed.value.load(std::memory_order_acquire) + kRing <= published_)
+                    return kDone;
                 if (committed_ < std::min(published_ + 1, kRing)) {
                     if (!memory_.commit_slot(published_)) return memory_.fail(kNoSpace, rank_);
                     ++committed_;
@@ -90,7 +99,8 @@ class Collectives {
         if (op.sends_parts()) {
             const Span span = op.range(chunk);
             for (int part = 0; part < size_; ++part)
-                if (part != rank_) put(part_index(rank_, part) * op.chunk, part * op.elements + span.start, span.elements);
+              if (part != rank_)
+                put(part_index(rank_, part) * op.chunk, part * op.elements + span.start, span.elements);
         } else if (op.two_phases && phase == 1) {
             for (int part = 0; part < size_; ++part) {
                 const Span span = op.share(chunk, part, size_);

@@ -1,4 +1,5 @@
-// Messages between two ranks: each (sender, receiver) has an arena, which the sender fills like a ring, and a mailbox that says what lies where.
+// Messages between two ranks: each (sender, receiver) has an arena, which the sender fills like a ring, and a mailbox
+// that says what lies where.
 
 #pragma once
 
@@ -13,14 +14,16 @@ namespace {
 
 class Mail {
    public:
-    explicit Mail(Memory& memory) : memory_(memory), outstanding_(memory.size()), used_(memory.size(), 0), next_(memory.size(), 0) {}
+    explicit Mail(Memory& memory)
+        : memory_(memory), outstanding_(memory.size()), used_(memory.size(), 0), next_(memory.size(), 0) {}
 
     // Copies a message out; waits only for a peer that lags by a whole arena or by kMail messages.
     int64_t send(int to, const void* data, uint64_t bytes, int64_t slice_ns) {
         std::lock_guard<std::mutex> guard(mutex_);
         Mailbox& box = memory_.mailbox(memory_.rank(), to);
         std::deque<Letter>& under_way = outstanding_[to];
-        const uint64_t need = std::max<uint64_t>(64, (bytes + 63) / 64 * 64), sent = box.sent.value.load(std::memory_order_relaxed);
+        const uint64_t need = std::max<uint64_t>(64, (bytes + 63) / 64 * 64),
+                       sent = box.sent.value.load(std::memory_order_relaxed);
         if (need > memory_.arena_bytes()) return memory_.fail(kBadArgument, to);
         const int64_t deadline = now_ns() + slice_ns;
         uint64_t offset;
@@ -33,8 +36,9 @@ class Mail {
         char* arena = memory_.arena(memory_.rank(), to);
         if (!arena) return memory_.fail(kNoSpace, memory_.rank());
         if (offset + need > used_[to]) {
-            if (!memory_.commit_arena(memory_.rank(), to, used_[to], offset + need - used_[to])) return memory_.fail(kNoSpace, memory_.rank());
-            used_[to] = offset + need;
+          if (!memory_.commit_arena(memory_.rank(), to, used_[to], offset + need - used_[to]))
+            return memory_.fail(kNoSpace, memory_.rank());
+          used_[to] = offset + need;
         }
         copy(arena + offset, data, bytes);
         box.letters[sent % kMail] = {offset, bytes};
@@ -60,7 +64,8 @@ class Mail {
     }
 
    private:
-    // Where a message of `need` bytes can lie; an empty arena begins anew at 0, so that a steady pipeline stays in the cache.
+    // Where a message of `need` bytes can lie; an empty arena begins anew at 0, so that a steady pipeline stays in the
+    // cache.
     bool find_room(int to, uint64_t need, uint64_t& offset) {
         const std::deque<Letter>& under_way = outstanding_[to];
         const uint64_t next = next_[to];

@@ -1,7 +1,7 @@
 // The memory that ranks of a host share: one file that every rank maps, with counters to wait on.
 //
-// First the counters, then a ring of slots per rank (collectives.h), then an arena per (sender, receiver) (mail.h). The file is
-// sparse: virtual sizes are generous, memory is committed where it is first used (an error, not a SIGBUS).
+// First the counters, then a ring of slots per rank (collectives.h), then an arena per (sender, receiver) (mail.h). The
+// file is sparse: virtual sizes are generous, memory is committed where it is first used (an error, not a SIGBUS).
 
 #pragma once
 
@@ -93,7 +93,8 @@ class Memory {
         if (base == MAP_FAILED) return kNoSpace;
         base_ = static_cast<char*>(base);
         arenas_.assign(size_t(size_) * size_, nullptr);
-        // A POSIX lock belongs to the process, is not inherited by fork, and goes when the process dies, even as a zombie.
+        // A POSIX lock belongs to the process, is not inherited by fork, and goes when the process dies, even as a
+        // zombie.
         struct flock lock = lock_of(rank_);
         if (fcntl(fd_, F_SETLK, &lock)) return kBadArgument;
         state(rank_).came.store(1, std::memory_order_release);
@@ -109,7 +110,9 @@ class Memory {
     Mailbox& mailbox(int from, int to) const {
         return reinterpret_cast<Mailbox*>(base_ + size_ * sizeof(RankState))[uint64_t(from) * size_ + to];
     }
-    char* slot(int rank, uint64_t step) const { return base_ + header_bytes() + (rank * kRing + step % kRing) * slot_bytes_; }
+    char* slot(int rank, uint64_t step) const {
+      return base_ + header_bytes() + (rank * kRing + step % kRing) * slot_bytes_;
+    }
 
     // Makes sure that memory stands behind this rank's slot for `step`.
     bool commit_slot(uint64_t step) { return commit(uint64_t(slot(rank_, step) - base_), slot_bytes_); }
@@ -118,14 +121,18 @@ class Memory {
     char* arena(int from, int to) {
         char*& arena = arenas_[size_t(from) * size_ + to];
         if (!arena) {
-            void* mapped = mmap(nullptr, arena_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, off_t(arena_start(from, to)));
-            if (mapped != MAP_FAILED) arena = static_cast<char*>(mapped);
+          void* mapped =
+              mmap(nullptr, arena_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, off_t(arena_start(from, to)));
+          if (mapped != MAP_FAILED) arena = static_cast<char*>(mapped);
         }
         return arena;
     }
-    bool commit_arena(int from, int to, uint64_t offset, uint64_t bytes) { return commit(arena_start(from, to) + offset, bytes); }
+    bool commit_arena(int from, int to, uint64_t offset, uint64_t bytes) {
+      return commit(arena_start(from, to) + offset, bytes);
+    }
 
-    // Waits until a counter that `peer` moves has reached `target`: polls, then sleeps. kPending when the deadline has passed.
+    // Waits until a counter that `peer` moves has reached `target`: polls, then sleeps. kPending when the deadline has
+    // passed.
     int64_t await(Counter& counter, uint64_t target, int peer, int64_t deadline) {
         auto reached = [&] { return int64_t(counter.value.load(std::memory_order_acquire) - target) >= 0; };
         if (reached()) return kDone;
@@ -142,7 +149,8 @@ class Memory {
             const uint64_t seen = counter.value.load(std::memory_order_seq_cst);
             if (int64_t(seen - target) < 0) {
                 const timespec slice = {0, kSliceNs};
-                syscall(SYS_futex, &counter.value, FUTEX_WAIT, uint32_t(seen), &slice, nullptr, 0);  // the low half (little endian)
+                syscall(SYS_futex, &counter.value, FUTEX_WAIT, uint32_t(seen), &slice, nullptr,
+                        0);  // the low half (little endian)
             }
             counter.sleepers.fetch_sub(1, std::memory_order_seq_cst);
             if (reached()) return kDone;
@@ -155,7 +163,9 @@ class Memory {
         culprit_.store(culprit, std::memory_order_relaxed);
         return status;
     }
-    int culprit() const { return culprit_.load(std::memory_order_relaxed); }  // whom the last failure or pause was about
+    int culprit() const {
+      return culprit_.load(std::memory_order_relaxed);
+    }  // whom the last failure or pause was about
 
    private:
     uint64_t header_bytes() const {
@@ -164,7 +174,9 @@ class Memory {
     }
     uint64_t mapped_bytes() const { return header_bytes() + size_ * kRing * slot_bytes_; }
     uint64_t file_bytes() const { return mapped_bytes() + uint64_t(size_) * size_ * arena_bytes_; }
-    uint64_t arena_start(int from, int to) const { return mapped_bytes() + (uint64_t(from) * size_ + to) * arena_bytes_; }
+    uint64_t arena_start(int from, int to) const {
+      return mapped_bytes() + (uint64_t(from) * size_ + to) * arena_bytes_;
+    }
     bool commit(uint64_t offset, uint64_t bytes) { return fallocate(fd_, 0, off_t(offset), off_t(bytes)) == 0; }
 
     static struct flock lock_of(int rank) {

@@ -1,4 +1,5 @@
-// A collective as a sequence of steps: how many there are, which part of the tensor each is about, and what must come before it.
+// A collective as a sequence of steps: how many there are, which part of the tensor each is about, and what must come
+// before it.
 
 #pragma once
 
@@ -10,7 +11,8 @@
 namespace {
 
 enum Kind : int32_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kAllToAll };
-constexpr uint64_t kOnePhaseBytes = 32768;  // up to here an all-reduce sends everything to everyone: one meeting of all ranks less
+constexpr uint64_t kOnePhaseBytes =
+    32768;  // up to here an all-reduce sends everything to everyone: one meeting of all ranks less
 
 struct Span {
     uint64_t start, elements;
@@ -34,7 +36,8 @@ struct Operation {
         int phase;
         uint64_t chunk;
     };
-    // Phases of different chunks alternate, 1(0) 1(1) 2(0) 1(2) 2(1) … 2(last): a chunk is gathered while the next one is summed.
+    // Phases of different chunks alternate, 1(0) 1(1) 2(0) 1(2) 2(1) … 2(last): a chunk is gathered while the next one
+    // is summed.
     Place place(uint64_t step) const {
         if (!two_phases) return {1, step};
         if (step == 0) return {1, 0};
@@ -74,25 +77,25 @@ inline uint64_t mixed(uint64_t a, uint64_t b) {
 inline uint64_t divide_up(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
 // Cuts a collective among `ranks` into steps that fit a slot. Ranks that call the same thing get the same signature.
-inline Operation make_operation(
-    Kind kind, Type type, bool take_max, int root, const void* in, void* out, uint64_t elements, uint64_t ranks, uint64_t slot_bytes) {
-    Operation op = {};
-    op.kind = kind;
-    op.type = type;
-    op.take_max = take_max;
-    op.root = root;
-    op.in = static_cast<const char*>(in);
-    op.out = static_cast<char*>(out);
-    op.elements = elements;
-    const uint64_t capacity = slot_bytes / kTypeBytes[type];
-    // Two phases move 2(n-1)/n of the tensor instead of n-1 times it, for one more meeting of all ranks.
-    op.two_phases = kind == kAllReduce && ranks > 2 && elements * kTypeBytes[type] > kOnePhaseBytes;
-    op.chunk = op.sends_parts() || op.two_phases ? capacity / (ranks - 1) / 64 * 64 : capacity;
-    op.chunks = std::max<uint64_t>(1, divide_up(elements, op.two_phases ? op.chunk * ranks : op.chunk));
-    if (op.two_phases) op.chunk = std::min(op.chunk, divide_up(divide_up(elements, op.chunks * ranks), 64) * 64);
-    op.steps = op.two_phases ? 2 * op.chunks : op.chunks;
-    op.signature = mixed(mixed(uint64_t(kind) << 8 | uint64_t(type) << 1 | uint64_t(take_max), uint64_t(root)), elements);
-    return op;
+inline Operation make_operation(Kind kind, Type type, bool take_max, int root, const void* in, void* out,
+                                uint64_t elements, uint64_t ranks, uint64_t slot_bytes) {
+  Operation op = {};
+  op.kind = kind;
+  op.type = type;
+  op.take_max = take_max;
+  op.root = root;
+  op.in = static_cast<const char*>(in);
+  op.out = static_cast<char*>(out);
+  op.elements = elements;
+  const uint64_t capacity = slot_bytes / kTypeBytes[type];
+  // Two phases move 2(n-1)/n of the tensor instead of n-1 times it, for one more meeting of all ranks.
+  op.two_phases = kind == kAllReduce && ranks > 2 && elements * kTypeBytes[type] > kOnePhaseBytes;
+  op.chunk = op.sends_parts() || op.two_phases ? capacity / (ranks - 1) / 64 * 64 : capacity;
+  op.chunks = std::max<uint64_t>(1, divide_up(elements, op.two_phases ? op.chunk * ranks : op.chunk));
+  if (op.two_phases) op.chunk = std::min(op.chunk, divide_up(divide_up(elements, op.chunks * ranks), 64) * 64);
+  op.steps = op.two_phases ? 2 * op.chunks : op.chunks;
+  op.signature = mixed(mixed(uint64_t(kind) << 8 | uint64_t(type) << 1 | uint64_t(take_max), uint64_t(root)), elements);
+  return op;
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
-// Collectives and messages between processes of one host through shared memory; frontier_llm/comm/shm.py is its only user.
+// Collectives and messages between processes of one host through shared memory; frontier_llm/comm/shm.py is its only
+// user.
 //
-// Plain C ABI, loaded with ctypes; no Python, no torch. memory.h maps what is shared, collectives.h and mail.h use it, operation.h cuts
-// collectives into steps, sum.h adds in rank order with an fp32 accumulator for 16-bit types: bitwise the same on every rank and in
-// every run. Compile:
+// Plain C ABI, loaded with ctypes; no Python, no torch. memory.h maps what is shared, collectives.h and mail.h use it,
+// operation.h cuts collectives into steps, sum.h adds in rank order with an fp32 accumulator for 16-bit types: bitwise
+// the same on every rank and in every run. Compile:
 //   g++ -O3 -std=c++20 -fPIC -shared -o frontier_llm/_native/libshm_collectives.so csrc/shm/shm_collectives.cpp
 
 #include "collectives.h"
@@ -32,27 +33,31 @@ bool is_rank(void* handle, int rank) { return rank >= 0 && rank < region(handle)
 FL_EXPORT int64_t fl_shm_abi() { return kAbi; }
 
 // Maps the region in `fd` (owned from here on) and locks this rank's byte. Null with *status set when there is no room.
-FL_EXPORT void* fl_shm_open(int fd, int rank, int size, uint64_t slot_bytes, uint64_t arena_bytes, int64_t spin_ns, int64_t* status) {
-    if (size < 2 || size > kMaxRanks || rank < 0 || rank >= size || slot_bytes % kPage || arena_bytes % kPage || slot_bytes < kPage * size) {
-        *status = kBadArgument;
-        return nullptr;
-    }
-    auto* opened = new Region(fd, rank, size, slot_bytes, arena_bytes, spin_ns);
-    *status = opened->memory.open();
-    if (*status == kDone) return opened;
-    delete opened;
+FL_EXPORT void* fl_shm_open(int fd, int rank, int size, uint64_t slot_bytes, uint64_t arena_bytes, int64_t spin_ns,
+                            int64_t* status) {
+  if (size < 2 || size > kMaxRanks || rank < 0 || rank >= size || slot_bytes % kPage || arena_bytes % kPage ||
+      slot_bytes < kPage * size) {
+    *status = kBadArgument;
     return nullptr;
+  }
+  auto* opened = new Region(fd, rank, size, slot_bytes, arena_bytes, spin_ns);
+  *status = opened->memory.open();
+  if (*status == kDone) return opened;
+  delete opened;
+  return nullptr;
 }
 
 FL_EXPORT void fl_shm_close(void* handle) { delete static_cast<Region*>(handle); }
 
 // Begins a collective; `elements` is the tensor's (all-reduce, broadcast) or one rank's part (the others).
 // The id for fl_shm_finish, or a negative status.
-FL_EXPORT int64_t fl_shm_start(void* handle, int kind, int type, int take_max, int root, const void* in, void* out, uint64_t elements) {
-    const Memory& memory = region(handle).memory;
-    if (kind < 0 || kind > kAllToAll || type < 0 || type > kByte || root < 0 || root >= memory.size()) return kBadArgument;
-    return region(handle).collectives.start(
-        make_operation(Kind(kind), Type(type), take_max != 0, root, in, out, elements, uint64_t(memory.size()), memory.slot_bytes()));
+FL_EXPORT int64_t fl_shm_start(void* handle, int kind, int type, int take_max, int root, const void* in, void* out,
+                               uint64_t elements) {
+  const Memory& memory = region(handle).memory;
+  if (kind < 0 || kind > kAllToAll || type < 0 || type > kByte || root < 0 || root >= memory.size())
+    return kBadArgument;
+  return region(handle).collectives.start(make_operation(Kind(kind), Type(type), take_max != 0, root, in, out, elements,
+                                                         uint64_t(memory.size()), memory.slot_bytes()));
 }
 
 FL_EXPORT int64_t fl_shm_finish(void* handle, int64_t id, int64_t slice_ns) {
@@ -69,7 +74,12 @@ FL_EXPORT int64_t fl_shm_receive(void* handle, int from, void* data, uint64_t by
     return region(handle).mail.receive(from, data, bytes, slice_ns);
 }
 
-// The rank that the last failure or pause was about; how many steps a rank has published; whether the others wait for it.
+// The rank that the last failure or pause was about; how many steps a rank has published; whether the others wait for
+// it.
 FL_EXPORT int64_t fl_shm_culprit(void* handle) { return region(handle).memory.culprit(); }
-FL_EXPORT uint64_t fl_shm_progress(void* handle, int rank) { return !is_rank(handle, rank) ? 0 : region(handle).collectives.published_by(rank); }
-FL_EXPORT int fl_shm_is_missing(void* handle, int rank) { return !is_rank(handle, rank) || region(handle).collectives.is_missing(rank); }
+FL_EXPORT uint64_t fl_shm_progress(void* handle, int rank) {
+  return !is_rank(handle, rank) ? 0 : region(handle).collectives.published_by(rank);
+}
+FL_EXPORT int fl_shm_is_missing(void* handle, int rank) {
+  return !is_rank(handle, rank) || region(handle).collectives.is_missing(rank);
+}

@@ -53,35 +53,37 @@ inline void narrow(T value, T& out) {
 }
 
 template <class T, class Sum, bool kMax>
-inline __attribute__((always_inline)) void reduce_as(void* out, const void* const* sources, int count, uint64_t elements) {
-    Sum block[kBlock];
-    for (uint64_t start = 0; start < elements; start += kBlock) {
-        const uint64_t n = std::min(kBlock, elements - start);
-        const T* first = static_cast<const T*>(sources[0]) + start;
-        for (uint64_t i = 0; i < n; ++i) block[i] = widen(first[i]);
-        for (int source = 1; source < count; ++source) {
-            const T* next = static_cast<const T*>(sources[source]) + start;
-            for (uint64_t i = 0; i < n; ++i) {
-                const Sum value = widen(next[i]);
-                block[i] = kMax ? (block[i] > value || block[i] != block[i] ? block[i] : value) : Sum(block[i] + value);
-            }
-        }
-        T* target = static_cast<T*>(out) + start;
-        for (uint64_t i = 0; i < n; ++i) narrow(block[i], target[i]);
+inline __attribute__((always_inline)) void reduce_as(void* out, const void* const* sources, int count,
+                                                     uint64_t elements) {
+  Sum block[kBlock];
+  for (uint64_t start = 0; start < elements; start += kBlock) {
+    const uint64_t n = std::min(kBlock, elements - start);
+    const T* first = static_cast<const T*>(sources[0]) + start;
+    for (uint64_t i = 0; i < n; ++i) block[i] = widen(first[i]);
+    for (int source = 1; source < count; ++source) {
+      const T* next = static_cast<const T*>(sources[source]) + start;
+      for (uint64_t i = 0; i < n; ++i) {
+        const Sum value = widen(next[i]);
+        block[i] = kMax ? (block[i] > value || block[i] != block[i] ? block[i] : value) : Sum(block[i] + value);
+      }
     }
+    T* target = static_cast<T*>(out) + start;
+    for (uint64_t i = 0; i < n; ++i) narrow(block[i], target[i]);
+  }
 }
 
 template <bool kMax>
-inline __attribute__((always_inline)) void reduce_by(Type type, void* out, const void* const* sources, int count, uint64_t elements) {
-    switch (type) {
-        case kFloat32: return reduce_as<float, float, kMax>(out, sources, count, elements);
-        case kFloat64: return reduce_as<double, double, kMax>(out, sources, count, elements);
-        case kBfloat16: return reduce_as<Bfloat16, float, kMax>(out, sources, count, elements);
-        case kFloat16: return reduce_as<Float16, float, kMax>(out, sources, count, elements);
-        case kInt64: return reduce_as<int64_t, int64_t, kMax>(out, sources, count, elements);
-        case kInt32: return reduce_as<int32_t, int32_t, kMax>(out, sources, count, elements);
-        case kByte: return reduce_as<uint8_t, uint8_t, kMax>(out, sources, count, elements);
-    }
+inline __attribute__((always_inline)) void reduce_by(Type type, void* out, const void* const* sources, int count,
+                                                     uint64_t elements) {
+  switch (type) {
+    case kFloat32: return reduce_as<float, float, kMax>(out, sources, count, elements);
+    case kFloat64: return reduce_as<double, double, kMax>(out, sources, count, elements);
+    case kBfloat16: return reduce_as<Bfloat16, float, kMax>(out, sources, count, elements);
+    case kFloat16: return reduce_as<Float16, float, kMax>(out, sources, count, elements);
+    case kInt64: return reduce_as<int64_t, int64_t, kMax>(out, sources, count, elements);
+    case kInt32: return reduce_as<int32_t, int32_t, kMax>(out, sources, count, elements);
+    case kByte: return reduce_as<uint8_t, uint8_t, kMax>(out, sources, count, elements);
+  }
 }
 
 FL_CLONES void sum(Type type, void* out, const void* const* sources, int count, uint64_t elements) {

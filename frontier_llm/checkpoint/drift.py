@@ -289,7 +289,9 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
     if refused:
         flags = " ".join(dict.fromkeys(f"--allow-change {change.key}" for change in refused))
         problems = [Problem(where, f"the run would change its mathematics: {change}") for change in refused]
-        ways = ["restore the values", *([f"add {flags}"] if all(change.allowable for change in refused) else [])]
+        ways = ["restore the values"]
+        if all(change.allowable for change in refused):
+            ways.append(f"add {flags}")
         fix = f"{', '.join(ways)}, or start anew with another train.run_dir"  # once, under the last
         raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
     mistyped = [key for key in allowed if not _is_key(key)]  # one that has not changed may have, before the last save

@@ -132,7 +132,12 @@ class Command:
         """Register under this name."""
         about = self.about or f"{self.line[0].upper()}{self.line[1:]}."
         epilog = "\n  ".join(["examples:", *self.examples]) if self.examples else None
-        parser = subparsers.add_parser(name, help=self.line, description=about, epilog=epilog)
+        parser = subparsers.add_parser(
+            name,
+            help=self.line,
+            description=about,
+            epilog=epilog,
+        )
         for each in self.options:
             each(parser)
         if self.actions:
@@ -157,7 +162,12 @@ def run_options(about: str = "", default: str | None = None) -> tuple[Option, Op
     text = "run file, or the name of one in configs/runs" + (f"; {about}" if about else "")
     optional: dict[str, Any] = {} if default is None else {"nargs": "?", "default": default}
     return (
-        option("run", metavar="RUN", help=text + (f" (default: {default})" if default else ""), **optional),
+        option(
+            "run",
+            metavar="RUN",
+            help=text + (f" (default: {default})" if default else ""),
+            **optional,
+        ),
         option(
             "overrides",
             metavar="key=value",

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
         default="bench-l8-h384",
         help="name in configs/models, or a path: whose shapes (default: %(default)s)",
     ),
-    option("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="working precision (default: bf16)"),
+    option(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="working precision (default: bf16)",
+    ),
     option(
         "--micro-batch",
         type=positive,
@@ -30,7 +35,12 @@ if TYPE_CHECKING:
         metavar="N",
         help="samples per microbatch (default: 4)",
     ),
-    option("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is also ROCm's name in torch (default: cpu)"),
+    option(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda is also ROCm's name in torch (default: cpu)",
+    ),
     line="each fused op against eager torch, in one interleaved run",
     about="Measure each fused op against eager torch, in one interleaved run.",
 )

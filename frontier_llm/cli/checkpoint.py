@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 
 @command(
-    option("path", type=Path, metavar="PATH", help="run directory, checkpoints folder or one checkpoint"),
+    option(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="run directory, checkpoints folder or one checkpoint",
+    ),
     JSON,
     line="show the complete checkpoints of a run",
 )
@@ -64,7 +69,12 @@ def _list_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 @command(
-    option("path", type=Path, metavar="PATH", help="run directory, checkpoints folder or one checkpoint"),
+    option(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="run directory, checkpoints folder or one checkpoint",
+    ),
     JSON,
     line="read every byte and compare it with its digest",
 )
@@ -89,9 +99,19 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 @command(
-    option("first", type=Path, metavar="PATH", help="a step_… folder"),
+    option(
+        "first",
+        type=Path,
+        metavar="PATH",
+        help="a step_… folder",
+    ),
     JSON,
-    option("second", type=Path, metavar="PATH", help="another one"),
+    option(
+        "second",
+        type=Path,
+        metavar="PATH",
+        help="another one",
+    ),
     line="compare two checkpoints, whatever layouts wrote them",
 )
 def _diff(args: argparse.Namespace) -> int:

@@ -43,7 +43,12 @@ BOUND = option(
 )
 OVERWRITE = option("--overwrite", action="store_true", help="replace a dataset that was made from other inputs")
 TEXT_OPTIONS = (
-    option("--text-key", default="text", metavar="NAME", help="JSON field or parquet column (default: text)"),
+    option(
+        "--text-key",
+        default="text",
+        metavar="NAME",
+        help="JSON field or parquet column (default: text)",
+    ),
     option(
         "--documents",
         choices=("file", "line"),
@@ -57,7 +62,12 @@ TEXT_OPTIONS = (
 
 @command(
     INPUTS,
-    option("--output", required=True, metavar="FILE", help="NAME.model (sentencepiece) or NAME.json (Hugging Face)"),
+    option(
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="NAME.model (sentencepiece) or NAME.json (Hugging Face)",
+    ),
     option(
         "--vocab-size",
         type=positive,
@@ -128,7 +138,12 @@ def _tokenizer(args: argparse.Namespace) -> int:
         required=True,
         help="a .model or tokenizer.json file, its directory, hf://OWNER/NAME, or `bytes`",
     ),
-    option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
+    option(
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="processes (default: one per core)",
+    ),
     option(
         "--shard-mib",
         type=positive,
@@ -188,7 +203,12 @@ def _tokenize(args: argparse.Namespace) -> int:
         help="of files without a header, of MDS bytes columns",
     ),
     BOUND,
-    option("--column", default="tokens", metavar="NAME", help="MDS column (default: tokens)"),
+    option(
+        "--column",
+        default="tokens",
+        metavar="NAME",
+        help="MDS column (default: tokens)",
+    ),
     OVERWRITE,
     line="make PREFIX.bin/.idx from tokens: MDS, OLMo .npy, nanoGPT .bin",
 )
@@ -227,7 +247,12 @@ def _index(args: argparse.Namespace) -> int:
 
 
 @command(
-    option("prefix", type=dataset_prefix, metavar="PREFIX", help="path without .bin/.idx"),
+    option(
+        "prefix",
+        type=dataset_prefix,
+        metavar="PREFIX",
+        help="path without .bin/.idx",
+    ),
     option("--tokenizer", help="to decode with (default: the one that made the data)"),
     option(
         "--samples",
@@ -355,7 +380,12 @@ def _words(value: Any) -> str:
         help="ids (default: 4096)",
     ),
     option("--tokenizer", help="use this one, e.g. `bytes`, instead of training one"),
-    option("--workers", type=positive, metavar="N", help="processes (default: one per core)"),
+    option(
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="processes (default: one per core)",
+    ),
     JSON,
     line="tokenizer and datasets from this Python's own standard library; no download",
 )

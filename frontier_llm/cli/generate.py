@@ -76,7 +76,12 @@ if TYPE_CHECKING:
         metavar="N",
         help="of the draws (default: 0)",
     ),
-    option("--stop", action="append", metavar="TEXT", help="ends the text; may be given several times"),
+    option(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="ends the text; may be given several times",
+    ),
     option(
         "--batch-size",
         type=positive,

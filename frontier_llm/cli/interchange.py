@@ -31,7 +31,12 @@ IMPORT_OPTIONS = (
         metavar="RUN",
         help="run file whose model has the same shape, or the name of one in configs/runs",
     ),
-    option("overrides", nargs="*", metavar="key=value", help="e.g. train.run_dir=runs/imported"),
+    option(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="e.g. train.run_dir=runs/imported",
+    ),
     option(
         "--shard-gib",
         type=positive_amount,

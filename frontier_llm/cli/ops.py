@@ -145,7 +145,12 @@ def _list(args: argparse.Namespace) -> int:
         metavar="N",
         help="samples per microbatch (default: 4)",
     ),
-    option("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="working precision (default: bf16)"),
+    option(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="working precision (default: bf16)",
+    ),
     option(
         "--device",
         choices=("cpu", "cuda"),

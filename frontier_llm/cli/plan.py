@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 @command(
-    option("model", nargs="?", metavar="MODEL", help="name in configs/models, or a path"),
+    option(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="name in configs/models, or a path",
+    ),
     option(
         "--run",
         metavar="RUN",
@@ -34,9 +39,24 @@ if TYPE_CHECKING:
         metavar="NAME",
         help="software stack of the machine file (default: frontier-llm where the file has it)",
     ),
-    option("--nodes", type=positive, metavar="N", help="default: the smallest power of two on which the model fits"),
-    option("--global-batch", type=positive, metavar="N", help="sequences per step (default: about 16 Mi tokens)"),
-    option("--sequence-length", type=positive, metavar="N", help="tokens per sequence (default: the model's)"),
+    option(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="default: the smallest power of two on which the model fits",
+    ),
+    option(
+        "--global-batch",
+        type=positive,
+        metavar="N",
+        help="sequences per step (default: about 16 Mi tokens)",
+    ),
+    option(
+        "--sequence-length",
+        type=positive,
+        metavar="N",
+        help="tokens per sequence (default: the model's)",
+    ),
     option(
         "--fix",
         action="append",
@@ -57,7 +77,12 @@ if TYPE_CHECKING:
         help="the step and the memory line by line, with the source of each number",
     ),
     option("--allow-cross-node-tp", action="store_true", help="also price tensor parallelism beyond the node"),
-    option("--tokens", type=count_of, metavar="COUNT", help="token budget, e.g. 300B (default: 20 per parameter)"),
+    option(
+        "--tokens",
+        type=count_of,
+        metavar="COUNT",
+        help="token budget, e.g. 300B (default: 20 per parameter)",
+    ),
     option(
         "--top",
         type=positive,
@@ -74,8 +99,18 @@ if TYPE_CHECKING:
     ),
     PLUGIN,
     JSON,
-    option("--emit", type=Path, metavar="FILE", help="write a run config with this layout"),
-    option("--figures", type=Path, metavar="FILE", help="draw the plan into a self-contained HTML page"),
+    option(
+        "--emit",
+        type=Path,
+        metavar="FILE",
+        help="write a run config with this layout",
+    ),
+    option(
+        "--figures",
+        type=Path,
+        metavar="FILE",
+        help="draw the plan into a self-contained HTML page",
+    ),
     option(
         "--chrome-trace",
         type=Path,
@@ -122,7 +157,9 @@ def _validate(args: argparse.Namespace) -> int:
     sys.path.insert(0, str(checkout))
     validate = importlib.import_module("benchmarks.published.validate")
     exit_code: int = validate.validate_command(
-        [Path(name) for name in args.validate], as_json=args.json, show_rows=args.rows
+        [Path(name) for name in args.validate],
+        as_json=args.json,
+        show_rows=args.rows,
     )
     return exit_code
 

@@ -16,10 +16,25 @@ from frontier_llm.cli.arguments import PLUGIN, command, option
         metavar="RUN_DIR",
         help="the curves of several share the axes",
     ),
-    option("--output", type=Path, metavar="FILE", help="default: report.html in the first run directory"),
-    option("--sample", type=Path, metavar="FILE", help="text that is shown as a generated sample"),
+    option(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the first run directory",
+    ),
+    option(
+        "--sample",
+        type=Path,
+        metavar="FILE",
+        help="text that is shown as a generated sample",
+    ),
     PLUGIN,
-    option("--next", dest="next_command", metavar="COMMAND", help="what to suggest at the end of the page"),
+    option(
+        "--next",
+        dest="next_command",
+        metavar="COMMAND",
+        help="what to suggest at the end of the page",
+    ),
     about="Write one self-contained page: curves, speed, the layout and its stages, the runs compared.",
     examples=(
         "frontier-llm report runs/quickstart",

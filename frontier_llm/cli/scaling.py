@@ -25,8 +25,18 @@ def _series_command(mode: Mode, batch: str, line: str) -> Command:
             option("--model", help="one with a shipped training run, e.g. gpt-175b"),
             option("--run", metavar="RUN", help="run file, or the name of one in configs/runs"),
         ),
-        option("overrides", nargs="*", metavar="key=value", help="changes to every point, e.g. train.steps=50"),
-        option("--nodes", required=True, metavar="N,N,…", help="node counts, e.g. 16,32,64,128"),
+        option(
+            "overrides",
+            nargs="*",
+            metavar="key=value",
+            help="changes to every point, e.g. train.steps=50",
+        ),
+        option(
+            "--nodes",
+            required=True,
+            metavar="N,N,…",
+            help="node counts, e.g. 16,32,64,128",
+        ),
         option(
             "--site",
             help="frontier, lumi, generic, local, or the path of a site file (default: inside a job, its own)",

@@ -35,7 +35,12 @@ DIRECTORY = "runs/tune"
         metavar="H",
         help="what all trials together may use; 0: only write the report",
     ),
-    option("--nodes", type=positive, metavar="N", help="nodes of a trial (default: the allocation's, less the spares)"),
+    option(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="nodes of a trial (default: the allocation's, less the spares)",
+    ),
     option(
         "--spares",
         type=natural,

@@ -101,7 +101,12 @@ def is_alive(lock: Path) -> bool:
 def _write(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> None:
     temporary = path.with_name(f"{path.name}.tmp.{socket.gethostname()}.{os.getpid()}")
     try:
-        array = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.dtype(dtype), shape=(length,))
+        array = np.lib.format.open_memmap(
+            temporary,
+            mode="w+",
+            dtype=np.dtype(dtype),
+            shape=(length,),
+        )
         build(array)
         array.flush()
         del array

@@ -49,7 +49,12 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
         # else a checkpoint alone, which may bring a run file of its own
         is_run_directory = checkpoints[0].parent == path / "checkpoints"
         own = own_plugins(path) if is_run_directory else ()
-        import_recorded(source.manifest.known_plugins, given=plugins, own=own, where=str(checkpoints[0]))
+        import_recorded(
+            source.manifest.known_plugins,
+            given=plugins,
+            own=own,
+            where=str(checkpoints[0]),
+        )
         return OpenedModel(
             checkpoints[0],
             source,

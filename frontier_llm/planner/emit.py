@@ -157,7 +157,12 @@ def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devic
     """Write a run file under these lines. Raises ConfigError where it does not load, or its layout is not legal on
     so many devices.
     """
-    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=140)
+    text = yaml.safe_dump(
+        content,
+        sort_keys=False,
+        default_flow_style=None,
+        width=140,
+    )
     write_atomically(path, "".join(f"# {line}\n" for line in head) + text)
     make_plan(load_run(str(path)), devices)
 

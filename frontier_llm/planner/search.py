@@ -170,7 +170,12 @@ def search(
         return nothing
     memory = peak_memory(model, layouts, rates)
     fits = memory <= rates.memory_bytes
-    result = replace(nothing, legal=len(layouts), fitting=int(fits.sum()), smallest_bytes=float(memory.min()))
+    result = replace(
+        nothing,
+        legal=len(layouts),
+        fitting=int(fits.sum()),
+        smallest_bytes=float(memory.min()),
+    )
     if not result.fitting:
         return result
     fitting = layouts.where(fits)

@@ -77,10 +77,9 @@ class HuggingFaceModel:
             elif self._reader.shape(name) != shape:
                 what = f"has shape {list(self._reader.shape(name))}, expected {list(shape)} from {CONFIG}"
                 problems.append(Problem(name, what, "use config and weights of the same revision"))
-        endings = (
-            *self.family.ignored,
-            *(("lm_head.weight", "embed_out.weight") if self.model.tied_embeddings else ()),
-        )
+        endings = tuple(self.family.ignored)
+        if self.model.tied_embeddings:
+            endings += ("lm_head.weight", "embed_out.weight")
         for name in self._reader.files:
             if name not in expected and not name.endswith(endings):
                 what = f"has no place in {self.family.architecture} as we compute it"

@@ -107,7 +107,8 @@ class WeightGradients:
             for factor in factors:
                 factor.start()
             if work:
-                for factor in work[-1][2]:
+                _, _, next_factors = work[-1]
+                for factor in next_factors:
                     factor.start()
             accumulate(parameter.main_grad)
             self.on_accumulated(parameter)
