@@ -8,7 +8,6 @@ the host's times.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from frontier_llm.comm.ledger import Call, Ledger
+from frontier_llm.files import write_atomically
+from frontier_llm.units import strict_json
 
 ROWS = ("compute", "blocked", "in flight")
 COLORS = {
@@ -121,7 +122,7 @@ def write_chrome_trace(path: Path, timelines: list[MeasuredTimeline]) -> None:
         "displayTimeUnit": "ms",
         "otherData": {"origin": "measured"},
     }
-    path.write_text(json.dumps(content), encoding="utf-8")
+    write_atomically(path, strict_json(content, indent=None))
 
 
 def draw(path: Path, timelines: list[MeasuredTimeline]) -> None:
