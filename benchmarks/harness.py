@@ -27,6 +27,18 @@ RESULTS = MEASURED / "results"
 FOLDER = "{folder}"  # stands for a folder of its own in the arguments of a short run
 COMMAND = (sys.executable, "-m", "frontier_llm.cli.main")
 
+# overrides that make the step of a short run cheap
+TINY = (
+    "model.layers=2",
+    "model.hidden=64",
+    "model.heads=2",
+    "model.ffn_hidden=128",
+    "model.vocab_size=512",
+    "model.sequence_length=32",
+    "batch.global_batch=4",
+    "batch.micro_batch=2",
+)
+
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 

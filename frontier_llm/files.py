@@ -41,15 +41,14 @@ def write_all(descriptor: int, data: memoryview, start: int) -> None:
 
 
 def open_plain(path: Path) -> int:
-    """A descriptor for reading a file that is only itself: no link, device or folder, and no other name for the same
-    bytes. Raises OSError.
-    """
+    """Open a regular file for reading. Raises OSError for symlinks, hard links, devices and directories."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(descriptor)
-    what = "is a hard link: copy the file" if status.st_nlink > 1 else "is no plain file"
-    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+    is_plain = stat.S_ISREG(status.st_mode)
+    if is_plain and status.st_nlink <= 1:
         return descriptor
     os.close(descriptor)
+    what = "is a hard link: copy the file" if is_plain else "is no plain file"  # a folder has two links
     raise OSError(errno.EINVAL, what, str(path))
 
 

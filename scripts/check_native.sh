@@ -11,7 +11,7 @@ tests=(tests/unit/data/test_native.py tests/unit/data/test_samples.py
     tests/attacks/test_native.py tests/unit/ops/test_cpu.py)
 copy="$(mktemp -d)"
 trap 'rm -rf "$copy"' EXIT
-cp -r csrc tests configs scripts launch slurm setup.py pyproject.toml "$copy"
+cp -r csrc tests benchmarks configs scripts launch slurm setup.py pyproject.toml "$copy"
 mkdir "$copy/frontier_llm"
 tar -c --exclude=_native frontier_llm | tar -x -C "$copy"
 

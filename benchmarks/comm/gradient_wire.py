@@ -14,7 +14,7 @@ import multiprocessing
 
 import torch
 
-from benchmarks.harness import parse_arguments, run_ranks
+from benchmarks.harness import TINY, parse_arguments, run_ranks
 from frontier_llm.comm import Meeting, all_reduce_, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
@@ -96,8 +96,7 @@ def main() -> None:
     parser.add_argument("--run", default="bench")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
-    small = ["model.layers=2", "model.sequence_length=64", "batch.global_batch=4", "batch.micro_batch=2"]
-    arguments = parse_arguments(parser, smoke=["--steps", "2", *small])
+    arguments = parse_arguments(parser, smoke=["--steps", "2", *TINY])
     [(error, losses)] = run_ranks(arguments.ranks, serve, arguments, timeout_s=3600)
     print(f"first gradient: relative error {error:.2e} (L2); bf16 rounds each summand but this rank's by up to 3.9e-3")
     print(f"{'step':>5}{'full':>10}{'bf16':>10}{'difference':>12}{'nudged':>12}")

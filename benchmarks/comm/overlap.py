@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.comm.simulated_link import Link, linked
-from benchmarks.harness import parse_arguments, read_json, run_ranks, write_json
+from benchmarks.harness import TINY, parse_arguments, read_json, run_ranks, write_json
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.config import load_run
 from frontier_llm.data.loader import open_batches
@@ -174,8 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last step with the (last) overlap")
     parser.add_argument("--figure", type=Path, help="draw it")
-    small = ["model.layers=2", "model.sequence_length=64"]
-    arguments = parse_arguments(parser, smoke=["gradients", *small, "--rounds", "1"])
+    arguments = parse_arguments(parser, smoke=["gradients", *TINY, "--rounds", "1"])
     rows: list[dict[str, Any]] = read_json(arguments.json, [])
     for switch in SWITCHES if arguments.switch == "all" else [arguments.switch]:
         row, drawn = measure(arguments, switch)

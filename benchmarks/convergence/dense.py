@@ -102,14 +102,18 @@ def runs(options: argparse.Namespace) -> dict[str, Run]:
     return result
 
 
+def evaluated_samples(chosen: Recipe, options: argparse.Namespace) -> int:
+    """Held-out samples after the last step; a batch of them in a short run."""
+    return chosen.global_batch if options.smoke else EVALUATED_SAMPLES
+
+
 def train(run: Run, options: argparse.Namespace) -> None:
     """Run `frontier-llm train` unless its last evaluation is there; then read the run directory."""
     folder = options.directory / run.name
     recipe = run.recipe
-    if EVALUATED_SAMPLES % recipe.global_batch:
-        sys.exit(
-            f"{recipe.model}: {EVALUATED_SAMPLES} held-out samples are no multiple of its batch {recipe.global_batch}"
-        )
+    samples = evaluated_samples(recipe, options)
+    if samples % recipe.global_batch:
+        sys.exit(f"{recipe.model}: {samples} held-out samples are no multiple of its batch {recipe.global_batch}")
     metrics = folder / "metrics.jsonl"
     if _final(metrics, recipe.steps) is None:
         command = [
@@ -126,7 +130,7 @@ def train(run: Run, options: argparse.Namespace) -> None:
             f"optimizer.min_lr={FINAL * recipe.lr:g}",
             f"optimizer.warmup_steps={round(WARMUP * recipe.steps)}",
             f"train.steps={recipe.steps}",
-            f"train.eval_samples={EVALUATED_SAMPLES}",
+            f"train.eval_samples={samples}",
             f"data.train=[{{path: {options.data}/train}}]",
             f"data.validation=[{{path: {options.data}/validation}}]",
             *run.overrides,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.convergence.dense import EVALUATED_SAMPLES, FINAL, MICRO_BATCH, WARMUP, Recipe, recipe
+from benchmarks.convergence.dense import FINAL, MICRO_BATCH, WARMUP, Recipe, evaluated_samples, recipe
 from benchmarks.harness import (
     FOLDER,
     MEASURED,
@@ -86,7 +86,7 @@ def train(chosen: Recipe, optimizer: str, factor: float, seed: int, options: arg
             f"train.steps={chosen.steps}",
             f"train.seed={seed}",
             f"data.seed={seed}",
-            f"train.eval_samples={EVALUATED_SAMPLES}",
+            f"train.eval_samples={evaluated_samples(chosen, options)}",
             f"data.train=[{{path: {options.data}/train}}]",
             f"data.validation=[{{path: {options.data}/validation}}]",
             "train.save_final=false",

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.harness import MEASURED, parse_arguments, take_turns
+from benchmarks.harness import MEASURED, TINY, parse_arguments, take_turns
 from frontier_llm.config import load_run
 from frontier_llm.ops.reference import GROUPS
 from frontier_llm.training.build import TrainState
@@ -87,8 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run")
     parser.add_argument("--update", action="store_true", help="put the tables into docs/benchmarks/ops.md")
-    small = ["model.layers=1", "model.sequence_length=64", "batch.global_batch=4"]
-    args = parse_arguments(parser, smoke=["--dtype", "fp32", "--rounds", "1", *small])
+    args = parse_arguments(parser, smoke=["--dtype", "fp32", "--rounds", "1", *TINY])
     torch.set_num_threads(1)
     for dtype in args.dtype.split(","):
         fresh = table(dtype, measure(dtype, args.rounds, args.overrides))

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import parse_arguments, write_json
+from benchmarks.harness import TINY, parse_arguments, write_json
 from frontier_llm import log
 from frontier_llm.comm import Meeting, barrier, build_mesh, connect
 from frontier_llm.config import RunConfig, load_run
@@ -151,8 +151,7 @@ def main() -> None:
     parser.add_argument("--engines", default="native,zero-1,fsdp")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
-    small = ["model.layers=2", "model.sequence_length=64"]
-    args = parse_arguments(parser, smoke=["bench", *small, "--engines", "native,fsdp", "--rounds", "1"])
+    args = parse_arguments(parser, smoke=["bench", *TINY, "--engines", "native,fsdp", "--rounds", "1"])
     if "=" in args.run:
         args.run, args.overrides = "bench", [args.run, *args.overrides]
     config = load_run(args.run, args.overrides)

@@ -44,7 +44,7 @@ def ops(args: argparse.Namespace) -> int:
     from frontier_llm.errors import BackendError
     from frontier_llm.experiments.measure.ops import compare, copy_bandwidth
     from frontier_llm.ops import select_ops, working_dtype
-    from frontier_llm.training.host_memory import keep_freed_memory
+    from frontier_llm.training.device import keep_freed_memory
 
     if args.device == "cuda" and not torch.cuda.is_available():
         fix = "check the module, the container and ROCR_VISIBLE_DEVICES, or take --device cpu"

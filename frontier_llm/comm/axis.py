@@ -213,7 +213,8 @@ def start_all_to_all_rows(
     )
     if axis.group is None:
         return x, DONE
-    x, arriving = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
+    x = x.contiguous()
+    arriving = x.new_empty(sum(received), *x.shape[1:])
     group = axis.group
     return arriving, Started(
         axis, "all_to_all", x.nbytes, lambda: group.start_all_to_all_rows_into(arriving, x, received, sent)

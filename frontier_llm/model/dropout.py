@@ -45,4 +45,5 @@ class _Drop(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.ops.drop(grads[0], None, ctx.mask), grads[0] if ctx.has_residual else None, None, None
+        residual_gradient = grads[0] if ctx.has_residual else None
+        return ctx.ops.drop(grads[0], None, ctx.mask), residual_gradient, None, None

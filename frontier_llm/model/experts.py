@@ -183,7 +183,9 @@ class MixtureOfExperts(nn.Module):
         y_NH, beside = self.experts(x_sBH.flatten(0, 1), choice, lambda: self._of_all_tokens(x))
         y_sBH = y_NH.view(x_sBH.shape)
         y = gather_sequence(y_sBH, tp) if cut else y_sBH
-        return y if beside is None else y + beside, routed
+        if beside is not None:
+            y = y + beside
+        return y, routed
 
     def _of_all_tokens(self, x: Tensor) -> Tensor | None:
         beside: Tensor | None = None if self.shared is None else self.shared(x)

@@ -41,7 +41,8 @@ class Adafactor:
         if means is None:
             self._others.update(part, lr, step, grad_scale)
             return
-        (beta1, beta2), direction = self._config.betas, part.gradient * grad_scale
+        beta1, beta2 = self._config.betas
+        direction = part.gradient * grad_scale
         means.values.lerp_(means.sum_(_means_of_squares(means, direction)), 1 - beta2)
         direction = torch.lerp(part.states["exp_avg"], direction, 1 - beta1, out=direction)
         part.states["exp_avg"].copy_(direction)

@@ -27,7 +27,8 @@ class Lion:
     @torch.no_grad()
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
         """See SliceUpdate."""
-        (beta1, beta2), momentum = self._config.betas, part.states["momentum"]
+        beta1, beta2 = self._config.betas
+        momentum = part.states["momentum"]
         gradient = part.gradient * grad_scale
         direction = momentum.lerp(gradient, 1 - beta1).sign_()
         part.apply(direction, step_size=lr, decay=lr * self._config.weight_decay)

@@ -42,7 +42,8 @@ def orthogonalize_(stacks: Sequence[MatrixStack], tp: Axis) -> None:
         sums = []
         for stack in stacks:  # one stack's sum goes on under the next one's product
             gram = stack.x @ stack.x.mT
-            sums.append((gram, start_all_reduce_(gram, tp) if stack.part is Part.LONG else DONE))
+            pending = start_all_reduce_(gram, tp) if stack.part is Part.LONG else DONE
+            sums.append((gram, pending))
         for stack, (gram, pending) in zip(stacks, sums, strict=True):
             pending.wait()
             stack.x = torch.baddbmm(stack.x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), stack.x, beta=A)

@@ -38,8 +38,7 @@ from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.topology.plan import ParallelPlan, make_plan
 from frontier_llm.training.agreement import RankReport, agree, judge
 from frontier_llm.training.build import TrainState, build_state
-from frontier_llm.training.device import Found, find_device
-from frontier_llm.training.host_memory import keep_freed_memory
+from frontier_llm.training.device import Found, find_device, keep_freed_memory
 from frontier_llm.units import plural
 
 

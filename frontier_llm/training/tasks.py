@@ -57,7 +57,8 @@ class PackedTexts:
     ) -> NDArray[np.int64]:
         """See SampleStream; past the last text nothing counts."""
         assert learnt_S1 is not None
-        tokens_S1[:], learnt_S1[:] = 0, False
+        tokens_S1[:] = 0
+        learnt_S1[:] = False
         lengths = []
         end = 0
         for number in self._numbers(k):

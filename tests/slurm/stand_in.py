@@ -18,12 +18,26 @@ from frontier_llm.cluster import supervisor
 from frontier_llm.config import load_run
 from frontier_llm.files import write_atomically
 from frontier_llm.run import run_dir
-from frontier_llm.run.failure import Evidence, Failure, Suspect, write_failure
-from frontier_llm.run.rank_env import discover, environ
+from frontier_llm.run.failure import REFUSED, Evidence, Failure, Suspect, write_failure
+from frontier_llm.run.rank_env import discover, environ, node_name
 from frontier_llm.run.signals import EXIT_INTERRUPTED, SignalWatcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # ranks start this file as a program
 from tests.harness.checkpoints import save_only
+
+
+def refuse_as_rank_1(rank: int, directory: Path) -> int:
+    """As after the ranks have agreed: rank 1 refuses, and rank 0 has recorded that rank 1 gives no sign of life."""
+    if rank == 0:
+        silent = Failure("it gives no sign of life", Evidence.NOTICES, rank=1, host=node_name(), host_suspect=True)
+        write_failure(directory, silent)
+    while not (directory / "failure.json").exists():
+        time.sleep(0.02)
+    if rank != 1:
+        time.sleep(60)
+        return 1
+    print("frontier-llm train: error\ncomm.backend: not possible here\n    fix: comm.backend=gloo", flush=True)
+    return REFUSED
 
 
 def train(words: list[str]) -> int:
@@ -36,6 +50,8 @@ def train(words: list[str]) -> int:
     def say_alive(step: int) -> None:
         write_atomically(directory / "alive" / f"{incarnation}-{place.rank}", f"{place.hostname} {step}")
 
+    if environ("STAND_IN_REFUSE"):
+        return refuse_as_rank_1(place.rank, directory)
     if environ("STAND_IN_DEAF") and incarnation == 1:
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm's warning, before Python listens
     with SignalWatcher() as watcher:

@@ -112,6 +112,13 @@ def test_refused_config_ends_at_once(cluster: LocalSlurm, tmp_path: Path) -> Non
     assert not (run.directory / "attempts.jsonl").exists()
 
 
+def test_a_refusal_after_the_ranks_have_agreed_ends_the_job_at_once(cluster: LocalSlurm, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, 1, 2, ("train.steps=3",), {"STAND_IN_REFUSE": "1"})
+    assert run.wait()["ExitCode"] == "2:0", run.text()
+    assert run.causes() == ["refused"] and "comm.backend: not possible here" in run.text()
+    assert run_dir.bad_hosts(run.directory) == [] and cluster.queued() == []
+
+
 def test_stop_file_ends_a_running_job_in_order(cluster: LocalSlurm, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, 2, 2, ("train.steps=4000",), {})
     run.wait_step(2)

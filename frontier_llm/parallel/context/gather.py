@@ -73,7 +73,10 @@ class _Gathered(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_SBaD,), (q, k, v, o, *sums), ops, cp = grad_outputs, ctx.saved_tensors, ctx.ops, ctx.cp
+        (grad_SBaD,) = grad_outputs
+        q, k, v, o, *sums = ctx.saved_tensors
+        ops = ctx.ops
+        cp = ctx.cp
         keys = _Keys(k, v, cp)
         grad_q = torch.zeros_like(q)
         grad_K2BgD = torch.zeros_like(keys.whole_K2BgD)

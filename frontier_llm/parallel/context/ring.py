@@ -45,7 +45,10 @@ class _Ring(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_SBaD,), (q, k, v, o, *sums), ops, cp = grad_outputs, ctx.saved_tensors, ctx.ops, ctx.cp
+        (grad_SBaD,) = grad_outputs
+        q, k, v, o, *sums = ctx.saved_tensors
+        ops = ctx.ops
+        cp = ctx.cp
         wide = statistics_dtype(q.dtype)
         grad_q = torch.zeros_like(q, dtype=wide)
         # gradients of the keys that this rank holds now, from the ranks before it

@@ -22,7 +22,10 @@ class _GroupedLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x_Mk,), grad_Mo, ends_E, ops = ctx.saved_tensors, grads[0].contiguous(), ctx.ends_E, ctx.context.ops
+        (x_Mk,) = ctx.saved_tensors
+        grad_Mo = grads[0].contiguous()
+        ends_E = ctx.ends_E
+        ops = ctx.context.ops
         grad_x = ops.grouped_input_gradient(grad_Mo, ctx.weight.detach().flatten(1, -2), ends_E)
         factors = Factor(grad_Mo), Factor(x_Mk)
 
@@ -56,7 +59,9 @@ class _RouterProduct(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x_NH,), (grad_NE,), weight_EH = ctx.saved_tensors, grads, ctx.weight
+        (x_NH,) = ctx.saved_tensors
+        (grad_NE,) = grads
+        weight_EH = ctx.weight
         factors = Factor(grad_NE), Factor(x_NH)
 
         def accumulate(gradient_EH: Tensor) -> None:

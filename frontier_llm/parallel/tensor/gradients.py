@@ -104,8 +104,11 @@ class WeightGradients:
         work.reverse()  # taken from the end, each lets go of its factors before the next but one is gathered
         while work:
             parameter, accumulate, factors = work.pop()
-            for factor in (*factors, *(work[-1][2] if work else ())):
+            for factor in factors:
                 factor.start()
+            if work:
+                for factor in work[-1][2]:
+                    factor.start()
             accumulate(parameter.main_grad)
             self.on_accumulated(parameter)
 

@@ -151,7 +151,8 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_SBo,), context = grads, ctx.context
+        (grad_SBo,) = grads
+        context = ctx.context
         (x,) = ctx.saved_tensors
         x_SBH = Factor(x, context.tp if context.sequence_parallel else None)
         if not context.gradients.waits:
@@ -191,7 +192,8 @@ class _RowLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_y,), context = grads, ctx.context
+        (grad_y,) = grads
+        context = ctx.context
         (x_SBk,) = ctx.saved_tensors
 
         def multiply(grad_SBH: Tensor) -> Tensor:

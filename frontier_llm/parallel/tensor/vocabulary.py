@@ -47,7 +47,10 @@ class _Embedding(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
-        (grad,), (tokens_SB,), context, first_row = grads, ctx.saved_tensors, ctx.context, ctx.first_row
+        (grad,) = grads
+        (tokens_SB,) = ctx.saved_tensors
+        context = ctx.context
+        first_row = ctx.first_row
         grad_SBH = all_gather(grad, context.tp) if context.sequence_parallel else grad
         tokens_N = tokens_SB.flatten()
         grad_NH = grad_SBH.flatten(0, -2)

@@ -12,11 +12,11 @@ provenance    which code, libraries and device this is
 from frontier_llm.training.guard.provenance import provenance
 from frontier_llm.training.guard.recompute import Recompute, WrongArithmetic
 from frontier_llm.training.guard.replicas import ReplicaCheck, ReplicaDrift
-from frontier_llm.training.guard.routers import RouterWatch
 from frontier_llm.training.guard.skips import Decisions, Skips
 from frontier_llm.training.guard.spikes import SpikePolicy
 from frontier_llm.training.guard.watchdog import Watchdog
 from frontier_llm.training.guard.wishes import Wish, Wishes
+from frontier_llm.training.routing import RouterWatch
 
 __all__ = [
     "Decisions",

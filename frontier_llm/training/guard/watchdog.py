@@ -69,7 +69,8 @@ class Watchdog:
         """Note where the main thread is; cheap."""
         if step != self._step:
             done = self._collectives()
-            self._step_began_at, self._per_step = done, done - self._step_began_at
+            self._per_step = done - self._step_began_at
+            self._step_began_at = done
             self._wake.set()
         self._step = step
         self._section = section

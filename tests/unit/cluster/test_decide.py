@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from frontier_llm.cluster import decide as decide_module
 from frontier_llm.cluster.decide import (
     LOCK_STALE_S,
     RESERVE_S,
@@ -452,6 +455,27 @@ def test_decision(shows: str, job: Job, history: History, now: Now, kind: type, 
             assert value in str(found)
         else:
             assert found == (pytest.approx(value) if isinstance(value, float) else value), name
+
+
+def test_the_module_reaches_neither_disk_nor_clock_nor_processes() -> None:
+    allowed = {
+        "__future__",
+        "math",
+        "dataclasses",
+        "frontier_llm.errors",
+        "frontier_llm.run",
+        "frontier_llm.run.failure",
+        "frontier_llm.run.holder",
+        "frontier_llm.run.job",
+        "frontier_llm.run.run_dir",
+    }
+    names = {"hostlist", "FILE", "STALE_AFTER_S", "Job", "STOP_FILE", "Attempt", "crashed_twice", "is_finished"}
+    tree = ast.parse(Path(decide_module.__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    plain = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert plain | {node.module for node in imports} == allowed
+    of_run = {alias.name for node in imports if str(node.module).startswith("frontier_llm.run") for alias in node.names}
+    assert of_run == names
 
 
 def test_months_of_a_run_are_simulated_in_a_moment() -> None:

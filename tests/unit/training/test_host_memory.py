@@ -9,7 +9,7 @@ import pytest
 
 MEASURE = """
 import resource, sys
-from frontier_llm.training.host_memory import keep_freed_memory
+from frontier_llm.training.device import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -21,8 +21,8 @@ from frontier_llm.run import run_dir
 from frontier_llm.run.signals import SignalWatcher
 from frontier_llm.training import loop, observers
 from frontier_llm.training.clock import PhaseClock
-from frontier_llm.training.guard.routers import CollapsedRouter
 from frontier_llm.training.metrics import Metrics
+from frontier_llm.training.routing import CollapsedRouter
 from frontier_llm.training.step import StepResult, train_step
 
 

@@ -6,8 +6,7 @@ import torch
 
 from frontier_llm.config import load_model
 from frontier_llm.training.guard import RouterWatch
-from frontier_llm.training.guard.routers import PATIENCE
-from frontier_llm.training.routing import summary
+from frontier_llm.training.routing import PATIENCE, summary
 
 MODEL = load_model("moe-tiny")  # 8 experts, of which each token takes 2
 
