@@ -1,7 +1,7 @@
 """Configuration of families without experts, beyond the keys that families.py lists.
 
-A `read_` function returns fields of our model and refuses what it does not compute. A `write_` function returns keys of
-a config.json.
+A reading function returns fields of our model and refuses what the model does not compute. A writing function returns
+keys of a config.json.
 """
 
 from __future__ import annotations
