@@ -25,7 +25,7 @@ original = engine.Engine.__init__
 def planted(self, schedule, stages, mesh, *rest, **named):
     original(self, schedule, stages, mesh, *rest, **named)
     if mesh.one_in_flight:
-        self._rest = sorted(self._rest, key=lambda unit: unit[0][:2] != (Kind.RECV_BACKWARD, 0))
+        self._units = sorted(self._units, key=lambda unit: unit[0][:2] != (Kind.RECV_BACKWARD, 0))
 
 
 engine.Engine.__init__ = planted
