@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from frontier_llm.comm.door import Stranger, exactly, give_proof, same_user
 
-ANSWER_S = 30.0  # limit for an answer that the server can give at once; a later server is stopped or gone
-CONNECT_S = 10.0  # limit for one attempt to connect
+ANSWER_S = 30.0  # Limit for an answer that the server can give at once. After it the server is stopped or gone.
+CONNECT_S = 10.0  # Limit for one attempt to connect.
 # Limits of a message, as in csrc/store_server.cpp. The request for all communicators' ids of a machine has some hundred
 # parts.
 MOST_PARTS = 1 << 16

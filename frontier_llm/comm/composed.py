@@ -2,10 +2,10 @@
 
 A sum of fp32 tensors with 16-bit summands moves half the bytes of an fp32 reduce-scatter. A library's bf16
 reduce-scatter rounds the running sum at every hop of its ring. Here each summand is rounded once and sent to the rank
-that needs it. The all-to-all that sends the summands moves as many bytes as a 16-bit reduce-scatter. The receiving rank
-adds them in the buffer's own precision, and does not round its own summand. So the error of a sum is at most 2^-8 of
-the sum of the other summands' magnitudes, for any number of summands. The order of the additions is fixed, so results
-are bitwise the same in every run.
+that needs it. The all-to-all for this moves the same number of bytes as a 16-bit reduce-scatter. The receiving rank
+adds the summands in the buffer's own precision, and does not round its own summand. So the error of a sum is at most
+2^-8 of the sum of the other summands' magnitudes, for any number of summands. The order of the additions is fixed, so
+results are bitwise the same in every run.
 
 JSON values are sent in byte tensors, without the pickle of torch's object collectives.
 """
