@@ -56,8 +56,9 @@ HIERARCHICAL = AlgorithmTable.model_validate(
 
 
 def load_algorithms(name_or_path: str) -> AlgorithmTable:
-    """Return the table of a fixed choice ('flat' or 'hierarchical'), of a shipped name, or of a path.
+    """Return the table with this name or path.
 
+    'flat' and 'hierarchical' always choose that algorithm. Other names are files in configs/algorithms.
     `bench comm --emit` writes such a file. Raises ConfigError with all errors of the file.
     """
     fixed = {"flat": FLAT, "hierarchical": HIERARCHICAL}

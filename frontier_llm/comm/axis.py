@@ -35,7 +35,7 @@ class Axis:
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
     # the same collectives in two stages; set if the axis has equally many ranks on each of several nodes
     hierarchical: Collectives | None = field(default=None, compare=False, repr=False)
-    nodes: int = 1  # number of nodes, if communication in two stages is possible.
+    nodes: int = 1  # Number of nodes, if communication in two stages is possible.
     # (node axis, rail axis) of this rank, if rows are sent to experts in two stages
     levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)
     algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call

@@ -86,8 +86,8 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 def _receive(connection: socket.socket, size: int, until_s: float, greeting: bytes = b"") -> bytes:
     """Receive the greeting and `size` bytes until `until_s`. Returns the bytes after the greeting.
 
-    Raises Stranger at the first byte that differs from the greeting. A peer with another protocol may never send
-    enough bytes to wait for.
+    Raises Stranger at the first byte that differs from the greeting. A peer with another protocol may never send the
+    remaining bytes, so this function does not wait for them.
     """
     received = b""
     while len(received) < len(greeting) + size:

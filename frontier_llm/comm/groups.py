@@ -115,8 +115,8 @@ class _Groups:
     def axis(self, name: str, ranks: tuple[int, ...], apart: int = 0) -> Axis:
         """Make the axis over `ranks`. Collective over these ranks only.
 
-        With `apart` > 0, rows are sent in two stages if the axis spans nodes. For this each node must have the same
-        number of its ranks, a multiple of `apart`.
+        With `apart` > 0, rows are sent in two stages if the axis spans nodes. This needs the same number of ranks on
+        each node, and the number must be a multiple of `apart`.
         """
         if len(ranks) == 1:
             return single(name, self._global_rank, self.ledger)
@@ -155,9 +155,10 @@ class _Groups:
         return self.axis(name, ranks)
 
     def _levels(self, name: str, ranks: tuple[int, ...], multiple: int) -> tuple[Axis, Axis]:
-        """Return (node axis, rail axis) of this rank, or two axes of one rank.
+        """Return (node axis, rail axis) of this rank for collectives in two stages.
 
-        Two stages need the same number of ranks of the axis on each node, which must be a multiple of `multiple`.
+        Two stages need the same number of the axis' ranks on each of several nodes, a multiple of `multiple`.
+        Otherwise both axes have one rank.
         """
         if self._ranks_per_node is None:
             return single(name, self._global_rank), single(name, self._global_rank)
@@ -172,7 +173,7 @@ class _Groups:
             and list(chain(*nodes)) == list(ranks)
             and len(nodes[0]) % max(multiple, 1) == 0
         )
-        # Groups of one axis may differ here, if a node's number of ranks is no multiple of the group's.
+        # Groups of one axis may differ here, if a node's number of ranks is no multiple of a group's number of ranks.
         if len(nodes) > 1 and even:
             node = tuple(by_node[self._global_rank // self._ranks_per_node])
             place = node.index(self._global_rank)
@@ -330,7 +331,7 @@ def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
     try:
         mesh.ledger.dump(path, reason)
         if dist.is_initialized():
-            # torch has two recorders: one for nccl, and one for other back-ends, which is empty with nccl
+            # torch has two recorders. Calls on a GPU are only in the first one.
             recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
             if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
                 write_replaced(path.with_name(path.stem + "_torch.json"), recorded)

@@ -22,7 +22,7 @@ VALIDATE = 0
 MAGIC = 0x3C85F7CE
 KEY_PREFIX = "/"  # TCPStore's clients put it before each key
 CONNECT_S = 10.0
-LATE_FACTOR = 1.5  # the thread repeats the last text after a pause of this factor times the usual pause
+LATE_FACTOR = 1.5  # if no new text comes within this factor times `period_s`, the thread repeats the last text
 
 
 @functools.cache
@@ -42,7 +42,7 @@ class Heartbeats:
     """Sends the heartbeats of one rank to one key of TCPStore."""
 
     def __init__(self, address: tuple[str, int], key: str, period_s: float) -> None:
-        """`period_s`: the usual time between two calls of `update`.
+        """Connect to TCPStore. `period_s` is the usual time between two calls of `update`.
 
         Raises BackendError if the library has not been built, OSError if the store is not reached.
         """

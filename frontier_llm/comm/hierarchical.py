@@ -46,7 +46,7 @@ def halving_skips(size: int) -> list[tuple[int, int]]:
 
 
 def halve(blocks_Np: Tensor, rail: Axis) -> Tensor:
-    """Reduce-scatter between nodes: [N, p] partial sums → this rail rank's summed [p]."""
+    """Reduce-scatter between nodes: [N, p] partial sums → the sum [p] of this rail rank's block."""
     held = blocks_Np.roll(-rail.rank, 0)  # held[j] is the block of rank (rank + j) % N
     for before, skip in halving_skips(rail.size):
         incoming = torch.empty_like(held[: before - skip])
@@ -138,7 +138,10 @@ class HierarchicalGroup:
         return self._side
 
     def _chunks(self, elements: int, width: int) -> list[slice]:
-        """Divide one rank's share, so that a rank transfers about `chunk_bytes` for a chunk of all nodes."""
+        """Divide one rank's share of `elements` into chunks, so that a rank transfers about `chunk_bytes` per chunk.
+
+        A rank transfers the chunk of its share on every node of the rail. `width` is the size of an element in bytes.
+        """
         step = max(1, self._chunk_bytes // width // max(1, self._rail.size))
         return [slice(start, min(start + step, elements)) for start in range(0, max(elements, 1), step)]
 

@@ -65,7 +65,7 @@ def library() -> ctypes.CDLL:
 def host_identity() -> bytes:
     """Return 32 bytes that are equal for two processes only if these can share memory.
 
-    They must have the same kernel since the same boot, the same /dev/shm and the same namespace of process ids.
+    The bytes depend on the boot of the kernel, on /dev/shm, and on the namespace of process ids.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     memory = MEMORY_DIR.stat()

@@ -187,7 +187,7 @@ class ShmGroup:
         return message
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
-        """Send, then post the receive. Sends do not wait for a receive, so two ranks cannot block each other."""
+        """Send, then post the receive. The send does not wait for the peer's receive, unless the arena is full."""
         self.send(outgoing, to)
         return self.receive(incoming, source)
 

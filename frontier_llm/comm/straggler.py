@@ -134,9 +134,8 @@ class BusyTime:
         self._ledger = ledger
         self._on_gpu = device.type == "cuda"
         self._seconds: list[float] = []
-        self._spans: list[
-            tuple[Span, list[Span]]
-        ] = []  # on a GPU: a step, and the intervals in which its stream waited
+        # on a GPU: a step, and the intervals in which its stream waited
+        self._spans: list[tuple[Span, list[Span]]] = []
 
     @contextmanager
     def measured(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 Embedding: each rank looks up the rows that it holds, and the sum over tp is the result.
 
-Cross-entropy: an all-gather of three numbers per token replaces the exchange of logits. Each rank reduces its
+Cross-entropy: an all-gather of three numbers per token replaces a gather of the logits. Each rank reduces its
 slice to (max, sum of exp, target logit). Every rank computes the same log-sum-exp from all ranks' triples in the same
 order, so the loss is bitwise equal over tp. Backward overwrites the logits with their gradient. The (S·B, v) buffer is
 the largest activation of the last stage. So it exists only once, and never in fp32.
