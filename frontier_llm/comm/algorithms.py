@@ -1,5 +1,6 @@
-"""Which algorithm a collective takes, by operation, nodes and message size: a table in configs/algorithms, measured
-or estimated.
+"""Tables that choose the algorithm of a collective by operation, number of nodes and message size.
+
+The shipped tables in configs/algorithms are measured or estimated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", 
 
 
 class Rule(Section):
-    """From so many nodes and so many bytes of the whole tensor on, an operation takes this algorithm."""
+    """Algorithm of an operation from `nodes_from` nodes and `bytes_from` bytes on.
+
+    The bytes are the size of the complete tensor, as `Ledger` counts them.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -30,13 +34,13 @@ class Rule(Section):
 
 
 class AlgorithmTable(Section):
-    """Rules in rising order of importance: the last one that applies wins; flat when none does."""
+    """Rules in increasing order of priority. The last rule that applies is used; without one the choice is flat."""
 
     title: str = ""
     rules: tuple[Rule, ...]
 
     def choose(self, operation: str, nodes: int, size_bytes: int) -> str:
-        """'flat' or 'hierarchical'."""
+        """Return 'flat' or 'hierarchical' for a tensor of `size_bytes` on an axis that spans `nodes` nodes."""
         chosen = "flat"
         for rule in self.rules:
             if rule.operation == operation and nodes >= rule.nodes_from and size_bytes >= rule.bytes_from:
@@ -52,9 +56,10 @@ HIERARCHICAL = AlgorithmTable.model_validate(
 
 
 def load_algorithms(name_or_path: str) -> AlgorithmTable:
-    """'flat', 'hierarchical', or a table by its shipped name or path (`bench comm --emit` writes one).
+    """Return the table with this name or path.
 
-    Raises ConfigError with every violation of the file.
+    'flat' and 'hierarchical' always choose that algorithm. Other names are files in configs/algorithms.
+    `bench comm --emit` writes such a file. Raises ConfigError with all errors of the file.
     """
     fixed = {"flat": FLAT, "hierarchical": HIERARCHICAL}
     if name_or_path in fixed:

@@ -1,8 +1,8 @@
-"""A rank's view of the authenticated store: connections to the server in rank 0's process (`comm.store_server`).
+"""Client of the authenticated store, whose server runs in rank 0's process (`comm.store_server`).
 
-Ranks of rank 0's node connect over a Unix socket, the others over TCP (`comm.door`).
-Unix sockets are of the abstract namespace (no file to clean up), under a name that only the job can know.
-Each question takes a connection of its own, so that one thread may wait for a key while another posts.
+Ranks on rank 0's node connect over a Unix socket, the other ranks over TCP (`comm.door`).
+The Unix socket is in the abstract namespace, so no file must be deleted. Only ranks of the job can compute its name.
+Each request uses its own connection, so that one thread can wait for a key while another thread writes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ import torch.distributed as dist
 
 from frontier_llm.comm.door import Stranger, exactly, give_proof, same_user
 
-ANSWER_S = 30.0  # for the other end to answer what needs no waiting: then it is stopped or gone
-CONNECT_S = 10.0  # for a network's answer to one attempt
-# of a message, as in csrc/store_server.cpp; one of all of a machine's ids has some hundred
+ANSWER_S = 30.0  # Limit for an answer that the server can give at once. After it the server is stopped or gone.
+CONNECT_S = 10.0  # Limit for one attempt to connect.
+# Limits of a message, as in csrc/store_server.cpp. The request for all communicators' ids of a machine has some hundred
+# parts.
 MOST_PARTS = 1 << 16
 MOST_BYTES = 64 << 20
 
 Parts = list[bytes]
-Connect = Callable[[], socket.socket]  # raises OSError where nobody is there yet, Stranger where it is somebody else
+# raises OSError if no server listens yet, Stranger if the server is not authenticated
+Connect = Callable[[], socket.socket]
 
 
 def socket_name(secret: bytes, port: int, first_local_rank: int) -> str:
-    """Abstract name of the Unix socket of a node: nobody else can take it beforehand. One per job and node (and per
-    pretended node of a test).
+    """Return the abstract name of a node's Unix socket, one per job and node (or simulated node of a test).
+
+    Other users cannot take the name first, because it is derived from the secret.
     """
     return "\0frontier-llm-" + hmac.digest(secret, f"{port} {first_local_rank}".encode(), "sha256").hex()[:40]
 
 
 def connect_here(name: str) -> socket.socket:
-    """To a process of this user on this node."""
+    """Connect to a process on this node. Raises OSError, or Stranger if the process belongs to another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(name)
@@ -49,7 +52,7 @@ def connect_here(name: str) -> socket.socket:
 
 
 def connect_across(address: str, port: int, secret: bytes) -> socket.socket:
-    """To rank 0's process on another node."""
+    """Connect to rank 0's process on another node. Raises OSError, or Stranger if it does not know the secret."""
     connection = socket.create_connection((address, port), timeout=CONNECT_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -61,13 +64,13 @@ def connect_across(address: str, port: int, secret: bytes) -> socket.socket:
 
 
 def send_parts(connection: socket.socket, *parts: bytes) -> None:
-    """What `receive_parts` gives at the other end."""
+    """Send a list of byte strings as one message. The peer reads it with `receive_parts`."""
     lengths = struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts))
     connection.sendall(lengths + b"".join(parts))
 
 
 def receive_parts(connection: socket.socket) -> Parts:
-    """Raises OSError when the other end is gone, or says what no rank says."""
+    """Receive a list of byte strings. Raises OSError if the peer is gone or its message is empty or too large."""
     (count,) = struct.unpack("<I", exactly(connection, 4))
     if not 0 < count <= MOST_PARTS:
         raise ConnectionError(f"a message of {count} parts")
@@ -82,23 +85,25 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 class AuthenticatedStore(dist.Store):
-    """The job's store as a rank sees it. Raises DistStoreError when the other end is gone.
+    """A rank's client of the job's store. Methods raise DistStoreError if the server is gone.
 
-    torch's C++ (prefixes, gloo, RCCL's groups and their watchdogs) calls a store that is written in Python by names of
-    its own, some of them not Python's: every one that it can call is here. Queues and list_keys it cannot call, and no
-    group needs them.
+    torch's C++ code (prefixes, gloo, RCCL's groups and their watchdogs) calls the methods of a Python store. It uses
+    some names that the Python interface does not have. This class defines all methods that C++ can call. C++ cannot
+    call queues and list_keys, and no group needs them.
     """
 
     def __init__(self, connect: Connect, timeout_s: float, patient: bool = True, connections: int = 1000) -> None:
-        """Connect; if `patient`, try for up to `timeout_s`. At most `connections` at a time: with one, nobody may
-        wait for a key.
+        """Connect. If `patient`, retry for up to `timeout_s`.
+
+        At most `connections` requests run at a time. With one, a thread that waits for a key blocks all other threads.
         """
         super().__init__()
-        # kept by the C++ half, which hears of it from groups and prefixes too
+        # stored in the C++ base class, because groups and prefixes set it there too
         self.set_timeout(timedelta(seconds=timeout_s))
         self._connect = connect
         self._room = threading.BoundedSemaphore(connections)
-        self._idle: list[socket.socket] = []  # not one per thread: a thread of C++ is a new one to Python at each call
+        # not one per thread: for Python a C++ thread is a new thread at each call
+        self._idle: list[socket.socket] = []
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -112,13 +117,13 @@ class AuthenticatedStore(dist.Store):
                 time.sleep(0.01)
 
     def _ask(self, operation: str, *arguments: bytes, within_s: float = 0.0) -> Parts:
-        """`within_s` is what the other end itself may wait."""
+        """Send a request and return the values of its answer. The server itself may wait up to `within_s`."""
         with self._room:
             try:
                 connection = self._idle.pop() if self._idle else self._connect()
                 connection.settimeout(within_s + ANSWER_S)
                 send_parts(connection, operation.encode(), *arguments)
-                # who fails here is not asked again: a late answer would be the next question's
+                # a connection that fails is not used again: a late answer would be taken for the next request's
                 status, *values = receive_parts(connection)
             except (OSError, Stranger) as error:
                 raise dist.DistStoreError(f"the store of this job is gone: {error}") from error
@@ -132,45 +137,51 @@ class AuthenticatedStore(dist.Store):
         return self._ask(operation, repr(timeout_s).encode(), *(key.encode() for key in keys), within_s=timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See torch.distributed.Store; so for the others."""
+        """Store `value` under `key`, as torch.distributed.Store does."""
         self._ask("set", key.encode(), _as_bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Waits for the key."""
+        """Wait for the key and return its value."""
         return self._await("get", [key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        """The new value."""
+        """Add `amount` to the number stored under `key` and return the sum."""
         return int(self._ask("add", key.encode(), str(amount).encode())[0])
 
     def check(self, keys: list[str]) -> bool:
-        """True when all are there."""
+        """Return whether all keys exist."""
         return bool(self._ask("check", *(key.encode() for key in keys))[0])
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all are there."""
+        """Wait until all keys exist."""
         self._await("wait", keys, timeout)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Waits for all; RCCL asks so for the ids of all roots of a communicator of more than 128 ranks."""
+        """Wait for all keys and return their values.
+
+        RCCL calls it for a communicator of more than 128 ranks, to read the ids of all its roots.
+        """
         return self._await("multi_get", keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """The value afterwards."""
+        """Store `desired` if the current value is `expected`, and return the value after this.
+
+        A key that does not exist has the value ''.
+        """
         return self._ask("compare_set", key.encode(), _as_bytes(expected), _as_bytes(desired))[0]
 
     def delete_key(self, key: str) -> bool:
-        """True when it was there."""
+        """Delete a key and return whether it existed."""
         return bool(self._ask("delete_key", key.encode())[0])
 
     def num_keys(self) -> int:
-        """In the whole store."""
+        """Return the number of keys in the store, whatever their prefix."""
         return int(self._ask("num_keys")[0])
 
     def clone(self) -> AuthenticatedStore:
-        """For another thread: this one, since each question has a connection of its own."""
+        """Return this store. Threads can share it, because each request has its own connection."""
         return self
 
-    # the names by which torch's C++ calls them
+    # names that torch's C++ code calls
     deleteKey = delete_key
     getNumKeys = num_keys

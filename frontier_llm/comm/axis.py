@@ -1,7 +1,7 @@
-"""Axis: one direction of the mesh as seen by one rank, and the collectives along it.
+"""Axis: one dimension of the mesh as seen by one rank, and its collectives.
 
-An axis is passed to the code that communicates. Each collective is the identity on an axis of size 1, and each is
-counted in the axis' ledger.
+Code that communicates receives its axis as an argument. On an axis of size 1 each collective is the identity.
+On other axes the axis' ledger counts each collective.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from frontier_llm.topology.grid import AXES
 
 @dataclass(frozen=True)
 class Axis:
-    """A group of ranks that this rank belongs to.
+    """A group of ranks along one dimension of the mesh, which includes this rank.
 
-    `group` moves the bytes; it is None on an axis of size 1, where every collective is the identity.
+    `group` transfers the data. It is None on an axis of size 1, because every collective is the identity there.
     """
 
     name: str
@@ -33,27 +33,29 @@ class Axis:
     ranks: tuple[int, ...]  # global ranks in axis order
     group: Group | None = field(default=None, compare=False, repr=False)
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
-    # where it spans nodes evenly: the same collectives in two stages, on how many nodes, and for which calls
+    # the same collectives in two stages; set if the axis has equally many ranks on each of several nodes
     hierarchical: Collectives | None = field(default=None, compare=False, repr=False)
-    nodes: int = 1
-    # where rows go in two stages: its node, its rail
+    nodes: int = 1  # Number of nodes, if communication in two stages is possible.
+    # (node axis, rail axis) of this rank, if rows are sent to experts in two stages
     levels: tuple[Axis, Axis] | None = field(default=None, compare=False, repr=False)
-    algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)
-    # where only one communication may be in flight
+    algorithms: AlgorithmTable = field(default=FLAT, compare=False, repr=False)  # chooses `hierarchical` for a call
+    # set if only one communication may be in flight
     turns: Turns | None = field(default=None, compare=False, repr=False)
-    # of whoever waits for rows, where there are experts
+    # interleaves two microbatches while rows to experts are under way
     baton: Baton | None = field(default=None, compare=False, repr=False)
 
     def collectives(self, operation: str, size_bytes: int) -> Collectives | None:
-        """What carries out a collective; bytes are the whole tensor's, as in the ledger, so that every rank chooses
-        alike.
+        """Return the implementation for a collective, or None on an axis of size 1.
+
+        `size_bytes` is the size of the complete tensor, as in the ledger. It is equal on all ranks, so all ranks
+        choose the same algorithm.
         """
         chosen = self.algorithms.choose(operation, self.nodes, size_bytes)
         return self.hierarchical if self.hierarchical is not None and chosen == "hierarchical" else self.group
 
 
 def single(name: str, global_rank: int = 0, ledger: Ledger | None = None) -> Axis:
-    """An axis of one rank."""
+    """Return an axis of one rank, on which every collective is the identity."""
     return Axis(name, 0, 1, (global_rank,), None, ledger or Ledger())
 
 
@@ -68,9 +70,9 @@ class Mesh:
     replicas: Axis  # all ranks that hold the same weights, dp x cp: gradients are summed over it
     world: Axis
     tied: Axis  # the two stages that hold a tied embedding; size 1 everywhere else
-    channels: Mapping[str, Axis] = field(repr=False)  # pipeline messages: one communicator per direction (see comm.p2p)
+    channels: Mapping[str, Axis] = field(repr=False)  # pipeline messages: one communicator per `schedule.Channel`
     ledger: Ledger = field(default_factory=Ledger, repr=False)
-    # ranks that hold one copy of all experts, those that split an expert's width (etp of them) next to each other
+    # ranks that together hold one copy of all experts; the `etp` ranks that split an expert's width are consecutive
     ep: Axis = field(default_factory=lambda: single("ep"))
     etp: Axis = field(default_factory=lambda: single("etp"))
     edp: Axis = field(default_factory=lambda: single("edp"))  # ranks that hold the same part of the same experts
@@ -81,40 +83,41 @@ class Mesh:
         return self.world.turns is not None
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name."""
+        """Return the axis with this name, for example 'tp'."""
         axis: Axis = getattr(self, name)
         return axis
 
 
 def serial_mesh() -> Mesh:
-    """The mesh of a single process: every axis has size 1 and nothing is initialised."""
+    """Return the mesh of a single process. Every axis has size 1, and torch.distributed is not initialised."""
     ledger = Ledger()
     axes = {name: single(name, ledger=ledger) for name in (*AXES, "world", "tied")}
     return Mesh(**axes, replicas=axes["dp"], channels={}, ledger=ledger)
 
 
 class Started:
-    """A collective or message, counted and begun; waiting is timed in the axis' ledger."""
+    """A collective or message that has begun. The axis' ledger counts it and records the time spent waiting."""
 
     def __init__(
         self, axis: Axis, operation: str, size_bytes: int, begin: Callable[[], Any], staged: bool = False
     ) -> None:
-        """`begin` starts it. What is `staged` consists of others, which are in flight themselves.
+        """Start the communication with `begin`.
 
-        Some transports do their work in the start, others while they are waited for: both are timed.
+        A `staged` collective consists of other communications. These are in flight, and the collective itself is not.
+        Some transports do their work at the start and others in the wait, so both times are recorded.
         """
         self._axis = axis
         self._in_flight = not staged
-        self._begin: Callable[[], Any] | None = begin  # holds the tensors until the wait
+        self._begin: Callable[[], Any] | None = begin  # keeps the tensors alive until the wait
         self._call = axis.ledger.add(axis.name, operation, size_bytes)
         axis.ledger.count_in_flight(self._in_flight)
         with axis.ledger.blocked(self._call, last=False):
             self._work = begin() if axis.turns is None else axis.turns.take(begin, staged)
-        if axis.turns is not None:  # the next begins when this one has ended, whenever its result is asked for
+        if axis.turns is not None:  # it ends before the next begins, even if wait() is called much later
             self._end()
 
     def wait(self) -> None:
-        """See Pending."""
+        """Wait for the result and record the time. Further calls return at once."""
         if self._call.finished:
             return
         with self._axis.ledger.blocked(self._call):
@@ -127,12 +130,12 @@ class Started:
         self._in_flight = False
 
     def is_done(self) -> bool:
-        """See Sending."""
+        """Return whether the tensor of a send may be written to or freed. Never blocks."""
         return bool(self._work.is_done())
 
 
 def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Collectives], Pending]) -> Pending:
-    """Begin a collective by whoever carries it out on this axis."""
+    """Begin a collective with the implementation that the axis chooses for it."""
     group = axis.collectives(operation, size_bytes)
     return (
         DONE
@@ -142,25 +145,25 @@ def _start(axis: Axis, operation: str, size_bytes: int, start: Callable[[Collect
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    """Reduce in place over the axis; returns x."""
+    """Reduce `x` in place over the axis. `op` is 'sum' or 'max'. Returns x."""
     start_all_reduce_(x, axis, op).wait()
     return x
 
 
 def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
-    """Begin an in-place all-reduce of a contiguous tensor."""
+    """Begin an in-place all-reduce of a contiguous tensor. `op` is 'sum' or 'max'."""
     return _start(axis, "all_reduce", x.nbytes, lambda group: group.start_all_reduce_(x, op))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """[n, …] on each rank → [n * size, …], concatenated along dim 0 in axis order."""
+    """Concatenate each rank's `x` along dim 0 in axis order: [n, …] → [n * size, …]."""
     gathered, pending = start_all_gather(x, axis)
     pending.wait()
     return gathered
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
-    """Begin an all-gather along dim 0; the result may be read after wait()."""
+    """Begin an all-gather along dim 0. Returns (result, pending); the result may be read after wait()."""
     if axis.group is None:
         return x, DONE
     gathered = torch.empty((axis.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
@@ -168,19 +171,19 @@ def start_all_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 
 
 def start_all_gather_into(gathered: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Begin an all-gather into a given buffer; `x` may be this rank's part of `gathered` itself."""
+    """Begin an all-gather into a given buffer. `x` may be this rank's part of `gathered` itself."""
     return _start(axis, "all_gather", gathered.nbytes, lambda group: group.start_all_gather_into(gathered, x))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """[n * size, …] partial sums → this rank's summed [n, …] along dim 0."""
+    """Sum `x` over the ranks and return this rank's part along dim 0: [n * size, …] → [n, …]."""
     scattered, pending = start_reduce_scatter(x, axis)
     pending.wait()
     return scattered
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
-    """Begin a summing reduce-scatter along dim 0; the result may be read after wait()."""
+    """Begin a summing reduce-scatter along dim 0. Returns (result, pending); the result may be read after wait()."""
     if axis.group is None:
         return x, DONE
     scattered = torch.empty((x.shape[0] // axis.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
@@ -188,13 +191,14 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
 
 
 def start_reduce_scatter_into(scattered: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Begin a summing reduce-scatter into a given buffer; it may be this rank's part of `x` itself."""
+    """Begin a summing reduce-scatter into a given buffer. `scattered` may be this rank's part of `x` itself."""
     return _start(axis, "reduce_scatter", x.nbytes, lambda group: group.start_reduce_scatter_into(scattered, x))
 
 
 def start_all_to_all_into(arriving: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Begin to send part r of `x` to axis rank r and to receive part r of `arriving` from it; two different buffers
-    of one shape.
+    """Begin to send part r of `x` to axis rank r and to receive part r of `arriving` from it.
+
+    The two buffers are different and have the same shape.
     """
     return _start(axis, "all_to_all", x.nbytes, lambda group: group.start_all_to_all_into(arriving, x))
 
@@ -202,11 +206,11 @@ def start_all_to_all_into(arriving: Tensor, x: Tensor, axis: Axis) -> Pending:
 def start_all_to_all_rows(
     x: Tensor, received: Sequence[int], sent: Sequence[int], axis: Axis
 ) -> tuple[Tensor, Pending]:
-    """Begin to send `sent[r]` rows of `x` to axis rank r, in axis order, and to receive `received[r]` from it; read the
-    result after wait().
+    """Begin to send `sent[r]` rows of `x` to axis rank r, in axis order, and to receive `received[r]` rows from it.
 
-    Every rank sends at least one row to every rank: RCCL has hung where one had nothing to receive. Whoever has none
-    sends one that nobody reads.
+    Returns (received rows, pending); the rows may be read after wait().
+    Every rank must send at least one row to every rank, because RCCL has hung if a rank had nothing to receive.
+    A caller without a row for a rank sends an unused row.
     """
     assert min(*received, *sent) > 0 and sum(sent) == x.shape[0], (
         "an all-to-all without rows between two ranks hangs RCCL"
@@ -222,11 +226,11 @@ def start_all_to_all_rows(
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> Tensor:
-    """Copy `x` of axis rank `source` to all; returns x."""
+    """Copy `x` of axis rank `source` into `x` of all ranks. Returns x."""
     _start(axis, "broadcast", x.nbytes, lambda group: group.start_broadcast_(x, source)).wait()
     return x
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis is here."""
+    """Wait until every rank of the axis has called it."""
     _start(axis, "barrier", 0, lambda group: group.start_barrier()).wait()

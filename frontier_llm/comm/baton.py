@@ -1,5 +1,6 @@
-"""Two halves of a rank's work of which one runs at a time: the other's compute takes place where a half would wait
-for what is on its way.
+"""Interleaves two halves of a rank's work, for example a forward and the backward of another microbatch.
+
+One half runs at a time. When it would wait for communication, the other half computes.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ Half = TypeVar("Half")
 
 
 class _Dropped(BaseException):
-    """Unwinds a half whose other half has failed."""
+    """Ends a half after the other half has failed."""
 
 
 class Baton:
-    """One per rank. Each half is a plain call on a thread of its own, and who has the baton runs.
+    """Lets one of two halves run at a time; one object per rank.
 
-    It changes hands where its holder says so (`pass_on`) and when a half ends, so the order is a matter of the program
-    alone: the same on all ranks that run the same two. On a GPU both submit to one stream; a half that comes back makes
-    it wait behind the other's kernels, which is the overlap. Whoever calls `pass_on` is the holder, whatever the
-    thread: autograd runs a GPU's backward on one of its own.
+    Each half is a function call in its own thread. The running half changes when it calls `pass_on` and when it ends.
+    So the program alone determines the order, and all ranks that run the same two halves have the same order.
+    On a GPU both halves submit kernels to one stream. A half that resumes queues its wait for communication behind the
+    other half's kernels, so communication and kernels overlap. Any thread may call `pass_on` for the running half,
+    because autograd runs a GPU's backward in its own thread.
     """
 
     def __init__(self) -> None:
         self._wakes: tuple[Semaphore, Semaphore]
-        # while both halves have something left
-        self._holder = 0
-        self._shared = False
+        self._holder = 0  # index of the half that runs
+        self._shared = False  # whether both halves are unfinished
         self._error: BaseException | None = None
         self._taken: Callable[[], object]
-        self._second = ThreadPoolExecutor(1, "second half")  # one for good: it is started at the first pair
+        self._second = ThreadPoolExecutor(1, "second half")  # one thread for all pairs, started at the first pair
 
     def share(self, halves: Sequence[Half], run: Callable[[Half], None], turn: Callable[[Half], object]) -> None:
-        """Run two halves to their ends, the first from this thread; `turn` is told who has the baton, whenever it
-        changes hands.
+        """Run two halves to their ends, the first in this thread.
 
-        What one of them raises ends the other at its next turn, and is raised here.
+        `turn` is called with a half each time this half starts or resumes.
+        An exception of one half ends the other half at its next turn, and is then raised here.
         """
         self._wakes = (Semaphore(0), Semaphore(0))
         self._holder = 0
@@ -50,7 +51,7 @@ class Baton:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def second() -> None:
-            with torch.cuda.stream(stream):  # and on its device: both are a thread's own
+            with torch.cuda.stream(stream):  # each thread has its own current stream and device
                 self._wakes[1].acquire()
                 self._run(lambda: run(halves[1]))
 
@@ -61,7 +62,7 @@ class Baton:
             raise self._error
 
     def pass_on(self) -> None:
-        """Return when the other half has passed the baton back or has ended; at once where there is none."""
+        """Let the other half run, and return when it yields or ends. Returns at once if there is no other half."""
         if self._shared:
             mine = self._holder
             self._give(1 - mine)
@@ -69,7 +70,7 @@ class Baton:
             self._take()
 
     def _run(self, half: Callable[[], None]) -> None:
-        """From the first turn to the end; the rest is the other's."""
+        """Run a half from its first turn to its end, then let the other half run to its end."""
         try:
             self._take()
             half()

@@ -1,8 +1,7 @@
-"""Heartbeats and failure records that outlive the collectives: each rank posts where it stands, and any rank reads it
-while the others hang.
+"""Heartbeats and failure records of the ranks, which work even while collectives hang.
 
-They are keys of the job's store, over connections of their own, so that a thread may use them while the main thread
-waits.
+Each rank writes its state to a key of the job's store, and any rank can read it.
+The store connections are separate, so that a thread can use them while the main thread waits.
 """
 
 from __future__ import annotations
@@ -17,28 +16,31 @@ from frontier_llm.comm.rendezvous import open_store, store_address
 from frontier_llm.errors import BackendError
 
 _PREFIX = "board"
-FIRST_HEARTBEAT_S = 5.0  # until the first heartbeat can be read back
+FIRST_HEARTBEAT_S = 5.0  # time limit for reading back the first heartbeat
 
 
 class Board:
-    """One rank's access. Every method raises RuntimeError (torch's DistStoreError) if the store is gone or does not
-    answer.
+    """One rank's access to the heartbeats and failure records of all ranks.
+
+    Every method raises RuntimeError (torch's DistStoreError) if the store is gone or does not answer.
     """
 
     def __init__(self, timeout_s: float = 5.0, period_s: float = 0.25) -> None:
-        """Connect to the store that `comm.connect` has joined. `period_s`: the usual time between two calls of
-        `post`.
+        """Connect to the store that `comm.connect` has joined.
+
+        `period_s` is the usual time between two calls of `post`.
         """
         self._store = open_store(timeout_s)
         self._address = store_address()
         self._period_s = period_s
         self._heartbeats: Heartbeats | None = None
         self._posts = 0  # from Python
-        self.outlives_rank_0 = self._address is not None
+        self.outlives_rank_0 = self._address is not None  # TCPStore's server has its own process
 
     def post(self, rank: int, notice: dict[str, Any]) -> None:
-        """Replace this rank's notice; "posts" in it numbers the posts. With TCPStore a C++ thread posts it again if
-        the next one is late.
+        """Write `notice` as this rank's newest heartbeat, with the number of its heartbeats added as "posts".
+
+        With TCPStore a C++ thread repeats the heartbeat if the next call is late.
         """
         if self._heartbeats is not None:
             self._heartbeats.update(notice)
@@ -52,8 +54,9 @@ class Board:
         self._store.set(f"{_PREFIX}/{rank}", json.dumps({**notice, "posts": self._posts}))
 
     def _begin_heartbeats(self, address: tuple[str, int], rank: int, notice: dict[str, Any]) -> None:
-        """Send the first heartbeat and read it back. If that fails, this rank posts from Python for the rest of the
-        run.
+        """Send the first heartbeat from C++ and read it back.
+
+        If this fails, this rank sends its heartbeats from Python for the rest of the run.
         """
         key = f"{_PREFIX}/{rank}"
         try:
@@ -78,17 +81,17 @@ class Board:
         self._post_from_python(rank, notice)
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """A rank's newest notice; None before its first."""
+        """Return a rank's newest heartbeat, or None before its first."""
         key = f"{_PREFIX}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def claim(self, name: str, value: str) -> str:
-        """The first value that any rank has claimed under this name."""
+        """Store `value` under `name` unless a rank has done so before. Returns the stored value."""
         claimed = self._store.compare_set(f"{_PREFIX}/{name}", "", value)
         return claimed.decode()
 
     def claimed(self, name: str) -> str | None:
-        """The claimed value, or None."""
+        """Return the value that `claim` has stored under this name, or None."""
         key = f"{_PREFIX}/{name}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 

@@ -1,12 +1,13 @@
-"""Operations that consist of collectives: sums with 16-bit summands, collectives in an autograd graph, and JSON values.
+"""Operations built from collectives: sums with 16-bit summands, collectives in an autograd graph, and JSON values.
 
-Sums of fp32 tensors whose summands travel in 16 bits move half the bytes of a reduce-scatter and are added in fp32. A
-library's bf16 reduce-scatter rounds the running sum at every hop of its ring. Here each summand is rounded once, sent
-to the rank that needs it (all-to-all: the same bytes), and added there in the buffer's own precision. This rank's
-summand is not rounded. So the error of a sum of n is at most 2^-8 of the sum of the other summands' magnitudes,
-whatever n is. The order of the additions is fixed: results are bitwise the same in every run.
+A sum of fp32 tensors with 16-bit summands moves half the bytes of an fp32 reduce-scatter. A library's bf16
+reduce-scatter rounds the running sum at every hop of its ring. Here each summand is rounded once and sent to the rank
+that needs it. The all-to-all for this moves the same number of bytes as a 16-bit reduce-scatter. The receiving rank
+adds the summands in the buffer's own precision, and does not round its own summand. So the error of a sum is at most
+2^-8 of the sum of the other summands' magnitudes, for any number of summands. The order of the additions is fixed, so
+results are bitwise the same in every run.
 
-Values travel as JSON in tensors of bytes, without the pickle of torch's object collectives.
+JSON values are sent in byte tensors, without the pickle of torch's object collectives.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from frontier_llm.comm.group import DONE, Pending
 
 
 class _Sum:
-    """Summands under way; added in wait(). With `everywhere` every rank then gets all of it, rounded once more."""
+    """Summands under way, which wait() adds up. With `everywhere` it also gathers the sums, rounded once more."""
 
     def __init__(self, x: Tensor, axis: Axis, wire: torch.dtype, everywhere: bool) -> None:
         self._x = x
@@ -36,7 +37,6 @@ class _Sum:
         self._pending: Pending | None = start_all_to_all_into(self._arriving, self._outgoing, axis)
 
     def wait(self) -> None:
-        """See Pending."""
         if self._pending is None:
             return
         self._pending.wait()
@@ -51,10 +51,10 @@ class _Sum:
 
 
 def start_narrow_sum_(x: Tensor, axis: Axis, wire: torch.dtype, *, everywhere: bool) -> Pending:
-    """Begin to sum [n * size] over the axis, summands sent as `wire`; after wait() this rank's part of `x` holds its
-    sum.
+    """Begin to sum `x` [n * size] over the axis. Summands are sent with dtype `wire`.
 
-    `everywhere`: all of `x` does; the sums travel back as `wire` too, so that all ranks hold the same bits.
+    After wait() this rank's part of `x` holds the sum. With `everywhere` all of `x` does.
+    The sums are then sent back with dtype `wire` too, so that all ranks hold the same bits.
     """
     return DONE if axis.group is None else _Sum(x, axis, wire, everywhere)
 
@@ -63,7 +63,7 @@ Move = Callable[[Tensor, Axis], Tensor]
 
 
 def moved(x: Tensor, axis: Axis, there: Move, back: Move) -> Tensor:
-    """there(x, axis), a tensor of its own; its backward is back(gradient, axis)."""
+    """Return there(x, axis), whose backward is back(gradient, axis). `there` must return a new tensor."""
     return _Moved.apply(x, axis, there, back)
 
 
@@ -88,7 +88,7 @@ def _decode(encoded: Tensor) -> Any:
 
 
 def all_gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
-    """Every rank's value, in axis order, on every rank. Collective."""
+    """Return the values of all ranks, in axis order. Collective."""
     if axis.size == 1:
         return [value]
     encoded = _encode(value, device)
@@ -100,7 +100,7 @@ def all_gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
 
 
 def broadcast_bytes(value: bytes, axis: Axis, device: torch.device) -> bytes:
-    """Rank 0's bytes on every rank; the others' are ignored. Collective."""
+    """Return rank 0's bytes on every rank. The values of the other ranks are ignored. Collective."""
     if axis.size == 1:
         return value
     length = broadcast_(torch.tensor([len(value)], dtype=torch.int64, device=device), axis, 0)
@@ -111,14 +111,14 @@ def broadcast_bytes(value: bytes, axis: Axis, device: torch.device) -> bytes:
 
 
 def broadcast_json(value: Any, axis: Axis, device: torch.device) -> Any:
-    """Rank 0's value on every rank; the others' are ignored. Collective."""
+    """Return rank 0's value on every rank. The values of the other ranks are ignored. Collective."""
     if axis.size == 1:
         return value
     return json.loads(broadcast_bytes(json.dumps(value).encode(), axis, device))
 
 
 def maximum(values: list[int], axis: Axis, device: torch.device) -> list[int]:
-    """Element-wise maximum over the ranks. Collective."""
+    """Return the element-wise maximum over the ranks. Collective."""
     return [
         int(value)
         for value in all_reduce_(torch.tensor(values, dtype=torch.int64, device=device), axis, "max").tolist()
@@ -126,16 +126,18 @@ def maximum(values: list[int], axis: Axis, device: torch.device) -> list[int]:
 
 
 def start_shift(x: Tensor, axis: Axis) -> tuple[Tensor, Started]:
-    """Begin to hand a contiguous tensor on to the next rank of the axis, the last one's to the first; what arrives
-    may be read after wait().
+    """Begin to send a contiguous tensor to the next rank of the axis, and from the last rank to the first.
+
+    Returns (incoming tensor, pending). The incoming tensor may be read after wait().
     """
     incoming = torch.empty_like(x)
     return incoming, start_exchange(x, (axis.rank + 1) % axis.size, incoming, (axis.rank - 1) % axis.size, axis)
 
 
 def start_exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, axis: Axis) -> Started:
-    """Begin to send to axis rank `to` and to receive from axis rank `source` at the same time; both contiguous,
-    counted as send and recv.
+    """Begin to send to axis rank `to` and to receive from axis rank `source` at the same time.
+
+    Both tensors are contiguous. The ledger counts one send and one recv.
     """
     group = axis.group
     assert group is not None, "an axis of one rank has no one to exchange with"

@@ -1,8 +1,8 @@
-"""Who may speak to the job's store: ranks of this job, and nobody else.
+"""Authenticates connections to the job's key-value store, so that only ranks of this job can use it.
 
-Within a node the kernel says whose process is at the other end of a Unix socket. Between nodes both ends prove that
-they know the job's secret, which is never sent: each answers the other's random challenge (HMAC-SHA256). What follows
-on the connection is neither encrypted nor signed (docs/security.md).
+Within a node the kernel reports the user of the process at the other end of a Unix socket. Between nodes both ends
+prove that they know the job's secret, which is never sent. Each end answers the other's random challenge (HMAC-SHA256).
+The data after the handshake is neither encrypted nor signed (docs/security.md).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from frontier_llm import log
 GREETING = b"frontier-llm rendezvous 1\n"
 CHALLENGE_BYTES = PROOF_BYTES = 32
 HANDSHAKE_S = 5.0  # a rank answers within a round trip
-# connections that have not yet said who they are: what more come are closed, and a rank's is tried again
+# Limit of connections that are not authenticated yet. More are closed at once, and a rank tries again.
 MOST_UNKNOWN = 256
-MOST_LINES = 20  # of the log, about strangers
+MOST_LINES = 20  # limit of log lines about unauthenticated peers
 
 
 class Stranger(Exception):
-    """Whoever is at the other end is no rank of this job; the message says why."""
+    """The peer failed authentication. The message contains the reason."""
 
 
 def same_user(connection: socket.socket) -> None:
-    """Raise Stranger where a Unix socket's other end belongs to another user."""
+    """Raise Stranger if the peer of a Unix socket belongs to another user."""
     process, user, _ = struct.unpack(
         "3i",
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")),
@@ -41,7 +41,10 @@ def same_user(connection: socket.socket) -> None:
 
 
 def require_proof(connection: socket.socket, secret: bytes) -> None:
-    """The server's half of a handshake. Raises Stranger, or OSError when the other end leaves or takes too long."""
+    """Run the server's part of the handshake.
+
+    Raises Stranger if the peer fails it. Raises OSError if the peer closes the connection or exceeds HANDSHAKE_S.
+    """
     until_s = time.monotonic() + HANDSHAKE_S
     challenge = secrets.token_bytes(CHALLENGE_BYTES)
     connection.settimeout(HANDSHAKE_S)
@@ -56,8 +59,9 @@ def require_proof(connection: socket.socket, secret: bytes) -> None:
 
 
 def give_proof(connection: socket.socket, secret: bytes) -> None:
-    """A rank's half. Raises Stranger where the server does not know the secret either; OSError where it takes us for
-    a stranger.
+    """Run a rank's part of the handshake.
+
+    Raises Stranger if the server does not know the secret. Raises OSError if the server refuses this rank.
     """
     until_s = time.monotonic() + HANDSHAKE_S
     ours = secrets.token_bytes(CHALLENGE_BYTES)
@@ -69,7 +73,7 @@ def give_proof(connection: socket.socket, secret: bytes) -> None:
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes. Raises OSError when the other end is gone before."""
+    """Receive exactly `size` bytes. Raises OSError if the peer closes the connection before."""
     received = bytearray()
     while len(received) < size:
         piece = connection.recv(size - len(received))
@@ -80,8 +84,10 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _receive(connection: socket.socket, size: int, until_s: float, greeting: bytes = b"") -> bytes:
-    """So many bytes after the greeting, by then, however they come. A stranger's first bytes give it away: no need
-    to wait for as many as a rank sends.
+    """Receive the greeting and `size` bytes until `until_s`. Returns the bytes after the greeting.
+
+    Raises Stranger at the first byte that differs from the greeting. A peer with another protocol may never send the
+    remaining bytes, so this function does not wait for them.
     """
     received = b""
     while len(received) < len(greeting) + size:
@@ -100,9 +106,10 @@ def _proof(secret: bytes, role: bytes, *challenges: bytes) -> bytes:
 
 
 class Door:
-    """Accepts connections of `listener`; hands those that `admit` lets pass to `serve`, and closes and logs the others.
+    """Accepts connections of `listener`, and passes each one to `serve` if `admit` raises no exception.
 
-    A thread for each while it is unknown: one that says nothing holds up nobody.
+    Other connections are closed and logged. Each connection has its own thread until it is authenticated, so that a
+    silent peer does not delay other peers.
     """
 
     def __init__(
@@ -121,7 +128,7 @@ class Door:
         threading.Thread(target=self._accept, name="store door", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more; those that are in are served on."""
+        """Accept no more connections. Connections that were accepted before stay open."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 

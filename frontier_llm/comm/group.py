@@ -1,5 +1,7 @@
-"""Group: what moves bytes among the ranks of an axis. One face, three ways: torch.distributed, shared memory,
-hierarchical.
+"""Interface of groups, which transfer data among the ranks of an axis, and the group that uses torch.distributed.
+
+Two other groups have the same interface: `ShmGroup` (shared memory) and `HierarchicalGroup` (collectives in two
+stages).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from frontier_llm.errors import RankFailure
 
-# torch 2.13 renames these and warns at every call of the old names; 2.10 has only those
+# torch 2.13 renames these functions and warns at every call of the old names; torch 2.10 has only the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -21,38 +23,38 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """'global ranks 0, 8, 16 … 3064 (384)'."""
+    """Return ranks and their number as text, for example 'global ranks 0, 8, 16 … 3064 (384)'."""
     few = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:3]))} … {ranks[-1]}"
     return f"global ranks {few} ({len(ranks)})"
 
 
 def named(axis: str, ranks: Iterable[int], global_ranks: Sequence[int]) -> str:
-    """'rank 1 of axis dp (global rank 8), rank 2 of axis dp (global rank 16)'."""
+    """Return text such as 'rank 1 of axis dp (global rank 8), rank 2 of axis dp (global rank 16)'."""
     return ", ".join(f"rank {rank} of axis {axis} (global rank {global_ranks[rank]})" for rank in ranks)
 
 
 class Pending(Protocol):
-    """A collective or message under way. Its tensors stay alive and must not be written to until wait() has
-    returned.
+    """A collective or message under way.
+
+    Its tensors stay alive until wait() has returned, and must not be written to before.
     """
 
     def wait(self) -> Any:
-        """Block (on CPU) or make the current stream wait (on a GPU) until the result may be used."""
+        """Wait until the result may be used. The host blocks on a CPU; the current stream waits on a GPU."""
 
 
 class Sending(Pending, Protocol):
-    """A message under way."""
+    """A message that this rank sends."""
 
     def is_done(self) -> bool:
-        """True when its tensor may be written to or freed; never blocks."""
+        """Return whether the message's tensor may be written to or freed. Never blocks."""
 
 
 class _Done:
     def wait(self) -> None:
-        """Nothing was started."""
+        """Return at once, because nothing was started."""
 
     def is_done(self) -> bool:
-        """Yes."""
         return True
 
 
@@ -60,58 +62,60 @@ DONE: Sending = _Done()
 
 
 class Collectives(Protocol):
-    """Collectives among `size` > 1 ranks; all tensors contiguous, sources are ranks of the axis."""
+    """Collectives among two or more ranks. All tensors are contiguous, and a source is a rank of the axis."""
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
-        """'sum' or 'max' over all ranks, in place."""
+        """Reduce `x` over all ranks in place. `op` is 'sum' or 'max'."""
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
-        """`x` of every rank, in axis order; `x` may be this rank's part of `gathered`."""
+        """Gather `x` of every rank in axis order. `x` may be this rank's part of `gathered`."""
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
-        """This rank's part of the sum; `scattered` may be this rank's part of `x`."""
+        """Sum `x` over all ranks and store this rank's part of the sum. `scattered` may be this rank's part of `x`."""
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
-        """Part r of this rank's `x` goes to rank r; part r of `arriving` comes from it."""
+        """Send part r of `x` to rank r, and receive part r of `arriving` from it."""
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
-        """`x` of rank `source`, in place."""
+        """Copy `x` of rank `source` into `x` of all ranks."""
 
     def start_barrier(self) -> Pending:
-        """Ends when every rank is here."""
+        """Wait until every rank has called it."""
 
 
 class Group(Collectives, Protocol):
-    """Collectives and messages among `size` > 1 ranks."""
+    """Collectives and messages among two or more ranks."""
 
     def start_all_to_all_rows_into(
         self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Pending:
-        """The next `sent[r]` rows of this rank's `x` go to rank r; the next `received[r]` of `arriving` come from
-        it.
+        """Send the next `sent[r]` rows of `x` to each rank r, and receive the next `received[r]` rows of `arriving`.
+
+        Rows in `x` and `arriving` are in axis order of the ranks.
         """
 
     def send(self, x: Tensor, to: int) -> Sending:
-        """A message; messages to one rank arrive in order."""
+        """Send a message. Messages to one rank arrive in order."""
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
-        """Post a receive; those from one rank are filled in the order in which they were posted."""
+        """Post a receive. Messages from one rank fill its receives in the order in which they were posted."""
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
-        """Send to one rank and receive from another (or the same) as one operation: two would wait for each other on
-        a GPU's stream.
+        """Send to one rank and receive from another (or the same) rank as one operation.
+
+        On a GPU's stream two separate operations would wait for each other.
         """
 
 
 class _Watched:
-    """Work of torch.distributed whose failure names its axis and ranks."""
+    """Work of torch.distributed. If it fails, the error names the axis and its ranks."""
 
     def __init__(self, parts: Sequence[Any], explain: Callable[[Exception], RankFailure]) -> None:
         self._parts = parts
         self._explain = explain
 
     def wait(self) -> None:
-        """See Pending. Raises RankFailure."""
+        """Wait for all parts. Raises RankFailure."""
         try:
             for part in self._parts:
                 part.wait()
@@ -119,15 +123,14 @@ class _Watched:
             raise self._explain(error) from error
 
     def is_done(self) -> bool:
-        """See Sending."""
         return all(part.is_completed() for part in self._parts)
 
 
 class TorchGroup:
-    """A process group of torch.distributed: RCCL or NCCL on GPUs, gloo on CPUs that do not share a host.
+    """A process group of torch.distributed: RCCL or NCCL on GPUs, gloo on CPUs that do not share memory.
 
-    Its errors say neither operation nor axis ("Connection closed by peer", "Timed out"): ours do. Who failed first is
-    not decided here (training/guard/cause.py).
+    torch's errors ("Connection closed by peer", "Timed out") contain neither the operation nor the axis. This class
+    raises RankFailure with both. The module training/guard/cause.py determines which rank failed first.
     """
 
     def __init__(self, process_group: Any, ranks: tuple[int, ...], name: str) -> None:
@@ -135,7 +138,7 @@ class TorchGroup:
         self._ranks = ranks
         self._name = name
         self._rank = ranks.index(dist.get_rank())
-        # else torch takes the GPU of this number among the node's, whichever the rank has chosen
+        # for barriers, because torch otherwise derives a GPU's number from the rank, not from the rank's current GPU
         self._device_ids = [torch.cuda.current_device()] if dist.get_backend(process_group) == "nccl" else None
 
     def _watch(self, what: str, start: Callable[[], Any], peer: int | None = None) -> _Watched:
@@ -157,24 +160,24 @@ class TorchGroup:
         return _Watched(work if isinstance(work, list) else [work], explain)
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
-        """See Group."""
+        """Start `dist.all_reduce`, asynchronously."""
         return self._watch(
             "all_reduce", lambda: dist.all_reduce(x, op=_OPS[op], group=self.process_group, async_op=True)
         )
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
+        """Start `dist.all_gather_into_tensor`, asynchronously."""
         return self._watch("all_gather", lambda: _all_gather(gathered, x, group=self.process_group, async_op=True))
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
+        """Start a sum with `dist.reduce_scatter_tensor`, asynchronously."""
         total = dist.ReduceOp.SUM
         return self._watch(
             "reduce_scatter", lambda: _reduce_scatter(scattered, x, op=total, group=self.process_group, async_op=True)
         )
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
-        """See Group."""
+        """Start `dist.all_to_all_single` with equal parts, asynchronously."""
         return self._watch(
             "all_to_all", lambda: dist.all_to_all_single(arriving, x, group=self.process_group, async_op=True)
         )
@@ -182,33 +185,33 @@ class TorchGroup:
     def start_all_to_all_rows_into(
         self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Pending:
-        """See Group."""
+        """Start `dist.all_to_all_single` with unequal parts, asynchronously."""
         sizes = list(received), list(sent)
         return self._watch(
             "all_to_all", lambda: dist.all_to_all_single(arriving, x, *sizes, group=self.process_group, async_op=True)
         )
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
-        """See Group."""
+        """Start `dist.broadcast`, asynchronously."""
         root = self._ranks[source]
         return self._watch("broadcast", lambda: dist.broadcast(x, src=root, group=self.process_group, async_op=True))
 
     def start_barrier(self) -> Pending:
-        """See Group."""
+        """Start `dist.barrier`, asynchronously."""
         return self._watch(
             "barrier", lambda: dist.barrier(group=self.process_group, async_op=True, device_ids=self._device_ids)
         )
 
     def send(self, x: Tensor, to: int) -> Sending:
-        """See Group."""
+        """Start `dist.isend`."""
         return self._watch("send", lambda: dist.isend(x, self._ranks[to], group=self.process_group), to)
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
-        """See Group."""
+        """Start `dist.irecv`."""
         return self._watch("recv", lambda: dist.irecv(buffer, self._ranks[source], group=self.process_group), source)
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
-        """See Group."""
+        """Start both messages with `dist.batch_isend_irecv`."""
         operations = [
             dist.P2POp(dist.isend, outgoing, self._ranks[to], self.process_group),
             dist.P2POp(dist.irecv, incoming, self._ranks[source], self.process_group),
@@ -217,18 +220,21 @@ class TorchGroup:
 
 
 class Turns:
-    """One per rank. On a CPU the host waits; on a GPU the device does, on a stream through which all communication is
-    issued.
+    """Keeps one communication in flight at a time; one object per rank.
 
-    There each call is enqueued behind the compute so far and behind the end of the call before it; compute waits only
-    for what it needs.
+    On a CPU the host waits for each communication. On a GPU all communication is issued through one stream. Each call
+    is queued behind all compute that was queued before and behind the end of the previous call. Compute waits only
+    for results that it needs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def take(self, begin: Callable[[], Sending], staged: bool) -> Sending:
-        """Begin a communication in its turn. What is `staged` consists of others, which take their own turns."""
+        """Begin a communication after the previous one has ended.
+
+        A `staged` collective begins at once. It consists of other communications, and each of these waits for its turn.
+        """
         if self._stream is None:
             begin().wait()
             return DONE

@@ -1,4 +1,4 @@
-"""Process groups: the only caller of init_process_group and new_group."""
+"""Builds process groups and the mesh. Only this module calls init_process_group and new_group."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def connect(
 ) -> None:
     """Join the job's store, then the default group.
 
-    `agree` is called between the two: what it raises ends this rank before any other rank is waited for in a
-    collective. With MPI there is no store, and it is not called.
-    Raises BackendError when torch was built without the back-end, RankFailure naming rank and address when the others
-    are not there within `timeout_s`. MPI brings its own rendezvous; ranks are then numbered by the launcher that
-    started them.
+    `agree` is called between the two. If it raises an exception, this rank ends before it waits for other ranks in a
+    collective. With MPI there is no store, and `agree` is not called. MPI has its own rendezvous, and the launcher
+    numbers the ranks.
+
+    Raises BackendError if torch was built without the back-end. Raises RankFailure with rank and address if the other
+    ranks do not join within `timeout_s`.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -84,13 +85,13 @@ def _require(backend: str) -> None:
 
 
 def disconnect() -> None:
-    """Leave the job's groups, so that no peer waits for this process."""
+    """Leave the job's groups and its store, so that no peer waits for this process."""
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_stores()
 
 
-# axes that may go inside nodes first, then across; their levels do not again
+# axes whose collectives may run in two stages; the node and rail axes of these stages are not divided again
 LEVELLED = ("tp", "cp", "dp", "dp.cp", "world")
 
 
@@ -112,10 +113,10 @@ class _Groups:
         self.ledger = Ledger()
 
     def axis(self, name: str, ranks: tuple[int, ...], apart: int = 0) -> Axis:
-        """The axis over `ranks`; collective over them and over nobody else.
+        """Make the axis over `ranks`. Collective over these ranks only.
 
-        `apart` > 0: rows go in two stages where it spans nodes, each of which then has a multiple of so many of its
-        ranks.
+        With `apart` > 0, rows are sent in two stages if the axis spans nodes. This needs the same number of ranks on
+        each node, and the number must be a multiple of `apart`.
         """
         if len(ranks) == 1:
             return single(name, self._global_rank, self.ledger)
@@ -144,18 +145,20 @@ class _Groups:
         return replace(flat, hierarchical=HierarchicalGroup(node, rail), nodes=rail.size, algorithms=self._algorithms)
 
     def counted_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        """An axis that may have one rank here and several elsewhere: a group is made either way.
+        """Make an axis that may have one rank here and several on other ranks. A group is made in both cases.
 
-        torch names a group by its ranks and by how many groups the process has by then, so all ranks must create
-        equally many.
+        torch names a group by its ranks and by the number of groups that the process has created before. So all ranks
+        must create the same number of groups.
         """
         if len(ranks) == 1:
             _new_group(ranks, self._timeout_s)
         return self.axis(name, ranks)
 
     def _levels(self, name: str, ranks: tuple[int, ...], multiple: int) -> tuple[Axis, Axis]:
-        """(this rank's node, this rank's rail) of an axis with equally many ranks on each of its nodes, else two
-        axes of one rank.
+        """Return (node axis, rail axis) of this rank for collectives in two stages.
+
+        Two stages need the same number of the axis' ranks on each of several nodes, a multiple of `multiple`.
+        Otherwise both axes have one rank.
         """
         if self._ranks_per_node is None:
             return single(name, self._global_rank), single(name, self._global_rank)
@@ -170,23 +173,25 @@ class _Groups:
             and list(chain(*nodes)) == list(ranks)
             and len(nodes[0]) % max(multiple, 1) == 0
         )
-        if len(nodes) > 1 and even:  # not so for all groups of an axis where nodes are no multiple of them
+        # Groups of one axis may differ here, if a node's number of ranks is no multiple of a group's number of ranks.
+        if len(nodes) > 1 and even:
             node = tuple(by_node[self._global_rank // self._ranks_per_node])
             place = node.index(self._global_rank)
             rail = tuple(members[place] for members in nodes)
         return self.counted_axis(f"{name}.node", node), self.counted_axis(f"{name}.rail", rail)
 
     def warm_up(self) -> None:
-        """The first collective of every group that has some, in one order on all ranks.
+        """Run the first collective of every group, in the same order on all ranks.
 
-        Not of pp: its messages have channels, and a training has no other use for it, so that RCCL need not make it.
+        The groups of pp are left out. Its messages use channels, which `open_channels` opens, and pp itself carries
+        nothing in a training. So RCCL need not make its communicator.
         """
         for name, ranks, group in self._made:
             if name.split(".")[0] != "pp":
                 warm_up(name, ranks, group, self.device, self._limit_s(name))
 
     def open_channels(self, channels: Mapping[str, Axis], placement: Placement) -> None:
-        """The first message of every channel."""
+        """Send the first message of every channel."""
         for channel in placement.streams:
             axis = channels[channel.value]
             limit_s = min(LIMIT_S, 0.9 * self._limit_s(axis.name))
@@ -199,7 +204,7 @@ class _Groups:
             )
 
     def _limit_s(self, name: str) -> float:
-        # dp.rail, dp.cp and pp.forward as their axis
+        # dp.rail, dp.cp and pp.forward use the time-out of dp and pp
         return self._timeouts_s.get(name.split(".")[0]) or self._timeout_s
 
     def _group(self, name: str, rank: int, ranks: tuple[int, ...]) -> Group:
@@ -235,9 +240,9 @@ class _Groups:
 
 
 def _new_group(ranks: Sequence[int], timeout_s: float) -> Any:
-    """A group that only its members create: no rank does work for groups it is not in, whatever the world's size.
+    """Make a group that only its members create, so that no rank does work for groups of other ranks.
 
-    MPI has no such way. There every rank splits the world at the same time, each with the group that it is in.
+    MPI cannot do this. With MPI all ranks split the world at the same time, each into the group that it belongs to.
     """
     local = dist.get_backend() != "mpi"
     return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=local)
@@ -255,18 +260,21 @@ def build_mesh(
     experts: bool = False,
     by_node: bool = False,
 ) -> Mesh:
-    """Every axis that `global_rank` belongs to, of `experts` too if there are any, each used once. Collective over the
-    first `grid.world_size` ranks.
+    """Build all axes of `global_rank`, and use each group once. Collective over the first `grid.world_size` ranks.
 
-    `placement` says which pipeline rank holds which virtual stage (None: one each, in order). Its messages of opposite
-    directions between the same two ranks must not queue behind each other: RCCL runs a pair's point-to-point calls in
-    order on one stream. So every channel of the placement has a communicator of its own, on which a pair has a single
-    writer. `comm.timeouts_s` has other time-outs than `timeout_s` for single axes. Axes that span several nodes of
-    `ranks_per_node` consecutive ranks take the algorithm that `comm.algorithms` gives for each call.
-    `by_node`: rows go to experts in two stages where those span nodes.
-    With `comm.in_flight: one` each of this rank's communications ends before the next begins; "auto", which is the
-    machine's matter, is many here. Raises BackendError when `comm.transport` is 'shm' and an axis cannot use it,
-    RankFailure where the first use of a group does not end.
+    `placement` maps virtual stages to pipeline ranks (None: one stage per rank, in order). Messages of opposite
+    directions between two ranks must not queue behind each other, and RCCL runs a pair's point-to-point calls in order
+    on one stream. So every channel of the placement has its own communicator, on which only one rank of a pair sends.
+
+    With `tied_embeddings` the first and last stage share the axis `tied`. With `experts` the mesh has the axes `ep`,
+    `etp` and `edp`. With `by_node`, rows are sent to experts in two stages if the experts span nodes.
+    `timeout_s` applies to axes that have no value in `comm.timeouts_s`. `comm.algorithms` chooses the algorithm of each
+    call on axes that span several nodes of `ranks_per_node` consecutive ranks.
+    With `comm.in_flight: one` each communication of this rank ends before the next begins. "auto" means "many" here,
+    because the caller replaces it by the machine's value.
+
+    Raises BackendError if `comm.transport` is 'shm' and an axis cannot use shared memory. Raises RankFailure if the
+    first use of a group does not end in time.
     """
     groups = _Groups(global_rank, timeout_s, comm, ranks_per_node)
     pipeline = grid.group("pp", global_rank)
@@ -298,12 +306,12 @@ def build_mesh(
 
 
 def process_group(axis: Axis, timeout_s: float) -> Any:
-    """A torch group over an axis' ranks, for libraries that bring their own collectives. Collective over the axis; call
-    it on all ranks alike.
+    """Make a torch group over an axis' ranks, for libraries that run their own collectives. Collective over the axis.
 
-    What they move is not in the ledger. A process that is alone and has no default group gets one.
+    All ranks must make these calls in the same order. The ledger does not count the libraries' communication. A single
+    process without a default group gets one.
     """
-    # torch 2.13 renames its collectives and says so at every call; that is between torch and those libraries
+    # torch 2.13 warns at every call of a collective's old name, and only those libraries can change their calls
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not dist.is_initialized():
         assert axis.size == 1, f"axis {axis.name} of {axis.size} ranks without a default group"
@@ -314,22 +322,22 @@ def process_group(axis: Axis, timeout_s: float) -> Any:
 
 
 def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
-    """Write this rank's last calls, and what torch has recorded of its own (TORCH_FR_BUFFER_SIZE), to files in
-    `folder`; for failures.
+    """Write this rank's last calls, and torch's own record of collectives, to files in `folder` after a failure.
 
-    Returns where they are. A disk that fails must not hide what this rank failed of: then they are nowhere, and why.
+    The size of torch's record is TORCH_FR_BUFFER_SIZE. Returns the path, or 'nowhere' with the reason if the files
+    cannot be written. A failing disk must not hide the failure of this rank.
     """
     path = folder / f"flight_rank{mesh.world.ranks[mesh.world.rank]:05d}.json"
     try:
         mesh.ledger.dump(path, reason)
         if dist.is_initialized():
-            # torch has two recorders: what runs on a GPU is in the first, and the second is empty there
+            # torch has two recorders. Calls on a GPU are only in the first one.
             recorder = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
             if recorded := getattr(torch._C._distributed_c10d, recorder, bytes)():
                 write_replaced(path.with_name(path.stem + "_torch.json"), recorded)
     except OSError as error:
         with suppress(OSError):
-            path.unlink(missing_ok=True)  # half of it
+            path.unlink(missing_ok=True)  # it may be incomplete
         return f"nowhere ({error.strerror})"
     return str(path)
 
@@ -337,9 +345,9 @@ def dump_flight_record(mesh: Mesh, folder: Path, reason: str) -> str:
 def _open_channel(axis: Axis, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
     """Send one byte through every stream of a channel, so that no step has to open one. Collective over the pipeline.
 
-    RCCL makes a pair's communicator at their first message, and there the *host* waits for the peer: seconds of the
-    first step, and a receive that is posted ahead would be waited for. All ranks open the streams in one order, so none
-    waits for another in a circle.
+    RCCL makes the communicator of a pair at its first message, and the *host* then waits for the peer. In the first
+    step this would take seconds, and a receive that is posted ahead would block. All ranks open the streams in the same
+    order, so there is no circular wait.
     """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     assert axis.group is not None, "an axis of one rank has no one to talk to"

@@ -1,6 +1,6 @@
 """Heartbeats of one rank to TCPStore, sent by a C++ thread (csrc/heartbeat.cpp) that needs no interpreter lock.
 
-The thread speaks TCPStore's wire protocol: it writes the magic number of a client, then SET requests.
+The connection uses TCPStore's wire protocol: the magic number of a client, then SET requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VALIDATE = 0
 MAGIC = 0x3C85F7CE
 KEY_PREFIX = "/"  # TCPStore's clients put it before each key
 CONNECT_S = 10.0
-LATE_FACTOR = 1.5  # of the usual pause between two texts from Python: after that the thread repeats the last text
+LATE_FACTOR = 1.5  # if no new text comes within this factor times `period_s`, the thread repeats the last text
 
 
 @functools.cache
@@ -39,10 +39,10 @@ def _library() -> ctypes.CDLL:
 
 
 class Heartbeats:
-    """Keeps one key of TCPStore fresh."""
+    """Sends the heartbeats of one rank to one key of TCPStore."""
 
     def __init__(self, address: tuple[str, int], key: str, period_s: float) -> None:
-        """`period_s`: the usual time between two calls of `update`.
+        """Connect to TCPStore. `period_s` is the usual time between two calls of `update`.
 
         Raises BackendError if the library has not been built, OSError if the store is not reached.
         """
@@ -60,7 +60,10 @@ class Heartbeats:
         )
 
     def update(self, notice: dict[str, Any]) -> None:
-        """Send `notice` now, with its number added as "posts". Raises DistStoreError if the store is gone."""
+        """Send `notice` now, with the number of the heartbeat added as "posts".
+
+        Raises DistStoreError if the store is gone.
+        """
         text = json.dumps(notice).removesuffix("}")
         with self._lock:
             is_closed = self._sender is None
@@ -75,7 +78,7 @@ class Heartbeats:
         return int(self._library.fl_heartbeat_sent(self._sender))
 
     def close(self) -> None:
-        """Send no more."""
+        """Stop the thread and close its connection."""
         with self._lock:
             sender = self._sender
             self._sender = None

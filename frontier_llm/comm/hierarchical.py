@@ -1,14 +1,14 @@
 """Collectives in two stages for axes that span nodes: inside each node first, then between nodes along each rail.
 
-RCCL's all-gather and reduce-scatter are rings: n - 1 dependent hops, which at 2,048 GCDs costs 33 and 168 times what a
-hierarchical scheme does (PCCL, arXiv:2504.18658). Here the ranks of an axis stand on N nodes with k on each. Rank (node
-i, place l) reduces inside its node, then exchanges with the ranks of the same place on other nodes, its *rail*: every
-GCD speaks through the NIC nearest to it, all NICs work at once, and only 1/k of the data of a node crosses each.
+RCCL's all-gather and reduce-scatter are rings with n - 1 dependent hops. At 2,048 GCDs they take 33 and 168 times as
+long as a hierarchical algorithm (PCCL, arXiv:2504.18658). Here an axis has k ranks on each of N nodes. A rank reduces
+inside its node first. Then it exchanges data with the ranks at the same place on other nodes, which are its *rail*.
+Every GCD uses the NIC nearest to it, and all NICs work at the same time. Each NIC transfers only 1/k of a node's data.
 
-Between nodes: recursive halving and doubling over the circulant graph (Träff 2024, arXiv:2410.14234): ceil(log2 N)
-rounds and N - 1 blocks for *any* N. Sums are made in an order that depends only on N and the rank: bitwise the same in
-every run, and an all-reduce gives every rank the same bits. Large tensors go in chunks, so that one is between nodes
-while the next is inside them.
+Between nodes the algorithm is recursive halving and doubling over the circulant graph (Träff 2024, arXiv:2410.14234).
+It needs ceil(log2 N) rounds and N - 1 blocks for *any* N. The order of the additions depends only on N and the rank.
+So results are bitwise the same in every run, and an all-reduce returns the same bits on every rank. Large tensors are
+divided into chunks, so that one chunk is between nodes while the next is inside them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from frontier_llm.comm.axis import (
 from frontier_llm.comm.composed import start_exchange
 from frontier_llm.comm.group import DONE, Pending
 
-CHUNK_BYTES = 8 << 20  # per rank and stage; estimated: far into the flat part of a Slingshot NIC's bandwidth curve
+CHUNK_BYTES = 8 << 20  # per rank and stage; far above the size from which a Slingshot NIC has full speed (estimated)
 
 
 def halving_skips(size: int) -> list[tuple[int, int]]:
-    """[(blocks held before, distance of the peer), …] of the reduce-scatter's rounds; the all-gather takes them
-    backwards.
+    """Return [(blocks held before the round, distance of the peer), …] for the rounds of a reduce-scatter.
+
+    An all-gather runs the same rounds in reverse order.
     """
     rounds = []
     while size > 1:
@@ -45,7 +46,7 @@ def halving_skips(size: int) -> list[tuple[int, int]]:
 
 
 def halve(blocks_Np: Tensor, rail: Axis) -> Tensor:
-    """Reduce-scatter between nodes: [N, p] partial sums → this rail rank's summed [p]."""
+    """Reduce-scatter between nodes: [N, p] partial sums → the sum [p] of this rail rank's block."""
     held = blocks_Np.roll(-rail.rank, 0)  # held[j] is the block of rank (rank + j) % N
     for before, skip in halving_skips(rail.size):
         incoming = torch.empty_like(held[: before - skip])
@@ -72,10 +73,10 @@ def double(block_p: Tensor, rail: Axis) -> Tensor:
 
 
 class _Staged:
-    """Chunks that pass through two stages; the first chunk's first stage is under way when this exists.
+    """Chunks that pass through two stages. The constructor starts the first stage of the first chunk.
 
-    On CPU the rest happens in wait(). On a GPU all of it is queued at once on the group's `stream`, and wait() makes
-    the current stream wait for this much of it: the host never blocks.
+    On a CPU wait() runs everything else. On a GPU the constructor queues all stages on the group's `stream`. wait()
+    then makes the current stream wait for the end of the last stage, so the host never blocks.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class _Staged:
         self._second = second
         self._chunks = chunks
         self._finished = False
-        self._end: torch.cuda.Event | None = None  # of what was queued on the stream
+        self._end: torch.cuda.Event | None = None  # of the last stage, on a GPU
         if stream is None:
             self._ahead = first(0)
             return
@@ -107,7 +108,6 @@ class _Staged:
         self._finished = True
 
     def wait(self) -> None:
-        """See Pending."""
         if not self._finished:
             self._run()
         if self._end is not None:
@@ -115,8 +115,9 @@ class _Staged:
 
 
 class HierarchicalGroup:
-    """Collectives over N nodes × k ranks, in axis order: rank = node * k + place. Both stages are counted in the
-    axes' ledger.
+    """Collectives over N nodes × k ranks, in axis order: rank = node * k + place.
+
+    The ledger counts the collectives of both stages, under the names of the node axis and the rail axis.
     """
 
     def __init__(self, node: Axis, rail: Axis, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -128,20 +129,24 @@ class HierarchicalGroup:
         self._side: torch.cuda.Stream | None = None
 
     def _stream(self, x: Tensor) -> torch.cuda.Stream | None:
-        """One for the group, of the communicators' priority: a stream for each call would spread over all hardware
-        queues, compute's too.
+        """Return the group's side stream, which has the communicators' priority, or None on a CPU.
+
+        One stream per call would use all hardware queues, including the queue of compute.
         """
         if x.is_cuda and self._side is None:
             self._side = torch.cuda.Stream(x.device, priority=-1)
         return self._side
 
     def _chunks(self, elements: int, width: int) -> list[slice]:
-        """Parts of one rank's share, so that a chunk of a node's traffic per rank has about `chunk_bytes`."""
+        """Divide one rank's share of `elements` into chunks, so that a rank transfers about `chunk_bytes` per chunk.
+
+        A rank transfers the chunk of its share on every node of the rail. `width` is the size of an element in bytes.
+        """
         step = max(1, self._chunk_bytes // width // max(1, self._rail.size))
         return [slice(start, min(start + step, elements)) for start in range(0, max(elements, 1), step)]
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
+        """Reduce each chunk inside the node, then along the rail."""
         nodes = self._rail.size
         places = self._node.size
         out = scattered.view(-1)
@@ -159,7 +164,7 @@ class HierarchicalGroup:
         return _Staged(inside, between, len(cuts), self._stream(x))
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
+        """Gather each chunk along the rail, then inside the node."""
         nodes = self._rail.size
         places = self._node.size
         flat = x.view(-1)
@@ -169,7 +174,7 @@ class HierarchicalGroup:
         def between(chunk: int) -> tuple[Tensor, Tensor, Pending]:
             x_Nc = double(flat[cuts[chunk]], self._rail)
             gathered_kNc = torch.empty((places, *x_Nc.shape), dtype=x.dtype, device=x.device)
-            stacked = gathered_kNc.flatten(0, 1)  # as gloo wants it: along the dim of the input
+            stacked = gathered_kNc.flatten(0, 1)  # gloo needs the result concatenated along the input's first dim
             return x_Nc, gathered_kNc, start_all_gather_into(stacked, x_Nc, self._node)
 
         def inside(chunk: int, started: tuple[Tensor, Tensor, Pending]) -> None:
@@ -180,8 +185,9 @@ class HierarchicalGroup:
         return _Staged(between, inside, len(cuts), self._stream(x))
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
-        """See Group. A sum is a reduce-scatter and an all-gather; a maximum, which is of scalars and vectors only,
-        one of gathered copies.
+        """Sum with a reduce-scatter and an all-gather, or take the maximum of gathered copies.
+
+        Only scalars and vectors are reduced with 'max', so the copies are small.
         """
         if op != "sum":
             everyone = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)
@@ -206,9 +212,7 @@ class HierarchicalGroup:
         return _Staged(lambda _: reducing, gather, 1, self._stream(x))
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
-        """See Group. Inside the node first, so that each rank holds what its rail is to get from the node; then
-        between nodes.
-        """
+        """Exchange inside the node, so that each rank holds all data of the node for its rail, then along the rail."""
         nodes = self._rail.size
         places = self._node.size
         x_kNp = x.view(nodes, places, -1).transpose(0, 1).contiguous()  # [to place, to node, …]
@@ -220,7 +224,7 @@ class HierarchicalGroup:
         return start_all_to_all_into(arriving.view_as(to_rail_Nkp), to_rail_Nkp, self._rail)
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
-        """See Group. Along the source's rail first."""
+        """Copy along the source's rail first, then inside each node."""
         node, place = divmod(source, self._node.size)
         if self._node.rank == place:
             broadcast_(x, self._rail, node)
@@ -228,7 +232,10 @@ class HierarchicalGroup:
         return DONE
 
     def start_barrier(self) -> Pending:
-        """See Group. Inside, between, and inside again: no rank leaves before the last has come."""
+        """Wait inside the node, along the rail, and inside the node again.
+
+        The last wait is necessary, so that no rank leaves before the last rank has arrived.
+        """
         barrier(self._node)
         barrier(self._rail)
         barrier(self._node)

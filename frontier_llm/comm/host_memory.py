@@ -1,5 +1,7 @@
-"""Memory that the processes of one host share: whether there can be any, a region without a name, and whether all
-ranks of a group see it.
+"""Memory that the processes of one host share.
+
+This module checks whether a host can share memory, creates regions without a name, and opens one on all ranks of a
+group.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from frontier_llm.errors import BackendError
 from frontier_llm.libraries import load_library
 
 _REGION = re.compile(r"/proc/([0-9]{1,10})/fd/[0-9]{1,10}")
-MEMORY_DIR = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lives on Linux
+MEMORY_DIR = Path("/dev/shm")  # noqa: S108  # folder of POSIX shared memory on Linux
 
 
 @functools.cache
 def why_unavailable() -> str:
-    """'' or the reason why ranks of this host cannot share memory."""
+    """Return the reason why ranks of this host cannot share memory, or '' if they can."""
     if not MEMORY_DIR.is_dir() or not os.access(MEMORY_DIR, os.W_OK):
         return f"{MEMORY_DIR} is not writable"
     try:
@@ -38,7 +40,10 @@ def why_unavailable() -> str:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """What moves bytes through the memory (csrc/shm/). Raises BackendError when it is not there."""
+    """Load the C++ library that transfers data through the memory (csrc/shm/).
+
+    Raises BackendError if it has not been built.
+    """
     pointer = ctypes.c_void_p
     whole = ctypes.c_int64
     number = ctypes.c_int
@@ -58,8 +63,9 @@ def library() -> ctypes.CDLL:
 
 
 def host_identity() -> bytes:
-    """32 bytes that are equal for two processes exactly when both see the same boot of one kernel, the same /dev/shm
-    and process ids.
+    """Return 32 bytes that are equal for two processes only if these can share memory.
+
+    The bytes depend on the boot of the kernel, on /dev/shm, and on the namespace of process ids.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     memory = MEMORY_DIR.stat()
@@ -71,25 +77,25 @@ def host_identity() -> bytes:
 
 
 def create_memory() -> tuple[int, str]:
-    """(file descriptor, path for peers) of a new empty region, readable by this user only.
+    """Create an empty region that only this user can read. Returns (file descriptor, path for peers).
 
-    It never has a name of its own: a rank that is killed before all have opened it leaves nothing behind (named regions
-    did, in one of twenty kills at random instants of a start).
+    The region never has a name of its own. So a rank that is killed before all ranks have opened it leaves no file.
+    With named regions, one of 20 starts that were killed at random times left a file.
     """
     descriptor = os.open(MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def open_memory(path: str) -> int:
-    """The file descriptor of a region that a peer has created and still holds. Raises OSError.
+    """Open a region that a peer has created and still holds. Returns its file descriptor. Raises OSError.
 
-    The path has come from a peer, so it is looked at before it is opened for writing: nothing but a nameless region, of
-    a process of this user, will do.
+    The path comes from a peer, so it is checked before the file is opened for writing. Only a region without a name
+    is accepted, and its process must belong to this user.
     """
     match = _REGION.fullmatch(path)
     if match is None:
         raise PermissionError(errno.EPERM, "is no shared region", path)
-    where = os.open(path, os.O_PATH | os.O_CLOEXEC)  # for looking alone
+    where = os.open(path, os.O_PATH | os.O_CLOEXEC)  # O_PATH allows fstat, but no reading or writing
     try:
         status = os.fstat(where)
         process = os.stat(f"/proc/{match[1]}")
@@ -103,10 +109,10 @@ def open_memory(path: str) -> int:
 
 
 def share_memory(process_group: Any, rank: int, size: int) -> tuple[int | None, str]:
-    """(descriptor of a region that every rank has opened, '') or (None, why not): all ranks get the same answer.
+    """Open one region on all ranks of a gloo group. Returns (descriptor, ''), or (None, reason) if a rank cannot.
 
-    Collective over a gloo group. Two small messages: each rank says on which host it is, and rank 0 where peers find
-    the region that it has made; then each says whether it could open it.
+    Collective over the group, and all ranks succeed or fail together. First each rank sends the identity of its host,
+    and rank 0 sends the path of its new region. Then each rank sends whether it could open the region.
     """
     descriptor = None
     path = ""

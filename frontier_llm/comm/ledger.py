@@ -1,5 +1,6 @@
-"""What was moved and how long it was waited for: calls, bytes and blocked time per (axis, operation), and a flight
-record of the last calls.
+"""Ledger of communication: calls, bytes and blocked time per (axis, operation), and a flight record of the last calls.
+
+Blocked time is the time that a rank spends waiting for communication.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from frontier_llm.files import write_replaced
 from frontier_llm.units import strict_json
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
-RECORDED_CALLS = 512  # a few steps of a layer's calls; 100 bytes each
+RECORDED_CALLS = 512  # calls of a layer in a few steps; 100 bytes each
 
 
 def mark() -> torch.cuda.Event:
-    """A moment of the device's current stream, with its time."""
+    """Record an event with its time on the device's current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -37,25 +38,25 @@ class Call:
     operation: str
     number: int  # counts the calls of this axis and operation since the mesh was made
     bytes: int
-    started_s: float  # time.time()
-    blocked_s: float = 0.0  # how long this rank has stood still for it
-    finished: bool = False  # on this rank; on a GPU: enqueued
-    # the same moment on the clock that intervals are measured with
+    started_s: float  # Value of time.time().
+    blocked_s: float = 0.0  # Time that this rank has waited for it.
+    finished: bool = False  # On this rank. On a GPU its wait is queued.
+    # start time on the clock that measures intervals
     begun: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
 class Histogram:
-    """How long calls blocked: bin k counts 2^(k-1) … 2^k microseconds, bin 0 less than one."""
+    """Distribution of blocked times. Bin k counts calls of 2^(k-1) to 2^k µs, and bin 0 calls of less than 1 µs."""
 
     bins: list[int] = field(default_factory=lambda: [0] * 40)
 
     def add(self, seconds: float) -> None:
-        """Count one call."""
+        """Count one call that blocked for `seconds`."""
         self.bins[min(int(seconds * 1e6).bit_length(), 39)] += 1
 
     def quantile_us(self, share: float) -> int:
-        """The upper edge of the bin in which that share of all calls is reached; 0 without calls."""
+        """Return the upper edge of the bin in which this share of all calls is reached, in µs; 0 without calls."""
         wanted = share * sum(self.bins)
         seen = 0
         for index, count in enumerate(self.bins):
@@ -67,10 +68,10 @@ class Histogram:
 
 @dataclass
 class Ledger:
-    """Counts of one rank. Bytes are the payload that the caller sees, not what the algorithm sends:
+    """Counts of one rank. Bytes are the payload of the caller, not the traffic of the algorithm.
 
-    all_reduce, broadcast: the tensor; all_gather: the gathered result; reduce_scatter: the full input; send, recv: the
-    message. Axes of size 1 move nothing and are not counted.
+    all_reduce and broadcast count the tensor, all_gather the gathered result, reduce_scatter the full input, and send
+    and recv the message. Axes of size 1 are not counted, because they transfer nothing.
     """
 
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -78,16 +79,16 @@ class Ledger:
     blocked_s: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     latency: dict[tuple[str, str], Histogram] = field(default_factory=lambda: defaultdict(Histogram))
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=RECORDED_CALLS), repr=False)
-    # told of each blocked interval (timelines)
+    # called with each blocked interval (call, start, end), for timelines
     observer: Callable[[Call, float, float], None] | None = field(default=None, repr=False)
-    # on a GPU, while a step is measured: what the stream stood still for
+    # on a GPU, while a step is measured: the intervals in which the stream waited
     waits: list[Span] | None = field(default=None, repr=False)
-    in_flight: int = 0  # communications that have begun and were not waited for to their end
+    in_flight: int = 0  # communications that have begun and were not waited for until their end
     most_in_flight: int = 0
     _depth: int = field(default=0, repr=False)
 
     def add(self, axis: str, operation: str, size_bytes: int) -> Call:
-        """Record one call; hand it to `blocked` when it is waited for."""
+        """Record one call. Pass the result to `blocked` when waiting for the call."""
         self.calls[axis, operation] += 1
         self.bytes[axis, operation] += size_bytes
         call = Call(axis, operation, self.calls[axis, operation], size_bytes, time.time())
@@ -95,16 +96,16 @@ class Ledger:
         return call
 
     def count_in_flight(self, more: int) -> None:
-        """So many more are in flight than before."""
+        """Add `more`, which may be negative, to the number of communications in flight."""
         self.in_flight += more
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
 
     @contextmanager
     def blocked(self, call: Call, last: bool = True) -> Iterator[None]:
-        """Record how long this rank stands still in the body; `last` ends the call. On a GPU only the stream waits:
-        this is then the host's time.
+        """Record the time that this rank waits in the body. `last` ends the call.
 
-        A call made within another (a stage of a hierarchical collective) has its own latency, but the time counts once.
+        On a GPU only the stream waits, and the recorded time is the host's. A call inside another call (a stage of a
+        hierarchical collective) has its own latency, but its time is added to the sums only once.
         """
         measured = self.waits is not None and last and not self._depth
         start = mark() if measured else None
@@ -126,15 +127,16 @@ class Ledger:
             self.latency[call.axis, call.operation].add(call.blocked_s)
 
     def last(self) -> str:
-        """'dp reduce_scatter number 17, unfinished', or 'none'."""
+        """Return the last call as text, for example 'dp reduce_scatter number 17, unfinished', or 'none'."""
         if not self.recent:
             return "none"
         call = self.recent[-1]
         return f"{call.axis} {call.operation} number {call.number}{'' if call.finished else ', unfinished'}"
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """By 'axis operation': calls, bytes, blocked seconds, quantiles of how long a call blocked, and the
-        histogram itself.
+        """Return the counts for each 'axis operation'.
+
+        They are calls, bytes, blocked seconds in total, quantiles of the blocked time of a call, and the histogram.
         """
         return {
             f"{axis} {operation}": {
@@ -143,13 +145,13 @@ class Ledger:
                 "blocked_s": round(self.blocked_s[axis, operation], 6),
                 "p50_us": self.latency[axis, operation].quantile_us(0.5),
                 "p99_us": self.latency[axis, operation].quantile_us(0.99),
-                "bins": list(self.latency[axis, operation].bins),  # see Histogram
+                "bins": list(self.latency[axis, operation].bins),
             }
             for (axis, operation), calls in sorted(self.calls.items())
         }
 
     def latency_by_axis(self) -> dict[str, dict[str, int]]:
-        """By axis, over all its operations: calls, and quantiles of how long a call blocked."""
+        """Return, for each axis over all its operations, calls and quantiles of the blocked time of a call."""
         axes: dict[str, Histogram] = defaultdict(Histogram)
         for (axis, _), histogram in self.latency.items():
             axes[axis].bins = [sum(pair) for pair in zip(axes[axis].bins, histogram.bins, strict=True)]
@@ -163,8 +165,9 @@ class Ledger:
         }
 
     def dump(self, path: Path, reason: str) -> None:
-        """Write the last calls of this rank, unfinished ones included, as JSON: what to compare between ranks after
-        a hang.
+        """Write the last calls of this rank as JSON, including unfinished ones.
+
+        After a hang, a comparison of these files shows in which calls the ranks differ.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {

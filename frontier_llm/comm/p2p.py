@@ -1,5 +1,6 @@
-"""Pipeline messages between neighbouring virtual stages: static shapes, asynchronous sends, receives posted ahead of
-their use.
+"""Pipeline messages between neighbouring virtual stages.
+
+Shapes are static, sends are asynchronous, and receives are posted before their messages are needed.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ class Receive:
         self._started = started
 
     def wait(self) -> Tensor:
-        """The message, once it has arrived."""
+        """Wait for the message and return its tensor."""
         self._started.wait()
         return self._buffer
 
 
 class Sends:
-    """Sends under way, each keeping its tensor alive until the peer's posted receive has taken it; those are let go at
-    the next send.
+    """Sends under way. Each one keeps its tensor alive until the peer's posted receive has taken the message.
 
-    At most `limit` per channel are outstanding; then the oldest is waited for. Any limit is enough for every schedule
-    to end: ranks play one order of communication (schedule/order.py).
+    The next send on the channel releases finished sends. At most `limit` sends per channel are outstanding; the next
+    one waits for the oldest. Every schedule ends with any limit, because all ranks follow one order of communication
+    (schedule/order.py).
     """
 
     def __init__(self, limit: int) -> None:
@@ -47,7 +48,7 @@ class Sends:
         queue.append(Started(channel, "send", x.nbytes, lambda: group.send(x, to)))
 
     def wait_all(self) -> None:
-        """Return when every send has been taken."""
+        """Wait until the peers have taken all messages."""
         for queue in self._outstanding.values():
             while queue:
                 queue.popleft().wait()
@@ -56,7 +57,7 @@ class Sends:
 def post_receive(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channel: Axis, source: int
 ) -> Receive:
-    """Post a receive from axis rank `source`; it overlaps with whatever is computed until `wait()`."""
+    """Post a receive from axis rank `source`. It overlaps with the compute until `wait()`."""
     group = channel.group
     buffer = torch.empty(shape, dtype=dtype, device=device)
     assert group is not None, "an axis of one rank has no one to receive from"

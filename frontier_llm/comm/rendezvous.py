@@ -1,9 +1,9 @@
-"""Where the ranks of a job meet: a key-value store, and how a rank connects to it.
+"""Rendezvous of a job's ranks: the key-value store, and how a rank connects to it.
 
-`torch` is torch's own TCPStore. Its server runs in a process of its own on rank 0's node (`comm.store_process`), so a
-rank 0 that is frozen or killed takes nothing from the others. It authenticates nobody (docs/security.md).
+`torch` is torch's TCPStore. Its server runs in its own process on rank 0's node (`comm.store_process`), so it continues
+if rank 0 is frozen or killed. It does not authenticate its clients (docs/security.md).
 `authenticated` is our server in rank 0's process (`comm.store_server`), which only this job's ranks can reach
-(`comm.door`). C++ threads of torch call it through Python, so they wait for the interpreter lock.
+(`comm.door`). torch's C++ threads call its client through Python, so they wait for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from frontier_llm.errors import BackendError
 from frontier_llm.files import write_atomically
 from frontier_llm.run.threads import in_daemon
 
-CONNECTIONS = 4  # of a rank: its groups, questions about failures, its heartbeats, and RCCL's watchdog
+CONNECTIONS = 4  # per rank: for its groups, failure records, heartbeats, and RCCL's watchdog
 RETRY_S = 0.02  # between two attempts to reach a store that is not there yet
 LOOPBACK = "127.0.0.1"
 
@@ -48,11 +48,11 @@ StoreKind = Literal["torch", "authenticated"]
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a job meet, what they know each other by, and this rank's node."""
+    """Address of a job's rendezvous, the secret of its ranks, and this rank's node."""
 
-    address: str  # of rank 0's node
-    port: int  # not used by TCPStore if all ranks are on one node and have a `folder`
-    first: int  # global rank of this node's first rank
+    address: str  # Address of rank 0's node.
+    port: int  # TCPStore does not use it if all ranks are on one node and have a `folder`.
+    first: int  # Global rank of this node's first rank.
     per_node: int
     secret: Callable[[], bytes] = field(default=bytes, repr=False)  # called at each attempt; may be empty on one node
     store: StoreKind = "torch"
@@ -61,7 +61,10 @@ class Meeting:
 
 @dataclass(frozen=True)
 class _Joined:
-    """The store that this rank has joined. torch keeps only the C++ half of a store that is written in Python."""
+    """The store that this rank has joined.
+
+    This keeps the Python object of a Python store alive, because torch keeps only its C++ part.
+    """
 
     store: dist.Store
     kind: StoreKind
@@ -103,7 +106,7 @@ def join_store(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -
 
 
 def open_store(timeout_s: float) -> dist.Store:
-    """Another connection to the store that this rank has joined, with a time-out of its own."""
+    """Return another connection to the store that this rank has joined, with its own time-out."""
     return _joined[-1].reopen(timeout_s)
 
 
@@ -113,17 +116,17 @@ def has_joined() -> bool:
 
 
 def store_kind() -> StoreKind:
-    """Which store this rank has joined."""
+    """Return the kind of the store that this rank has joined."""
     return _joined[-1].kind
 
 
 def store_address() -> tuple[str, int] | None:
-    """Host and port of the TCPStore that this rank has joined."""
+    """Return host and port of the TCPStore that this rank has joined, or None for no store or another kind."""
     return _joined[-1].address if _joined else None
 
 
 def forget_stores() -> None:
-    """Close the connections. Call it when the groups are gone."""
+    """Close the connections to the store, and rank 0's server. Call it after the groups have been destroyed."""
     _joined.clear()
     _starting.clear()
     while _closing:
@@ -131,11 +134,10 @@ def forget_stores() -> None:
 
 
 def limit_answer_time() -> None:
-    """Give each of this process's connections to TCPStore a time limit for an answer, those of torch's own clients
-    included.
+    """Set a time limit for answers on all connections of this process to TCPStore, torch's own clients included.
 
-    torch waits without limit for an answer that needs no waiting. With this option of the socket its call fails with
-    "Socket Timeout".
+    torch has no time limit for requests that the server answers at once. With this socket option such a request fails
+    with "Socket Timeout".
     """
     address = store_address()
     if address is None:
@@ -143,7 +145,7 @@ def limit_answer_time() -> None:
     peers = {(_plain(entry[4][0]), address[1]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)}
     limit = struct.pack("ll", int(ANSWER_S), 0)
     for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile, or not a connected socket
+        with suppress(OSError):  # closed in the meantime, or not a connected socket
             connection = socket.socket(fileno=int(entry))
             try:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -181,7 +183,7 @@ def _join_torch(rank: int, world_size: int, meeting: Meeting, timeout_s: float) 
     while True:
         try:
             address = _store_address(world_size, meeting)
-            # TCPStore's own client pauses for a second between attempts
+            # tested first, because TCPStore's own client pauses for a second between attempts
             socket.create_connection(address, timeout=ANSWER_S).close()
             store = _connect_torch(address, timeout_s)
             _check_token(store, meeting, deadline_s)
@@ -197,7 +199,7 @@ def _write_port(path: Path, port: int) -> None:
 
 
 def _store_address(world_size: int, meeting: Meeting) -> tuple[str, int]:
-    """Host and port. Raises OSError or ValueError as long as rank 0 has not written a port that it chose."""
+    """Return host and port. Raises OSError or ValueError until rank 0 has written the port that it chose."""
     if not _has_free_choice_of_port(world_size, meeting):
         return meeting.address, meeting.port
     assert meeting.folder is not None
@@ -205,7 +207,7 @@ def _store_address(world_size: int, meeting: Meeting) -> tuple[str, int]:
 
 
 def _connect_torch(address: tuple[str, int], timeout_s: float) -> dist.Store:
-    """A client of TCPStore. Raises DistStoreError if the server does not answer within `timeout_s`."""
+    """Return a client of TCPStore. Raises DistStoreError if the server does not answer within `timeout_s`."""
     host, port = address
     timeout = timedelta(seconds=timeout_s)
     connecting = in_daemon(
@@ -219,7 +221,7 @@ def _connect_torch(address: tuple[str, int], timeout_s: float) -> dist.Store:
 
 
 def _check_token(store: dist.Store, meeting: Meeting, deadline_s: float) -> None:
-    """Raise DistStoreError if another job's store answers, as may happen if two jobs derive the same port."""
+    """Raise DistStoreError if another job's store answers. This can happen if two jobs derive the same port."""
     store.wait([JOB_KEY], timedelta(seconds=max(deadline_s - time.monotonic(), 0.1)))
     if store.get(JOB_KEY).decode() != _token(meeting):
         raise dist.DistStoreError("the store at this address belongs to another job")
@@ -268,8 +270,8 @@ def _open_here(meeting: Meeting, serve: Callable[[socket.socket], None]) -> None
 def _listen(address: str, port: int) -> socket.socket:
     """Listen on the interface that the job uses.
 
-    A host whose own table maps its name to loopback (Debian's 127.0.1.1) cannot know that interface, so it listens on
-    all.
+    Some hosts map their own name to loopback (Debian's 127.0.1.1). There that interface is not known, so the socket
+    listens on all interfaces.
     """
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     is_hidden = str(where[0]).startswith("127.") and address not in ("localhost", LOOPBACK)

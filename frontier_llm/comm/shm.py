@@ -1,9 +1,9 @@
-"""Shared memory as a Group: collectives and messages between CPU ranks of one host (csrc/shm/, loaded with ctypes).
+"""Collectives and messages between CPU ranks of one host through shared memory (csrc/shm/, loaded with ctypes).
 
-gloo sends every byte through a loopback socket and runs its own threads on the cores that should compute; here a rank
-copies what the others need into its slot and sums what it reads (measured by benchmarks/comm/shared_memory.py, see
-docs/communication.md). A peer that dies or falls silent is an error that names axis and rank; the memory has no name
-and goes with its last process.
+gloo sends every byte through a loopback socket, and its threads occupy cores that should compute. Here a rank copies
+its data into its slot of the shared memory, and reads the slots of its peers. docs/benchmarks/communication.md compares
+both. If a peer dies or stops responding, the error names the axis and the rank. The memory has no name, and the kernel
+frees it after its last process has ended.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from frontier_llm.comm.group import DONE, Pending, Sending, listed, named
 from frontier_llm.comm.host_memory import MEMORY_DIR, library
 from frontier_llm.errors import BackendError, RankFailure
 
-SLOT_BYTES = 512 * 1024  # one step of a collective; four of them per rank stay within a core's share of the cache
-ARENA_BYTES = 1 << 30  # messages under way between two ranks: address space only, memory is committed as it is used
+SLOT_BYTES = 512 * 1024  # For one step of a collective. A rank's four slots fit into a core's share of the cache.
+# Address space for messages under way between two ranks. Memory is committed only when it is used.
+ARENA_BYTES = 1 << 30
 PIECE_BYTES = ARENA_BYTES // 8
-# how long to poll before sleeping (a wake-up costs some 50 us); polling yields the core to whoever wants it
+# Time of polling before a rank sleeps, because a wake-up takes about 50 us. Polling yields the core to other threads.
 SPIN_NS = 50_000
-SLICE_NS = 200_000_000  # between looks at the clock and at signals
+SLICE_NS = 200_000_000  # a call returns after this time, so that Python can check the time-out and signals
 
 _KINDS = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "broadcast": 3, "all_to_all": 4}
 _TYPES = {
@@ -45,7 +46,7 @@ _NO_SPACE = -3
 
 
 class _Collective:
-    """A collective under way; keeps its tensors alive."""
+    """A collective under way, which keeps its tensors alive."""
 
     def __init__(self, group: ShmGroup, number: int, what: str, tensors: tuple[Tensor, ...]) -> None:
         self._group = group
@@ -54,7 +55,7 @@ class _Collective:
         self._tensors = tensors
 
     def wait(self) -> None:
-        """Do this rank's part of it, and of those started before it."""
+        """Do this rank's part of this collective, and of all collectives started before it."""
         self._group.finish(self._number, self._what)
 
 
@@ -68,7 +69,7 @@ class _Message:
         self.arrived = False
 
     def take(self) -> None:
-        """Copy the next message from the source into this receive's buffer."""
+        """Copy the next message of the source into this receive's buffer."""
         self._group.take(self._buffer, self._source)
         self.arrived = True
 
@@ -86,17 +87,16 @@ class _Together:
         self._parts = parts
 
     def wait(self) -> None:
-        """See Pending."""
         for part in self._parts:
             part.wait()
 
 
 class ShmGroup:
-    """The ranks of an axis that share a host. `start_…` hands over what peers need and returns; `wait` does this rank's
-    reading.
+    """Group of an axis whose ranks share one host.
 
-    Raises RankFailure naming axis and rank when a peer dies (within about 20 ms of its death), has not come within
-    `timeout_s`, or calls something else; BackendError when /dev/shm is full or the dtype is not one of _TYPES.
+    A `start_…` method copies this rank's data into the shared memory and returns. `wait` reads the data of the peers.
+    Raises RankFailure with axis and rank if a peer dies (within about 20 ms), does not respond within `timeout_s`, or
+    calls another operation. Raises BackendError if /dev/shm is full or the dtype is not one of _TYPES.
     """
 
     def __init__(self, name: str, rank: int, ranks: tuple[int, ...], descriptor: int, timeout_s: float) -> None:
@@ -131,21 +131,21 @@ class ShmGroup:
             self._region = None
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
-        """See Group."""
+        """Reduce in the order of the ranks, so that all ranks get the same bits."""
         return self._start("all_reduce", x, x, x.numel(), take_max=op == "max")
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
+        """Gather through the slots of the ranks."""
         assert gathered.numel() == len(self._ranks) * x.numel() and gathered.dtype == x.dtype
         return self._start("all_gather", x, gathered, x.numel())
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
+        """Sum in the order of the ranks."""
         assert x.numel() == len(self._ranks) * scattered.numel() and scattered.dtype == x.dtype
         return self._start("reduce_scatter", x, scattered, scattered.numel())
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
-        """See Group."""
+        """Exchange equal parts through the slots of the ranks."""
         assert arriving.shape == x.shape and arriving.dtype == x.dtype and x.numel() % len(self._ranks) == 0
         return self._start("all_to_all", x, arriving, x.numel() // len(self._ranks))
 
@@ -156,7 +156,7 @@ class ShmGroup:
         received: Sequence[int],
         sent: Sequence[int],
     ) -> Pending:
-        """See Group. By messages: each is copied out at once, and in when it is waited for."""
+        """Send rows as messages. They are copied into the shared memory at once, and out of it in the wait."""
         outgoing = x.split(list(sent))
         incoming = arriving.split(list(received))
         others = [(self._rank + step) % len(self._ranks) for step in range(1, len(self._ranks))]
@@ -166,33 +166,33 @@ class ShmGroup:
         return _Together([self.receive(incoming[peer], peer) for peer in others])
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
-        """See Group."""
+        """Copy through the slot of the source."""
         return self._start("broadcast", x, x, x.numel(), root=source)
 
     def start_barrier(self) -> Pending:
-        """See Group."""
+        """Start an all-reduce without elements."""
         nothing = torch.empty(0, dtype=torch.uint8)
         return self._start("all_reduce", nothing, nothing, 0)
 
     def send(self, x: Tensor, to: int) -> Sending:
-        """See Group. The message is copied out at once; only a peer that lags by a whole arena makes this wait."""
+        """Copy the message into the shared memory. This waits only if the arena is full of messages to the peer."""
         for start, size in _pieces(x):
             self._until_done("send", library().fl_shm_send, to, x.data_ptr() + start, size)
         return DONE
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
-        """See Group."""
+        """Post a receive. The message is copied into `buffer` in the wait."""
         message = _Message(self, source, buffer)
         self.posted[source].append(message)
         return message
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
-        """See Group."""
+        """Send, then post the receive. The send does not wait for the peer's receive, unless the arena is full."""
         self.send(outgoing, to)
         return self.receive(incoming, source)
 
     def take(self, buffer: Tensor, source: int) -> None:
-        """The next message from `source`, waiting for it."""
+        """Wait for the next message from `source` and copy it into `buffer`."""
         for start, size in _pieces(buffer):
             self._until_done("receive", library().fl_shm_receive, source, buffer.data_ptr() + start, size)
 
@@ -237,8 +237,9 @@ class ShmGroup:
         return self._started[-1]
 
     def _until_done(self, what: str, function: Callable[..., int], *arguments: int) -> None:
-        """Repeat a call that pauses every SLICE_NS, so that Python sees signals, until it is done or the time-out is
-        over.
+        """Repeat a call of the library until it is done or the time-out is over.
+
+        Each call returns after at most SLICE_NS, so that Python can handle signals.
         """
         status = function(self._region, *arguments, SLICE_NS)
         started_s = time.monotonic()
@@ -287,6 +288,9 @@ class ShmGroup:
 
 
 def _pieces(x: Tensor) -> list[tuple[int, int]]:
-    """(byte offset, bytes) of the parts in which a tensor is sent; one, even when empty, unless it is very large."""
+    """Return (byte offset, bytes) of the messages for a tensor. An empty tensor is one message.
+
+    A tensor needs several messages only if it is larger than PIECE_BYTES.
+    """
     total = x.nbytes
     return [(start, min(PIECE_BYTES, total - start)) for start in range(0, max(total, 1), PIECE_BYTES)]

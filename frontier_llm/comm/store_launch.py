@@ -18,17 +18,20 @@ from frontier_llm.comm import store_process
 from frontier_llm.errors import BackendError
 from frontier_llm.run.threads import in_daemon
 
-# A launcher sends these to every process of the job. The store goes on for as long as ranks need it.
+# A launcher sends these signals to every process of the job. The store must continue until no rank needs it.
 SURVIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# a node that is gone closes no connection
+# a node that fails does not close its connections
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 
 
 class StoreProcess:
-    """The running process, as rank 0 holds it."""
+    """Rank 0's access to the process that serves TCPStore."""
 
     def __init__(self, listener: socket.socket, connections: int, token: str, longest_s: float) -> None:
-        """Serve on `listener` to up to `connections` clients. The process ends at most `longest_s` after rank 0 has."""
+        """Start the process, which accepts up to `connections` clients on `listener`.
+
+        It ends at most `longest_s` after rank 0 has ended.
+        """
         self._address = listener.getsockname()[:2]
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections inherit it
         for option, value in KEEPALIVE.items():
@@ -60,7 +63,7 @@ class StoreProcess:
         self._process.stdin.flush()
 
     def wait_until_ready(self, timeout_s: float) -> int:
-        """The port on which the store answers.
+        """Wait for the process and return the port of its store.
 
         Raises BackendError if the process may not open enough files, DistStoreError if it does not start within
         `timeout_s`.
@@ -79,7 +82,7 @@ class StoreProcess:
         return int(answer["port"])
 
     def _read_answer(self, timeout_s: float) -> str:
-        """What the process says until its answer or its end."""
+        """Return the output of the process up to its answer or its end."""
         deadline_s = time.monotonic() + timeout_s
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
@@ -96,7 +99,7 @@ class StoreProcess:
                 return said.decode(errors="replace")
 
     def let_go(self) -> None:
-        """Rank 0 needs it no more. The process ends when nobody is connected."""
+        """Report to the process that rank 0 needs it no more. It ends when no client is connected."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()

@@ -1,9 +1,9 @@
-"""The process that serves torch's TCPStore to the ranks of a job. Rank 0 starts it; see `comm.rendezvous`.
+"""Program of the process that serves torch's TCPStore to the ranks of a job. Rank 0 starts it (`comm.rendezvous`).
 
 It is run by its path (`python -P store_process.py`), so it imports torch and the standard library only.
-Standard input carries one line of JSON, the request, and then stays open for as long as rank 0 lives.
-Standard output carries one line of JSON, the answer: {"port": 21234}, or {"problem": "…"} if the store cannot be
-served. The process ends when rank 0 has gone and all other ranks have closed their connections.
+Standard input contains one line of JSON, the request, and stays open until rank 0 ends.
+Standard output contains one line of JSON, the answer: {"port": 21234}, or {"problem": "…"} if the store cannot be
+served. The process ends after rank 0 has ended and all other ranks have closed their connections.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import resource
 import time
 from datetime import timedelta
 
-JOB_KEY = "job"  # holds the token that tells this job's store from another job's
-OWN_FILES = 1024  # open files that a process needs besides the connections: libraries, logs, data
-GRACE_S = 0.5  # without any connection after the end of rank 0
+JOB_KEY = "job"  # Key of the token that identifies the job of a store.
+OWN_FILES = 1024  # Open files that a process needs besides the connections: libraries, logs, data.
+GRACE_S = 0.5  # After rank 0 has ended, the process ends when no client has been connected for this time.
 POLL_S = 0.1
-# no GPU is touched, and no threads wait for work
+# the process uses no GPU and needs no pool of threads
 TORCH_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
@@ -28,7 +28,7 @@ TORCH_VARIABLES = {
 
 
 def raise_open_file_limit(connections: int) -> str | None:
-    """Raise the soft limit of open files of this process. Returns the problem if the hard limit is too low."""
+    """Raise the soft limit of open files of this process. Returns a message if the hard limit is too low."""
     needed = connections + OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
@@ -44,7 +44,7 @@ def raise_open_file_limit(connections: int) -> str | None:
 def _answer(values: dict[str, int | str]) -> None:
     print(json.dumps(values), flush=True)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # rank 0's pipe: a launcher that waits for its end must not wait for this process
+    os.dup2(nowhere, 1)  # closes rank 0's pipe: a launcher that waits for the pipe's end must not wait for this process
     os.dup2(nowhere, 2)
     os.close(nowhere)
 
@@ -54,7 +54,10 @@ def _open_files() -> int:
 
 
 def _wait_until_left(life_line: int, files_when_idle: int, longest_s: float) -> None:
-    """Wait until rank 0 has gone and nobody is connected any more, at most `longest_s` after rank 0's end."""
+    """Wait until rank 0 has ended and no client is connected, at most `longest_s` after rank 0's end.
+
+    `life_line` is a pipe that rank 0 keeps open. `files_when_idle` is the number of open files without clients.
+    """
     while os.read(life_line, 1):
         pass
     rank_0_ended_s = time.monotonic()
@@ -69,7 +72,7 @@ def _wait_until_left(life_line: int, files_when_idle: int, longest_s: float) -> 
 
 
 def main() -> None:
-    """Read the request, serve the store, and end when it is not needed any more."""
+    """Read the request, serve the store, and end when no rank needs it."""
     with open(0, "rb", buffering=0, closefd=False) as requests:
         request = json.loads(requests.readline())
     problem = raise_open_file_limit(request["connections"])
@@ -89,10 +92,10 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     store.set(JOB_KEY, request["token"])
-    store.get(JOB_KEY)  # set() does not wait for an answer
+    store.get(JOB_KEY)  # waits until the key is stored, because set() does not wait for an answer
     _answer({"port": store.port})
     _wait_until_left(0, _open_files(), request["longest_s"])
-    os._exit(0)  # without the destructors of torch's threads
+    os._exit(0)  # skips the destructors of torch's threads
 
 
 if __name__ == "__main__":

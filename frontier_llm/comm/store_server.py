@@ -1,7 +1,7 @@
-"""The server of the authenticated store, in rank 0's process.
+"""Server of the authenticated store, in rank 0's process.
 
-It answers connections that `comm.door` has authenticated and listens on no socket itself.
-It is C++ (csrc/store_server.cpp): one thread that needs no interpreter lock.
+It answers connections that `comm.door` has authenticated, and does not listen on a socket itself.
+It is one C++ thread (csrc/store_server.cpp) that needs no interpreter lock.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _library() -> ctypes.CDLL:
 
 
 class NativeServer:
-    """Answers its connections until it is closed."""
+    """Answers requests on its connections until it is closed."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._server = library.fl_store_open()
 
     def serve(self, connection: socket.socket) -> None:
-        """Take a connection over."""
+        """Answer all requests on this connection from now on."""
         if self._server is None:
             connection.close()
         else:
@@ -49,7 +49,7 @@ class NativeServer:
 
 
 def open_server() -> tuple[Callable[[socket.socket], None], Callable[[], None]]:
-    """A new, empty store: the function that takes a connection over, and the function that closes the store.
+    """Open a new, empty store. Returns (function that serves a connection, function that closes the store).
 
     Raises BackendError if the server has not been built.
     """

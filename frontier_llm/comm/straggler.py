@@ -1,10 +1,10 @@
-"""Which rank is slow? Every so many steps all ranks tell how long they have computed; those that exceed their like are
-named.
+"""Detection of stragglers, which are ranks that compute more slowly than comparable ranks.
 
-A rank that waits for a slow one loses as much time as the slow one itself, so step times say nothing. What differs is
-*busy* time: the step without what was stood still for. Ranks are compared with those of the same pipeline stage (stages
-differ by design) and, because a layout may have no such peers, with their own past. The median of samples that lie
-apart is compared: a hiccup of a step or two is not seen.
+Step times do not show a slow rank, because all other ranks wait for it. Busy times do: the *busy* time of a step is its
+time without the time spent waiting for communication. At regular intervals of steps, all ranks exchange their busy
+times. Ranks of the same pipeline stage are compared with each other, because stages differ by design. If a stage has
+too few ranks, each rank is compared with its own past. The compared value is the median of steps spread over the
+interval, so a delay of one or two steps is ignored.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from frontier_llm.comm.composed import all_gather_json
 from frontier_llm.comm.ledger import Ledger, Span, mark
 from frontier_llm.topology.grid import Grid
 
-SAMPLES = 8  # steps of an interval whose busy time is measured, as far apart as they can be
-LATE_INTERVALS = 2  # in a row, and a rank is named: a busy spell of a machine may fill one
-# own intervals to compare with, at least and at most
+SAMPLES = 8  # Steps of an interval whose busy time is measured, evenly spaced.
+LATE_INTERVALS = 2  # Slow intervals in a row before a rank is reported. Another load on the machine may fill one.
+# Smallest and largest number of its own past intervals with which a rank is compared.
 MIN_PAST = 3
 MAX_PAST = 16
-MIN_PEERS = 4  # ranks of a stage that are enough to compare them with each other
-MIN_SHARE = 0.10  # of the usual busy time: less is not worth an operator's attention
-SPREADS = 6.0  # times the usual spread of busy times (median absolute deviation)
+MIN_PEERS = 4  # Smallest number of ranks in a stage for a comparison with each other.
+# A rank is slow if its excess over the usual busy time is larger than both limits. MIN_SHARE is a share of the usual
+# busy time; less is not worth an operator's attention. SPREADS counts usual spreads (median absolute deviation).
+MIN_SHARE = 0.10
+SPREADS = 6.0
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slower than it should be."""
+    """A rank whose busy time is much longer than usual."""
 
     global_rank: int
-    excess_s: float  # per step
-    usual_s: float
+    excess_s: float  # busy time per step above `usual_s`
+    usual_s: float  # expected busy time per step
     host: str = ""
 
     def __str__(self) -> str:
@@ -51,31 +53,37 @@ class Straggler:
 
     @property
     def slowdown(self) -> float:
-        """Its busy time over the usual one."""
+        """Busy time divided by the usual busy time."""
         return 1 + self.excess_s / self.usual_s
 
 
 def _spread(values: list[float]) -> float:
-    """Median absolute deviation, at least a hundredth of the median."""
+    """Return the median absolute deviation, at least 1 % of the median."""
     center = median(values)
     return max(median(abs(value - center) for value in values), 0.01 * center)
 
 
 class StragglerDetector:
-    """Fed once per interval with the busy seconds of all ranks; the same on every rank, so any of them may report."""
+    """Finds stragglers from the busy times of all ranks, once per interval.
+
+    Every rank receives the same times and finds the same stragglers, so any rank can report them.
+    """
 
     def __init__(self, stages: list[int]) -> None:
-        """`stages[global_rank]` is its pipeline rank."""
+        """`stages[global_rank]` is the pipeline rank of a global rank."""
         by_stage: dict[int, list[int]] = {}
         for rank, stage in enumerate(stages):
             by_stage.setdefault(stage, []).append(rank)
         self._crowds = [members for members in by_stage.values() if len(members) >= MIN_PEERS]
         few = [rank for members in by_stage.values() if len(members) < MIN_PEERS for rank in members]
         self._past: dict[int, deque[float]] = {rank: deque(maxlen=MAX_PAST) for rank in few}
-        self._late: dict[int, int] = {}  # intervals in a row
+        self._late: dict[int, int] = {}  # slow intervals in a row, by rank
 
     def compare(self, busy_s: list[float]) -> list[Straggler]:
-        """Ranks that have become stragglers with this interval; one that recovers may be named again later."""
+        """Return the ranks that have become stragglers with this interval.
+
+        A rank that recovers can be returned again later.
+        """
         late = {}
         named = []
         for rank, (usual, spread) in self._usual(busy_s).items():
@@ -86,7 +94,10 @@ class StragglerDetector:
         return named
 
     def _usual(self, busy_s: list[float]) -> dict[int, tuple[float, float]]:
-        """(expected busy seconds, spread) by rank: of its stage where that has ranks enough, else from its own past."""
+        """Return (expected busy seconds, spread) by rank.
+
+        They come from the ranks of the same stage if these are enough, else from the rank's own past.
+        """
         usual = {}
         for members in self._crowds:
             values = [busy_s[rank] for rank in members]
@@ -98,12 +109,13 @@ class StragglerDetector:
             else:
                 usual[rank] = median(past) * pace, _spread(list(past)) * pace
             if busy_s[rank] <= usual[rank][0] * (1 + MIN_SHARE):
-                past.append(busy_s[rank] / pace)  # a straggler must not become the measure of itself
+                past.append(busy_s[rank] / pace)  # times of a slow rank are left out, so it stays slow in comparison
         return usual
 
     def _pace(self, busy_s: list[float]) -> float:
-        """How this interval compares with past ones on most ranks: long batches or a busy machine make no rank a
-        straggler.
+        """Return the median ratio of this interval's busy times to past ones.
+
+        Expected times are multiplied by it, because long batches or a busy machine do not make a rank a straggler.
         """
         if any(len(past) < MIN_PAST for past in self._past.values()) or not self._past:
             return 1.0
@@ -112,21 +124,22 @@ class StragglerDetector:
 
 
 class BusyTime:
-    """How long this rank itself was busy in the steps that were measured.
+    """Busy time of this rank in the measured steps.
 
-    On the CPU that is a step's time less what the ledger says was blocked. A GPU's host does not stand still while its
-    device waits for a peer: there events on the compute stream tell both, and are read when `take` is called.
+    On a CPU it is a step's time minus the blocked time in the ledger. The host of a GPU does not wait while its device
+    waits for a peer. There events on the compute stream measure both times, and `take` reads the events.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
         self._ledger = ledger
         self._on_gpu = device.type == "cuda"
         self._seconds: list[float] = []
-        self._spans: list[tuple[Span, list[Span]]] = []  # on a GPU: a step, and what its stream has stood still for
+        # on a GPU: a step, and the intervals in which its stream waited
+        self._spans: list[tuple[Span, list[Span]]] = []
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around a step."""
+        """Measure the body, which is one step."""
         if self._on_gpu:
             waits = self._ledger.waits = list[Span]()
             begin = mark()
@@ -142,7 +155,7 @@ class BusyTime:
             self._seconds.append(time.perf_counter() - begin_s - sum(self._ledger.blocked_s.values()) + blocked_s)
 
     def take(self) -> float:
-        """Median seconds of the steps since the last call. Waits for the device."""
+        """Return the median busy seconds of the steps measured since the last call. Waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
             self._seconds = [_elapsed_s(step) - sum(map(_elapsed_s, waits)) for step, waits in self._spans]
@@ -158,13 +171,13 @@ def _elapsed_s(span: Span) -> float:
 
 
 class StragglerWatch:
-    """The detector of a mesh: one all-gather of 8 bytes per rank in every `interval`-th step, nothing in the others.
+    """Runs a `StragglerDetector` during training.
 
-    On a single rank there is no one to compare with.
+    In every `interval`-th step it gathers 8 bytes per rank, and in other steps nothing. With one rank it does nothing.
     """
 
     def __init__(self, mesh: Mesh, grid: Grid, device: torch.device, host: str, interval: int) -> None:
-        """`interval` in steps; 0 = never."""
+        """`interval` is a number of steps. With 0 there is no comparison."""
         self._mesh = mesh
         self._device = device
         self._host = host
@@ -175,8 +188,10 @@ class StragglerWatch:
 
     @contextmanager
     def step(self) -> Iterator[list[Straggler]]:
-        """Around a training step; in the last one of an interval the list is filled at its end, collectively over
-        the world.
+        """Run a training step in the body.
+
+        At the end of an interval's last step the yielded list receives the new stragglers. This is collective over the
+        world.
         """
         stragglers: list[Straggler] = []
         if not self._interval:

@@ -1,8 +1,8 @@
-"""Which network do the collectives really use? RCCL says so in its log; a silent fall to TCP costs a factor of 16 and
-is an error.
+"""Reads RCCL's log to find the network that collectives use, and reports an error if it is not Slingshot.
 
-Without the OFI plugin RCCL uses sockets: 1 GiB over two Frontier nodes takes 308 ms instead of 19 (measured 2026, see
-docs/communication.md). The lines that are read are those of NCCL 2.10-2.27, RCCL 2.20 and aws-ofi-nccl 1.3-1.19.
+Without the OFI plugin RCCL silently uses TCP sockets, which are slower by a factor of 16. 1 GiB over two Frontier nodes
+then takes 308 ms instead of 19 ms (measured in 2026, docs/communication.md). The patterns match the logs of NCCL 2.10
+to 2.27, RCCL 2.20 and aws-ofi-nccl 1.3 to 1.19.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from frontier_llm.errors import BackendError
 
-PROVIDER = "cxi"  # libfabric's for Slingshot
+PROVIDER = "cxi"  # libfabric's provider for Slingshot
 _NETWORK = re.compile(r"Using network (\S.*?)\s*$", re.MULTILINE)
 _PROVIDER = re.compile(r"NET/OFI Selected [Pp]rovider is ([\w;]+)")
 _CHANNEL = re.compile(r"via NET/(\S[^/\n]*)/\d+(\S*)")
@@ -21,12 +21,12 @@ _PLUGIN_VERSION = re.compile(r"NET/OFI (?:Initializing|Using) aws-ofi-\w+ (\S+)"
 
 @dataclass(frozen=True)
 class TransportInUse:
-    """What one rank's RCCL log says."""
+    """Network of one rank's collectives, from its RCCL log."""
 
-    network: str  # 'AWS Libfabric', 'Socket', 'IB', …; '' when the log does not say
-    provider: str  # libfabric's: 'cxi', 'efa', …; '' without the OFI plugin
-    plugin: str  # version of the OFI plugin; ''
-    channels: int  # between nodes, as far as they were logged
+    network: str  # 'AWS Libfabric', 'Socket', 'IB', …; '' if the log does not contain it.
+    provider: str  # Provider of libfabric: 'cxi', 'efa', …; '' without the OFI plugin.
+    plugin: str  # Version of the OFI plugin; '' without it.
+    channels: int  # Channels between nodes that the log contains.
     gpu_rdma_channels: int
 
     def __str__(self) -> str:

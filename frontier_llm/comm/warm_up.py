@@ -1,7 +1,8 @@
-"""Every group is used once at the start, one after the other, each within a time limit.
+"""First use of every group at the start, one group after the other, each within a time limit.
 
-A communicator is made at its first use, and there things hang: on LUMI the first collective of a second group in 13 of
-17 starts, always where several groups met for the first time at once. Found here, the group has a name.
+A communicator is made at its first use, and this can hang. On LUMI the first collective of a second group hung in 13 of
+17 starts (docs/lumi.md). This happened only when several groups were used for the first time at once. An error during
+the warm-up names the process group that hangs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from frontier_llm.errors import RankFailure
 from frontier_llm.failpoints import hit
 from frontier_llm.run.threads import in_daemon
 
-# of one group, or nine tenths of its own time-out: the back-end would end the process then, without naming the group
+# Limit for one group. It is nine tenths of the group's time-out if that is less, because at the time-out the back-end
+# ends the process without naming the group.
 LIMIT_S = 180.0
 _REMEDY = (
     "start again: such hangs come and go. Again the same group: leave out a node that is in it (slurm --exclude), "
@@ -33,11 +35,11 @@ def first_use(
     device: torch.device,
     work: Callable[[], object],
 ) -> None:
-    """Do the first communication of a group. Raises RankFailure naming it where that takes longer than `limit_s`.
+    """Run `work`, the first communication of a group. Raises RankFailure with its name if it exceeds `limit_s`.
 
-    It is done in a thread, because making a communicator blocks the host where nothing can interrupt it.
+    `work` runs in a thread, because the host cannot interrupt the call that makes a communicator.
     """
-    gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread begins with the first
+    gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread would use GPU 0
 
     def run() -> None:
         if gpu is not None:
@@ -55,6 +57,6 @@ def first_use(
 
 
 def warm_up(name: str, ranks: Sequence[int], group: Group, device: torch.device, timeout_s: float) -> None:
-    """One element summed over the group."""
+    """Sum one element over the group. Raises RankFailure if this exceeds the group's time limit."""
     one = torch.zeros(1, device=device)
     first_use(min(LIMIT_S, 0.9 * timeout_s), name, ranks, device, lambda: group.start_all_reduce_(one, "sum").wait())

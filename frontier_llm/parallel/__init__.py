@@ -1,1 +1,1 @@
-"""Layers split over an axis of the mesh, and the pipeline engine."""
+"""Layers that are split over an axis of the mesh, and the pipeline engine."""

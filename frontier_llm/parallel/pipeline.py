@@ -1,8 +1,8 @@
-"""The engine plays a schedule's action list over the virtual stages that this rank holds.
+"""Pipeline engine, which executes a schedule's list of actions with the virtual stages that this rank holds.
 
-It knows nothing of layers or data: a stage is anything that maps (input activation, a microbatch's data) to an output
-tensor, which on the last stage is the microbatch's share of the loss. A stage anywhere may return further named losses
-beside its output.
+The engine does not depend on layers or data. A stage is a function of (input activation, a microbatch's data) that
+returns an output tensor. The output of the last stage is the microbatch's share of the loss. Any stage may return
+further named losses in addition to its output.
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ from frontier_llm.comm import Mesh, Receive, Sends, post_receive
 from frontier_llm.parallel.stages import LOSS, ActivationSpec, Deferral, StageFunction
 from frontier_llm.schedule import Action, Kind, Schedule, check, posted_ahead, units
 
-# Messages of one channel that may wait for their receiver before the sender waits for it. One is enough for every
-# schedule to end;
-# each more is an activation kept, and lets a rank that computes faster run ahead of its neighbour.
+# Messages of one channel that may be under way before the sender waits for the receiver. With one, every schedule ends.
+# Each further message keeps one more activation, and lets a faster rank run ahead of its neighbour.
 SENDS_AHEAD = 4
 
 
 class _Graph(NamedTuple):
-    """What backward starts from: the gradient of `output` comes from the next position (None: there is none), that
-    of `loss` is the scale.
-    """
+    """Start of a backward: the stage's input and the roots of its graph."""
 
     x: Tensor | None
-    output: GradientEdge | None
-    loss: Tensor | None  # weighted sum of the losses that this stage returned
+    output: GradientEdge | None  # its gradient comes from the next position; None for the last position
+    loss: Tensor | None  # weighted sum of the losses that this stage returned; its gradient is the loss scale
 
 
 Key = tuple[int, int]  # (position, microbatch)
@@ -41,7 +38,7 @@ Key = tuple[int, int]  # (position, microbatch)
 
 @dataclass
 class _Flight:
-    """What lives between the actions of a step; messages by (kind, position, microbatch)."""
+    """State of one step between its actions. The keys of messages are (kind, position, microbatch)."""
 
     batch: Callable[[int], Any]
     losses: dict[str, Tensor]  # 0-dim fp64, not weighted
@@ -53,7 +50,7 @@ class _Flight:
 
 
 class Engine:
-    """Plays one training step after another; owns no parameters."""
+    """Runs training steps with a schedule. It owns no parameters."""
 
     def __init__(
         self,
@@ -67,14 +64,12 @@ class Engine:
         loss_weights: Mapping[str, float] = MappingProxyType({}),
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
-        """`stages` are this rank's virtual stages, in the order of the model; `loss_weights` names the further losses
-        that they return.
+        """Check this rank's list of actions. Raises ScheduleError if it is not legal.
 
-        `shapes`: of what else they return to be summed.
-
-        Raises ScheduleError where this rank's list is not legal.
-        With `overlap` messages go on under the compute beside them; without, and with one communication in flight, the
-        rank waits for each where the order of communication has it.
+        `stages` are this rank's virtual stages, in the order of the model. `loss_weights` has the weights of the
+        further losses that they return. `shapes` has the shapes of other values that they return to be summed.
+        With `overlap`, messages are transferred during compute. Without it, and with one communication in flight, the
+        rank waits for each message at its place in the order of communication.
         """
         rank = mesh.pp.rank
         overlap = overlap and not mesh.one_in_flight
@@ -94,7 +89,7 @@ class Engine:
         self._overlap = overlap
         self._loss_weights = {LOSS: 1.0, **loss_weights}
         self._shapes = {**dict.fromkeys((LOSS, *loss_weights), ()), **shapes}
-        # told of each before it is played, of a pair's halves at every turn; None: the end
+        # called with each action before it runs, with a half of a pair each time it resumes, and with None at the end
         self.on_action: Callable[[Action | None], object] = lambda action: None
         self._play = {
             Kind.FORWARD: self._forward,
@@ -110,10 +105,11 @@ class Engine:
         self._sends = Sends(SENDS_AHEAD)
 
     def run(self, batch: Callable[[int], Any], loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Play one step: every microbatch forward and backward; `batch(n)` is what stages are given for microbatch n.
+        """Run one step: every microbatch forward and backward. `batch(n)` returns the data of microbatch n.
 
-        Returns the sums over this rank's virtual stages and microbatches of "loss" and each further loss, 0-dim fp64,
-        without weight or scale, and of what else has a shape; zero where its stages have none.
+        Returns sums over this rank's virtual stages and microbatches, in fp64. They are "loss" and each further loss
+        (0-dim, without weight or scale), and each value that has an entry in `shapes`. A sum is zero if no stage of
+        this rank returns the value.
         """
         zeros = {
             name: torch.zeros(shape, dtype=torch.float64, device=self._activation.device)
@@ -129,7 +125,7 @@ class Engine:
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
         """Run one action, or a pair of a forward and a backward whose collectives overlap."""
         if len(unit) > 1 and self._baton is not None:
-            # the backward first: its rows leave at once, the forward's behind attention
+            # The backward runs first, because it sends rows to experts at once. The forward sends rows after attention.
             self._baton.share(unit[::-1], lambda action: self._play[action.kind](action), self.on_action)
             return
         for action in unit:
@@ -154,8 +150,8 @@ class Engine:
             for name, value in losses.items()
             if value.requires_grad
         ]
-        if y.requires_grad:  # an evaluation keeps nothing
-            # backward needs the graph, not the values: those are free once the message is taken
+        if y.requires_grad:  # an evaluation has no backward
+            # The graph is kept without y's values, so that these are freed when the message has been taken.
             loss = torch.stack(weighted).sum() if len(weighted) > 1 else next(iter(weighted), None)
             self._flight.graphs[key] = _Graph(x, None if last else get_gradient_edge(y), loss)
 
@@ -192,7 +188,7 @@ class Engine:
             self._sends.wait_all()
 
     def _receive(self, action: Action) -> None:
-        """The F, B or I that needs the message waits for it."""
+        """Post a receive. The F, B or I that needs the message waits for it."""
         kind, microbatch, position = action
         shape = self._activation.shape
         dtype = self._activation.dtype
@@ -204,7 +200,7 @@ class Engine:
             receive.wait()
 
     def _incoming(self, kind: Kind, position: int, microbatch: int) -> Tensor:
-        """What the neighbouring position made: a message, or on the same rank the tensor itself."""
+        """Return the neighbouring position's tensor: a message, or on the same rank the tensor itself."""
         if self._placement.peer(kind, position) != self._placement.rank_of[position]:
             return self._flight.incoming.pop((kind, position, microbatch)).wait()
         sent = Kind.SEND_FORWARD if kind is Kind.RECV_FORWARD else Kind.SEND_BACKWARD

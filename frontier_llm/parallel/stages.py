@@ -1,5 +1,6 @@
-"""What the pipeline engine requires of a virtual stage: its function, its output, its activations, and where its weight
-gradients wait.
+"""Interface between the pipeline engine and a virtual stage.
+
+It defines the stage's function, its output, its activations, and the deferral of its weight gradients.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-LOSS = "loss"  # what the last stage returns as its output
+LOSS = "loss"  # name of the last stage's output
 
 
 class StageOutput(NamedTuple):
-    """What a stage returns that has further losses: scalars, each this microbatch's share, the same on all tp ranks.
+    """Return value of a stage with further losses.
 
-    What has no gradient is merely summed, whatever its shape.
+    Each loss is a scalar, this microbatch's share of the step's loss, and equal on all tp ranks.
+    A value without a gradient is only summed and may have any shape.
     """
 
     output: Tensor
@@ -28,21 +30,21 @@ StageFunction = Callable[[Tensor | None, Any], Tensor | StageOutput]
 
 
 class Deferral(Protocol):
-    """Where weight gradients wait between the I and the W of a split backward (tensor_parallel.WeightGradients)."""
+    """Keeps the work of weight gradients between the I and the W of a split backward (see `WeightGradients`)."""
 
     def defer(self) -> None:
-        """Start keeping."""
+        """Keep the work that is submitted from now on."""
 
     def take_deferred(self) -> list:
-        """Stop, and hand over what was kept."""
+        """Stop keeping work, and return the work that was kept."""
 
     def run(self, work: list) -> None:
-        """Do it."""
+        """Do the kept work."""
 
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """Every message between stages is like this; static, so that no shapes are ever exchanged."""
+    """Shape, dtype and device of every message between stages. They are static, so no shapes are exchanged."""
 
     shape: tuple[int, ...]  # (S or s, B, H)
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Attention of a sequence whose tokens several ranks hold."""
+"""Context parallelism: attention over a sequence whose tokens are split over several ranks."""
 
 from frontier_llm.parallel.context.attention import Core, attention_core
 

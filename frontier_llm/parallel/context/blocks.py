@@ -1,5 +1,6 @@
-"""A rank's queries in the stretches of the sequence that they come from, and what each stretch may see of a stretch
-of keys.
+"""Division of a rank's queries into contiguous stretches of the sequence, and the scores of a stretch.
+
+With context parallelism a rank holds two chunks of the sequence, which need not be adjacent.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from frontier_llm.topology.grid import held_positions
 
 @dataclass(frozen=True)
 class Query:
-    """One stretch of this rank's tokens."""
+    """One contiguous stretch of this rank's tokens."""
 
-    rows: slice  # of this rank's tensors
-    positions: range  # in the sequence
+    rows: slice  # their rows in this rank's tensors
+    positions: range  # their positions in the sequence
 
     def scores(self, scores: Scores, keys: range) -> Scores:
-        """How these queries score the keys at the positions `keys`, by true position; the documents of `scores` are
-        the whole sequence's.
+        """Return the scores of these queries for the keys at the positions `keys`.
+
+        The result has the offset between their positions in the sequence. `scores` has the document ids of the
+        complete sequence.
         """
         documents_BK = scores.documents_BS
         if documents_BK is None:
@@ -35,7 +38,7 @@ class Query:
 
 
 def queries_of(tokens: int, cp: Axis) -> Iterator[Query]:
-    """The stretches of this rank's `tokens` tokens, in the order of the sequence."""
+    """Yield the stretches of this rank's `tokens` tokens, in the order of the sequence."""
     first = 0
     for positions in held_positions(tokens * cp.size, cp.size, cp.rank):
         yield Query(slice(first, first + len(positions)), positions)

@@ -1,10 +1,10 @@
-"""Context parallelism by gathering keys and values (Llama 3, arXiv:2407.21783, section 3.3.2): any mask, and with
-grouped queries few bytes.
+"""Context parallelism by gathering keys and values (Llama 3, arXiv:2407.21783, section 3.3.2).
 
-Every rank's first chunks are the sequence's front half in order, their second chunks its back half in reverse. So two
-gathers bring the keys into true order, and the front half is all that a rank's first chunk of queries may see: it is
-read while the back half travels. Backward gathers once more instead of keeping cp times the keys and values of every
-layer.
+It supports any mask, and with grouped queries it moves few bytes. A rank holds two chunks of the sequence. The first
+chunks of all ranks are the front half of the sequence. The second chunks are its back half, in reverse order. So two
+gathers restore the order of the keys. The first chunk of queries sees only the front half, so its attention runs while
+the back half is gathered. Backward gathers again, because otherwise every layer would keep cp times the keys and
+values.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from frontier_llm.parallel.context.blocks import Query, queries_of
 
 
 def gathered_attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores, *, ops: Ops, cp: Axis) -> Tensor:
-    """This rank's rows of attention over the sequence that the ranks of `cp` hold together."""
+    """Attention of this rank's queries over the complete sequence, whose tokens are split over `cp`."""
     return _Gathered.apply(q_SBaD, k_SBgD, v_SBgD, scores, ops, cp)
 
 
 class _Keys:
-    """Keys and values of the whole sequence, arriving in two halves."""
+    """Keys and values of the complete sequence, gathered in two halves."""
 
     def __init__(self, k_SBgD: Tensor, v_SBgD: Tensor, cp: Axis) -> None:
-        """Begin both gathers; collective over `cp`."""
+        """Begin both gathers. Collective over `cp`."""
         both_S2BgD = torch.stack((k_SBgD, v_SBgD), dim=1)
         front, back = both_S2BgD.chunk(2)
         self._size = len(both_S2BgD) // 2 * cp.size  # positions of one half of the sequence
@@ -42,8 +42,9 @@ class _Keys:
         self._cp = cp
 
     def seen_by(self, query: Query) -> tuple[Tensor, ...]:
-        """Keys and values up to the last position of a chunk of queries, which are asked for in the order of the
-        sequence.
+        """Return (keys, values) up to the last position of a chunk of queries.
+
+        Chunks must be requested in the order of the sequence.
         """
         last = query.positions.stop
         self._arriving[0].wait()
@@ -86,8 +87,8 @@ class _Gathered(Function):
             rows = query.rows
             last = query.positions.stop
             seen_KBgD = keys.seen_by(query)
-            # only the second chunk sees keys of the back half: first, so that their gradients travel while it reads the
-            # front half
+            # Only the second chunk sees keys of the back half. They come first, so that their gradients are sent while
+            # the front half is processed.
             for seen in (range(half, last), range(half)) if last > half else (range(last),):
                 stretch = slice(seen.start, seen.stop)
                 grad_q_QBaD, *grads = ops.attention_block_backward(
@@ -111,5 +112,5 @@ class _Gathered(Function):
 
 
 def _chunks_reversed(half: Tensor, cp: int) -> Tensor:
-    """The cp chunks of a half of the sequence in reverse order."""
+    """Reverse the order of the cp chunks in a half of the sequence."""
     return half.unflatten(0, (cp, -1)).flip(0).flatten(0, 1)

@@ -1,8 +1,8 @@
-"""Context parallelism by heads (DeepSpeed Ulysses, arXiv:2309.14509): for attention each rank has all tokens of some
-heads instead of some tokens of all.
+"""Context parallelism by heads (DeepSpeed Ulysses, arXiv:2309.14509).
 
-Two all-to-alls each way move a share of the queries, keys, values and outputs, however long the sequence; attention
-itself is any back-end's. Each rank needs a key/value head: cp goes into those that tensor parallelism leaves it.
+For attention each rank has all tokens of some heads instead of some tokens of all heads. Forward and backward have two
+all-to-alls each, which move the queries, keys, values and outputs. Attention itself may use any back-end. Each rank
+needs a key/value head, so cp must divide the key/value heads of a tp rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from frontier_llm.ops import Ops, Scores
 
 
 def attention_by_heads(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores, *, ops: Ops, cp: Axis) -> Tensor:
-    """This rank's rows of attention over the sequence that the ranks of `cp` hold together."""
+    """Attention of this rank's queries over the complete sequence, whose tokens are split over `cp`."""
     by_rank = [x.unflatten(2, (cp.size, -1)) for x in (q_SBaD, k_SBgD, v_SBgD)]
     heads = [x.shape[3] for x in by_rank]
     fused_KBhD = moved(torch.cat(by_rank, dim=3).flatten(2, 3), cp, _to_heads, _to_tokens)
@@ -29,15 +29,15 @@ def attention_by_heads(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: S
 
 
 def _to_heads(x_SBhD: Tensor, cp: Axis) -> Tensor:
-    """Some tokens of all heads → all tokens, in the order of the sequence, of this rank's share of the heads."""
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads, in the order of the sequence."""
     sent = x_SBhD.unflatten(2, (cp.size, -1)).movedim(2, 0).contiguous()
-    # every rank's first chunk; its second, which stand in reverse
+    # first and second chunks of all ranks; the second chunks are in reverse order of the sequence
     front, back = _exchanged(sent, cp).unflatten(1, (2, -1)).unbind(1)
     return torch.cat((front, back.flip(0))).flatten(0, 1)
 
 
 def _to_tokens(x_KBhD: Tensor, cp: Axis) -> Tensor:
-    """The way back."""
+    """Exchange all tokens of this rank's heads for this rank's tokens of all heads."""
     front, back = x_KBhD.unflatten(0, (2, cp.size, -1)).unbind(0)
     sent = torch.stack((front, back.flip(0)), dim=1).flatten(1, 2)
     return _exchanged(sent, cp).movedim(0, 2).flatten(2, 3)

@@ -1,8 +1,8 @@
-"""Context parallelism by a ring (Liu et al. 2023, arXiv:2310.01889): each rank's keys and values travel from rank to
-rank, beside the compute.
+"""Context parallelism by a ring (Liu et al. 2023, arXiv:2310.01889).
 
-Outputs over single blocks merge by their log-sum-exp in fp32. Backward knows the log-sum-exp over all keys, so a
-block's gradients need no merge: they only add up, and those of keys and values travel with them until they are home.
+Each rank's keys and values are sent from rank to rank during the compute. The outputs for single blocks of keys are
+merged with their log-sum-exp in fp32. Backward has the log-sum-exp over all keys, so the gradients of blocks are only
+added. The gradients of keys and values are sent on with these, and return to their own rank after the last shift.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from frontier_llm.topology.grid import held_positions
 
 
 def ring_attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores, *, ops: Ops, cp: Axis) -> Tensor:
-    """This rank's rows of attention over the sequence that the ranks of `cp` hold together."""
+    """Attention of this rank's queries over the complete sequence, whose tokens are split over `cp`."""
     return _Ring.apply(q_SBaD, k_SBgD, v_SBgD, scores, ops, cp)
 
 
@@ -35,7 +35,7 @@ class _Ring(Function):
                 for rows, keys in _seen(query, q.shape[0], cp, source):
                     block = ops.attention_block(q[query.rows], both_S2BgD[rows].unbind(1), query.scores(scores, keys))
                     merged[index] = merge(merged[index], *block)
-        outputs, sums = zip(*filter(None, merged), strict=True)  # its own tokens give each query something to see
+        outputs, sums = zip(*filter(None, merged), strict=True)  # no entry is None: each query sees at least itself
         o_SBaD = torch.cat(outputs).to(q.dtype)
         ctx.save_for_backward(q, k, v, o_SBaD, *sums)
         ctx.scores = scores
@@ -80,8 +80,9 @@ class _Ring(Function):
 
 
 def _travelling(both_S2BgD: Tensor, cp: Axis) -> Iterator[tuple[Tensor, int]]:
-    """(keys and values of a rank, that rank), this rank's own first; the next ones arrive while the caller reads
-    these.
+    """Yield (keys and values of a rank, that rank), this rank's own first.
+
+    The next ones are received while the caller uses these.
     """
     for hop in range(cp.size):
         last = hop == cp.size - 1
@@ -93,7 +94,7 @@ def _travelling(both_S2BgD: Tensor, cp: Axis) -> Iterator[tuple[Tensor, int]]:
 
 
 def _seen(query: Query, tokens: int, cp: Axis, source: int) -> Iterator[tuple[slice, range]]:
-    """(rows, positions) of the stretches of rank `source` that a stretch of queries sees something of."""
+    """Yield (rows, positions) of the stretches of rank `source` with keys that the queries may see."""
     first = 0
     for keys in held_positions(tokens * cp.size, cp.size, source):
         if keys.start < query.positions.stop:

@@ -1,4 +1,4 @@
-"""Experts over ranks: tokens travel to the ranks that hold their experts, and back."""
+"""Expert parallelism: tokens are sent to the ranks that hold their experts, and the results are sent back."""
 
 from frontier_llm.parallel.expert.dispatch import (
     Departure,

@@ -1,11 +1,12 @@
-"""Tokens to their experts and back: only routed rows travel, sorted by expert, in one uneven all-to-all each way.
+"""Dispatch of tokens to their experts and combination of the results, with one uneven all-to-all in each direction.
 
-A row is one token on its way to one expert (with etp ranks per expert, one for each of them, which hold parts of its
-width: their outputs are summed like those of several experts). Rows leave sorted by rank and expert; they arrive sorted
-by rank and are put in the order of the experts. Where two ranks have nothing for each other one row travels that nobody
-reads, because RCCL hangs where a rank receives nothing. With a capacity as many rows travel between any two ranks as
-their experts may take, so that the host knows the sizes without waiting for the device; those that are not needed stand
-behind all others, past the last expert's end, where they are neither computed nor read.
+A row is one token for one expert. If etp ranks split an expert's width, the token has one row for each of these ranks.
+Their outputs are summed like the outputs of several experts. Only routed rows are sent. They are sent sorted by rank
+and expert. They arrive sorted by rank, and are then sorted by expert.
+
+If two ranks have no rows for each other, they exchange one unused row, because RCCL hangs if a rank receives nothing.
+With a capacity each pair of ranks exchanges the largest possible number of rows. The host then knows the sizes without
+waiting for the device. Unused rows come after the last expert's rows, so they are neither computed nor read.
 """
 
 from __future__ import annotations
@@ -24,37 +25,42 @@ from frontier_llm.ops.groups import gather_rows
 
 
 class RouterChoice(NamedTuple):
-    """What a router has chosen for N tokens."""
+    """Experts that a router has chosen for N tokens."""
 
     experts_Nk: Tensor
     weights_Nk: Tensor
-    dropped_Nk: Tensor | None  # which of them stay at home, because their expert has no more room
-    room: int | None  # rows that each expert takes of this rank's; None = all
+    dropped_Nk: Tensor | None  # choices that are not sent, because they exceed the capacity of their expert
+    room: int | None  # capacity: rows that each expert takes from this rank; None = all
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Which row goes where, for one microbatch and layer: made once, read forward and backward."""
+    """Plan of the rows that one microbatch and layer sends and receives, used forward and backward.
 
-    axis: Axis  # ep
-    ends_E: Tensor  # int32: of each expert of this rank the row past its last, among those that it works on
-    # rows to each rank of the axis, at least one; with the next the only numbers that the host must know
+    A choice is an index of (token, chosen expert, part of the expert), flattened.
+    """
+
+    axis: Axis  # Normally ep. With two stages the rail or node axis.
+    ends_E: Tensor  # int32: for each expert of this rank the end of its rows, in the order of experts.
+    # Rows to and from each rank of the axis, at least one with several ranks. Only these numbers must be on the host.
     sent: list[int]
-    received: list[int]  # rows from each
-    # of each row that is sent, in the order of sending: its number among (token, chosen expert, part of the expert), or
-    # -1
+    received: list[int]
+    # For each row in the order of sending: its choice, or -1 for an unused row.
     source: Tensor
-    # of each such number: where it stands in the order of sending; -1 stays at home, beyond an expert's capacity
+    # For each choice: its row in the order of sending, or -1 if it is dropped.
     place: Tensor
-    # of each row that an expert works on, by expert: where it stands in the order of arriving; None: rows stay at home
+    # For each row in the order of experts: its row in the order of arrival. None with one rank: the orders are equal.
     arrival: Tensor | None
-    homeward: Tensor | None  # the other way round; -1 for what nobody has read
-    fan: int  # rows of a token: experts that it goes to, times etp
+    homeward: Tensor | None  # Inverse of `arrival`, with -1 for unused rows.
+    fan: int  # Rows per token: number of its experts times etp.
     ops: Ops
 
 
 def beyond_capacity(experts_Nk: Tensor, weights_Nk: Tensor, experts: int, room: int) -> Tensor:
-    """Which choices an expert that takes `room` rows leaves out, (N, k): those of the smallest weights."""
+    """Return which choices (N, k) are dropped if each expert takes at most `room` rows.
+
+    An expert drops the choices with the smallest weights.
+    """
     experts_A = experts_Nk.flatten()
     by_weight = weights_Nk.detach().flatten().argsort(descending=True, stable=True)
     order = by_weight[experts_A[by_weight].argsort(stable=True)]  # by expert, and then by weight
@@ -73,18 +79,19 @@ def plan_dispatch(
     dropped_Nk: Tensor | None = None,
     room: int | None = None,
 ) -> Dispatch:
-    """Where the rows of N tokens go, given their chosen experts, but for what is dropped.
+    """Plan the rows of N tokens from their chosen experts (N, k). Dropped choices are left out.
 
-    Collective over the axis. The host waits for the numbers of rows once, after all is under way that does not need
-    them, and in a pair after the other's turn. With `room` rows at most for each expert, and as many tokens on every
-    rank, it does not wait: as many rows travel as there may be, and the ends alone say how many count.
+    Collective over the axis. The host waits once for the numbers of rows, after all work is queued that does not need
+    them. In a pair of microbatches the other half runs before this wait.
+    With `room`, each expert takes at most `room` rows of a rank, and all ranks must have the same number of tokens.
+    Then the host does not wait: the largest possible number of rows is sent, and only `ends_E` separates the used rows.
     """
     device = experts_Nk.device
     ranks = axis.size
     local = experts * etp // axis.size
     part = torch.arange(etp, device=device)
-    # of each row the rank and, within it, the expert: neighbours of etp ranks hold the same experts; what is dropped
-    # stands past the last
+    # For each choice the index of (rank, expert of the rank). The etp consecutive ranks of a group hold the same
+    # experts. Dropped choices get the index after the last.
     slot_A = (((experts_Nk // local)[..., None] * etp + part) * local + (experts_Nk % local)[..., None]).flatten()
     if dropped_Nk is not None:
         slot_A = slot_A.masked_fill(dropped_Nk[..., None].expand(*dropped_Nk.shape, etp).flatten(), ranks * local)
@@ -103,7 +110,7 @@ def plan_dispatch(
         most = len(order)
         sent_R = leaving_RE.sum(1).clamp(min=fewest)
         received_R = arriving_RE.sum(1).clamp(min=fewest)
-    unread_R = sent_R - leaving_RE.sum(1)  # they stand behind what is read by the same rank
+    unread_R = sent_R - leaving_RE.sum(1)  # unused rows, after the used rows for the same rank
     sorted_A = slot_A[order]
     at_A = (
         torch.arange(len(order), device=device)
@@ -120,12 +127,12 @@ def plan_dispatch(
     else:
         sent = received = [most] * ranks
         held = ranks * most
-    end = sum(sent)  # where what is dropped goes, to be cut off
+    end = sum(sent)  # index for dropped choices, which the slice below removes
     source = torch.full((end + 1,), -1, device=device).scatter_(0, at_A % (end + 1), order)[:end]
     fan = experts_Nk.shape[1] * etp
     if ranks == 1:
         return Dispatch(axis, ends_E, sent, received, source, place, None, None, fan, ops)
-    # rows that nobody reads count as an expert past the last, so that they stand behind all others
+    # Unused rows have the number of an expert after the last, so that they are sorted behind all others.
     number = torch.arange(local + 1, device=device).repeat(ranks)
     with_unread = torch.cat((arriving_RE, (received_R - arriving_RE.sum(1))[:, None]), 1).flatten()
     arrival = number.repeat_interleave(with_unread, output_size=sum(received)).argsort(stable=True)
@@ -135,15 +142,19 @@ def plan_dispatch(
 
 
 def _counts(numbers_A: Tensor, count: int) -> Tensor:
-    """How often each number below `count` is there. A bincount would look for the largest, for which the host waits."""
+    """Count how often each number below `count` occurs.
+
+    torch.bincount would compute the largest number first, and the host would wait for it.
+    """
     return numbers_A.new_zeros(count).scatter_add_(0, numbers_A, torch.ones_like(numbers_A))
 
 
 class _RowCounts:
-    """How many rows go from each rank to each expert, on their way to the ranks and to the host.
+    """Number of rows for each rank and expert, while the numbers are sent to the ranks and to the host.
 
-    In a pair it is the other's turn meanwhile. A GPU's host gets them by a stream of their own: so it does not wait for
-    what the other half has queued, which keeps the device busy while the host sends the rows off.
+    In a pair of microbatches the other half runs during this. On a GPU a separate stream copies the numbers to the
+    host, so that the host does not wait for the kernels of the other half. These kernels keep the device busy while the
+    host starts to send the rows.
     """
 
     def __init__(self, leaving_RE: Tensor, axis: Axis, to_host: bool) -> None:
@@ -156,7 +167,7 @@ class _RowCounts:
             self._pending = start_all_to_all_into(self._here_2RE[1], leaving_RE, axis)
 
     def arrive(self) -> Tensor:
-        """Those of the rows that come to this rank, (R, E)."""
+        """Return the numbers of rows that this rank receives from each rank for each of its experts, (R, E)."""
         if self._aside is None:
             _meanwhile(self._axis)
             self._pending.wait()
@@ -174,7 +185,7 @@ class _RowCounts:
         return self._here_2RE[1]
 
     def read(self) -> list[list[int]]:
-        """[rows to each rank, rows from each], for which the host waits."""
+        """Return [rows to each rank, rows from each rank]. The host waits for them."""
         if self._aside is not None:
             self._aside.synchronize()
         sums: list[list[int]] = self._on_host_2RE.sum(-1).tolist()
@@ -182,7 +193,7 @@ class _RowCounts:
 
 
 class Travel:
-    """Rows on their way to the ranks of their experts, or back."""
+    """All-to-all of rows to the ranks of their experts, or back."""
 
     def __init__(self, rows: Tensor, plan: Dispatch, back: bool) -> None:
         counts = (plan.sent, plan.received) if back else (plan.received, plan.sent)
@@ -192,24 +203,24 @@ class Travel:
             self.arriving, self._pending = start_all_to_all_rows(rows, *counts, plan.axis)
 
     def end(self) -> Tensor:
-        """What has arrived."""
+        """Wait for the rows and return them in the order of arrival."""
         self._pending.wait()
         return self.arriving
 
 
 def _meanwhile(axis: Axis) -> None:
-    """Rows or their numbers are on their way: in a pair of microbatches it is the other's turn."""
+    """Let the other half of a pair of microbatches run while rows or their numbers are sent."""
     if axis.baton is not None:
         axis.baton.pass_on()
 
 
 def leave(x: Tensor, plan: Dispatch) -> Travel:
-    """Each of x's entries stands for as many rows as all others."""
+    """Begin to send the rows of `x` to their experts. Each entry of `x` has the same number of rows."""
     return Travel(_gathered(x, (plan.source // _fan(x, plan))[:, None], plan), plan, back=False)
 
 
 def arrived(travel: Travel, plan: Dispatch) -> Tensor:
-    """The rows of this rank's experts, in their order."""
+    """Wait for the rows of this rank's experts and return them in the order of experts."""
     rows = travel.end()
     if plan.arrival is None:
         return rows
@@ -217,7 +228,7 @@ def arrived(travel: Travel, plan: Dispatch) -> Tensor:
 
 
 def _gathered(x: Tensor, places_Mf: Tensor, plan: Dispatch) -> Tensor:
-    """By the op; choices and rows of one number by plain torch."""
+    """Gather rows with the op. One-dimensional and integer tensors are gathered with plain torch."""
     by_op = x.dim() == 2 and x.is_floating_point()
     return plan.ops.gather_rows(x, places_Mf) if by_op else gather_rows(x, places_Mf)
 
@@ -231,13 +242,14 @@ def _return(y: Tensor, plan: Dispatch) -> Travel:
 
 
 def _add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
-    """The sum of each entry's `fan` rows, in one order whatever the layout; in fp32 (fp64), rounded once."""
+    """Sum the `fan` rows of each entry in fp32 (fp64), rounded once. The order is the same on all layouts."""
     return _gathered(returned, plan.place.view(-1, fan), plan)
 
 
 class _Depart(Function):
-    """The half of a dispatch that begins forward and ends backward; autograd runs in between what forward has
-    computed in between.
+    """Autograd function that starts to send rows in forward, and waits for their gradients in backward.
+
+    Autograd runs the backward of all work between `_Depart` and `_Arrive` while gradients are under way.
     """
 
     @staticmethod
@@ -249,7 +261,7 @@ class _Depart(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        departure = ctx.departure  # `grads` are the rows that have left, see _Arrive
+        departure = ctx.departure  # `grads` are not used: _Arrive.backward has sent the gradients
         _meanwhile(departure.plan.axis)
         return None, *(
             _add_up(travel.end(), departure.plan, fan) for travel, fan in zip(departure.travels, ctx.fans, strict=True)
@@ -257,7 +269,7 @@ class _Depart(Function):
 
 
 class _Arrive(Function):
-    """The other half: ends forward and begins backward."""
+    """Autograd function that waits for rows in forward, and starts to send their gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, departure: Departure, *arriving: Tensor) -> tuple[Tensor, ...]:
@@ -271,24 +283,25 @@ class _Arrive(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         departure = ctx.departure
         departure.travels = [_return(grad, departure.plan) for grad in grads]
-        # autograd wants tensors of the arriving ones' shapes; these have to live anyway
+        # Autograd requires tensors with the shapes of the inputs. The rows that are sent exist anyway.
         return None, *(travel.leaving for travel in departure.travels)
 
 
 class Departure:
-    """Rows that have left for their experts; whatever is computed before they are waited for runs beside them, and
-    so does its backward.
+    """Rows under way to their experts.
+
+    Work between the constructor and `arrive` overlaps with the rows. Its backward overlaps with their gradients.
     """
 
-    travels: list[Travel]  # under way
+    travels: list[Travel]  # the rows of each tensor under way
 
     def __init__(self, plan: Dispatch, *tensors: Tensor) -> None:
-        """Each tensor has one or more entries for each token."""
+        """Begin to send the rows of each tensor, which has one or more entries for each token."""
         self.plan = plan
         self._arriving = _Depart.apply(self, *tensors)
 
     def arrive(self) -> tuple[Tensor, ...]:
-        """Of each tensor the rows of this rank's experts, in their order."""
+        """Wait, and return for each tensor the rows of this rank's experts, in the order of experts."""
         rows: tuple[Tensor, ...] = _Arrive.apply(self, *self._arriving)
         del self._arriving
         return rows
@@ -307,20 +320,21 @@ class _Combine(Function):
         travel = leave(grads[0], ctx.plan)
         _meanwhile(ctx.plan.axis)
         rows = arrived(travel, ctx.plan)
-        # as they are put in order, the other half reads its numbers of rows and sends these: forward and backward take
-        # three turns each
+        # While the device sorts these rows, the other half reads its numbers of rows and sends its rows. With this
+        # call forward and backward yield three times each.
         _meanwhile(ctx.plan.axis)
         return rows, None
 
 
 def dispatch(x_NH: Tensor, weights_Nk: Tensor, plan: Dispatch) -> tuple[Tensor, Tensor]:
-    """(x_MH, weights_M): the rows that this rank's experts work on, in their order, and what each row's output
-    counts.
+    """Send tokens to their experts. Returns (x_MH, weights_M), in the order of this rank's experts.
+
+    x_MH are the rows that the experts process, and weights_M are the weights of their outputs.
     """
     x_MH, weights_M = Departure(plan, x_NH, weights_Nk.flatten()).arrive()
     return x_MH, weights_M
 
 
 def combine(y_MH: Tensor, plan: Dispatch) -> Tensor:
-    """(M, H) → (N, H): every token's rows, back where it came from, summed."""
+    """Send the outputs of experts back and sum the rows of each token: (M, H) → (N, H)."""
     return _Combine.apply(y_MH, plan)

@@ -1,4 +1,4 @@
-"""What experts compute: products over the rows of one expert after the other, and the router's product in fp32."""
+"""Products of experts and routers: a linear layer over rows that are grouped by expert, and the router's logits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class _GroupedLinear(Function):
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer for each expert of this rank, without bias: (M, k) → (M, o), rows in the order of experts."""
+    """Linear layers without bias, one for each expert of this rank: (M, k) → (M, o).
+
+    Rows are in the order of experts.
+    """
 
     def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class GroupedLinear(nn.Module):
         self.weight = declared[f"{name}.weight"].accumulated_by_layer()
 
     def forward(self, x_Mk: Tensor, ends_E: Tensor) -> Tensor:
-        """`ends`: of each expert the row past its last."""
+        """Multiply. The rows of expert e end before row `ends_E[e]`."""
         return _GroupedLinear.apply(x_Mk, self.weight, ends_E, self.context)
 
 
@@ -73,8 +76,9 @@ class _RouterProduct(Function):
 
 
 def router_product(x_NH: Tensor, weight_EH: ShardedParameter, context: LayerContext) -> Tensor:
-    """(N, H) → logits_NE in fp32 (fp64 under fp64), whatever the working type: near ties would else be decided by
-    rounding.
+    """Compute the router's logits: (N, H) → (N, E), in fp32 (fp64 under fp64) for every working type.
+
+    In a narrower type rounding would decide between experts with almost equal scores.
     """
     assert weight_EH.dtype == statistics_dtype(context.dtype)
     return _RouterProduct.apply(x_NH, weight_EH, context)

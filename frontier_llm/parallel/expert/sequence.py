@@ -1,5 +1,6 @@
-"""Between the layout of attention and that of experts: without sequence parallelism each tensor rank routes its part
-of the sequence alone.
+"""Conversion between the layouts of attention and experts without sequence parallelism.
+
+Attention has all positions on each tp rank. For experts each tp rank routes only its part of the sequence.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from frontier_llm.comm import Axis, all_gather, moved
 
 
 def take_part(x_SBH: Tensor, tp: Axis) -> Tensor:
-    """(S, B, H), the same on all ranks → (s, B, H). Backward gathers, so that each rank has the gradient of all
-    positions.
+    """Take this rank's part of the sequence: (S, B, H), equal on all ranks → (s, B, H).
+
+    Backward gathers, so that each rank has the gradient of all positions.
     """
     if tp.size == 1:
         return x_SBH
@@ -19,7 +21,10 @@ def take_part(x_SBH: Tensor, tp: Axis) -> Tensor:
 
 
 def gather_sequence(x_sBH: Tensor, tp: Axis) -> Tensor:
-    """(s, B, H) → (S, B, H). Backward takes this rank's part of a gradient that is the same on all."""
+    """Gather the sequence: (s, B, H) → (S, B, H). Backward takes this rank's part of the gradient.
+
+    The gradient must be equal on all ranks.
+    """
     return x_sBH if tp.size == 1 else moved(x_sBH, tp, _whole, _part)
 
 

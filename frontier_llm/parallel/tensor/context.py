@@ -1,6 +1,4 @@
-"""What every layer is given when it is built: the axes along which layers communicate, its kernels, and where its
-gradients go.
-"""
+"""Context that every layer receives when it is built: axes of communication, kernels, and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -19,25 +17,25 @@ from frontier_llm.topology.shards import shard
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Shared by all layers of a rank."""
+    """Settings and services that all layers of a rank share."""
 
     tp: Axis
-    sequence_parallel: bool  # only where there are several tp ranks
+    sequence_parallel: bool  # Only True with several tp ranks.
     ops: Ops
     gradients: WeightGradients
-    dtype: torch.dtype  # of working weights and activations
-    tensor_chunks: int = 1  # pieces in which activations are gathered, scattered and summed beside a product
+    dtype: torch.dtype  # Type of working weights and activations.
+    tensor_chunks: int = 1  # Chunks in which activations are gathered, scattered and summed during a product.
     cp: Axis = field(default_factory=partial(single, "cp"))
-    ep: Axis = field(default_factory=partial(single, "ep"))  # ranks that share out the experts
-    etp: int = 1  # of them, neighbours that split each expert's width
-    context_attention: str = "gather"  # of blueprint.context.WAYS, where there are several cp ranks
-    seed: int = 0  # of dropout's masks
+    ep: Axis = field(default_factory=partial(single, "ep"))  # Ranks that together hold one copy of all experts.
+    etp: int = 1  # Number of consecutive ep ranks that split the width of each expert.
+    context_attention: str = "gather"  # One of `blueprint.layout.WAYS`. Used with several cp ranks.
+    seed: int = 0  # Seed of dropout's masks.
 
     def declare(self, parameter: Parameter, tied_rank: int = 0) -> ShardedParameter:
-        """This rank's part, on the meta device: memory comes later, as a view into the flat buffer of the rank that
-        owns the stage.
+        """Return this rank's part of a parameter, on the meta device.
 
-        `tied_rank`: this rank's coordinate on the axis "tied", where the parameter is tied.
+        It gets memory later, as a view of the flat buffer of its stage. `tied_rank` is this rank's coordinate on the
+        axis "tied", for a tied parameter.
         """
         if "ep" in parameter.axes:
             degrees = {"ep": self.ep.size // self.etp, "etp": self.etp}

@@ -1,11 +1,10 @@
-"""Where weight gradients go: straight into the parameter's `main_grad`, now or, in a zero-bubble schedule, later; or
-through autograd.
+"""Accumulation of weight gradients, in the parameter's `main_grad` or through autograd.
 
-Matrix layers submit the product that adds a microbatch's gradient to a buffer. With `WeightGradients` that buffer is
-the parameter's `main_grad`, an fp32 view into the flat gradients (optim attaches it); all other parameters get theirs
-from autograd through a hook. Either way `on_accumulated` is told, which is how the optimizer knows that a bucket is
-complete and may be reduced while the backward pass goes on. `AutogradGradients` is for engines that take gradients
-where PyTorch puts them (FSDP).
+Matrix layers submit a function that adds a microbatch's gradient to a buffer. With `WeightGradients` this buffer is
+the parameter's `main_grad`, an fp32 view of the flat gradients that optim attaches. In zero-bubble schedules the
+function runs later, in the W action. The gradients of other parameters come from autograd through a hook. In both
+cases `on_accumulated` is called. The optimizer uses it to reduce a complete bucket during the backward pass.
+`AutogradGradients` is for engines that read gradients from PyTorch's autograd (FSDP).
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ Accumulate = Callable[[Tensor], None]  # adds one microbatch's gradient to a buf
 
 
 class Factor:
-    """A factor of a weight gradient, (S, …): whole, or a rank's part of the sequence (s, …) that is gathered over
-    `axis` for the product.
+    """A factor of a weight gradient's product, (S, …).
 
-    What waits for its W action keeps the part. Whole, the two inputs and two output gradients of a layer would be 2.45
-    times of what the layer keeps from F to I (TP8, measured), and the last of p stages under ZB-H1 has p - 1
+    With `axis` the tensor is this rank's part of the sequence, (s, …), and is gathered for the product. Work that waits
+    for its W action keeps only this part. The gathered inputs and output gradients of a layer would need 2.45 times the
+    memory that the layer keeps from F to I (TP8, docs/benchmarks/log.md). Under ZB-H1 the last of p stages has p - 1
     microbatches waiting.
     """
 
     def __init__(self, tensor: Tensor, axis: Axis | None = None) -> None:
-        # what was saved for backward would keep its graph until W, where torch records again and gloo may not write
-        # into its gathers
+        # Detached, because a tensor saved for backward would keep its graph until W. At W autograd records operations
+        # again, and gloo must not write into a tensor that autograd records.
         self.tensor = tensor.detach()
         self._axis = axis
         self._arriving: Pending = DONE
 
     def start(self) -> None:
-        """Begin to gather, if there is something to gather."""
+        """Begin to gather, unless the tensor is complete or its gather has begun."""
         if self._axis is not None:
             self.tensor, self._arriving = start_all_gather(self.tensor, self._axis)
             self._axis = None
 
     def whole(self) -> Tensor:
-        """All of it."""
+        """Return the complete factor, (S, …). Waits for its gather."""
         self.start()
         arriving = self._arriving
         self._arriving = DONE
@@ -58,7 +57,7 @@ Work = tuple[ShardedParameter, Accumulate, tuple[Factor, ...]]
 
 
 class WeightGradients:
-    """One per rank, shared by all of its layers."""
+    """Adds weight gradients to `main_grad`, at once or in a later W action. All layers of a rank share one object."""
 
     def __init__(self) -> None:
         self.on_accumulated: Callable[[ShardedParameter], None] = lambda parameter: None
@@ -66,7 +65,7 @@ class WeightGradients:
 
     @property
     def waits(self) -> bool:
-        """True while submitted work is kept for a later W action."""
+        """Whether submitted work is kept for a later W action."""
         return self._deferred is not None
 
     def submit(
@@ -75,10 +74,9 @@ class WeightGradients:
         accumulate: Accumulate,
         factors: tuple[Factor, ...] = (),
     ) -> Tensor | None:
-        """Add one microbatch's gradient to parameter.main_grad, or keep the work, which reads `factors`, for the W
-        action.
+        """Add one microbatch's gradient to parameter.main_grad, or keep the work for the W action.
 
-        Returns what the layer's backward has to return for this parameter: nothing.
+        `accumulate` reads `factors`. Returns the gradient that the layer's backward returns to autograd, here None.
         """
         if self._deferred is None:
             accumulate(parameter.main_grad)
@@ -88,20 +86,20 @@ class WeightGradients:
         return None
 
     def defer(self) -> None:
-        """From here on keep submitted work (the I action of a split backward)."""
+        """Keep the work that is submitted from now on (the I action of a split backward)."""
         assert self._deferred is None, "deferral does not nest"
         self._deferred = []
 
     def take_deferred(self) -> list[Work]:
-        """Stop deferring; the work kept since `defer()`, to be handed to `run` by the W action."""
+        """Stop deferring, and return the work kept since `defer()`. The W action passes it to `run`."""
         assert self._deferred is not None, "take_deferred without defer"
         work = self._deferred
         self._deferred = None
         return work
 
     def run(self, work: list[Work]) -> None:
-        """Do deferred work and empty the list; while one product is computed, the factors of the next are gathered."""
-        work.reverse()  # taken from the end, each lets go of its factors before the next but one is gathered
+        """Do deferred work and empty the list. The factors of the next product are gathered during each product."""
+        work.reverse()  # pop() then releases the factors of an item before the item after the next one is gathered
         while work:
             parameter, accumulate, factors = work.pop()
             for factor in factors:
@@ -114,9 +112,9 @@ class WeightGradients:
             self.on_accumulated(parameter)
 
     def collect_from_autograd(self, parameter: ShardedParameter, accumulate: Callable[[Tensor, Tensor], None]) -> None:
-        """Make autograd's gradient of a non-matrix parameter end in main_grad: `accumulate(main_grad, grad)`."""
-        # torch keeps hooks where the garbage collector does not look, so a strong reference here would never let go of
-        # the run
+        """Add autograd's gradient of a non-matrix parameter to main_grad with `accumulate(main_grad, grad)`."""
+        # The reference is weak, because the garbage collector does not see torch's hooks. A strong reference would
+        # keep all objects of the run alive.
         weak_self = weakref.ref(self)
 
         def move(tensor: Tensor) -> None:
@@ -126,13 +124,14 @@ class WeightGradients:
             assert owner is not None and grad is not None and isinstance(tensor, ShardedParameter)
             owner.submit(tensor, lambda main_grad: accumulate(main_grad, grad))
 
-        # as it was summed, in fp32: autograd would round it to the parameter's type, in one more kernel
+        # The gradient keeps the fp32 of its sum. Otherwise autograd would round it to the parameter's type, with one
+        # more kernel.
         parameter.grad_dtype = None
         parameter.register_post_accumulate_grad_hook(move)
 
 
 class AutogradGradients(WeightGradients):
-    """Every gradient goes through autograd, in the parameter's type, to whoever listens there."""
+    """Returns every gradient to autograd, in the parameter's type."""
 
     def submit(
         self,
@@ -140,7 +139,7 @@ class AutogradGradients(WeightGradients):
         accumulate: Accumulate,
         factors: tuple[Factor, ...] = (),
     ) -> Tensor | None:
-        """This microbatch's gradient, summed in fp32 (fp64 under fp64) and rounded to the parameter's type."""
+        """Return this microbatch's gradient, summed in fp32 (fp64 under fp64) and rounded to the parameter's type."""
         grad = torch.zeros(parameter.shape, dtype=statistics_dtype(parameter.dtype), device=parameter.device)
         accumulate(grad)
         return grad.to(parameter.dtype)

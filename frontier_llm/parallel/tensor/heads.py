@@ -1,4 +1,4 @@
-"""RMSNorm over all heads, which tensor parallelism cuts: the mean square is summed over tp, forward and backward."""
+"""RMSNorm over all heads, which tensor parallelism splits. The mean square is summed over tp, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from frontier_llm.ops import statistics_dtype
 
 
 def norm_over_heads(x_SBaD: Tensor, weight_aD: Tensor, eps: float, tp: Axis) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over all heads, (S, B, a, D) → (S, B, a, D)."""
+    """Return x / sqrt(mean(x²) + eps) * weight, with the mean over all heads: (S, B, a, D) → (S, B, a, D)."""
     wide = x_SBaD.to(statistics_dtype(x_SBaD.dtype))
-    # every rank's loss depends on the sum, and each rank has the gradient of its own heads alone: so gradients are
-    # summed too
+    # Backward sums too, because the sum affects the heads of all ranks, and each rank has only the gradient of its
+    # own heads.
     squares_SB = moved(wide.square().sum((-2, -1)), tp, _summed, _summed)
     numel = x_SBaD.shape[-2] * x_SBaD.shape[-1] * tp.size
     scale_SB = torch.rsqrt(squares_SB / numel + eps)

@@ -5,8 +5,8 @@ chunk by chunk (Wang et al., ASPLOS 2023, "Overlap Communication with Dependent 
 backward pass runs the collective of the input gradient while the weight gradient is computed. The weight gradient is
 added to main_grad in fp32, at once or at a later W action.
 
-A chunk takes rows from every rank's part of the sequence. Putting rows back in their places costs one copy of the
-result, about 1/hidden of the product's time. With one chunk nothing is copied. Each chunk's sum has the same order of
+A chunk has rows of every rank's part of the sequence. To restore the order of rows the result is copied once, which
+takes about 1/hidden of the product's time. With one chunk nothing is copied. Each chunk's sum has the same order of
 ranks, so only the product's own rounding may differ.
 """
 
@@ -38,7 +38,7 @@ Product = Callable[[Tensor], Tensor]  # (rows, B, k) → (rows, B, o), row by ro
 
 
 def gather_and_multiply(x_sBk: Tensor, multiply: Product, axis: Axis, chunks: int) -> tuple[Tensor, list[Tensor]]:
-    """(multiply(all_gather(x)) as (S, B, o), the gathered chunks: see `in_sequence`)."""
+    """Return (multiply(all_gather(x)) as (S, B, o), the gathered chunks). `in_sequence` joins the chunks."""
     if axis.size == 1 or chunks == 1:
         x_SBk = all_gather(x_sBk, axis)
         return multiply(x_SBk), [x_SBk]
@@ -56,14 +56,14 @@ def gather_and_multiply(x_sBk: Tensor, multiply: Product, axis: Axis, chunks: in
 
 
 def in_sequence(gathered: list[Tensor], axis: Axis) -> Tensor:
-    """Chunks, each with rows of every rank's part → the whole sequence, (S, …)."""
+    """Join chunks, each with rows of every rank's part, in the order of the sequence: → (S, …)."""
     if len(gathered) == 1:
         return gathered[0]
     return torch.cat([chunk.unflatten(0, (axis.size, -1)) for chunk in gathered], dim=1).flatten(0, 1)
 
 
 def multiply_and_scatter(x_SBk: Tensor, multiply: Product, axis: Axis, chunks: int) -> Tensor:
-    """reduce_scatter(multiply(x)): this rank's part of the sum over the axis, (s, B, o)."""
+    """Return reduce_scatter(multiply(x)), this rank's part of the sum over the axis: (S, B, k) → (s, B, o)."""
     if axis.size == 1 or chunks == 1:
         return reduce_scatter(multiply(x_SBk), axis)
     y_sBo = torch.empty(0)
@@ -81,7 +81,7 @@ def multiply_and_scatter(x_SBk: Tensor, multiply: Product, axis: Axis, chunks: i
 
 
 def multiply_and_reduce(x_SBk: Tensor, multiply: Product, axis: Axis, chunks: int) -> Tensor:
-    """all_reduce(multiply(x)): the whole sum over the axis on every rank, (S, B, o)."""
+    """Return all_reduce(multiply(x)), the complete sum over the axis on every rank: (S, B, k) → (S, B, o)."""
     if axis.size == 1 or chunks == 1:
         return all_reduce_(multiply(x_SBk), axis)
     partials = []
@@ -97,7 +97,10 @@ def multiply_and_reduce(x_SBk: Tensor, multiply: Product, axis: Axis, chunks: in
 def _submit_weight_gradient(
     context: LayerContext, weight: ShardedParameter, grad_SBo: Factor, x_SBk: Factor
 ) -> Tensor | None:
-    """gradient += gradᵀ x, now or at the W action; rows past the output's width (vocabulary padding) stay untouched."""
+    """Compute gradient += gradᵀ x, now or at the W action.
+
+    Rows past the output's width (vocabulary padding) are not changed.
+    """
 
     def accumulate(gradient: Tensor) -> None:
         grad_No = grad_SBo.whole().flatten(0, -2)
@@ -112,15 +115,17 @@ def _bias_gradient(grad_SBo: Tensor) -> Tensor:
 
 
 def _rows(weight: ShardedParameter, num_rows: int | None) -> Tensor:
-    """As a matrix, its first rows. Taken anew in backward: an engine may have released the weight in between and
-    gathered it again.
+    """Return the first rows of the weight as a matrix.
+
+    Backward calls it again, because an engine may release the weight after forward and gather it again.
     """
     return weight.detach().flatten(0, -2)[:num_rows]
 
 
 class _ColumnLinear(Function):
-    """y_SBo = gather(x_sBH) Wᵀ + b. Saves only this rank's part of x and gathers it again in backward, as
-    Korthikanti et al. do.
+    """y_SBo = gather(x_sBH) Wᵀ + b.
+
+    Saves only this rank's part of x and gathers it again in backward, as in Korthikanti et al. (arXiv:2205.05198).
     """
 
     @staticmethod
@@ -162,7 +167,7 @@ class _ColumnLinear(Function):
             grad_x, reducing = start_reduce_scatter(grad_x, context.tp)
         else:
             reducing = start_all_reduce_(grad_x, context.tp)
-        # while the input gradient is summed
+        # computed while the input gradient is summed
         grad_weight = _submit_weight_gradient(context, ctx.weight, Factor(grad_SBo), x_SBH)
         grad_bias = None if ctx.bias_shape is None else _bias_gradient(grad_SBo).view(ctx.bias_shape)
         reducing.wait()
@@ -170,7 +175,10 @@ class _ColumnLinear(Function):
 
 
 class _RowLinear(Function):
-    """y = the sum over tp of x_SBk Wᵀ, plus b: whole on every rank (S), or each rank's part of the sequence (s)."""
+    """y = sum over tp of x_SBk Wᵀ, plus b.
+
+    Each rank gets the complete sum (S), or with sequence parallelism its part of the sequence (s).
+    """
 
     @staticmethod
     def forward(
@@ -180,7 +188,7 @@ class _RowLinear(Function):
         ctx.weight = weight
         ctx.has_bias = bias is not None
         ctx.save_for_backward(x_SBk)
-        # one rank's product adds it as it leaves the registers, so the sum has it once
+        # only rank 0 adds the bias, fused into its product, so that the sum contains it once
         summand = bias if context.tp.rank == 0 else None
 
         def multiply(x_SBk: Tensor) -> Tensor:
@@ -201,14 +209,15 @@ class _RowLinear(Function):
 
         if context.sequence_parallel:
             grad_x, gathered = gather_and_multiply(grad_y, multiply, context.tp, context.tensor_chunks)
-            # a product that waits gathers it once more, instead of keeping it whole
+            # a deferred product gathers the gradient again, because keeping it gathered needs more memory
             grad_SBH = (
                 Factor(grad_y, context.tp) if context.gradients.waits else Factor(in_sequence(gathered, context.tp))
             )
         else:
             grad_x = multiply(grad_y)
             grad_SBH = Factor(grad_y)
-        grad_bias = _bias_gradient(grad_y) if ctx.has_bias else None  # of this rank's part of the sequence
+        # with sequence parallelism it covers only this rank's part of the sequence
+        grad_bias = _bias_gradient(grad_y) if ctx.has_bias else None
         return grad_x, _submit_weight_gradient(context, ctx.weight, grad_SBH, Factor(x_SBk)), grad_bias, None
 
 
@@ -219,15 +228,17 @@ def column_linear(
     bias: ShardedParameter | None = None,
     num_rows: int | None = None,
 ) -> Tensor:
-    """(S or s, B, H) → (S, B, o). `num_rows` uses only the weight's first rows: the head without its vocabulary
-    padding.
+    """Apply a column-parallel linear layer: (S or s, B, H) → (S, B, o).
+
+    With `num_rows` only the first rows of the weight are used, for example the head without its vocabulary padding.
     """
     return _ColumnLinear.apply(x, weight, bias, num_rows, context)
 
 
 class ColumnLinear(nn.Module):
-    """Output features cut over tp: (S or s, B, H) → (S, B, o). All dims of the weight but the last are output
-    features.
+    """Linear layer with output features split over tp: (S or s, B, H) → (S, B, o).
+
+    All dims of the weight but the last are output features.
     """
 
     def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
@@ -237,12 +248,15 @@ class ColumnLinear(nn.Module):
         self.bias = declared.get(f"{name}.bias")
 
     def forward(self, x: Tensor, add_bias: bool = True, num_rows: int | None = None) -> Tensor:
-        """`add_bias=False` leaves the bias to a fused op of the caller; `num_rows`: see `column_linear`."""
+        """Apply `column_linear`. With `add_bias=False` the caller adds the bias in a fused op."""
         return column_linear(x, self.weight, self.context, self.bias if add_bias else None, num_rows)
 
 
 class RowLinear(nn.Module):
-    """Input features cut over tp: (S, B, k) → (S or s, B, H), summed over tp, the bias in it once."""
+    """Linear layer with input features split over tp: (S, B, k) → (S or s, B, H).
+
+    The result is summed over tp and contains the bias once.
+    """
 
     def __init__(self, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
@@ -251,5 +265,5 @@ class RowLinear(nn.Module):
         self.bias = declared.get(f"{name}.bias")
 
     def forward(self, x_SBk: Tensor) -> Tensor:
-        """(S, B, k) → (S or s, B, H)."""
+        """Multiply and sum over tp: (S, B, k) → (S or s, B, H)."""
         return _RowLinear.apply(x_SBk, self.weight, self.bias, self.context)

@@ -12,32 +12,33 @@ from frontier_llm.topology.shards import ShardSpec
 
 
 class ShardedParameter(Parameter):
-    """A parameter that knows what it is part of."""
+    """This rank's part of a parameter, with its place in the global tensor (`spec`)."""
 
     spec: ShardSpec
-    main_grad: Tensor  # fp32 (fp64 under fp64) view of the flat gradient buffer; attached by optim
-    layer_accumulates: bool  # its layer adds to main_grad itself; otherwise autograd's gradient is moved there
+    main_grad: Tensor  # Fp32 (fp64 under fp64) view of the flat gradient buffer, attached by optim.
+    layer_accumulates: bool  # Whether its layer adds to main_grad. Otherwise a hook adds autograd's gradient.
 
     @classmethod
     def create(cls, data: Tensor, spec: ShardSpec, layer_accumulates: bool = False) -> ShardedParameter:
-        """A parameter over `data`, which has the spec's local shape."""
+        """Return a parameter over `data`, which has the spec's local shape."""
         parameter = cls(data)
         parameter.spec = spec
         parameter.layer_accumulates = layer_accumulates
         return parameter
 
     def accumulated_by_layer(self) -> ShardedParameter:
-        """Itself, for the layer that promises to submit its gradients (see WeightGradients)."""
+        """Mark that the calling layer submits this parameter's gradients to `WeightGradients`. Returns self."""
         self.layer_accumulates = True
         return self
 
 
-Declared = Mapping[str, ShardedParameter]  # what a rank has declared, by the names that the blueprint gives
+Declared = Mapping[str, ShardedParameter]  # parameters that a rank has declared, by their names in the blueprint
 
 
 def materialise(module: nn.Module, device: torch.device) -> list[ShardedParameter]:
-    """Give every parameter that was declared on the meta device memory of its own, uninitialised; returns them in
-    order.
+    """Replace every parameter declared on the meta device by one with uninitialised memory on `device`.
+
+    Returns the new parameters in the order of the modules. A parameter that several modules share is replaced once.
     """
     real: dict[ShardedParameter, ShardedParameter] = {}
     for owner in module.modules():

@@ -1,11 +1,11 @@
 """Embedding and cross-entropy over a vocabulary that is split over tp.
 
-Embedding: each rank looks up the rows that it holds, and the sum over tp is the lookup.
+Embedding: each rank looks up the rows that it holds, and the sum over tp is the result.
 
-Cross-entropy: one small all-gather of three numbers per token instead of the logits themselves. Each rank reduces its
-slice to (max, sum of exp, target logit). From all ranks' triples every rank computes the same log-sum-exp in the same
-order, so the loss is bitwise equal over tp. Backward overwrites the logits with their gradient: the (S·B, v) buffer is
-the largest activation of the last stage and is never held twice, nor in fp32.
+Cross-entropy: an all-gather of three numbers per token replaces a gather of the logits. Each rank reduces its
+slice to (max, sum of exp, target logit). Every rank computes the same log-sum-exp from all ranks' triples in the same
+order, so the loss is bitwise equal over tp. Backward overwrites the logits with their gradient. The (S·B, v) buffer is
+the largest activation of the last stage. So it exists only once, and never in fp32.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from frontier_llm.parallel.tensor.parameter import ShardedParameter
 
 
 class _Embedding(Function):
-    """Rows of this rank's slice, zeros for tokens of other slices; then the sum, whole (S) or this rank's part of
-    the sequence (s).
+    """Looks up the rows of this rank's slice, with zeros for tokens of other slices, and sums over tp.
+
+    The sum covers the sequence (S), or with sequence parallelism this rank's part of it (s).
     """
 
     @staticmethod
@@ -62,7 +63,7 @@ class _Embedding(Function):
 
 
 def vocab_parallel_embedding(tokens_SB: Tensor, weight_vH: ShardedParameter, context: LayerContext) -> Tensor:
-    """(S, B) token ids → (S or s, B, H)."""
+    """Look up the embeddings of token ids: (S, B) → (S or s, B, H)."""
     return _Embedding.apply(tokens_SB, weight_vH, context)
 
 
@@ -79,7 +80,7 @@ class _CrossEntropy(Function):
         maxima_tN, sums_tN, targets_tN = all_gather(stats_3N[None], context.tp).unbind(1)
         maximum_N = maxima_tN.amax(0)
         logsumexp_N = maximum_N + (sums_tN * (maxima_tN - maximum_N).exp()).sum(0).log()
-        # not saved tensors: backward writes into them
+        # The logits are not a saved tensor, because backward writes into them.
         ctx.context = context
         ctx.first_vocab = first_vocab
         ctx.logits = logits_Nv
@@ -92,7 +93,7 @@ class _CrossEntropy(Function):
         targets_N, logsumexp_N = ctx.saved_tensors
         logits_Nv = ctx.logits
         ctx.logits = None
-        loss_N, sum_N = grads  # of which the second is there where a loss term reads the log-sum-exp
+        loss_N, sum_N = grads  # `sum_N` is None unless a loss term reads the log-sum-exp
         both_N = loss_N if sum_N is None else loss_N + sum_N
         grad_Nv = ctx.context.ops.cross_entropy_backward_(
             logits_Nv,
@@ -101,7 +102,7 @@ class _CrossEntropy(Function):
             logsumexp_N,
             both_N.contiguous(),
         )
-        # a log-sum-exp's gradient is the softmax alone: what the op took off at the target is given back
+        # The gradient of a log-sum-exp is the softmax alone, so the op's subtraction at the target is undone.
         if sum_N is not None:
             column_N = targets_N - ctx.first_vocab
             mine_N = (column_N >= 0) & (column_N < grad_Nv.shape[1])
@@ -116,10 +117,10 @@ def vocab_parallel_cross_entropy(
     first_vocab: int,
     context: LayerContext,
 ) -> tuple[Tensor, Tensor]:
-    """-log p(target) and the log-sum-exp of the logits per token, (S, B) in fp32 (fp64 under fp64). `first_vocab` is
-    the vocabulary id of this rank's first logit.
+    """Return (-log p(target), log-sum-exp of the logits) per token, each (S, B) in fp32 (fp64 under fp64).
 
-    The logits must not be used afterwards: backward overwrites them.
+    `first_vocab` is the vocabulary id of this rank's first logit. The logits must not be used afterwards, because
+    backward overwrites them.
     """
     both_N = _CrossEntropy.apply(logits_SBv.flatten(0, 1), targets_SB.flatten(), first_vocab, context)
     loss_SB, logsumexp_SB = (one_N.view(targets_SB.shape) for one_N in both_N)
@@ -127,5 +128,8 @@ def vocab_parallel_cross_entropy(
 
 
 def mean_over_global_batch(loss_SB: Tensor, global_tokens: int | Tensor) -> Tensor:
-    """This microbatch's share of the step's mean loss. The one place that divides: collectives only sum (promise 7)."""
+    """Return this microbatch's share of the step's mean loss.
+
+    Only this function divides by the number of tokens. Collectives only sum the shares.
+    """
     return loss_SB.sum() / global_tokens
