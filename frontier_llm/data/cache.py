@@ -61,9 +61,9 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 
 @contextmanager
 def held(lock: Path, purpose: str = "") -> Iterator[bool]:
-    """Hold the lock file and touch it every few seconds. Yields False if another process holds it.
+    """Hold the lock file and touch it every few seconds. Yield True, or False if another process holds the lock.
 
-    The touching thread also runs during compiled code, which releases the GIL.
+    A thread touches the file. It also runs during compiled code, which releases the GIL.
     """
     try:
         write_durably(lock, f"{socket.gethostname()} {os.getpid()} {purpose}\n".encode())

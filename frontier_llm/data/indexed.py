@@ -264,9 +264,9 @@ class IndexedDataset:
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Return tokens [start, start + count), read with one pread.
 
-        Unlike a page fault in the memory map, pread releases the GIL. A background thread that waits for a disk
-        therefore does not stop the training thread, and a parallel file system receives one request of the right size.
-        Raises DataError if the file has shrunk or cannot be read.
+        Unlike a page fault in the memory map, pread releases the GIL. A background thread that waits for a disk then
+        does not stop the training thread. A parallel file system receives one request of the right size. Raises
+        DataError if the file has shrunk or cannot be read.
         """
         size = self.dtype.itemsize
         inside = 0 <= start <= start + count <= self.token_count  # False only for a damaged index
@@ -283,7 +283,7 @@ class IndexedDataset:
 
     @property
     def one_sequence_per_document(self) -> bool:
-        """Whether document d is sequence d: D = S + 1, and every document has one sequence. Usual for tokenized text."""
+        """Whether document d is sequence d: D = S + 1, and each document has one sequence. Usual for tokenized text."""
         if self.document_count != self.sequence_count:
             return False
         chunks = (

@@ -122,7 +122,7 @@ def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_le
     """Return the same counts for `data.packing: best-fit`, which cuts only documents longer than a sequence, and its
     padding.
 
-    The counts are those of one seed. Other seeds hardly differ.
+    One seed is counted. Other seeds give almost the same values.
     """
     if not dataset.token_count:
         return {}

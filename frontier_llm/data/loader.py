@@ -262,8 +262,8 @@ def _prepare(samples: SampleStream, count: int) -> None:
 def data_problems(run: RunConfig, position: Position = START) -> list[Problem]:
     """Return all problems with the run's data. One process calls this before ranks start.
 
-    Problems are missing or damaged files, an empty or too short dataset, an unreadable tokenizer, a tokenizer or
-    vocabulary that does not match, and a dataset that would be read more often than allowed.
+    Problems with datasets: missing or damaged files, too few tokens, more epochs than allowed. Problems with the
+    tokenizer: it cannot be read, or it does not match the datasets or the model's vocabulary.
     """
     problems: list[Problem] = []
     digest = None

@@ -35,10 +35,7 @@ def derive_key(*parts: object) -> int:
 
 
 def order_key(kind: Packing | Literal["synthetic"], seed: int, number: int) -> int:
-    """Return the key of a sample order.
-
-    The order is that of stream `number` of a run, or of the source at place `number` of a held-out set.
-    """
+    """Return the key of the sample order of a run's stream `number`, or of source `number` of a held-out set."""
     if kind == "synthetic":
         first = derive_key("synthetic", seed)
         return first if number == 0 else derive_key("phase", first, number + 1)

@@ -198,8 +198,8 @@ def _byte_level(model: Any) -> Any:
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Load the tokenizer that `spec` names.
 
-    `spec` is `bytes`, a `.model` file, a `.json` file, a directory with one of them or with GPT-2's pair, or
-    hf://OWNER/NAME on the Hugging Face Hub. Raises DataError for a file that is missing or not a tokenizer.
+    `spec` is `bytes`, a `.model` file, a `.json` file, or hf://OWNER/NAME on the Hugging Face Hub. It can also be a
+    directory with such a file or with GPT-2's pair. Raises DataError for a file that is missing or not a tokenizer.
     """
     if str(spec) == "bytes":
         return ByteTokenizer()
