@@ -25,10 +25,8 @@ from frontier_llm.errors import CheckpointError, Problem, suggest
 from frontier_llm.optim.scalars import decay_begin
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
-_INITIAL_WEIGHTS = (
-    "model",
-    "train.seed",
-)  # the only keys that matter before the first step, for example with imported weights
+# the only keys that matter before the first step, for example with imported weights
+_INITIAL_WEIGHTS = ("model", "train.seed")
 _HARMLESS = (
     "model.name",
     "data.allow_synthetic",

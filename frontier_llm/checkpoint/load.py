@@ -153,9 +153,8 @@ def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int,
     hit("checkpoint.loading")
     needed = optimizer.state()
     same_optimizer = manifest.optimizer == optimizer.rule.name
-    saved = [
-        part for part in needed if same_optimizer or MASTER in part.tensors
-    ]  # another optimizer's statistics are not loaded
+    # another optimizer's statistics are not loaded
+    saved = [part for part in needed if same_optimizer or MASTER in part.tensors]
     transfers = plan(manifest, saved)
     targets = Targets(needed, masters_only=not same_optimizer)
     kinds = {tensor.name: manifest.kinds_of(tensor) for tensor in manifest.tensors}

@@ -75,9 +75,8 @@ class RunLock:
                     os.link(building, self._path(mine))
                 except FileExistsError:
                     continue  # another start created the file first; check that holder
-                for older in incarnations(
-                    self._folder
-                ):  # the last two files are enough to show which start replaced which
+                # the last two files are enough to show which start replaced which
+                for older in incarnations(self._folder):
                     if older < newest:
                         self._path(older).unlink(missing_ok=True)
                 return mine

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SaveStage(IntEnum):
-    """Stage of a save."""
+    """Stages of a save in the order of execution."""
 
     WRITE = 0
     COMMIT = 1

@@ -40,7 +40,7 @@ T = TypeVar("T")
 # complex (32 MiB on Zen) between hash and write.
 BLOCK_BYTES = 4 << 20
 TURN_BLOCKS = 2  # consecutive blocks that a thread reads or writes with one system call
-# Threads per rank. An MI250X node has 8 cores per rank, and the file system's lock allows one writer per file at a time.
+# Threads per rank. An MI250X node has 8 cores per rank, and the file system's lock allows one writer per file.
 WORKERS = 2
 
 
