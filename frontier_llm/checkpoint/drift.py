@@ -297,7 +297,8 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
             ways.append(f"add {flags}")
         fix = f"{', '.join(ways)}, or start anew with another train.run_dir"  # shown once, with the last problem
         raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
-    mistyped = [key for key in allowed if not _is_key(key)]  # a known key may have changed before the last save
+    # an unchanged key is accepted, because its change may already be part of the last save
+    mistyped = [key for key in allowed if not _is_key(key)]
     if mistyped:
         names = [change.key for change in changes] or list(RunConfig.model_fields)
         raise CheckpointError(

@@ -101,7 +101,7 @@ class TensorDifference:
 class Difference:
     """Result of the comparison of two checkpoints."""
 
-    changes: list[Change]  # of configuration, data, plugins, environment and progress
+    changes: list[Change]  # changes of configuration, data, plugins, environment and progress
     only_first: list[str]
     only_second: list[str]
     reshaped: list[str]

@@ -35,13 +35,13 @@ READ_VERSIONS: Final = (3, VERSION)  # version 3 has a number of steps instead o
 DtypeName = Literal["F32", "F64"]
 ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # by safetensors' names; checkpoints use F32 and F64
 # the 1T model on 3072 ranks, with 72,087 pieces, needs less than half of these
-MAX_MANIFEST_VALUES = 1 << 21  # of the text, counted by its commas and brackets
-MAX_CORNERS = 1 << 21  # of all pieces (_coverage_problems)
+MAX_MANIFEST_VALUES = 1 << 21  # limit for the values in the text, counted by commas and brackets
+MAX_CORNERS = 1 << 21  # limit for all pieces (_coverage_problems)
 MIN_BLOCK_BYTES = 1 << 20
 MAX_BLOCK_BYTES = 1 << 30
 MAX_PLUGINS = 1_000
 _MAX_DIMS = 8
-MAX_STEPS = 10**12  # of a run; the bound of train.steps
+MAX_STEPS = 10**12  # limit for a run; also the bound of train.steps
 _IMPOSSIBLE = (
     "no run can be there in its data: restore the checkpoint from a copy, or go on from an older one by "
     "moving this one away"
@@ -103,7 +103,7 @@ class Shard(_Record):
 
     file: str
     bytes: Size
-    sha256: Digest  # of the file's header and blocks (shard.py)
+    sha256: Digest  # digest of the file's header and blocks (shard.py)
     pieces: Annotated[tuple[PieceRow, ...], Field(min_length=1)]
 
 

@@ -32,7 +32,7 @@ DAMAGE_FIX = (
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # a parquet row group or page may hold this many times the largest value; a page is decoded as one unit
 GROUP_OF_LARGEST = 8
-PASSED_BYTES = MAXIMUM_BYTES  # of a packed file, read after a too long line to find its end
+PASSED_BYTES = MAXIMUM_BYTES  # limit for reading past a too long line of a packed file to find the line's end
 # a longer text file becomes one document of several sequences, so that memory stays bounded
 CHUNK_BYTES = 4 << 20
 

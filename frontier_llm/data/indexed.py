@@ -42,7 +42,7 @@ READ_ONLY = 1  # mode of a sequence whose tokens are read but not learnt
 SCAN_LIMIT = 1 << 20
 SCAN_CHUNK = 1 << 20
 DIGEST_BLOCK_BYTES = 1 << 16
-SAMPLE_BLOCK_BYTES = 1 << 12  # blocks of .bin
+SAMPLE_BLOCK_BYTES = 1 << 12  # block size for .bin
 DIGEST_BLOCKS = 256
 
 

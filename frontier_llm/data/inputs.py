@@ -24,10 +24,10 @@ LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 
-# of a line, and of a decompressed MDS shard (Mosaic's default is 64 MiB); set by --max-mib
+# size limit of a line and of a decompressed MDS shard (Mosaic's default is 64 MiB); set by --max-mib
 MAXIMUM_BYTES = 128 << 20
-MAXIMUM_FOOTER_BYTES = 32 << 20  # of a parquet file; enough for about 100,000 column chunks
-BUFFER_BYTES = 1 << 20  # of a parquet column read at a time; pyarrow's default is the row group's complete column
+MAXIMUM_FOOTER_BYTES = 32 << 20  # limit for a parquet file; enough for about 100,000 column chunks
+BUFFER_BYTES = 1 << 20  # part of a parquet column read at a time; pyarrow's default is all of a row group
 DATASET = "dataset://"  # prefix of a dataset on the Hugging Face Hub (hub.py)
 TOO_LARGE = "holds more than {}; if that is right, give a larger --max-mib"
 

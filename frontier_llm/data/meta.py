@@ -13,7 +13,7 @@ from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
 from frontier_llm.units import format_bytes, strict_json
 
-MAXIMUM_BYTES = 16 << 20  # of a record; the names of 100 damaged inputs take kilobytes
+MAXIMUM_BYTES = 16 << 20  # size limit of a record; the names of 100 damaged inputs take only kilobytes
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class DatasetMeta:
     vocab_size: int
     eod: int
     documents: int
-    tokens: int  # end-of-document tokens included
+    tokens: int  # including end-of-document tokens
     text_bytes: int
-    damaged: int = 0  # inputs left out under --skip-damaged
+    damaged: int = 0  # number of inputs left out with --skip-damaged
     damaged_examples: tuple[str, ...] = ()
     inputs_digest: str = ""  # digest of files, sizes, tokenizer and options
     largest_id: int | None = None  # largest token id; None in records of older versions

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 from frontier_llm.data.remote import located
 from frontier_llm.errors import DataError
 
-MOST_PAGES = 1 << 16  # of a column in a row group; writers make about one page per MiB
-# a header longer than the first size has long values as statistics
+MOST_PAGES = 1 << 16  # limit for a column in a row group; writers make about one page per MiB
+# sizes tried for a header; long values in its statistics need the second one
 HEADER_BYTES = 4 << 10
 LONGEST_HEADER_BYTES = 1 << 20
 # limit for a group of more than a million rows: runs of equal values compress to almost nothing

@@ -43,7 +43,7 @@ def order_key(kind: Packing | Literal["synthetic"], seed: int, number: int) -> i
 
 
 SYNTHETIC = "synthetic"
-MAXIMUM_RANGES = 1 << 16  # ranges of left-out samples of one stream
+MAXIMUM_RANGES = 1 << 16  # limit for the ranges of left-out samples of one stream
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Size = Annotated[int, Field(gt=0, le=2**53)]
@@ -190,7 +190,7 @@ class Position(_Record):
         the streams and weights of the current blend continues at its present place.
         """
         streams = list(self.streams)
-        while streams and not streams[-1].taken:  # a stream begins with its first sample
+        while streams and not streams[-1].taken:  # a stream without samples has not begun
             streams.pop()
         numbers: list[int] = []
         for source in wanted.sources:

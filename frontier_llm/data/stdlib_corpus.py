@@ -29,7 +29,7 @@ class StdlibCorpus:
     """Datasets and tokenizer that `prepare` made: paths for a configuration, and the records of both splits."""
 
     tokenizer: str
-    train: str  # prefixes
+    train: str  # prefix of the dataset
     validation: str
     train_meta: DatasetMeta
     validation_meta: DatasetMeta

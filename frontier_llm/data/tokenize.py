@@ -41,8 +41,8 @@ from frontier_llm.files import write_atomically
 from frontier_llm.topology.buckets import packed
 from frontier_llm.units import format_bytes, format_count, strict_json
 
-EXAMPLES = 100  # damaged inputs that a record lists by name
-VERSION = 2  # of the rules below; parts of another version are not reused
+EXAMPLES = 100  # most damaged inputs that a record lists by name
+VERSION = 2  # version of the rules below; parts of another version are not reused
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TokenizeOptions:
     skip_damaged: bool = False  # False: the first damaged input ends the run
     shard_bytes: int = 32 << 20  # input bytes per shard, a few seconds of work
     prompt_key: str | None = None  # JSON field of a prompt before the text; its tokens are read but not learnt
-    max_bytes: int = MAXIMUM_BYTES  # of a line or an MDS shard; has no effect on smaller ones
+    max_bytes: int = MAXIMUM_BYTES  # size limit of a line or an MDS shard; has no effect on smaller ones
 
 
 @dataclass(frozen=True)

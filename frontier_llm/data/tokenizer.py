@@ -24,7 +24,7 @@ from frontier_llm.units import format_bytes
 
 META_SPACE = "\u2581"  # sentencepiece's symbol for a space; in a text it would be decoded as a space
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>")
-MAXIMUM_BYTES = 256 << 20  # of a tokenizer's file; the largest in use has 35 MB
+MAXIMUM_BYTES = 256 << 20  # size limit of a tokenizer's file; the largest in use has 35 MB
 SAMPLE_BYTES = 64 << 20  # training text read by default; more text costs memory and hardly changes a vocabulary
 
 
