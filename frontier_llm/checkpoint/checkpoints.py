@@ -45,7 +45,8 @@ class Checkpoints:
         """Take the run directory's lock and remove the leftovers of an interrupted save.
 
         `allow_changes` are configuration keys that may differ from the checkpoint's although they change the
-        mathematics. Raises CheckpointError if another live job holds the directory, or if it cannot be written.
+        mathematics. Raises CheckpointError if another live job holds the directory, or if the directory cannot be
+        written.
         """
         self.directory = checkpoints_folder(train)
         self.keep = train.keep_checkpoints

@@ -282,7 +282,7 @@ def allowed_changes(saved: Manifest, facts: JobFacts, allowed: Collection[str], 
 
 
 def check_allowed(changes: Collection[Change], allowed: Collection[str], where: str) -> None:
-    """Raise CheckpointError that lists every change of the mathematics that is not allowed.
+    """Raise a CheckpointError that lists every change of the mathematics that is not allowed.
 
     `allowed` contains keys, or sections of the configuration. An unknown key in it raises CheckpointError too.
     """

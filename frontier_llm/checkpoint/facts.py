@@ -28,15 +28,15 @@ from frontier_llm.data.identity import Dataset, identities
 class JobFacts:
     """The job that writes a checkpoint. Only rank 0's record is used."""
 
-    config: Mapping[str, Any]  # the run's configuration as JSON
-    environment: Mapping[str, str] = field(default_factory=dict)  # versions, digest of the code, device
-    plugins: Sequence[PluginRecord] = ()  # plugins that this process has imported
-    datasets: Mapping[str, Dataset] = field(default_factory=dict)  # path → dataset, for all data that the run trains on
-    layout: Mapping[str, int] = field(default_factory=dict)  # degrees of the mesh; set by Checkpoints
-    optimizer: str = ""  # name of the optimizer; set by Checkpoints
-    job: str = ""  # the scheduler's job id, '' outside a job
-    restart: int = 0  # number of requeues of this job
-    incarnation: int = 0  # the supervisor's count of starts; Checkpoints replaces it by the lock's count
+    config: Mapping[str, Any]  # Configuration of the run as JSON.
+    environment: Mapping[str, str] = field(default_factory=dict)  # Versions, digest of the code, device.
+    plugins: Sequence[PluginRecord] = ()  # Plugins that this process has imported.
+    datasets: Mapping[str, Dataset] = field(default_factory=dict)  # Path → dataset, for all training data.
+    layout: Mapping[str, int] = field(default_factory=dict)  # Degrees of the mesh. Set by Checkpoints.
+    optimizer: str = ""  # Name of the optimizer. Set by Checkpoints.
+    job: str = ""  # Job id of the scheduler, '' outside a job.
+    restart: int = 0  # Number of requeues of this job.
+    incarnation: int = 0  # Supervisor's count of starts. Checkpoints replaces it by the lock's count.
 
     @property
     def data(self) -> dict[str, str]:

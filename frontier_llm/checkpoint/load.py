@@ -1,5 +1,4 @@
-"""Load a checkpoint: find the saved rectangles that overlap this rank's state, copy them, and verify digests on the
-way.
+"""Load a checkpoint: find the saved rectangles that overlap this rank's state, copy them, and verify the digests.
 
 Exactly one rank reads and hashes each complete file, and takes the parts that it needs. Other ranks read only the byte
 ranges that they need. With the layout that wrote the checkpoint, each rank reads only its own file, once.
@@ -30,7 +29,7 @@ from frontier_llm.topology.rectangles import (
 )
 
 # Two needed ranges closer than this are read as one. On parallel file systems a random read of 4 KiB to 64 KiB takes
-# about as long as a sequential read of 64 KiB, and a read call in Python takes about 2 us.
+# about as long as a sequential read of 64 KiB. A read call in Python takes about 2 us.
 MERGE_GAP_BYTES = 64 << 10
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
@@ -48,7 +47,7 @@ class Transfer:
 def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict[int, list[Transfer]]]:
     """Return shard → piece → transfers.
 
-    Raises CheckpointError that lists every tensor that the checkpoint lacks or has in another shape. Raises
+    Raises a CheckpointError that lists every tensor that the checkpoint lacks or has in another shape. Raises
     DamagedCheckpoint if the saved rectangles do not cover a needed one exactly once.
     """
     saved_shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}

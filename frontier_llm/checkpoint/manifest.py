@@ -1,4 +1,4 @@
-"""manifest.json: the content of a checkpoint and its places.
+"""manifest.json: the content of a checkpoint and the place of each part.
 
 It is parsed strictly, because it determines which files are opened and where bytes are copied. The file is the text of
 one JSON object. Beside it lies `manifest.sha256` in the format of sha256sum. docs/checkpoint_format.md describes every
@@ -33,10 +33,10 @@ FORMAT: Final = "frontier_llm checkpoint"
 VERSION: Final = 4
 READ_VERSIONS: Final = (3, VERSION)  # version 3 has a number of steps instead of a data position, and no plugins
 DtypeName = Literal["F32", "F64"]
-ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # by safetensors' names; checkpoints use F32 and F64
-# the 1T model on 3072 ranks, with 72,087 pieces, needs less than half of these
-MAX_MANIFEST_VALUES = 1 << 21  # limit for the values in the text, counted by commas and brackets
-MAX_CORNERS = 1 << 21  # limit for all pieces (_coverage_problems)
+ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # By safetensors' names. Checkpoints use F32 and F64.
+# The 1T model on 3072 ranks, with 72,087 pieces, needs less than half of these limits.
+MAX_MANIFEST_VALUES = 1 << 21  # Limit for the values in the text, counted by commas and brackets.
+MAX_CORNERS = 1 << 21  # Limit for all pieces (_coverage_problems).
 MIN_BLOCK_BYTES = 1 << 20
 MAX_BLOCK_BYTES = 1 << 30
 MAX_PLUGINS = 1_000
@@ -72,16 +72,16 @@ class Progress(_Record):
     of samples.
     """
 
-    step: Count  # index of the next step; steps 0 … step-1 are done
-    consumed_samples: Count  # samples of the run so far, including left-out ones
-    tokens: Count  # targets trained on
-    # position in the data; None before the first step of imported weights, and in version 3
+    step: Count  # Index of the next step. Steps 0 … step-1 are done.
+    consumed_samples: Count  # Samples of the run so far, including left-out ones.
+    tokens: Count  # Targets trained on.
+    # Position in the data. None before the first step of imported weights, and in version 3.
     position: Position | None = None
-    optimizer_updates: Count  # steps that were not skipped; used by Adam's bias correction
+    optimizer_updates: Count  # Steps that were not skipped. Used by Adam's bias correction.
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     scaler_clean_steps: Count
     skipped_steps: Count
-    policy: dict[str, Any] = {}  # state of the loss-spike policy (losses, rewinds), and the best evaluation
+    policy: dict[str, Any] = {}  # State of the loss-spike policy (losses, rewinds), and the best evaluation.
 
     @property
     def is_best(self) -> bool:

@@ -5,8 +5,8 @@
     verify   every rank, in a thread: read back its share of the newest checkpoints and compare digests
     prune    rank 0, in a thread: delete older checkpoints, unless the verification found damage
 
-All ranks agree on each transition at a step boundary. Training therefore waits only for the copy, no collective runs in
-a thread, and all ranks learn of a failure at the same step.
+All ranks agree on each transition at a step boundary. Training therefore waits only for the copy, and no collective
+runs in a thread. A failure is reported on all ranks at the same step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Save:
     def __init__(self, checkpoints: Checkpoints, progress: Progress) -> None:
         """Copy the state and start to write it. Returns after the copy.
 
-        Raises CheckpointError if the folder cannot be made or the space does not suffice, and Superseded if a newer
+        Raises CheckpointError if the folder cannot be made or the space does not suffice. Raises Superseded if a newer
         start of the run has taken over.
         """
         self._checkpoints = checkpoints

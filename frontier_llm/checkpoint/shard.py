@@ -1,9 +1,9 @@
 """Shard file: a safetensors file that is hashed while it is written and while it is read.
 
-Layout: u64 header length, then the JSON header padded with spaces to 8 bytes, then the data. The data lists the kinds
-in order (master, then the optimizer's states). Each kind has every piece that has it, row-major, without gaps. Any
-safetensors reader can open the file. The header is a pure function of the manifest, so a reader computes the expected
-header and compares bytes. It never parses the header in the file.
+Layout: u64 header length, then the JSON header padded with spaces to 8 bytes, then the data. The data is ordered by
+kind: the master first, then the optimizer's states. For each kind it contains every piece of that kind, row-major,
+without gaps. Any safetensors reader can open the file. The header is a pure function of the manifest, so a reader
+computes the expected header and compares bytes. It never parses the header in the file.
 
 The digest covers the header and each block of the data separately, so that several threads can compute it:
 
@@ -215,9 +215,9 @@ def verify(
     consume: Consume | None = None,
     drop_cache: bool = False,
 ) -> None:
-    """Read and hash the complete file in blocks. Pass every part of an entry to `consume` on the way.
+    """Read and hash the complete file in blocks. Pass every part of an entry to `consume` while reading.
 
-    With `drop_cache` the file is first removed from the page cache, so that it is read from the device. Raises
+    With `drop_cache` the kernel is first advised to drop the file's cached pages, so that the device is read. Raises a
     DamagedCheckpoint with the expected digest, the found digest and the file's tensors.
     """
     layout = layout_of(manifest, shard, path)

@@ -1,7 +1,7 @@
 """Samples of whole documents, packed best-fit into sequences (arXiv:2404.10830). Only longer documents are cut.
 
 A sequence has S + 1 tokens, of which S are inputs. A document that fits is one piece. A longer one is cut into pieces
-of S + 1 tokens that overlap by one, so that each of its tokens is a target once.
+of S + 1 tokens that overlap by one. Each of its tokens is then a target once.
 
 The pieces are ordered by a permutation keyed by the seed and divided into windows of 65,536. Each window is packed by
 itself (csrc/sample_index.cpp). The longest piece comes first, and each piece goes into the fullest sequence that has

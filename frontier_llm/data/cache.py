@@ -84,8 +84,8 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
 def is_alive(lock: Path) -> bool:
     """Return whether a lock's holder is alive.
 
-    On this host its process decides. On another host a heartbeat within STALE_S decides. A lock that is gone gives
-    False.
+    A holder on this host is alive if its process exists. A holder on another host is alive if its heartbeat arrives
+    within STALE_S. A lock that does not exist has no live holder.
     """
     with suppress(FileNotFoundError):
         host, pid = (*lock.read_text(encoding="utf-8").split(), "", "")[:2]

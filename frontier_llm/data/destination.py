@@ -21,7 +21,7 @@ from frontier_llm.units import format_count
 def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> DatasetMeta | None:
     """Return the record of the dataset at `prefix` if it was made from the plan with this digest, otherwise None.
 
-    Raises DataError for a dataset of another plan, unless `overwrite` allows to replace it.
+    Raises DataError for a dataset of another plan, unless `overwrite` is set.
     """
     if not idx_path(prefix).exists():
         return None
@@ -43,7 +43,8 @@ def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> Datase
 def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
     """Hold the prefix's lock.
 
-    Raises DataError that names the live process holding it. An OSError inside becomes a DataError with this `fix`.
+    Raises a DataError that names the live process if another process holds the lock. An OSError inside becomes a
+    DataError with this `fix`.
     """
     lock = Path(f"{prefix}.lock")
     try:

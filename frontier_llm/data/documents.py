@@ -1,7 +1,7 @@
 """Read the documents of one piece of an input.
 
-Damage is a line that is not JSON, bytes that are not UTF-8, or a stream that ends too early. It is yielded in order
-with its file and line. The caller decides how to treat it.
+Damage is a line that is not JSON, bytes that are not UTF-8, or a stream that ends too early. Damage is yielded in
+order, with its file and line. The caller decides how to treat it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ DAMAGE_FIX = (
     "--skip-damaged"
 )
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# a parquet row group or page may hold this many times the largest value; a page is decoded as one unit
+# A parquet row group or page may hold this many times the largest value. A page is decoded as one unit.
 GROUP_OF_LARGEST = 8
-PASSED_BYTES = MAXIMUM_BYTES  # limit for reading past a too long line of a packed file to find the line's end
-# a longer text file becomes one document of several sequences, so that memory stays bounded
+PASSED_BYTES = MAXIMUM_BYTES  # Bytes read past a too long line of a packed file to find its end.
+# A longer text file becomes one document of several sequences, so that memory stays bounded.
 CHUNK_BYTES = 4 << 20
 
 
@@ -143,7 +143,7 @@ def _read_lines(
 def json_object(line: bytes) -> dict[str, Any] | None:
     """Return the object of a JSONL line, or None for a blank line.
 
-    Raises DataError with the reason if the line is not a JSON object.
+    Raises a DataError with the reason if the line is not a JSON object.
     """
     if not line.strip():
         return None
@@ -158,7 +158,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _field(record: dict[str, Any] | None, text_key: str) -> str:
-    """Return the text of a JSONL record, or '' for a blank line. Raises DataError with the reason if it has no text."""
+    """Return the text of a JSONL record, or '' for a blank line. Raises a DataError with the reason for no text."""
     if record is None:
         return ""
     if text_key not in record:
@@ -234,11 +234,11 @@ def _character_end(data: bytes) -> int:
 
 
 def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Yield the lines whose first byte lies in the piece, newline included. A longer line yields its first `max_bytes`
-    + 1.
+    """Yield the lines whose first byte lies in the piece, newline included. A line longer than `max_bytes` is cut to
+    `max_bytes` + 1 bytes.
 
-    If a line of a packed file continues for PASSED_BYTES more, reading ends there. One packed megabyte can unpack to a
-    gigabyte, which takes 3.4 CPU seconds.
+    If a line of a packed file continues for PASSED_BYTES more bytes, reading ends there. One packed megabyte can unpack
+    to a gigabyte, which takes 3.4 CPU seconds.
     """
     if piece.start:
         content.seek(piece.start - 1)

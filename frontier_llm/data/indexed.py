@@ -37,8 +37,8 @@ LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name).newbyteorder("<") for code, name in DTYPE_NAMES.items()}
 DTYPE_CODES = {dtype.newbyteorder("="): code for code, dtype in DTYPES.items()}
-READ_ONLY = 1  # mode of a sequence whose tokens are read but not learnt
-# most sequences for a full check at each open (20 MB of .idx); larger files are checked for the sample index
+READ_ONLY = 1  # Mode of a sequence whose tokens are read but not learnt.
+# Most sequences for a full check at each open (20 MB of .idx). A larger file is checked when its sample index is built.
 SCAN_LIMIT = 1 << 20
 SCAN_CHUNK = 1 << 20
 DIGEST_BLOCK_BYTES = 1 << 16
@@ -72,7 +72,7 @@ class IndexedDataset:
         """Open and validate the dataset.
 
         The header, the file sizes and both ends of every table are always checked. With `scan`, every entry is checked
-        too. `scan` None means True for at most 2^20 sequences. Raises DataError that names the file, the byte offset,
+        too. `scan` None means True for at most 2^20 sequences. Raises a DataError that names the file, the byte offset,
         the expected and the found value.
         """
         self.prefix = str(prefix)

@@ -24,11 +24,11 @@ LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 
-# size limit of a line and of a decompressed MDS shard (Mosaic's default is 64 MiB); set by --max-mib
+# Size limit of a line and of a decompressed MDS shard (Mosaic's default is 64 MiB), set by --max-mib.
 MAXIMUM_BYTES = 128 << 20
-MAXIMUM_FOOTER_BYTES = 32 << 20  # limit for a parquet file; enough for about 100,000 column chunks
-BUFFER_BYTES = 1 << 20  # part of a parquet column read at a time; pyarrow's default is all of a row group
-DATASET = "dataset://"  # prefix of a dataset on the Hugging Face Hub (hub.py)
+MAXIMUM_FOOTER_BYTES = 32 << 20  # Limit for a parquet file, enough for about 100,000 column chunks.
+BUFFER_BYTES = 1 << 20  # Part of a parquet column read at a time. pyarrow's default is all of a row group.
+DATASET = "dataset://"  # Prefix of a dataset on the Hugging Face Hub (hub.py).
 TOO_LARGE = "holds more than {}; if that is right, give a larger --max-mib"
 
 Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
@@ -61,7 +61,7 @@ def find_inputs(
 ) -> list[Path | RemoteFile]:
     """Return the given files, and every file of a known kind below the given directories, sorted by path.
 
-    URLs and datasets of the Hugging Face Hub are accepted too. Raises DataError that names every path that is missing
+    URLs and datasets of the Hugging Face Hub are accepted too. Raises a DataError that names every path that is missing
     or of an unknown kind, and every directory without inputs.
     """
     inputs: list[Path | RemoteFile] = []

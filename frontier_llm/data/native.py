@@ -39,7 +39,7 @@ _SIGNATURES = {  # function → kinds of its arguments: p = pointer, u = u64
 def library() -> ctypes.CDLL:
     """Return the shared library.
 
-    Raises BackendError with the build command if the library is missing, cannot be loaded or has another version.
+    Raises a BackendError with the build command if the library is missing, cannot be loaded or has another version.
     """
     kinds = {"p": ctypes.c_void_p, "u": ctypes.c_uint64}
     functions = {name: (ctypes.c_int64, [kinds[kind] for kind in arguments]) for name, arguments in _SIGNATURES.items()}

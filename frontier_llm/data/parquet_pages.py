@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 from frontier_llm.data.remote import located
 from frontier_llm.errors import DataError
 
-MOST_PAGES = 1 << 16  # limit for a column in a row group; writers make about one page per MiB
-# sizes tried for a header; long values in its statistics need the second one
+MOST_PAGES = 1 << 16  # Limit for a column in a row group. Writers make about one page per MiB.
+# Sizes tried for a header. Long values in its statistics need the second one.
 HEADER_BYTES = 4 << 10
 LONGEST_HEADER_BYTES = 1 << 20
-# limit for a group of more than a million rows: runs of equal values compress to almost nothing
+# Limit for a group of more than a million rows. It is high, because equal values compress to almost nothing.
 ROWS_PER_BYTE = 64
 _DEEPEST = 16
 _UNCOMPRESSED = 2

@@ -80,7 +80,7 @@ class _Record(BaseModel):
 
 
 class Stream(_Record):
-    """One dataset in samples of one length, in one order, and the number of samples that the run has taken."""
+    """One dataset in samples of one length, in one order, and the number of samples that the run took from it."""
 
     dataset: Annotated[str, Field(pattern=r"^([0-9a-f]{64}|synthetic)$")]  # identity of its tokens
     path: Annotated[str, Field(max_length=4096)]  # its path when it was last used
@@ -143,8 +143,8 @@ class Position(_Record):
 
     streams: Annotated[tuple[Stream, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of first use
     blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of `streams`
-    dealt: Count = 0  # number of samples that this blend has assigned
-    # the steps done; consecutive steps of equal size form one entry
+    dealt: Count = 0  # Number of samples that this blend has assigned.
+    # The steps done. Consecutive steps of equal size form one entry.
     stretches: Annotated[tuple[Stretch, ...], Field(max_length=1 << 16)] = ()
 
     @property
@@ -183,7 +183,7 @@ class Position(_Record):
         return tuple(self.streams[share.stream] for share in self.blend)
 
     def enter(self, wanted: Wanted) -> Position:
-        """Return the position from which the next samples come from these sources.
+        """Return the position that continues with these sources.
 
         A source continues the stream of its dataset, length and packing. If the blend names a dataset several times,
         its n-th mention continues the n-th such stream. A source without such a stream starts a new one. A blend with

@@ -4,7 +4,7 @@ Epoch e is the concatenation of all documents in the order of a permutation keye
 its end-of-document token. The stream of epochs is cut every S tokens. A sample is the S + 1 tokens from one cut on, so
 its last token is the first token of the next sample. Every token of an epoch is therefore an input exactly once and a
 target exactly once. A sample can span documents and epochs. A second permutation keyed by (seed, e) shuffles the
-samples that begin in epoch e, so that samples of one long document are not read in a row.
+samples that begin in epoch e. This separates the samples of one long document.
 
 With T tokens per epoch, epoch e owns samples ceil(e T / S) ... ceil((e+1) T / S) - 1. These formulas make resuming at
 any k possible without a scan. Both permutations are computed on the fly. The only stored table is the running token
@@ -32,8 +32,8 @@ from frontier_llm.data.position import derive_key, order_key
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count
 
-BLOCK = 64  # documents per index entry: 0.125 byte per document, and a lookup reads up to 64 documents (about 3 us)
-CACHE_FROM_DOCUMENTS = 1 << 20  # a smaller index is built in memory in a tenth of a second
+BLOCK = 64  # Documents per index entry: 0.125 byte per document. A lookup reads up to 64 documents (about 3 us).
+CACHE_FROM_DOCUMENTS = 1 << 20  # A smaller index is built in memory in a tenth of a second.
 EPOCHS_IN_MEMORY = 3
 MAXIMUM_THREADS = 8
 

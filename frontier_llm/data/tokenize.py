@@ -49,12 +49,12 @@ VERSION = 2  # version of the rules below; parts of another version are not reus
 class TokenizeOptions:
     """Options that determine the result together with the inputs and the tokenizer."""
 
-    text_key: str = "text"  # JSON field or parquet column
-    documents: Literal["file", "line"] = "file"  # whether a text file is one document, or one per line
-    skip_damaged: bool = False  # False: the first damaged input ends the run
-    shard_bytes: int = 32 << 20  # input bytes per shard, a few seconds of work
-    prompt_key: str | None = None  # JSON field of a prompt before the text; its tokens are read but not learnt
-    max_bytes: int = MAXIMUM_BYTES  # size limit of a line or an MDS shard; has no effect on smaller ones
+    text_key: str = "text"  # JSON field or parquet column of the text.
+    documents: Literal["file", "line"] = "file"  # Whether a text file is one document, or one per line.
+    skip_damaged: bool = False  # If False, the first damaged input ends the run.
+    shard_bytes: int = 32 << 20  # Input bytes per shard, a few seconds of work.
+    prompt_key: str | None = None  # JSON field of a prompt before the text. Its tokens are not learnt.
+    max_bytes: int = MAXIMUM_BYTES  # Size limit of a line or an MDS shard. Has no effect on smaller ones.
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from frontier_llm.units import format_bytes
 
 META_SPACE = "\u2581"  # sentencepiece's symbol for a space; in a text it would be decoded as a space
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>")
-MAXIMUM_BYTES = 256 << 20  # size limit of a tokenizer's file; the largest in use has 35 MB
-SAMPLE_BYTES = 64 << 20  # training text read by default; more text costs memory and hardly changes a vocabulary
+MAXIMUM_BYTES = 256 << 20  # Size limit of a tokenizer's file. The largest in use has 35 MB.
+SAMPLE_BYTES = 64 << 20  # Training text read by default. More text costs memory and hardly changes a vocabulary.
 
 
 class Tokenizer(Protocol):
@@ -103,8 +103,8 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """Tokenizer of a Hugging Face `tokenizer.json`, or of GPT-2's pair of vocab.json and merges.txt.
 
-    The end-of-document id is the `eos_token` of tokenizer_config.json in the same folder. Without one, it is the first
-    of END_OF_DOCUMENT_NAMES in the vocabulary.
+    The end-of-document id is the `eos_token` of tokenizer_config.json in the same folder. If that is missing, it is the
+    first of END_OF_DOCUMENT_NAMES in the vocabulary.
     """
 
     def __init__(self, path: str | Path) -> None:
