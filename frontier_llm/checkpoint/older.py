@@ -2,7 +2,7 @@
 
 In version 3 the position was the number of steps. Each combination of a blend and a sequence length had its own sample
 count. Orders depended on the number of the first phase that read the blend, and a rewind shifted all later steps.
-Samples that a change of batch, weights or data had skipped or repeated were not recorded, and cannot be recovered.
+Samples that a change of batch, weights or data had missed or repeated were not recorded, and cannot be recovered.
 """
 
 from __future__ import annotations

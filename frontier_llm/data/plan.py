@@ -1,4 +1,4 @@
-"""Plan of a run's data, phase by phase: sources, sizes, tokenizers, epochs, and repeated or skipped data."""
+"""Plan of a run's data, phase by phase: sources, sizes, tokenizers, epochs, and repeated, unread or left-out data."""
 
 from __future__ import annotations
 

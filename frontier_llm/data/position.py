@@ -154,7 +154,7 @@ class Position(_Record):
 
     @property
     def samples_left_out(self) -> int:
-        """Number of the run's samples that rewinds and `--leave-out` have skipped."""
+        """Number of the run's samples that rewinds and `--leave-out` have left out."""
         return sum(stream.samples_left_out for stream in self.streams)
 
     @property
@@ -234,7 +234,7 @@ class Position(_Record):
         return self._dealt(steps * global_batch, left_out=False).model_copy(update={"stretches": stretches})
 
     def leave_out(self, samples: int) -> Position:
-        """Return the position after `samples` samples without training. Each stream records its skipped samples."""
+        """Return the position after `samples` samples without training. Each stream records its left-out samples."""
         return self._dealt(samples, left_out=True)
 
     def _dealt(self, samples: int, left_out: bool) -> Position:
