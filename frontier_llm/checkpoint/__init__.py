@@ -1,1 +1,1 @@
-"""Checkpoints that any layout writes and any layout loads; format in docs/checkpoint_format.md."""
+"""Checkpoints that can be written and loaded with any layout. Format: docs/checkpoint_format.md."""

@@ -1,4 +1,4 @@
-"""A run's checkpoints: when they are written, how many stay, and which one a run continues from."""
+"""Checkpoints of a run: when they are written, how many are kept, and which one a run continues from."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from frontier_llm.run.holder import this_process
 
 
 class Checkpoints:
-    """Saves and loads one run's state. Public methods are collective over the world and return or raise alike on all
-    ranks, except `check_lock` and `expired`.
+    """Saves and loads one run's state.
+
+    Public methods are collective over the world and return or raise alike on all ranks, except `check_lock` and
+    `expired`.
     """
 
     def __init__(
@@ -40,22 +42,23 @@ class Checkpoints:
         facts: JobFacts,
         allow_changes: Collection[str] = (),
     ) -> None:
-        """Take the run directory's lock and remove what an interrupted save has left.
+        """Take the run directory's lock and remove the leftovers of an interrupted save.
 
-        allow_changes: configuration keys that may differ from the checkpoint's although they change the mathematics.
-        Raises CheckpointError if another live job holds the directory or it cannot be written.
+        `allow_changes` are configuration keys that may differ from the checkpoint's although they change the
+        mathematics. Raises CheckpointError if another live job holds the directory, or if the directory cannot be
+        written.
         """
         self.directory = checkpoints_folder(train)
         self.keep = train.keep_checkpoints
         self._keep_every = train.keep_every
-        self.lag_steps = max(1, train.save_interval // 10)  # from the copy until training waits for the commit
+        self.lag_steps = max(1, train.save_interval // 10)  # steps from the copy until training waits for the commit
         if train.save_lag_steps is not None:
             self.lag_steps = train.save_lag_steps
         self.world = mesh.world
         self.device = optimizer.device
         self._optimizer = optimizer
         self._allow_changes = tuple(allow_changes)
-        self._lock: RunLock | None = None  # of rank 0
+        self._lock: RunLock | None = None  # None except on rank 0
         incarnation = from_rank_0(partial(self._open, facts), self.world, self.device)
         layout = degrees(mesh, optimizer)
         self.facts = replace(facts, layout=layout, optimizer=optimizer.rule.name, incarnation=incarnation)
@@ -65,12 +68,12 @@ class Checkpoints:
         self.total_bytes = sum(rank["bytes"] for rank in ranks)
         pieces = [rank["pieces"] for rank in ranks] if self.world.rank == 0 else []
         self.contents = contents_of(pieces, self.snapshot.dtype)
-        self.newest_step = -1  # of the checkpoint that this process has loaded, is writing or has written last
+        self.newest_step = -1  # step of the checkpoint that this process loaded or began to write last
         self.failures_in_row = 0
         self._save: Save | None = None
 
     def _open(self, facts: JobFacts) -> int:
-        """Rank 0: take the lock and clean. Returns the number of this start."""
+        """Rank 0: take the lock and clean the directory. Return the number of this start."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.directory, this_process(facts.job, facts.restart), facts.incarnation)
@@ -82,12 +85,15 @@ class Checkpoints:
         return self._lock.incarnation
 
     def check_lock(self) -> None:
-        """Rank 0: raise Superseded if a newer start of the run holds the directory, CheckpointError if it is gone."""
+        """Rank 0: check that this start still holds the directory.
+
+        Raises Superseded if a newer start holds it, and CheckpointError if it is gone.
+        """
         assert self._lock is not None, "only rank 0 writes"
         self._lock.check()
 
     def expired(self, steps: Sequence[int]) -> list[int]:
-        """Of steps with a checkpoint, newest first, those that may be deleted."""
+        """Return the steps whose checkpoints may be deleted. `steps` are sorted newest first."""
         older = steps[self.keep :]
         return [step for step in older if not (self._keep_every and step % self._keep_every == 0)]
 
@@ -95,15 +101,15 @@ class Checkpoints:
 
     @property
     def under_way(self) -> Save | None:
-        """The save that is not over."""
+        """Save in progress, or None."""
         if self._save is None or self._save.is_over:
             return None
         return self._save
 
     def begin(self, progress: Progress) -> Save:
-        """Copy the state and start to write it. Returns after the copy. First waits for a save that is under way.
+        """Copy the state and start to write it. Returns after the copy. First waits for a save that is in progress.
 
-        Raises CheckpointError if that save failed, or this one cannot start.
+        Raises CheckpointError if that save failed, or if this one cannot start.
         """
         self.finish()
         self._save = Save(self, progress)
@@ -111,14 +117,14 @@ class Checkpoints:
         return self._save
 
     def finish(self, verify: bool = True) -> Saved | None:
-        """Wait for the save under way; see Save.finish."""
+        """Wait for the save in progress, as `Save.finish` does."""
         return None if self._save is None else self._save.finish(verify)
 
     @contextlib.contextmanager
     def tolerating_one_failure(self) -> Iterator[None]:
         """Log the first failed save, because the checkpoints before it are intact.
 
-        Raises the second CheckpointError in a row, and Superseded.
+        Raises the second CheckpointError in a row, and every Superseded.
         """
         try:
             yield
@@ -130,7 +136,7 @@ class Checkpoints:
             log.info(f"a save failed, training goes on and stops if the next one fails too\n{error}")
 
     def close(self, verify: bool = True) -> None:
-        """Finish the save under way as `finish` does, and release the run directory."""
+        """Finish the save in progress as `finish` does, and release the run directory."""
         try:
             self.finish(verify)
         finally:
@@ -142,9 +148,9 @@ class Checkpoints:
     def newest(self, strict: bool = False) -> Progress | None:
         """Load the newest intact checkpoint. Returns None if there is no checkpoint at all.
 
-        A damaged checkpoint is logged by file and tensor, and the next older one is tried; with `strict` it is raised.
-        Raises CheckpointError if no checkpoint is intact, or the newest intact one does not fit the model or the
-        configuration.
+        A damaged checkpoint is logged by file and tensor, and the next older one is tried. With `strict` the damage is
+        raised instead. Raises CheckpointError if no checkpoint is intact, or if the newest intact one does not fit the
+        model or the configuration.
         """
         steps, latest = from_rank_0(
             lambda: [folder.named_steps(self.directory), folder.read_latest(self.directory)], self.world, self.device
@@ -168,24 +174,25 @@ class Checkpoints:
         return progress
 
     def newest_at_most(self, step: int) -> int | None:
-        """The newest checkpoint's step that is not above `step`. Waits for a save that is under way."""
+        """Return the step of the newest checkpoint that is not above `step`. Waits for a save that is in progress."""
         return next(iter(self._at_most(step)), None)
 
     def rewind(self, before: int) -> Progress | None:
-        """Load the newest intact checkpoint of at most step `before` and delete the newer ones, whose course the run
-        leaves. Returns None, and changes nothing, if there is no such checkpoint.
+        """Load the newest intact checkpoint of at most step `before`, and delete all newer checkpoints.
+
+        Returns None, and changes nothing, if there is no such checkpoint.
         """
         progress = self._load_first(self._at_most(before), [])
         if progress is not None:
             from_rank_0(partial(self._delete_newer, progress), self.world, self.device)
-            self.newest_step = -1  # the step may be saved again, with another position in the data
+            self.newest_step = -1  # a later save of this step may have another data position
         return progress
 
     def load(self, path: Path) -> Progress:
         """Fill optimizer state and weights from a checkpoint of any layout, and check the digest of every file.
 
-        Raises DamagedCheckpoint if bytes are not what was written, CheckpointError for another model or configuration.
-        After either error the state must not be trained on.
+        Raises DamagedCheckpoint for damaged files, and CheckpointError for another model or configuration. After either
+        error the state must not be trained on.
         """
         text = from_rank_0(partial(self._admit, path), self.world, self.device)
         manifest = parse(text.encode(), str(path / folder.MANIFEST))
@@ -204,7 +211,7 @@ class Checkpoints:
         return manifest.progress.model_copy(update={"position": position, "optimizer_updates": updates})
 
     def _load_first(self, steps: Sequence[int], damage: list[Problem], strict: bool = False) -> Progress | None:
-        """Load the first of these checkpoints that is intact. Damage is added to `damage`, or raised with `strict`."""
+        """Load the first intact one of these checkpoints. Damage is added to `damage`, or raised with `strict`."""
         for step in steps:
             path = self.directory / folder.step_name(step)
             try:
@@ -217,15 +224,17 @@ class Checkpoints:
         return None
 
     def _at_most(self, step: int) -> list[int]:
-        """Steps of the checkpoints that are not above `step`, newest first, after the save under way."""
+        """Return the checkpoints' steps that are not above `step`, newest first, after the save in progress."""
         self.finish()
         steps: list[int] = from_rank_0(lambda: folder.named_steps(self.directory), self.world, self.device)
         return [older for older in steps if older <= step]
 
     def _admit(self, path: Path) -> str:
-        """Rank 0: the text of a checkpoint's manifest. Other ranks receive it instead of opening the same file.
+        """Rank 0: return the text of a checkpoint's manifest. The other ranks receive it instead of opening the same
+        file.
 
-        Raises DamagedCheckpoint if the checkpoint is not complete, CheckpointError for changes that are not allowed.
+        Raises DamagedCheckpoint if the checkpoint is not complete, and CheckpointError for changes that are not
+        allowed.
         """
         if (problem := fault(path)) is not None:
             raise DamagedCheckpoint(problem)
@@ -234,7 +243,7 @@ class Checkpoints:
         return content.decode()
 
     def _read(self, path: Path, manifest: Manifest) -> None:
-        """Every rank reads its rectangles. Raises the problems of all ranks."""
+        """Read this rank's rectangles. Raises the problems of all ranks."""
         error: CheckpointError | None = None
         try:
             problems = load.read_shards(path, manifest, self._optimizer, self.world.rank, self.world.size)
@@ -247,9 +256,9 @@ class Checkpoints:
             raise failure
 
     def _report_drift(self, manifest: Manifest, where: str) -> None:
-        """Rank 0: log what has changed since the checkpoint. Raises CheckpointError for what is not allowed."""
+        """Rank 0: log the changes since the checkpoint. Raises CheckpointError for a change that is not allowed."""
         changes = drift.allowed_changes(manifest, self.facts, self._allow_changes, where)
-        if manifest.environment:  # imported weights have none
+        if manifest.environment:  # imported weights have no environment
             changes += drift.environment_changes(manifest.environment, self.facts.environment)
         for change in changes:
             log.info(f"differs from the checkpoint: {change}")
@@ -268,9 +277,9 @@ class Checkpoints:
                 folder.delete_checkpoint(self.directory, newer, self.facts.incarnation)
 
     def _point_at(self, progress: Progress) -> None:
-        """Rank 0: let LATEST name the checkpoint that was loaded, and BEST too if it is the best one.
+        """Rank 0: let LATEST name the loaded checkpoint, and BEST too if it is the best one.
 
-        Needed after damage, and after a crash between the rename and the pointers.
+        This is needed after damage, and after a crash between the rename and the pointers.
         """
         name = folder.step_name(progress.step)
         if folder.read_latest(self.directory) != name:
@@ -282,7 +291,7 @@ class Checkpoints:
 
 
 def degrees(mesh: Mesh, optimizer: Optimizer) -> dict[str, int]:
-    """The layout as a manifest records it."""
+    """Return the layout in the form that a manifest records."""
     layout = {"tp": mesh.tp.size, "cp": mesh.cp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
     layout["zero"] = int(optimizer.shards > 1)
     if mesh.ep.size > 1:

@@ -1,7 +1,7 @@
-"""A run's `checkpoints/` folder: names, the commit, LATEST, BEST, leftovers. Only rank 0 changes it; ranks write their
-shards into it.
+"""Folder `checkpoints/` of a run: names, commit, LATEST, BEST, leftovers.
 
-`step_00000100/` is complete, always: it got that name by one rename after every byte in it was flushed to the device.
+Only rank 0 changes the folder, except that every rank writes its own shard. A folder `step_00000100/` is always
+complete. It gets this name by one rename after all its bytes have been flushed to the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEFTOVER = re.compile(r"step_[0-9]{8,12}\.(tmp|deleted)\.[0-9]+|\.(LATEST|BEST)
 
 
 def step_of(path: Path) -> int:
-    """The step in a complete checkpoint's name; raises CheckpointError for another name."""
+    """Return the step in a complete checkpoint's name. Raises CheckpointError for another name."""
     step = named_step(path.name)
     if step is None:
         raise CheckpointError(
@@ -48,8 +48,9 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """What a user means by a run directory, its `checkpoints` folder or one checkpoint: the complete checkpoints
-    there, newest first.
+    """Return the complete checkpoints at a path, newest first.
+
+    The path is a run directory, its `checkpoints` folder or one checkpoint.
     """
     if (path / MANIFEST).exists() or re.match(r"step_\d", path.name):
         step_of(path)
@@ -59,20 +60,21 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def is_there(directory: Path) -> bool:
-    """Whether a run would begin with a checkpoint, as far as this rank's file system shows."""
+    """Return whether a run would begin with a checkpoint, as seen by this rank's file system."""
     return bool(named_steps(directory))
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """What interrupted saves and deletions have left."""
+    """Return the files and folders that interrupted saves and deletions have left."""
     return sorted(
         path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     )
 
 
 def clean(directory: Path) -> list[Path]:
-    """Remove leftovers; put a checkpoint back whose replacement never arrived. Returns what was removed; what cannot
-    be is a warning.
+    """Remove leftovers and restore a checkpoint whose replacement was not completed.
+
+    Returns the removed paths. A failed deletion is a warning.
     """
     removed = []
     for path in leftovers(directory):
@@ -86,7 +88,7 @@ def clean(directory: Path) -> list[Path]:
 
 
 def delete_tree(path: Path) -> None:
-    """Remove a file or folder; never follows links."""
+    """Remove a file or folder without following links."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -104,9 +106,10 @@ def _deleted(path: Path) -> bool:
 
 
 def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
-    """Remove a complete checkpoint: renamed first, so that no half of it ever carries a complete one's name.
+    """Remove a complete checkpoint. It is renamed first, so that an incomplete folder never has a complete checkpoint's
+    name.
 
-    Raises OSError, and nothing is changed, when it is write-protected or cannot be renamed.
+    Raises OSError, and changes nothing, if the checkpoint is write-protected or cannot be renamed.
     """
     path = directory / step_name(step)
     doomed = directory / f"{step_name(step)}.deleted.{incarnation}"
@@ -117,12 +120,12 @@ def delete_checkpoint(directory: Path, step: int, incarnation: int) -> None:
 
 
 def temporary(directory: Path, step: int, incarnation: int) -> Path:
-    """Where a save writes until it is complete."""
+    """Return the folder that a save writes into until it is complete."""
     return directory / f"{step_name(step)}.tmp.{incarnation}"
 
 
 def begin(directory: Path, step: int, incarnation: int) -> Path:
-    """That folder, empty: whatever an earlier try has left in it is removed."""
+    """Make the folder of `temporary`, empty. Files of an earlier attempt are removed."""
     building = temporary(directory, step, incarnation)
     delete_tree(building)
     building.mkdir()
@@ -131,8 +134,9 @@ def begin(directory: Path, step: int, incarnation: int) -> Path:
 
 
 def commit(directory: Path, manifest: Manifest) -> Path:
-    """Turn the temporary folder, whose shards are durable, into a complete checkpoint. LATEST names it then, and BEST
-    too if its held-out loss is the lowest.
+    """Turn the temporary folder, whose shards are durable, into a complete checkpoint.
+
+    LATEST names the checkpoint then, and BEST too if its held-out loss is the lowest.
     """
     step = manifest.progress.step
     incarnation = manifest.incarnation
@@ -147,7 +151,7 @@ def commit(directory: Path, manifest: Manifest) -> Path:
     hit("checkpoint.before_rename")
     replaced = directory / f"{final.name}.replaced.{incarnation}"
     try:
-        if final.exists():  # this step was saved before, e.g. by a run that was rewound since
+        if final.exists():  # this step was saved before, for example before a rewind
             delete_tree(replaced)
             final.rename(replaced)
             hit("checkpoint.replaced")
@@ -167,18 +171,18 @@ def commit(directory: Path, manifest: Manifest) -> Path:
 
 
 def point_latest(directory: Path, name: str) -> None:
-    """LATEST holds the newest checkpoint's name; moved by rename."""
+    """Replace LATEST, which contains the newest checkpoint's name, by a rename."""
     write_atomically(directory / LATEST, f"{name}\n", lambda: hit("checkpoint.latest_written"))
     hit("checkpoint.latest_moved")
 
 
 def point_best(directory: Path, name: str) -> None:
-    """BEST holds the name of the checkpoint with the lowest held-out loss, where a run keeps it (train.keep_best)."""
+    """Replace BEST, which contains the name of the checkpoint with the lowest held-out loss (train.keep_best)."""
     write_atomically(directory / BEST, f"{name}\n")
 
 
 def read_latest(directory: Path, pointer: str = LATEST) -> str:
-    """The name in LATEST, or in BEST, '' when there is none that could be a checkpoint's."""
+    """Return the name in LATEST, or in BEST. Returns '' if there is no valid checkpoint name."""
     try:
         with (directory / pointer).open("rb") as file:
             text = file.read(64).decode("ascii", errors="replace")
@@ -188,9 +192,9 @@ def read_latest(directory: Path, pointer: str = LATEST) -> str:
 
 
 def read_manifest(path: Path) -> tuple[Manifest, bytes]:
-    """The manifest of a complete checkpoint, checked against its digest and the folder's name, and its bytes.
+    """Return the manifest of a complete checkpoint and its bytes.
 
-    Raises DamagedCheckpoint.
+    Raises DamagedCheckpoint if the manifest does not match its digest or the folder's name.
     """
     step = step_of(path)
     where = path / MANIFEST
@@ -205,14 +209,17 @@ def read_manifest(path: Path) -> tuple[Manifest, bytes]:
 
 
 def unexpected_files(path: Path, manifest: Manifest) -> list[str]:
-    """Names in a checkpoint's folder that its manifest does not account for."""
+    """Return the names in a checkpoint's folder that its manifest does not list."""
     known = {MANIFEST, MANIFEST_DIGEST, *(shard.file for shard in manifest.shards)}
     return sorted(entry.name for entry in os.scandir(path) if entry.name not in known)
 
 
 @contextlib.contextmanager
 def writing(where: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn an OSError inside into a CheckpointError with its cause. A full disk adds what is needed and free."""
+    """Turn an OSError inside into a CheckpointError with its cause.
+
+    For a full disk the message includes the needed and the free space.
+    """
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What has changed between the run that wrote a checkpoint and the run that continues it.
+"""Find the changes between the run that wrote a checkpoint and the run that continues it.
 
-Keys that define the mathematics (the model, the optimizer, the global batch, the data, the seeds) must be allowed one
-by one; keys that choose how the same mathematics is computed (layout, precision, kernels, machine, logging) are shown
-and pass.
+Some keys define the mathematics: the model, the optimizer, the global batch, the data, the seeds. A change of such a
+key must be allowed explicitly. Other keys define how the same mathematics is computed: layout, precision, kernels,
+machine, logging. Their changes are logged and accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from frontier_llm.errors import CheckpointError, Problem, suggest
 from frontier_llm.optim.scalars import decay_begin
 
 _MATHEMATICS = ("model", "optimizer", "batch.global_batch", "data", "train.seed", "guard")
-_INITIAL_WEIGHTS = ("model", "train.seed")  # all that counts before the first step, e.g. of imported weights
+# the only keys that matter before the first step, for example with imported weights
+_INITIAL_WEIGHTS = ("model", "train.seed")
 _HARMLESS = (
     "model.name",
     "data.allow_synthetic",
@@ -45,21 +46,21 @@ _ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class Change:
-    """One key with another value."""
+    """A key with its saved and its current value."""
 
     key: str
     saved: Any
     current: Any
     mathematics: bool
     note: str = ""
-    allowable: bool = True  # False where no flag can help: the saved weights have other shapes
+    allowable: bool = True  # False if no flag can allow it, for example other shapes of weights
 
     def __str__(self) -> str:
         return f"{self.key}: {self.saved!r} → {self.current!r}" + (f" ({self.note})" if self.note else "")
 
 
 def flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings under dotted names; tuples as lists, which they are in JSON."""
+    """Yield the leaves of nested mappings under dotted names. Tuples become lists, as in JSON."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from flattened(inner, f"{prefix}.{key}" if prefix else str(key))
@@ -72,14 +73,14 @@ def _under(key: str, roots: Collection[str]) -> bool:
 
 
 def _ends_with_run(flat: Mapping[str, Any]) -> bool:
-    """True when the learning rate of every step depends on the run's length."""
+    """Return whether the learning rate of every step depends on the run's length."""
     return flat.get("optimizer.decay_steps") is None and flat.get("optimizer.schedule") in ("cosine", "linear")
 
 
 def _trained_phases(config: Mapping[str, Any], step: int, done: Stretches) -> list[Any]:
-    """Of each phase that has begun when `step` steps are done: its first step, model, batch and data.
+    """Return (first step, model, batch, data) of each phase that has begun when `step` steps are done.
 
-    Later phases may change, as train.steps may: nothing of them has been trained.
+    Later phases may change, as train.steps may, because no step of them has been trained.
     """
     if not config.get("train", {}).get("phases"):
         return []
@@ -92,8 +93,9 @@ def _trained_blend(config: Mapping[str, Any]) -> Any:
 
 
 def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) -> str:
-    """A warning where a longer run would lift a learning rate that had begun its final decay when `step` steps were
-    done; '' elsewhere.
+    """Return a warning if a longer run would raise a learning rate that was in its final decay after `step` steps.
+
+    Otherwise return ''.
     """
     if before.get("optimizer.schedule") != "wsd" or after.get("optimizer.schedule") != "wsd":
         return ""
@@ -107,7 +109,7 @@ def _lost_decay(before: Mapping[str, Any], after: Mapping[str, Any], step: int) 
 
 
 def _fits(saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> bool:
-    """Whether the saved weights have the shapes of a model with the current value of this key."""
+    """Return whether the saved weights have the shapes of a model with the current value of this key."""
     field = key.split(".")[1]
     try:
         models = [ModelConfig.model_validate(model) for model in (saved, {**saved, field: current.get(field)})]
@@ -118,10 +120,10 @@ def _fits(saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> boo
 
 
 def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved configuration as this version reads it: keys that did not exist then have their defaults, which change
-    nothing.
+    """Return a saved configuration as this version reads it.
 
-    Keys that do not exist any more stay as they are, so that they are compared too.
+    Keys that did not exist then get their defaults, which do not change the run. Keys that no longer exist are kept, so
+    that they are compared too.
     """
     known: Any = deepcopy(dict(config))
     gone: list[tuple[list[Any], Any, Any]] = []
@@ -134,7 +136,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         complete: Any = RunConfig.model_validate(known).model_dump(mode="json")
     except ValidationError:
-        return config  # of a version in which other values were allowed: compared as it is
+        return config  # written by a version that allowed other values; compared unchanged
     for path, key, value in gone:
         _section(complete, path)[key] = value
     return cast("Mapping[str, Any]", complete)
@@ -147,10 +149,10 @@ def _section(config: Any, path: Sequence[Any]) -> Any:
 
 
 def by_content(config: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, Any]:
-    """A configuration whose training data is named by identity, in whole proportions: equal where the run reads the
-    same samples.
+    """Return a configuration whose training data has identities instead of paths, with integer weights.
 
-    `data`: path → identity. What has none keeps its path.
+    Two such results are equal if the runs read the same samples. `data` maps path to identity. A dataset without an
+    identity keeps its path.
     """
     changed: Any = deepcopy(dict(config))
     phases = changed.get("train", {}).get("phases") or ()
@@ -174,15 +176,15 @@ def config_changes(
     data: Mapping[str, str] | None = None,
     done: Stretches = (),
 ) -> list[Change]:
-    """Every key whose value differs, in the current configuration's order.
+    """Return every key whose value differs, in the current configuration's order.
 
-    `begun` is False before any sample has been trained on; `step` is the number of steps done, `done` their sizes.
-    `saved_data`, `data`: path → identity.
+    `begun` is False before any sample has been trained on. `step` is the number of steps done, `done` their sizes.
+    `saved_data` and `data` map paths to identities.
     """
     before = dict(flattened(saved))
     after = dict(flattened(current))
     contents = by_content(saved, saved_data or {}), by_content(current, data or {})
-    # durations in tokens as steps
+    # durations in tokens are converted to steps
     steps_before = dict(flattened(in_steps(saved, done)))
     steps_after = dict(flattened(in_steps(current, done)))
     same_data = _trained_blend(contents[0]) == _trained_blend(contents[1])
@@ -221,8 +223,9 @@ def config_changes(
 
 
 def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bool = True) -> list[Change]:
-    """Datasets of the same path (another path is a change of the configuration) whose tokens are others; identities
-    by path.
+    """Return the datasets whose tokens differ at the same path. Both mappings are path → identity.
+
+    Another path is a change of the configuration and is not returned here.
     """
     return [
         Change("data.train", saved[path][:12], identity[:12], begun, f"the tokens of {path} are others")
@@ -232,10 +235,9 @@ def data_changes(saved: Mapping[str, str], current: Mapping[str, str], begun: bo
 
 
 def plugin_changes(saved: Sequence[PluginRecord], current: Sequence[PluginRecord], begun: bool = True) -> list[Change]:
-    """One change if other plugins are imported than before, or their code has changed. Their paths and order do not
-    matter.
+    """Return one change if other plugins are imported than before, or if their code has changed.
 
-    Plugins without a recorded digest are compared by their names.
+    The plugins' paths and order have no effect. Plugins without a recorded digest are compared by name.
     """
     has_digests = all(plugin.sha256 for plugin in (*saved, *current))
     before, after = (
@@ -249,7 +251,7 @@ def plugin_changes(saved: Sequence[PluginRecord], current: Sequence[PluginRecord
 
 
 def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> list[Change]:
-    """Versions, code commit, device: shown, never refused."""
+    """Return changes of versions, code commit and device. They are logged and never refused."""
     return [
         Change(key, saved.get(key, _ABSENT), current.get(key, _ABSENT), mathematics=False)
         for key in sorted({*saved, *current})
@@ -258,9 +260,9 @@ def environment_changes(saved: Mapping[str, str], current: Mapping[str, str]) ->
 
 
 def allowed_changes(saved: Manifest, facts: JobFacts, allowed: Collection[str], where: str) -> list[Change]:
-    """Changes of configuration, data and plugins between a checkpoint and the job that continues from it.
+    """Return the changes of configuration, data and plugins between a checkpoint and the job that continues from it.
 
-    Raises CheckpointError as `check_allowed`.
+    Raises CheckpointError as `check_allowed` does.
     """
     progress = saved.progress
     begun = progress.consumed_samples > 0
@@ -280,8 +282,9 @@ def allowed_changes(saved: Manifest, facts: JobFacts, allowed: Collection[str], 
 
 
 def check_allowed(changes: Collection[Change], allowed: Collection[str], where: str) -> None:
-    """Raises CheckpointError that lists every change of the mathematics which `allowed` (keys or their sections)
-    does not cover.
+    """Raise a CheckpointError that lists every change of the mathematics that is not allowed.
+
+    `allowed` contains keys, or sections of the configuration. An unknown key in it raises CheckpointError too.
     """
     refused = [
         change for change in changes if change.mathematics and not (change.allowable and _under(change.key, allowed))
@@ -292,9 +295,10 @@ def check_allowed(changes: Collection[Change], allowed: Collection[str], where: 
         ways = ["restore the values"]
         if all(change.allowable for change in refused):
             ways.append(f"add {flags}")
-        fix = f"{', '.join(ways)}, or start anew with another train.run_dir"  # once, under the last
+        fix = f"{', '.join(ways)}, or start anew with another train.run_dir"  # shown once, with the last problem
         raise CheckpointError([*problems[:-1], replace(problems[-1], fix=fix)])
-    mistyped = [key for key in allowed if not _is_key(key)]  # one that has not changed may have, before the last save
+    # an unchanged key is accepted, because its change may already be part of the last save
+    mistyped = [key for key in allowed if not _is_key(key)]
     if mistyped:
         names = [change.key for change in changes] or list(RunConfig.model_fields)
         raise CheckpointError(
@@ -306,7 +310,7 @@ def _is_key(key: str) -> bool:
     section: Any = RunConfig
     for part in key.split("."):
         fields = getattr(section, "model_fields", None)
-        if fields is None:  # inside a section that may be absent: model.rope_scaling.factor
+        if fields is None:  # in a section that may be absent, such as model.rope_scaling.factor
             return True
         if part not in fields:
             return False

@@ -1,4 +1,4 @@
-"""What a manifest is built from: facts about the job, the tensors, and the files that were written."""
+"""Sources of a manifest: facts about the job, the tensors, and the written files."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from frontier_llm.data.identity import Dataset, identities
 
 @dataclass(frozen=True)
 class JobFacts:
-    """The job that writes a checkpoint. Only rank 0's record is read."""
+    """The job that writes a checkpoint. Only rank 0's record is used."""
 
-    config: Mapping[str, Any]  # the run's configuration as JSON
-    environment: Mapping[str, str] = field(default_factory=dict)  # versions, digest of the code, device
-    plugins: Sequence[PluginRecord] = ()  # those that this process has imported
-    datasets: Mapping[str, Dataset] = field(default_factory=dict)  # by path, all that the run trains on
-    layout: Mapping[str, int] = field(default_factory=dict)  # degrees of the mesh; Checkpoints enters them
-    optimizer: str = ""  # whose states are saved; Checkpoints enters it
-    job: str = ""  # the scheduler's id, '' outside of a job
-    restart: int = 0  # how often the scheduler has requeued this job
-    incarnation: int = 0  # the supervisor's count of starts, at least; Checkpoints enters the lock's count
+    config: Mapping[str, Any]  # Configuration of the run as JSON.
+    environment: Mapping[str, str] = field(default_factory=dict)  # Versions, digest of the code, device.
+    plugins: Sequence[PluginRecord] = ()  # Plugins that this process has imported.
+    datasets: Mapping[str, Dataset] = field(default_factory=dict)  # Path → dataset, for all training data.
+    layout: Mapping[str, int] = field(default_factory=dict)  # Degrees of the mesh. Set by Checkpoints.
+    optimizer: str = ""  # Name of the optimizer. Set by Checkpoints.
+    job: str = ""  # Job id of the scheduler, '' outside a job.
+    restart: int = 0  # Number of requeues of this job.
+    incarnation: int = 0  # Supervisor's count of starts. Checkpoints replaces it by the lock's count.
 
     @property
     def data(self) -> dict[str, str]:
@@ -46,7 +46,7 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a checkpoint, and the pieces of them in each file, as the manifest lists them."""
+    """Tensors of a checkpoint and their pieces in each file, in the manifest's form."""
 
     dtype: DtypeName
     kinds: tuple[str, ...]
@@ -55,7 +55,10 @@ class Contents:
 
 
 def contents_of(files: Iterable[Sequence[Sequence[Any]]], dtype: DtypeName) -> Contents:
-    """Number the tensors of all files. A piece has the fields of SavedPiece; other ranks' pieces arrive as lists."""
+    """Number the tensors of all files.
+
+    A piece has the fields of SavedPiece. Pieces of other ranks arrive as lists.
+    """
     numbers: dict[str, int] = {}
     kinds_of: dict[str, tuple[str, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -80,7 +83,10 @@ def contents_of(files: Iterable[Sequence[Sequence[Any]]], dtype: DtypeName) -> C
 def build_manifest(
     progress: Progress, facts: JobFacts, contents: Contents, files: Sequence[Mapping[str, Any] | None]
 ) -> Manifest:
-    """The manifest of written files. `files` has the name, size and digest of each, and None for one without data."""
+    """Return the manifest of written files.
+
+    `files` has the name, size and digest of each file, and None for a rank without data.
+    """
     shards = [
         Shard(**file, pieces=pieces) for file, pieces in zip(files, contents.pieces, strict=True) if file is not None
     ]
@@ -105,5 +111,5 @@ def build_manifest(
 
 
 def checkpoints_folder(train: TrainConfig) -> Path:
-    """The folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints."""
     return Path(train.run_dir) / "checkpoints"

@@ -1,5 +1,6 @@
-"""Looking at checkpoints from outside a run: list, verify, compare. One process, one tensor in memory at a time,
-nothing is changed.
+"""List, verify and compare checkpoints outside a run.
+
+One process does the work. It holds one tensor in memory at a time and changes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from frontier_llm.run.complete import fault
 
 
 def find(path: Path) -> list[Path]:
-    """What `directory.checkpoints_at` finds, oldest first. Raises CheckpointError when there is none."""
+    """Return the checkpoints that `directory.checkpoints_at` finds, oldest first. Raises CheckpointError for none."""
     checkpoints = folder.checkpoints_at(path)
     if not checkpoints:
         raise CheckpointError(
@@ -42,13 +43,14 @@ def find(path: Path) -> list[Path]:
 
 
 def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -> None:
-    """Raise, before any rank starts, the CheckpointError with which a run in `directory` would refuse to go on as
-    `config`.
+    """Raise the CheckpointError with which a run in `directory` would refuse to continue as `config`.
+
+    This check runs before any rank starts.
     """
     for step in folder.named_steps(directory):
         path = directory / folder.step_name(step)
         if fault(path) is not None:
-            continue  # the run itself reports it and takes the one before
+            continue  # the run reports it and loads the checkpoint before it
         try:
             saved = folder.read_manifest(path)[0]
         except DamagedCheckpoint:
@@ -63,10 +65,10 @@ def check_resume(directory: Path, config: RunConfig, allowed: Collection[str]) -
 
 
 def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> list[Problem]:
-    """Everything that is not as it was written: each digest, each size, missing, added and linked files; empty when
-    intact.
+    """Return all differences from the checkpoint as it was written. The list is empty if the checkpoint is intact.
 
-    `progress` is told the number of shards that have been read, and of how many.
+    The check covers each digest, each size, and missing, added and linked files. `progress` receives the number of
+    shards read and the total.
     """
     try:
         manifest = folder.read_manifest(path)[0]
@@ -86,20 +88,20 @@ def verify(path: Path, progress: Callable[[int, int], None] = lambda done, of: N
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Where two checkpoints differ in one kind of one tensor."""
+    """Difference between two checkpoints in one state of one tensor."""
 
     name: str
     kind: str
     differing: int
     elements: int
-    largest: float  # absolute difference
+    largest: float  # largest absolute difference
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two checkpoints compared."""
+    """Result of the comparison of two checkpoints."""
 
-    changes: list[Change]  # of configuration, environment and progress
+    changes: list[Change]  # changes of configuration, data, plugins, environment and progress
     only_first: list[str]
     only_second: list[str]
     reshaped: list[str]
@@ -107,13 +109,14 @@ class Difference:
 
     @property
     def same_state(self) -> bool:
-        """Bit-equal weights and optimizer state, whatever layouts wrote them."""
+        """Whether weights and optimizer state are bit-equal, for any two layouts."""
         return not (self.only_first or self.only_second or self.reshaped or self.tensors)
 
 
 def compare(first: Path, second: Path) -> Difference:
-    """Differences between two checkpoints, element by element, independent of the layouts that wrote them. Raises
-    DamagedCheckpoint.
+    """Return the differences between two checkpoints, element by element, whatever layouts wrote them.
+
+    Raises DamagedCheckpoint.
     """
     left = CheckpointWeights(first)
     right = CheckpointWeights(second)
@@ -124,7 +127,7 @@ def compare(first: Path, second: Path) -> Difference:
         for key, value in vars(a.progress).items()
         if vars(b.progress)[key] != value
     ]
-    # of each tensor, what must be alike before its elements can be
+    # elements are compared only for tensors of equal shape and kinds
     forms = [
         {name: (tensor.shape, saved.manifest.kinds_of(tensor)) for name, tensor in saved.tensors.items()}
         for saved in (left, right)
@@ -156,7 +159,7 @@ def _compare_tensors(a: CheckpointWeights, b: CheckpointWeights, names: list[str
             left = a.read(name, kind)
             right = b.read(name, kind)
             differing = left.size
-            if left.dtype == right.dtype:  # bits, not values: NaN equals NaN and 0.0 is not -0.0
+            if left.dtype == right.dtype:  # compares bits: NaN equals NaN, and 0.0 differs from -0.0
                 bits = f"u{left.itemsize}"
                 differing = int((left.view(bits) != right.view(bits)).sum())
             if differing:
@@ -168,7 +171,7 @@ def _compare_tensors(a: CheckpointWeights, b: CheckpointWeights, names: list[str
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """One line of `checkpoint list`; raises DamagedCheckpoint."""
+    """Return the values in a line of `checkpoint list`. Raises DamagedCheckpoint."""
     manifest = folder.read_manifest(path)[0]
     return {
         "path": str(path),

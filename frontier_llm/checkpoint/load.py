@@ -1,8 +1,7 @@
-"""Reading: which saved rectangles overlap what this rank needs, and the copying, verified against the digests on the
-way.
+"""Load a checkpoint: find the saved rectangles that overlap this rank's state, copy them, and verify the digests.
 
-Every file is read whole and hashed by exactly one rank, which takes what it needs in passing; the others read only the
-byte ranges they need. With the layout that wrote the checkpoint, each rank reads its own file once and nothing else.
+Exactly one rank reads and hashes each complete file, and takes the parts that it needs. Other ranks read only the byte
+ranges that they need. With the layout that wrote the checkpoint, each rank reads only its own file, once.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from frontier_llm.topology.rectangles import (
     spans,
 )
 
-# Two needed ranges closer than this are read as one. A random 4 KiB-64 KiB read costs about as much as 64 KiB in
-# sequence on the
-# parallel file systems that this is for, and a Python-level read call about 2 us.
+# Two needed ranges closer than this are read as one. On parallel file systems a random read of 4 KiB to 64 KiB takes
+# about as long as a sequential read of 64 KiB. A read call in Python takes about 2 us.
 MERGE_GAP_BYTES = 64 << 10
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
@@ -39,7 +37,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8
 
 @dataclass(frozen=True)
 class Transfer:
-    """The common part of a saved rectangle and a needed one."""
+    """Overlap of a saved rectangle and a needed one."""
 
     saved: Rectangle
     needed: StateRectangle
@@ -47,8 +45,10 @@ class Transfer:
 
 
 def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict[int, list[Transfer]]]:
-    """shard → piece → transfers. Raises CheckpointError listing every tensor that the checkpoint lacks, has in
-    another shape or in part.
+    """Return shard → piece → transfers.
+
+    Raises a CheckpointError that lists every tensor that the checkpoint lacks or has in another shape. Raises
+    DamagedCheckpoint if the saved rectangles do not cover a needed one exactly once.
     """
     saved_shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
     index = {tensor.name: number for number, tensor in enumerate(manifest.tensors)}
@@ -82,15 +82,18 @@ def plan(manifest: Manifest, needed: Sequence[StateRectangle]) -> dict[int, dict
 
 
 def verifier(shard: int, shards: int, world_size: int) -> int:
-    """The rank that reads a file whole: its writer when the world has the same size, else spread evenly in order."""
+    """Return the rank that reads a complete file.
+
+    With the world size of the save it is the file's writer. Otherwise the files are distributed evenly, in order.
+    """
     return shard * world_size // shards
 
 
 class Targets:
-    """Where loaded values go: this rank's optimizer state, through host memory when it lies on a GPU."""
+    """Destination of loaded values: this rank's optimizer state. A state on a GPU is filled through host memory."""
 
     def __init__(self, needed: Sequence[StateRectangle], masters_only: bool) -> None:
-        """With `masters_only` the other states are to start anew, from zero."""
+        """With `masters_only`, only the masters are loaded, and the other states start from zero."""
         self._needed = needed
         self._host = {
             id(part): {
@@ -108,11 +111,14 @@ class Targets:
         return torch.empty(state.shape, dtype=state.dtype)
 
     def takes(self, transfer: Transfer, kind: str) -> bool:
-        """The values of this kind are wanted."""
+        """Return whether values of this kind are needed."""
         return kind in self._host[id(transfer.needed)]
 
     def scatter(self, transfer: Transfer, kind: str, first: int, values: np.ndarray) -> None:
-        """Copy what `transfer` wants of elements [first, first + len(values)) of its saved rectangle."""
+        """Copy the values that a transfer needs.
+
+        `values` are elements [first, first + len(values)) of the transfer's saved rectangle.
+        """
         if not self.takes(transfer, kind):
             return
         target = self._host[id(transfer.needed)][kind].numpy()
@@ -126,7 +132,7 @@ class Targets:
             position += local.numel
 
     def finish(self) -> None:
-        """Move what was gathered on the host to the device."""
+        """Copy values in host memory to the device, and set states that were not loaded to zero."""
         for part in self._needed:
             for kind, values in part.tensors.items():
                 host = self._host[id(part)].get(kind)
@@ -137,16 +143,17 @@ class Targets:
 
 
 def read_shards(path: Path, manifest: Manifest, optimizer: Optimizer, rank: int, world_size: int) -> list[Problem]:
-    """Fill this rank's optimizer state from the files; returns what is damaged (the state is then not to be used).
+    """Fill this rank's optimizer state from the files. Return the damage found; the state is then not usable.
 
-    Of a checkpoint of another optimizer only the masters are taken. Raises CheckpointError when the checkpoint does not
-    fit the model.
+    From a checkpoint of another optimizer only the masters are loaded. Raises CheckpointError if the checkpoint does
+    not fit the model.
     """
     problems: list[Problem] = []
     hit("checkpoint.loading")
     needed = optimizer.state()
     same_optimizer = manifest.optimizer == optimizer.rule.name
-    saved = [part for part in needed if same_optimizer or MASTER in part.tensors]  # statistics are the optimizer's own
+    # another optimizer's statistics are not loaded
+    saved = [part for part in needed if same_optimizer or MASTER in part.tensors]
     transfers = plan(manifest, saved)
     targets = Targets(needed, masters_only=not same_optimizer)
     kinds = {tensor.name: manifest.kinds_of(tensor) for tensor in manifest.tensors}

@@ -1,9 +1,9 @@
-"""One run per directory: the lock of the newest incarnation, and how a stale one is kept from writing.
+"""Lock of a run directory: only the newest incarnation of the run may write into it.
 
-`incarnations/00000003.json` says who the third start of the run is. The highest number is the holder; taking over is
-creating a higher number by link(2), which is atomic on local file systems, Lustre and NFS and needs no flock. A holder
-that finds a number above its own has been replaced and must not write any more: Slurm may take a node for dead whose
-processes live on.
+`incarnations/00000003.json` names the process that holds the third start of the run. The file with the highest number
+names the lock's holder. A start takes over by creating a higher number with link(2). This is atomic on local file
+systems, Lustre and NFS, and needs no flock. A holder that finds a higher number has been replaced and must not write
+any more. This can happen because Slurm may declare a node dead although its processes still run.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ HEARTBEAT_S = 5.0
 
 
 class Superseded(CheckpointError):
-    """A newer incarnation of the run has taken over; this process must end."""
+    """A newer incarnation of the run has taken over. This process must end."""
 
     exit_code = 3
 
 
 class RunLock:
-    """The right to write into a directory. Held by rank 0 for the whole run."""
+    """Right to write into a directory. Rank 0 holds it for the complete run."""
 
     def __init__(self, directory: Path, holder: Holder, incarnation: int = 0) -> None:
-        """Take the lock under the next number, or `incarnation` where the supervisor has counted further: there is one
-        count of starts.
+        """Take the lock under the next number, or under `incarnation` if that is higher.
 
-        Raises CheckpointError naming the live holder.
+        `incarnation` is the supervisor's count. Lock and supervisor share one count of starts. Raises CheckpointError
+        that names the live holder.
         """
         self._folder = directory / "incarnations"
         self._holder = holder
@@ -74,8 +74,9 @@ class RunLock:
                 try:
                     os.link(building, self._path(mine))
                 except FileExistsError:
-                    continue  # another start was quicker: look at it
-                for older in incarnations(self._folder):  # the last two are enough to see who replaced whom
+                    continue  # another start created the file first; check that holder
+                # the last two files are enough to show which start replaced which
+                for older in incarnations(self._folder):
                     if older < newest:
                         self._path(older).unlink(missing_ok=True)
                 return mine
@@ -83,7 +84,7 @@ class RunLock:
             building.unlink(missing_ok=True)
 
     def _check_dead(self, path: Path, building: Path) -> None:
-        """Raises CheckpointError when the holder in `path` is alive, or may be."""
+        """Raise CheckpointError if the holder in `path` is alive, or could be."""
         holder = read_holder(path)
         if holder is None or holder.released:
             return
@@ -92,7 +93,7 @@ class RunLock:
             log.info(f"taking over from {holder.describe()}: the scheduler restarted the job")
             return
         os.utime(building)
-        # both stamped by the same clock as the heartbeat, the file system's
+        # the file system's clock stamps both files, as it does the heartbeat
         silent_s = building.stat().st_mtime - path.stat().st_mtime
         if holder.host == mine.host:
             dead = process_start(holder.pid) != holder.process_start or holder.pid == mine.pid
@@ -113,9 +114,9 @@ class RunLock:
         log.info(f"taking over from {holder.describe()}: {when}")
 
     def check(self) -> None:
-        """Raises Superseded when a newer incarnation has taken over, CheckpointError when the folder is gone.
+        """Raise Superseded if a newer incarnation has taken over, and CheckpointError if the folder is gone.
 
-        Called right before every change of the directory.
+        Called directly before every change of the directory.
         """
         if not self._folder.is_dir():
             raise CheckpointError(MOVED, MOVE_BACK, str(self._folder.parent))
@@ -130,7 +131,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the lock up, so that the next start need not ask whether this process lives."""
+        """Release the lock, so that the next start need not check whether this process is alive."""
         self._heartbeat.stop()
         path = self._path(self.incarnation)
         if not path.exists() or self._newest() > self.incarnation:

@@ -1,8 +1,8 @@
-"""manifest.json: what a checkpoint holds and where; parsed strictly, because it decides which files are opened and what
-is copied where.
+"""manifest.json: the content of a checkpoint and the place of each part.
 
-Text of one JSON object, beside it `manifest.sha256` in the format of sha256sum. Every field is described in
-docs/checkpoint_format.md.
+It is parsed strictly, because it determines which files are opened and where bytes are copied. The file is the text of
+one JSON object. Beside it lies `manifest.sha256` in the format of sha256sum. docs/checkpoint_format.md describes every
+field.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from frontier_llm.run.records import is_count, is_number
 
 FORMAT: Final = "frontier_llm checkpoint"
 VERSION: Final = 4
-READ_VERSIONS: Final = (3, VERSION)  # 3 recorded a number of steps instead of the position in the data, and no plugins
+READ_VERSIONS: Final = (3, VERSION)  # version 3 has a number of steps instead of a data position, and no plugins
 DtypeName = Literal["F32", "F64"]
-ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # by safetensors' names; checkpoints have the first two
-# the 1T model on 3072 ranks, with 72,087 pieces, needs under half of these
-MAX_MANIFEST_VALUES = 1 << 21  # commas and brackets of the text
-MAX_CORNERS = 1 << 21  # of all pieces; see _coverage_problems
+ITEM_BYTES = {"F32": 4, "F64": 8, "BF16": 2, "F16": 2}  # By safetensors' names. Checkpoints use F32 and F64.
+# The 1T model on 3072 ranks, with 72,087 pieces, needs less than half of these limits.
+MAX_MANIFEST_VALUES = 1 << 21  # Limit for the values in the text, counted by commas and brackets.
+MAX_CORNERS = 1 << 21  # Limit for all pieces (_coverage_problems).
 MIN_BLOCK_BYTES = 1 << 20
 MAX_BLOCK_BYTES = 1 << 30
 MAX_PLUGINS = 1_000
 _MAX_DIMS = 8
-MAX_STEPS = 10**12  # of a run: the bound of train.steps
+MAX_STEPS = 10**12  # limit for a run; also the bound of train.steps
 _IMPOSSIBLE = (
     "no run can be there in its data: restore the checkpoint from a copy, or go on from an older one by "
     "moving this one away"
@@ -52,13 +52,13 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Size = Annotated[int, Field(gt=0, le=2**53)]
 Dims = Annotated[tuple[Size, ...], Field(max_length=_MAX_DIMS)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-# index into the manifest's tensors, offset, shape
+# (index into the manifest's tensors, offset, shape)
 PieceRow = tuple[Count, Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)], Dims]
 StateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]  # a state's name, or "master"
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Bytes that are not what was written. Another checkpoint may be intact."""
+    """Bytes differ from the bytes that were written. Another checkpoint may be intact."""
 
 
 class _Record(BaseModel):
@@ -66,26 +66,26 @@ class _Record(BaseModel):
 
 
 class Progress(_Record):
-    """The scalars of a run: with the tensors, everything it continues from.
+    """Scalars of a run. Together with the tensors they are everything that a run needs to continue.
 
-    There is no random-number state: initial weights are a pure function of the seed, and the order of samples is
-    recorded here.
+    There is no random-number state. Initial weights are a pure function of the seed, and `position` records the order
+    of samples.
     """
 
-    step: Count  # the next step's index: steps 0 … step-1 are done
-    consumed_samples: Count  # samples of the run so far, those that were left out included
-    tokens: Count  # targets trained on
-    # in the data; None before the first step of imported weights, and before version 4
+    step: Count  # Index of the next step. Steps 0 … step-1 are done.
+    consumed_samples: Count  # Samples of the run so far, including left-out ones.
+    tokens: Count  # Targets trained on.
+    # Position in the data. None before the first step of imported weights, and in version 3.
     position: Position | None = None
-    optimizer_updates: Count  # steps that were not skipped; Adam's bias correction counts these
+    optimizer_updates: Count  # Steps that were not skipped. Used by Adam's bias correction.
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     scaler_clean_steps: Count
     skipped_steps: Count
-    policy: dict[str, Any] = {}  # losses and rewinds of the loss-spike policy, and the best evaluation
+    policy: dict[str, Any] = {}  # State of the loss-spike policy (losses, rewinds), and the best evaluation.
 
     @property
     def is_best(self) -> bool:
-        """The held-out loss of this step was the lowest of the run (train.keep_best)."""
+        """Whether the held-out loss of this step was the lowest of the run (train.keep_best)."""
         best = self.policy.get("best")
         return best is not None and bool(best["step"] == self.step)
 
@@ -95,20 +95,20 @@ class TensorEntry(_Record):
 
     name: Annotated[str, Field(min_length=1, max_length=512)]
     shape: Dims
-    kinds: tuple[StateName, ...] = ()  # what is kept of it; () = all of the manifest's
+    kinds: tuple[StateName, ...] = ()  # kinds stored of this tensor; () = all kinds of the manifest
 
 
 class Shard(_Record):
-    """A file, and the rectangles in it in file order. Each is there once for each kind of its tensor."""
+    """A file and the rectangles in it, in file order. Each rectangle is stored once for each kind of its tensor."""
 
     file: str
     bytes: Size
-    sha256: Digest  # of the file's header and blocks (see `shard`)
+    sha256: Digest  # digest of the file's header and blocks (shard.py)
     pieces: Annotated[tuple[PieceRow, ...], Field(min_length=1)]
 
 
 class SavedPiece(NamedTuple):
-    """A rectangle of a global tensor, and what a file holds of it; as JSON a list."""
+    """A rectangle of a global tensor with the kinds that a file holds of it. In JSON it is a list."""
 
     name: str
     offset: tuple[int, ...]
@@ -118,44 +118,45 @@ class SavedPiece(NamedTuple):
 
 
 class Manifest(_Record):
-    """A whole checkpoint."""
+    """Description of a complete checkpoint."""
 
     format: Literal["frontier_llm checkpoint"]
     version: Literal[3, 4]
-    block_bytes: Count  # of the shards' digests (see `shard`)
-    incarnation: Count  # which start of the run wrote it
+    block_bytes: Count  # block size of the shards' digests (shard.py)
+    incarnation: Count  # number of the start of the run that wrote it
     progress: Progress
-    layout: dict[str, int]  # degrees that it was written with; loading does not depend on them
+    layout: dict[str, int]  # parallel degrees of the run that wrote it; loading does not depend on them
     config: dict[str, Any]
     config_sha256: Digest
     environment: dict[str, str]
-    # that it was trained with; see known_plugins
+    # plugins that it was trained with; `known_plugins` also covers older manifests
     plugins: Annotated[tuple[PluginRecord, ...], Field(max_length=MAX_PLUGINS)] = ()
-    data: dict[str, Digest]  # path → identity of each dataset that it was trained on; empty for synthetic data
+    data: dict[str, Digest]  # path → identity of each training dataset; empty for synthetic data
     dtype: DtypeName
-    optimizer: str  # whose states they are
-    kinds: Annotated[tuple[StateName, ...], Field(min_length=1)]  # the masters and every state that some tensor has
+    optimizer: str  # name of the optimizer whose states are saved
+    kinds: Annotated[tuple[StateName, ...], Field(min_length=1)]  # the master and every state that any tensor has
     tensors: tuple[TensorEntry, ...]
     shards: tuple[Shard, ...]
 
     @property
     def total_bytes(self) -> int:
-        """Of all shards."""
+        """Bytes of all shards."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def known_plugins(self) -> tuple[PluginRecord, ...]:
-        """The plugins that it was trained with. Of checkpoints that recorded none, those that the configuration
-        names, without digests.
+        """Plugins that the checkpoint was trained with.
+
+        If a checkpoint recorded none, the plugins in its configuration, without digests.
         """
         return self.plugins or recorded_names(self.config)[:MAX_PLUGINS]
 
     def kinds_of(self, tensor: TensorEntry) -> tuple[str, ...]:
-        """What is kept of a tensor."""
+        """Return the kinds that are stored of a tensor."""
         return tensor.kinds or self.kinds
 
     def pieces_of(self, shard: Shard) -> list[SavedPiece]:
-        """The pieces of a file, in their order."""
+        """Return the pieces of a file, in file order."""
         rows = [(self.tensors[tensor], offset, shape) for tensor, offset, shape in shard.pieces]
         return [
             SavedPiece(tensor.name, offset, shape, self.kinds_of(tensor), tensor.shape)
@@ -163,27 +164,29 @@ class Manifest(_Record):
         ]
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of manifest.json."""
         return (json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """sha256 of a configuration's canonical JSON."""
+    """Return the sha256 of a configuration's canonical JSON."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def shard_name(index: int) -> str:
-    """File name of the shard that global rank `index` wrote."""
+    """Return the file name of the shard that global rank `index` wrote."""
     return f"shard_{index:05}.safetensors"
 
 
 def parse(content: bytes, where: str) -> Manifest:
-    """A manifest from its file's bytes.
+    """Return the manifest in a file's bytes.
 
-    Raises DamagedCheckpoint for anything that is not one: wrong JSON, types, ranges, file names that are not a shard's,
-    pieces out of bounds, tensors that the pieces do not cover exactly once, counters that no run can have; more bytes
-    or values than the bounds above. Raises CheckpointError for another format version, and for a position in the data
-    that cannot be true. The caller must not fall back to an older checkpoint then.
+    Raises DamagedCheckpoint for wrong JSON, types or ranges, for too many bytes or values, and for a file name that is
+    not a shard's. Pieces out of bounds, tensors that the pieces do not cover exactly once, and counters that no run can
+    have raise it too.
+
+    Raises CheckpointError for another format version, and for a contradiction in the position in the data. The caller
+    must then not fall back to an older checkpoint.
     """
     if len(content) > lifted_bound(MAX_MANIFEST_BYTES):
         raise DamagedCheckpoint(
@@ -215,7 +218,7 @@ def parse(content: bytes, where: str) -> Manifest:
 
 
 def _refuse_other_version(error: ValidationError, where: str) -> None:
-    """Raise CheckpointError if the manifest has a format version that is not read here."""
+    """Raise CheckpointError if this version cannot read the manifest's format version."""
     versions = [fault["input"] for fault in error.errors() if fault["loc"] == ("version",)]
     if not versions or type(versions[0]) is not int:
         return
@@ -296,8 +299,9 @@ def _progress_problems(progress: Progress) -> list[str]:
 
 
 def _policy_problems(progress: Progress) -> list[str]:
-    """What the loss-spike policy remembers has no schema of its own. This checks the types and bounds that the
-    training loop relies on.
+    """Return problems with the state of the loss-spike policy, which has no schema of its own.
+
+    This checks the types and bounds that the training loop relies on.
     """
     policy = progress.policy
     problems = []
@@ -334,13 +338,13 @@ def _position_faults(progress: Progress) -> list[str]:
 
 
 def _coverage_problems(manifest: Manifest) -> list[str]:
-    """Tensors whose pieces are not disjoint and complete.
+    """Return the tensors whose pieces overlap or do not cover the tensor.
 
-    A box is the signed sum of the orthants at its corners, and orthants at different corners are linearly independent:
-    so the pieces add up to one everywhere in the tensor exactly when their corners, with signs, cancel to the tensor's
-    own.
+    A box is the signed sum of the orthants at its corners. Orthants at different corners are linearly independent. The
+    pieces therefore cover the tensor exactly once if and only if their signed corners cancel to the tensor's own
+    corners.
     """
-    # number of dims → (sign, tensor, offset, end); the whole counts negative
+    # number of dims → rows (sign, tensor, offset, end); the tensor's own box has sign -1
     boxes: dict[int, list[tuple[int, ...]]] = {}
     for number, tensor in enumerate(manifest.tensors):
         dims = len(tensor.shape)
@@ -360,7 +364,7 @@ def _coverage_problems(manifest: Manifest) -> list[str]:
 
 
 def _uncovered(boxes: np.ndarray, dims: int) -> set[int]:
-    """The tensors in whose rows (see _coverage_problems) some corner does not cancel."""
+    """Return the tensors in whose rows some corner does not cancel. `_coverage_problems` makes the rows."""
     signs = np.concatenate([boxes[:, 0] * (-1) ** sum(ends) for ends in product((0, 1), repeat=dims)])
     columns = [[1, *(2 + dim + dims * end for dim, end in enumerate(ends))] for ends in product((0, 1), repeat=dims)]
     corners = np.concatenate([boxes[:, chosen] for chosen in columns])

@@ -1,8 +1,8 @@
-"""The position in the data of a checkpoint of version 3, by the formulas of the program that wrote it.
+"""Convert the data position of a version 3 checkpoint, by the formulas of the program that wrote it.
 
-There the position was the number of steps. A blend with a sequence length had counts of its own, orders were drawn from
-the number of the first phase that read it, and a rewind shifted all later steps. What changes of batch, weights or data
-had skipped or read twice by then was not recorded and cannot be recovered.
+In version 3 the position was the number of steps. Each combination of a blend and a sequence length had its own sample
+count. Orders depended on the number of the first phase that read the blend, and a rewind shifted all later steps.
+Samples that a change of batch, weights or data had missed or repeated were not recorded, and cannot be recovered.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from frontier_llm.errors import CheckpointError
 
 @dataclass
 class _Counted:
-    """What was called a stream: one blend at one length, whose samples were counted together."""
+    """A stream in version 3: one blend at one sequence length, with one sample count."""
 
     wanted: Wanted
-    number: int  # of the first phase that read it
-    next: int = 0  # its next sample
+    number: int  # number of the first phase that read it
+    next: int = 0  # index of the next sample
     trained: int = 0
     left_out: list[Range] = field(default_factory=list)
 
     def pass_over(self, sample: int) -> None:
-        """Leave out what lies before a sample."""
+        """Leave out the samples before `sample`."""
         if sample > self.next:
             self.left_out.append((self.next, sample - self.next))
             self.next = sample
 
     def streams(self) -> list[Stream]:
-        """One per source, with the orders of then."""
+        """Return one stream per source, with the orders of version 3."""
         seed = self.wanted.seed
         if self.number > 1:
             seed = derive_key("phase", seed, self.number)
@@ -80,15 +80,16 @@ class _Counted:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Whole ones, in the order of the configuration."""
+        """Integer weights, in the order of the configuration."""
         return tuple(whole_weights([source.weight for source in self.wanted.sources]))
 
 
 def position_of(manifest: Manifest, datasets: Mapping[str, Dataset]) -> Position:
-    """Where the run that wrote a checkpoint was in its data; START of imported weights.
+    """Return the data position of the run that wrote a checkpoint, or START for imported weights.
 
-    `datasets`: those that the run names now, for what the manifest does not say. Raises CheckpointError if the
-    manifest's configuration cannot be read by this version.
+    `datasets` are the datasets that the run names now. They supply values that the manifest does not record. Raises
+    CheckpointError if this version cannot read the manifest's configuration, or if its steps and rewinds contradict
+    each other.
     """
     progress = manifest.progress
     if progress.position is not None:
@@ -112,7 +113,7 @@ def position_of(manifest: Manifest, datasets: Mapping[str, Dataset]) -> Position
 
 
 class _Known(dict[str, Dataset]):
-    """Datasets by path. One of which only the path is known is a dataset of its own."""
+    """Datasets by path. A path without a known identity counts as a dataset of its own."""
 
     def __missing__(self, path: str) -> Dataset:
         return Dataset(hashlib.sha256(path.encode()).hexdigest(), 0)
@@ -123,7 +124,7 @@ def _tokens(identity: str, datasets: Mapping[str, Dataset]) -> int:
 
 
 def _rewinds(policy: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(step, steps left out by then) of each rewind."""
+    """Return (step, steps left out so far) of each rewind."""
     rewinds = [(int(entry["step"]), int(entry["left_out_steps"])) for entry in policy.get("rewinds", [])]
     total = int(policy.get("left_out_steps", 0))
     if not total or (rewinds and rewinds[-1][1] == total):
@@ -140,7 +141,7 @@ def _counted(run: RunConfig, step: int, rewinds: list[tuple[int, int]], datasets
             break
         config = phase.config
         batch = phase.config.batch.global_batch
-        # a run may have been trained beyond the end that its configuration names
+        # a run may have been trained beyond the end in its configuration
         end = step if phase is phases_of(run)[-1] else min(step, phase.end)
         one = counted.setdefault(
             (config.data.train, config.model.sequence_length),
@@ -162,11 +163,12 @@ def _counted(run: RunConfig, step: int, rewinds: list[tuple[int, int]], datasets
 
 
 def _joined(counted: list[_Counted], current: _Counted, stretches: tuple[Stretch, ...]) -> Position:
-    """The present blend's streams go on. If several blends hold the same dataset in the same samples, the last of
-    these streams goes on.
+    """Return the position in which the streams of the current blend continue.
+
+    If several blends hold the same dataset in the same samples, only the last of these streams continues.
     """
     streams: list[Stream] = []
-    replaced: Counter[Any] = Counter()  # streams of a dataset, length and packing in later blends
+    replaced: Counter[Any] = Counter()  # (dataset, length, packing) → number of its streams in later blends
     for one in reversed([*(other for other in counted if other is not current), current]):
         mentions: Counter[Any] = Counter()
         placed = []

@@ -1,4 +1,4 @@
-"""Results of rank 0 and errors of any rank, on all ranks of a run: every rank returns or raises alike."""
+"""Share results of rank 0 and errors of any rank with all ranks of a run. Every rank returns or raises alike."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from frontier_llm.checkpoint.manifest import DamagedCheckpoint
 from frontier_llm.comm import Axis, all_gather_json, broadcast_json
 from frontier_llm.errors import CheckpointError, FrontierError, Problem
 
-MOST_PROBLEMS = 10  # that one rank sends to the others
+MOST_PROBLEMS = 10  # most problems that one rank sends to the others
 
 
 def from_rank_0(compute: Callable[[], Any], world: Axis, device: torch.device) -> Any:
-    """Call `compute` on rank 0 alone. Returns its JSON value, or raises its error, on every rank. Collective."""
+    """Call `compute` on rank 0 only. Return its JSON value, or raise its error, on every rank. Collective."""
     value = None
     error: Exception | None = None
     if world.rank == 0:
@@ -32,13 +32,13 @@ def from_rank_0(compute: Callable[[], Any], world: Axis, device: torch.device) -
 
 
 def joint_error(error: BaseException | None, world: Axis, device: torch.device) -> CheckpointError | None:
-    """One error with the problems of all ranks, or None if no rank has an error. Collective."""
+    """Return one error with the problems of all ranks, or None if no rank has an error. Collective."""
     failures = [failure for failure in all_gather_json(encoded(error), world, device) if failure is not None]
     return joined(failures) if failures else None
 
 
 def encoded(error: BaseException | None) -> dict[str, Any] | None:
-    """An error as JSON: its kind and its first problems."""
+    """Return an error as JSON: its kind and its first problems."""
     if error is None:
         return None
     if isinstance(error, FrontierError):
@@ -51,7 +51,7 @@ def encoded(error: BaseException | None) -> dict[str, Any] | None:
 
 
 def joined(failures: Iterable[dict[str, Any]]) -> CheckpointError:
-    """One error of encoded ones, without repeated problems.
+    """Return one error for several encoded ones, without repeated problems.
 
     It is Superseded if any of them is, and DamagedCheckpoint if all of them are.
     """

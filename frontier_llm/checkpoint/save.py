@@ -1,12 +1,12 @@
-"""One save, as a state machine that training drives.
+"""A save as a state machine that the training loop advances.
 
     write    every rank, in a thread: its shard, from a copy of the state
     commit   rank 0, in a thread: manifest, rename, LATEST, BEST
     verify   every rank, in a thread: read back its share of the newest checkpoints and compare digests
     prune    rank 0, in a thread: delete older checkpoints, unless the verification found damage
 
-All ranks agree on each transition at a step boundary. So training waits for the copy alone, no collective runs in a
-thread, and all ranks learn of a failure at the same step.
+All ranks agree on each transition at a step boundary. Training therefore waits only for the copy, and no collective
+runs in a thread. A failure is reported on all ranks at the same step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SaveStage(IntEnum):
-    """What a save does now."""
+    """Stages of a save in the order of execution."""
 
     WRITE = 0
     COMMIT = 1
@@ -49,20 +49,20 @@ class SaveStage(IntEnum):
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that LATEST has moved to."""
+    """A checkpoint that LATEST now names."""
 
     step: int
     path: Path
 
 
 class Save:
-    """One save under way. Its public methods are collective over the world and return or raise alike on all ranks."""
+    """One save in progress. Its public methods are collective over the world: all ranks return or raise alike."""
 
     def __init__(self, checkpoints: Checkpoints, progress: Progress) -> None:
         """Copy the state and start to write it. Returns after the copy.
 
-        Raises CheckpointError if the folder cannot be made or the space does not suffice, Superseded if a newer start
-        of the run has taken over.
+        Raises CheckpointError if the folder cannot be made or the space does not suffice. Raises Superseded if a newer
+        start of the run has taken over.
         """
         self._checkpoints = checkpoints
         self._progress = progress
@@ -75,21 +75,23 @@ class Save:
 
     @property
     def is_committed(self) -> bool:
-        """LATEST has moved."""
+        """Whether LATEST names the new checkpoint."""
         return self._stage > SaveStage.COMMIT
 
     @property
     def is_over(self) -> bool:
-        """Nothing is left to do: the save is complete, or has failed."""
+        """Whether nothing is left to do, because the save is complete or has failed."""
         return self._stage is SaveStage.OVER
 
     def advance(self, steps_done: int) -> Saved | None:
-        """Start the next stage if all ranks have finished this one. To be called at every step boundary.
+        """Start the next stage if all ranks have finished this one. Must be called at every step boundary.
 
-        Waits for the commit if the run has done `train.save_lag_steps` steps since the copy: a kill costs the steps
-        since the newest checkpoint, so the time of writing is bounded. Returns the checkpoint in the call that finds
-        it committed. Raises CheckpointError with the problems of all ranks if any rank failed before LATEST moved. The
-        save is then over and its files are removed; older checkpoints are untouched. Later failures are logged.
+        If the run has done `train.save_lag_steps` steps since the copy, wait for the commit. A kill loses the steps
+        since the newest checkpoint, so the time of a save must be bounded.
+
+        Returns the checkpoint in the call that finds it committed. If any rank failed before LATEST moved, raises
+        CheckpointError with the problems of all ranks. The save is then over and its files are removed. Older
+        checkpoints are unchanged. Later failures are logged.
         """
         saved = self._advance(block=False)
         if saved is None and steps_done >= self._late_from:
@@ -97,7 +99,9 @@ class Save:
         return saved
 
     def finish(self, verify: bool = True) -> Saved | None:
-        """Wait until the save is over, or without `verify` until LATEST has moved. Returns and raises as `advance`."""
+        """Wait until the save is over, or without `verify` until LATEST has moved. Returns and raises as `advance`
+        does.
+        """
         saved = None
         while not self.is_over and (verify or not self.is_committed):
             saved = self._advance(block=True) or saved
@@ -131,13 +135,13 @@ class Save:
         return None
 
     def _start(self, stage: SaveStage, work: Callable[[], object]) -> None:
-        """Start a stage's work, which only rank 0 has except in VERIFY. Other ranks keep their finished task."""
+        """Start a stage's work. Only rank 0 has work, except in VERIFY. Other ranks keep their finished task."""
         self._stage = stage
         if stage is SaveStage.VERIFY or self._checkpoints.world.rank == 0:
             self._task = in_daemon(work, f"checkpoint-{stage.name.lower()}")
 
     def _fail(self, error: BaseException | None) -> None:
-        """End the save. Raises the errors of all ranks, unless the checkpoint is on disk already."""
+        """End the save. Raises the errors of all ranks, unless the checkpoint is already on disk."""
         failure = joint_error(error, self._checkpoints.world, self._checkpoints.device)
         assert failure is not None
         stage = self._stage
@@ -169,7 +173,7 @@ class Save:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _write(self) -> dict[str, Any] | None:
-        """Name, size and digest of this rank's file; None if the rank has nothing to save."""
+        """Return name, size and digest of this rank's file, or None if the rank has nothing to save."""
         snapshot = self._checkpoints.snapshot
         if not snapshot.saved:
             return None
@@ -188,7 +192,7 @@ class Save:
         return {"file": path.name, "bytes": len(head) + len(data), "sha256": digest}
 
     def _commit(self, files: Sequence[dict[str, Any] | None]) -> None:
-        """Rank 0: make the written shards a checkpoint."""
+        """Rank 0: turn the written shards into a checkpoint."""
         checkpoints = self._checkpoints
         manifest = build_manifest(self._progress, checkpoints.facts, checkpoints.contents, files)
         checkpoints.check_lock()
@@ -196,7 +200,7 @@ class Save:
             folder.commit(checkpoints.directory, manifest)
 
     def _verify(self) -> None:
-        """Read back this rank's share of the checkpoints that stay. Raises DamagedCheckpoint."""
+        """Read back this rank's share of the checkpoints that remain. Raises DamagedCheckpoint."""
         checkpoints = self._checkpoints
         steps = folder.named_steps(checkpoints.directory)
         if not checkpoints.expired(steps):
@@ -210,7 +214,7 @@ class Save:
                     shard.verify(path / entry.file, manifest, entry, drop_cache=True)
 
     def _prune(self) -> None:
-        """Rank 0: delete the expired checkpoints except the best one. A delete that fails is a warning."""
+        """Rank 0: delete the expired checkpoints except the best one. A failed deletion is a warning."""
         checkpoints = self._checkpoints
         best = folder.read_latest(checkpoints.directory, folder.BEST)
         for step in checkpoints.expired(folder.named_steps(checkpoints.directory)):

@@ -1,15 +1,16 @@
-"""One shard file: a safetensors file that is hashed while it is written and while it is read.
+"""Shard file: a safetensors file that is hashed while it is written and while it is read.
 
-Layout: u64 header length, JSON header padded with spaces to 8 bytes, then for each kind (master, then the optimizer's
-states) every piece that has it, row-major, without gaps. Any safetensors reader opens it. The header is a pure function
-of the manifest, so a reader computes it and compares bytes instead of parsing what a file claims.
+Layout: u64 header length, then the JSON header padded with spaces to 8 bytes, then the data. The data is ordered by
+kind: the master first, then the optimizer's states. For each kind it contains every piece of that kind, row-major,
+without gaps. Any safetensors reader can open the file. The header is a pure function of the manifest, so a reader
+computes the expected header and compares bytes. It never parses the header in the file.
 
 The digest covers the header and each block of the data separately, so that several threads can compute it:
 
     sha256( sha256(header) | sha256(block 0) | sha256(block 1) | … )
 
-A thread hashes a block right before it writes it, or right after it has read it, while the block is in its cache. The
-file crosses the memory bus once, and while one thread hashes the other one is in the kernel.
+A thread hashes a block directly before writing it or after reading it, while the block is in its cache. The file
+crosses the memory bus once. While one thread hashes, the other one is in the kernel.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from frontier_llm.files import created, open_plain, write_all
 
 T = TypeVar("T")
 
-# 4 MiB is a Lustre RPC (stripes of 1 to 4 MiB). Two threads' blocks stay in a core complex' L3 (32 MiB on Zen) between
-# hash and write.
+# 4 MiB is the size of a Lustre RPC (stripes have 1 to 4 MiB). The blocks of two threads stay in the L3 cache of a core
+# complex (32 MiB on Zen) between hash and write.
 BLOCK_BYTES = 4 << 20
 TURN_BLOCKS = 2  # consecutive blocks that a thread reads or writes with one system call
-# Per rank: an MI250X node has 8 cores for each rank, and the file system's lock admits one writer per file at a time.
+# Threads per rank. An MI250X node has 8 cores per rank, and the file system's lock allows one writer per file.
 WORKERS = 2
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where one kind of one piece lies in a shard file."""
+    """Place of one kind of one piece in a shard file."""
 
     kind: str
     piece: int  # index into the shard's pieces
@@ -55,16 +56,16 @@ class Extent:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What a shard file holds and where: a pure function of what the manifest says of it."""
+    """Content and places of a shard file, a pure function of the manifest."""
 
-    head: bytes  # up to the data
+    head: bytes  # all bytes before the data
     entries: tuple[Extent, ...]  # in file order
     total_bytes: int
-    item_bytes: int  # of an element
+    item_bytes: int  # bytes of an element
 
     @property
     def data_bytes(self) -> int:
-        """Without the head."""
+        """Bytes without the head."""
         return self.total_bytes - len(self.head)
 
 
@@ -73,10 +74,9 @@ def safetensors_layout(
     dtype: str,
     metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
-    """(what a safetensors file of these tensors begins with, the byte at which each of them begins and at last the
-    file's size).
+    """Return (head of a safetensors file of these tensors, their start bytes followed by the file's size).
 
-    The head is u64 length, then JSON padded so that the data starts on 8 bytes, as the format asks.
+    The head is a u64 length and JSON that is padded so that the data is aligned to 8 bytes, as the format requires.
     """
     ends = list(accumulate((prod(shape) * ITEM_BYTES[dtype] for shape in shapes.values()), initial=0))
     places = zip(shapes.items(), pairwise(ends), strict=True)
@@ -87,7 +87,9 @@ def safetensors_layout(
 
 
 def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str) -> ShardLayout:
-    """The layout of a file: for each kind, in the order in which the pieces name them, every piece that has it."""
+    """Return the layout of a file: for each kind, every piece that has it. Kinds have the order in which the pieces
+    name them.
+    """
     kinds = dict.fromkeys(kind for piece in pieces for kind in piece.kinds)
     held = [(kind, index, piece) for kind in kinds for index, piece in enumerate(pieces) if kind in piece.kinds]
     # the offset makes names unique: a rank may hold several rectangles of one tensor
@@ -100,8 +102,9 @@ def shard_layout(pieces: Sequence[SavedPiece], dtype: str, step: int, file: str)
 
 
 def layout_of(manifest: Manifest, shard: Shard, where: Path) -> ShardLayout:
-    """The layout that a shard of this manifest must have; raises DamagedCheckpoint when it is not of the size that
-    the manifest says.
+    """Return the layout that a shard of this manifest must have.
+
+    Raises DamagedCheckpoint if the size in the manifest differs from the size of the layout.
     """
     layout = shard_layout(manifest.pieces_of(shard), manifest.dtype, manifest.progress.step, shard.file)
     if shard.bytes != layout.total_bytes:
@@ -113,29 +116,35 @@ def layout_of(manifest: Manifest, shard: Shard, where: Path) -> ShardLayout:
 
 
 def combine(header: bytes, blocks: Iterable[bytes]) -> str:
-    """The file's digest from its header and the digests of its data's blocks."""
+    """Return the file's digest, given its header and the digests of its data blocks."""
     return hashlib.sha256(hashlib.sha256(header).digest() + b"".join(blocks)).hexdigest()
 
 
 def block_count(data_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """Number of blocks. The last one may be short."""
+    """Return the number of blocks. The last one may be short."""
     return -(-data_bytes // block_bytes)
 
 
 def block_digests(data: memoryview, block_bytes: int = BLOCK_BYTES) -> bytes:
-    """The concatenated digests of the blocks of `data`."""
+    """Return the concatenated digests of the blocks of `data`."""
     starts = range(0, len(data), block_bytes)
     return b"".join(hashlib.sha256(data[start : start + block_bytes]).digest() for start in starts)
 
 
 def spread(work: Callable[[int], T], count: int) -> list[T]:
-    """[work(0), …, work(count - 1)] on WORKERS threads. Raises the first exception; no new call starts after it."""
+    """Return [work(0), …, work(count - 1)], computed on WORKERS threads.
+
+    Raises the first exception. No new call starts after it.
+    """
     with ThreadPoolExecutor(WORKERS, "checkpoint-block") as pool:
         return list(pool.map(work, range(count)))
 
 
 def write(path: Path, head: bytes, data: memoryview) -> str:
-    """Create the file, flush it to the device, return its digest; blocks are hashed right before they are written."""
+    """Create the file, flush it to the device and return its digest.
+
+    Each block is hashed directly before it is written.
+    """
     with created(path) as descriptor:
 
         def write_turn(index: int) -> bytes:
@@ -156,9 +165,10 @@ def write(path: Path, head: bytes, data: memoryview) -> str:
 
 @contextlib.contextmanager
 def opened(path: Path, expected_bytes: int, head: bytes) -> Iterator[int]:
-    """A file descriptor for reading.
+    """Open a shard file. Yield a file descriptor for reading.
 
-    Raises DamagedCheckpoint when the file is missing, no plain file, of another size, or does not begin with `head`.
+    Raises DamagedCheckpoint if the file is missing, is not a regular file, has another size, or does not begin with
+    `head`.
     """
     try:
         descriptor = open_plain(path)  # a shard is a file of its checkpoint, never a link out of the run directory
@@ -179,7 +189,7 @@ def opened(path: Path, expected_bytes: int, head: bytes) -> Iterator[int]:
 
 
 def read_exactly(descriptor: int, path: Path, start: int, buffer: memoryview) -> None:
-    """Fill `buffer` from byte `start`; raises DamagedCheckpoint when the file ends early or the device fails."""
+    """Fill `buffer` from byte `start` on. Raises DamagedCheckpoint if the file ends early or a read fails."""
     done = 0
     while done < len(buffer):
         try:
@@ -194,7 +204,7 @@ def read_exactly(descriptor: int, path: Path, start: int, buffer: memoryview) ->
         done += count
 
 
-# (entry, first element, bytes); called from several threads, for disjoint bytes
+# takes (entry, first element, bytes); several threads call it with disjoint bytes
 Consume = Callable[[Extent, int, memoryview], None]
 
 
@@ -205,10 +215,10 @@ def verify(
     consume: Consume | None = None,
     drop_cache: bool = False,
 ) -> None:
-    """Read the whole file in blocks, hash it, and hand every part of an entry to `consume` on the way.
+    """Read and hash the complete file in blocks. Pass every part of an entry to `consume` while reading.
 
-    With `drop_cache` the page cache is asked to forget the file first, so that the device is read.
-    Raises DamagedCheckpoint with the expected and the found digest and the file's tensors.
+    With `drop_cache` the kernel is first advised to drop the file's cached pages, so that the device is read. Raises a
+    DamagedCheckpoint with the expected digest, the found digest and the file's tensors.
     """
     layout = layout_of(manifest, shard, path)
     with opened(path, shard.bytes, layout.head) as descriptor:
@@ -231,7 +241,7 @@ def read_and_hash(
     block_bytes: int,
     consume: Consume | None = None,
 ) -> str:
-    """The digest of a file with this layout."""
+    """Return the digest of a file with this layout."""
     places = layout.entries
     item = layout.item_bytes
     data_start = len(layout.head)

@@ -1,5 +1,6 @@
-"""The state of one step, copied aside: an exact image of this rank's shard file, so that training may go on while it
-is written.
+"""Copy of the state of one step, an exact image of this rank's shard file.
+
+Training can continue while the image is written.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ _NAMES: dict[torch.dtype, DtypeName] = {torch.float32: "F32", torch.float64: "F6
 
 
 def pinned(elements: int, *, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that a GPU copies to by itself, of exactly this size: torch's own allocator takes the next power
-    of two, 16 GiB for 13.9.
+    """Return page-locked host memory of exactly this size, to which a GPU copies directly.
+
+    torch's own allocator rounds up to the next power of two: 16 GiB for 13.9 GiB.
     """
     image = torch.empty(elements, dtype=dtype)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
@@ -30,7 +32,7 @@ def pinned(elements: int, *, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Snapshot:
-    """This rank's part of a checkpoint in host memory, allocated once and used again."""
+    """This rank's part of a checkpoint in host memory. It is allocated once and reused."""
 
     def __init__(self, optimizer: Optimizer, rank: int) -> None:
         state = optimizer.state()
@@ -46,11 +48,11 @@ class Snapshot:
         self._image: torch.Tensor | None = None
 
     def layout(self, step: int) -> ShardLayout:
-        """Of this rank's file."""
+        """Return the layout of this rank's file."""
         return shard_layout(self.pieces, self.dtype, step, self.file)
 
     def take(self) -> None:
-        """Copy the state as it is now. On return it may change."""
+        """Copy the current state. After the return, the state may change."""
         layout = self.layout(step=0)
         item = self._dtype.itemsize
         devices = {values.device for part in self.saved for values in part.tensors.values()}
@@ -66,7 +68,7 @@ class Snapshot:
                 torch.cuda.current_stream(device).synchronize()
 
     def not_finite(self) -> list[str]:
-        """Names of the copied parameters with a weight that is no number."""
+        """Return the names of the copied parameters that have a weight that is not finite."""
         assert self._image is not None, "take() comes first"
         layout = self.layout(step=0)
         image = self._image.numpy()
@@ -74,11 +76,12 @@ class Snapshot:
         for extent in layout.entries:
             first = (extent.start - len(layout.head)) // image.itemsize
             values = image[first : first + extent.numel]
-            if extent.kind == MASTER and not np.isfinite([values.min(), values.max()]).all():  # either passes a NaN on
+            # min and max propagate NaN
+            if extent.kind == MASTER and not np.isfinite([values.min(), values.max()]).all():
                 names.append(self.saved[extent.piece].name)
         return names
 
     def data(self) -> memoryview:
-        """The bytes after the header."""
+        """Return the bytes after the header."""
         assert self._image is not None, "take() comes first"
         return self._image.numpy().view(np.uint8).data

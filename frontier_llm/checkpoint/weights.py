@@ -1,9 +1,8 @@
-"""A training checkpoint as a source of weights, and a source of weights as a training checkpoint: one process, no GPU,
-no layout.
+"""Read a training checkpoint as a source of weights, and write a source of weights as a training checkpoint.
 
-Reading maps the shard files into memory and copies the rectangles that are asked for; only the fp32 masters are
-touched. Writing makes a step-0 checkpoint, tensor by tensor, from which training starts on any layout; its Adam moments
-are zero.
+One process does this without a GPU. Reading maps the shard files into memory and copies only the requested rectangles
+of the fp32 masters. Writing makes a step-0 checkpoint one tensor at a time. Training can start from it with any layout.
+Its Adam moments are zero.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ DAMAGE_FIX = "restore the file from a copy, or take another checkpoint; --no-ver
 
 
 class WeightSource(Protocol):
-    """Where a model's weights come from, by our names, whatever layout they were written in."""
+    """Source of a model's weights under this project's parameter names, independent of the layout that wrote them."""
 
     @property
     def model(self) -> ModelConfig:
-        """The shape they belong to."""
+        """Model that the weights belong to."""
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Part [offset, offset + shape) of a global parameter, on the CPU, in the source's dtype."""
+        """Return part [offset, offset + shape) of a global parameter, on the CPU, in the source's dtype."""
 
 
 def load_weights(source: WeightSource, parameters: Iterable[ShardedParameter]) -> None:
@@ -70,22 +69,21 @@ def load_weights(source: WeightSource, parameters: Iterable[ShardedParameter]) -
 
 
 class CheckpointWeights:
-    """The tensors of a complete checkpoint, put together from the rectangles that some layout wrote; files are mapped,
-    not read whole.
+    """Tensors of a complete checkpoint, assembled from the rectangles that any layout wrote. Files are memory-mapped.
 
-    As a WeightSource it gives the masters.
+    As a WeightSource it returns the masters.
     """
 
     def __init__(self, path: str | Path, verified: bool = False) -> None:
-        """`path` is a step's folder. With `verified`, every shard is first read whole and compared with its digest.
+        """`path` is a step's folder. With `verified`, every shard is first read and compared with its digest.
 
-        Raises CheckpointError (DamagedCheckpoint) for a missing or truncated shard, naming it.
+        Raises DamagedCheckpoint, a CheckpointError, that names a missing or truncated shard.
         """
         self.path = Path(path)
         self.manifest = folder.read_manifest(self.path)[0]
         self.tensors = {tensor.name: tensor for tensor in self.manifest.tensors}
         self._dtype = DTYPES[self.manifest.dtype]
-        # (tensor, kind) → its rectangles, each in which file and from which byte on
+        # (tensor, kind) → its rectangles, each with its file and first byte
         self._places: dict[tuple[str, str], list[tuple[Rectangle, Path, int]]] = defaultdict(list)
         for shard in self.manifest.shards:
             file = self.path / shard.file
@@ -101,8 +99,8 @@ class CheckpointWeights:
             raise DamagedCheckpoint(problems)
 
     def damage(self, rank: int = 0, ranks: int = 1) -> list[Problem]:
-        """Read every shard whole, or this rank's share of them, and compare it with its digest. Returns what is
-        damaged, by file.
+        """Read this rank's share of the shards, by default all, and compare each with its digest. Return the damage by
+        file.
         """
         problems: list[Problem] = []
         for shard in self.manifest.shards[rank::ranks]:
@@ -114,10 +112,10 @@ class CheckpointWeights:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        """The run's, as of the phase whose step was the last before this checkpoint.
+        """Configuration of the run in the phase of the last step before this checkpoint.
 
-        Raises ConfigError for one that this version cannot read, CheckpointError for one that describes another model
-        than the tensors.
+        Raises ConfigError if this version cannot read it, and CheckpointError if it describes another model than the
+        tensors.
         """
         run = build(RunConfig, self.manifest.config, where=f"{self.path}/manifest.json: config")
         progress = self.manifest.progress
@@ -128,8 +126,9 @@ class CheckpointWeights:
         return config
 
     def _refuse_other_model(self, model: ModelConfig) -> None:
-        """Compare the shapes that the configuration claims with those of the tensors, before anything is built or
-        allocated.
+        """Raise CheckpointError if the shapes in the configuration differ from the tensors' shapes.
+
+        This is checked before anything is built or allocated.
         """
         where = f"{self.path}/manifest.json: config"
         fix = "the checkpoint was damaged or forged: take another one"
@@ -160,12 +159,13 @@ class CheckpointWeights:
 
     @property
     def model(self) -> ModelConfig:
-        """The shape that was trained."""
+        """Model that was trained."""
         return self.config.model
 
     def read(self, name: str, kind: str, wanted: Rectangle | None = None) -> np.ndarray:
-        """A rectangle of one tensor, by default all of it; fp32 (fp64 of an fp64 run). Raises CheckpointError when
-        parts are nowhere.
+        """Return a rectangle of one tensor, by default the complete tensor, in fp32 (fp64 for an fp64 run).
+
+        Raises CheckpointError if parts of it are in no shard.
         """
         shape = self.tensors[name].shape
         wanted = wanted or Rectangle((0,) * len(shape), shape)
@@ -184,7 +184,7 @@ class CheckpointWeights:
         return result
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See WeightSource; fp32 (fp64 for an fp64 run)."""
+        """Return part [offset, offset + shape) of a master on the CPU, in fp32 (fp64 for an fp64 run)."""
         if name not in self.tensors:
             raise CheckpointError(
                 f"holds no tensor {name}", where=str(self.path), fix="it belongs to a model of another shape"
@@ -193,9 +193,9 @@ class CheckpointWeights:
 
 
 def write_checkpoint(source: WeightSource, config: RunConfig, shard_bytes: int) -> Path:
-    """Write `config.train.run_dir`/checkpoints/step_00000000 from a source.
+    """Write `config.train.run_dir`/checkpoints/step_00000000 from a source of weights.
 
-    One tensor at a time is in memory. Raises CheckpointError if the run has a checkpoint already.
+    One tensor at a time is in memory. Raises CheckpointError if the run already has a checkpoint.
     """
     directory = checkpoints_folder(config.train)
     steps = folder.named_steps(directory)
@@ -248,16 +248,18 @@ _OF_POSITION = {"rope": {"rope_theta", "rope_fraction", "rope_scaling"}, "alibi"
 
 
 def compare_models(run: ModelConfig, imported: ModelConfig) -> list[Problem]:
-    """Every field in which a run's model is not the function that the imported weights belong to."""
+    """Return a Problem for every field in which the run's model computes another function than the imported weights'
+    model.
+    """
     free = {"name", "vocab_multiple", "init_std"}
     if run.position != "learned":
-        free.add("sequence_length")  # training may go on with another context
-    for position, fields in _OF_POSITION.items():  # the right position is asked for, and these mean nothing with it
+        free.add("sequence_length")  # training may continue with another sequence length
+    for position, fields in _OF_POSITION.items():  # `position` itself is compared; these fields have no effect with it
         free |= fields if imported.position != position else set()
     ours = _resolved(run)
     theirs = _resolved(imported)
 
-    def written(value: object) -> str:  # as a run file has it
+    def written(value: object) -> str:  # in the syntax of a run file
         return value if isinstance(value, str) else json.dumps(value)
 
     return [
@@ -283,7 +285,10 @@ def _resolved(model: ModelConfig) -> dict[str, object]:
 def _write_shard(
     path: Path, source: WeightSource, pieces: Sequence[SavedPiece], layout: ShardLayout, dtype: np.dtype[Any]
 ) -> str:
-    """The digest of a shard with masters from the source, and states that are zero: holes in the file."""
+    """Write a shard and return its digest.
+
+    The masters come from the source. The other states are zero and remain holes in the file.
+    """
     with created(path) as descriptor:
         os.ftruncate(descriptor, layout.total_bytes)
         write_all(descriptor, memoryview(layout.head), 0)

@@ -1,5 +1,5 @@
-"""Text -> tokens -> `.bin/.idx` -> samples -> this rank's microbatches; the position in a run is one integer.
+"""Data pipeline: text, tokens, `.bin/.idx` files, samples, and the microbatches of a rank.
 
-Rooms above use `loader` (open_batches, data_problems), `tokenizer` (load_tokenizer) and `meta` (read_meta). Nothing is
-imported here, so that tokenization workers start light.
+Other packages use `loader` (open_batches, data_problems), `tokenizer` (load_tokenizer) and `meta` (read_meta). This
+module imports nothing, so that tokenization workers start fast.
 """

@@ -1,13 +1,14 @@
-"""Samples of whole documents: packed best-fit into sequences, and cut only where they are longer than one
-(arXiv:2404.10830).
+"""Samples of whole documents, packed best-fit into sequences (arXiv:2404.10830). Only longer documents are cut.
 
-A sequence has S + 1 tokens, S of them inputs. A document that fits is one piece; a longer one is cut into pieces of S +
-1 tokens that overlap by one, so that each of its tokens is a target once. The pieces, in the order of a permutation
-keyed by the seed, are taken in windows of 65,536; each window is packed for itself, the longest piece first, into the
-sequence where it leaves the least room (csrc/sample_index.cpp). What room is left is padding: the sequence's last token
-repeated, never learnt. What is packed with what is the same in every epoch; an epoch has an order of its own, of
-windows and of the sequences inside each. So sample k is a pure function of (seed, k), on any layout, and a rank keeps
-one window: 2 MB, and 0.125 byte per document.
+A sequence has S + 1 tokens, of which S are inputs. A document that fits is one piece. A longer one is cut into pieces
+of S + 1 tokens that overlap by one. Each of its tokens is then a target once.
+
+The pieces are ordered by a permutation keyed by the seed and divided into windows of 65,536. Each window is packed by
+itself (csrc/sample_index.cpp). The longest piece comes first, and each piece goes into the fullest sequence that has
+space for it. The remaining space is padding, which repeats the sequence's last token and is never learnt.
+
+The packing is the same in every epoch. Each epoch has its own order of windows and of the sequences inside each. So
+sample k is a pure function of (seed, k) for any layout. A rank stores one window: 2 MB, and 0.125 byte per document.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from frontier_llm.data.position import derive_key
 from frontier_llm.data.samples import BLOCK, Origin, check_readable, documents_of, index_path, index_table, threads
 from frontier_llm.errors import DataError
 
-WINDOW = 1 << 16  # pieces that are packed together; packing one takes a tenth of a second, once per rank and epoch
+WINDOW = 1 << 16  # pieces that are packed together; packing a window takes a tenth of a second, once per rank and epoch
 
 
 class _Window(NamedTuple):
-    """The pieces of a window's sequences: those of sequence i are starts[i] … starts[i + 1] − 1."""
+    """Pieces of a window's sequences. Sequence i has pieces starts[i] … starts[i + 1] − 1."""
 
     starts: NDArray[np.int64]
-    offsets: NDArray[np.int64]  # in their documents
+    offsets: NDArray[np.int64]  # first token of each piece in its document
     lengths: NDArray[np.int64]
-    tokens: NDArray[np.int64]  # where they begin in .bin
+    tokens: NDArray[np.int64]  # first token of each piece in .bin
 
 
 class PackedSamples:
-    """Samples of one indexed dataset, packed."""
+    """Samples of one indexed dataset, packed best-fit."""
 
-    masked = True  # padding, and the token that a cut repeats
+    masked = True  # padding is not learnt, nor is the token that a cut repeats
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, key: int, cache_dir: Path | None = None) -> None:
-        """As DocumentSamples."""
+        """`key` determines packing and order. `cache_dir` is the folder of the cached tables."""
         check_readable(dataset)
         self.dataset = dataset
         self.sequence_length = sequence_length
@@ -59,7 +60,7 @@ class PackedSamples:
 
     @functools.cached_property
     def _pieces(self) -> NDArray[np.uint64]:
-        """Pieces before every 64th document; u64[ceil(documents / 64) + 1]."""
+        """Number of pieces before every 64th document; u64[ceil(documents / 64) + 1]."""
         documents = self.dataset.document_count
         return self._cached(
             "pieces",
@@ -73,7 +74,7 @@ class PackedSamples:
 
     @functools.cached_property
     def packed(self) -> NDArray[np.uint64]:
-        """Sequences of each window."""
+        """Number of sequences of each window."""
         documents = self.dataset.document_count
         windows = -(-int(self._pieces[-1]) // WINDOW)
         order = (documents, self.sequence_length, BLOCK, self._pieces, self.key, WINDOW)
@@ -81,12 +82,12 @@ class PackedSamples:
 
     @property
     def piece_count(self) -> int:
-        """Whole documents, and pieces of those that are cut."""
+        """Number of pieces: one per uncut document, several per document that is cut."""
         return int(self._pieces[-1])
 
     @property
     def samples_per_epoch(self) -> int:
-        """Sequences that all documents are packed into."""
+        """Number of sequences that hold all documents."""
         return int(self.packed.sum())
 
     def _cached(self, purpose: str, length: int, function: str, *arguments: object) -> NDArray[np.uint64]:
@@ -125,7 +126,7 @@ class PackedSamples:
         return _Window(starts, offsets, sizes, document_bytes // dataset.dtype.itemsize + offsets)
 
     def _order(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(The windows in the epoch's order, samples of the epoch before each)."""
+        """Return (windows in the epoch's order, samples of the epoch before each window)."""
         order = permute(
             self.packed.size,
             derive_key("windows", self.key, epoch),
@@ -134,11 +135,11 @@ class PackedSamples:
         return order, np.concatenate([[0], np.cumsum(self.packed[order].astype(np.int64))])
 
     def prepare(self, samples: int) -> None:
-        """See DatasetSamples."""
+        """Build and cache the tables of the packing, which serve any number of samples."""
         _ = self.packed
 
     def locate(self, k: int) -> tuple[int, int]:
-        """(window, sequence within it) of sample k."""
+        """Return (window, sequence within it) of sample k."""
         epoch, place = divmod(k, self.samples_per_epoch)
         order, before = self._epoch(epoch)
         turn = int(np.searchsorted(before, place, side="right")) - 1
@@ -149,7 +150,7 @@ class PackedSamples:
         )
 
     def parts(self, k: int) -> Iterator[tuple[int, int]]:
-        """See DatasetSamples."""
+        """Yield (first token in .bin, number of tokens) of each piece of sample k, without padding."""
         number, sequence = self.locate(k)
         window = self._window(number)
         for piece in range(int(window.starts[sequence]), int(window.starts[sequence + 1])):
@@ -161,7 +162,7 @@ class PackedSamples:
         tokens_S1: NDArray[np.int64],
         learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """See SampleStream; padding counts as a piece of its own."""
+        """Write sample k into `tokens_S1`. Return the lengths of its pieces, with padding as the last piece."""
         number, sequence = self.locate(k)
         window = self._window(number)
         filled = 0
@@ -172,7 +173,8 @@ class PackedSamples:
             tokens_S1[filled : filled + length] = self.dataset.read(start, length)
             if learnt_S1 is not None:
                 learnt_S1[filled : filled + length] = self.dataset.learnt(start, length)
-                learnt_S1[filled] &= window.offsets[piece] == 0  # else the last target of the piece before
+                # after a cut, this token was already a target of the piece before
+                learnt_S1[filled] &= window.offsets[piece] == 0
             filled += length
             lengths.append(length)
         if filled < tokens_S1.size:
@@ -183,7 +185,9 @@ class PackedSamples:
         return np.array(lengths, np.int64)
 
     def origin(self, k: int, place: int) -> Origin:
-        """See SampleStream; padding repeats the token before it."""
+        """Return the place in the dataset of token `place` of sample k. Padding has the place of the token that it
+        repeats.
+        """
         number, sequence = self.locate(k)
         window = self._window(number)
         first = int(window.starts[sequence])

@@ -1,9 +1,11 @@
-"""Blends: which source gives sample k of the run, and which of its samples, as a pure function of k.
+"""Blends: the source of sample k of the run, and the index in that source, as a pure function of k.
 
-After any n samples each source has given n * weight samples, off by less than one. Weights become whole numbers over a
-common period; one period is laid out by the compiled scheduler (csrc/sample_index.cpp, fl_blend) and then repeats, so
-any k is found at once. Weights whose common denominator is at most 2^22 (0.7/0.2/0.1; 3:5:11; six decimals) are exact;
-others are rounded to multiples of 2^-22, which shifts a source by less than one sample in four million.
+After n samples of the blend, each source has given n * weight samples, with an error of less than one. Weights become
+integers whose sum is the period. The compiled scheduler (csrc/sample_index.cpp, fl_blend) lays out one period, which
+then repeats, so that any k is found at once.
+
+Weights with a common denominator of at most 2^22 are exact (0.7/0.2/0.1; 3:5:11; six decimals). Other weights are
+rounded to multiples of 2^-22. This changes a source by less than one sample in four million.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ MAXIMUM_SOURCES = 1 << 16
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the proportion of `weights`, summing to at most 2^22.
+    """Return the smallest integers in the proportion of `weights`, with a sum of at most 2^22.
 
-    Decimals mean what is written (0.1 is one tenth). Raises DataError for a weight that is not a positive number, or
-    one too small beside the others to be given a sample in four million.
+    A decimal has exactly its written value (0.1 is one tenth). Raises DataError for a weight that is not a positive
+    number. Raises it too for a weight that is too small relative to the others to be given a sample.
     """
     bad = [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]
     if bad or not weights:
@@ -55,7 +57,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 class Blend:
-    """Which source of a blend gives sample k, for whole weights (`whole_weights`)."""
+    """Maps sample k of a blend to its source, for integer weights (`whole_weights`)."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         """`counts`: samples of each source per period."""
@@ -66,19 +68,19 @@ class Blend:
         self._source = np.zeros(self.period, np.uint16)
         if len(counts) > 1:
             call("fl_blend", np.array(self.counts, np.uint64), len(self.counts), self.period, self._source)
-        # the slots of each source within the period, rising
+        # slots of each source within the period, in rising order
         self._slots = [np.flatnonzero(self._source == source).astype(np.uint32) for source in range(len(counts))]
 
     def before(self, k: int, source: int) -> int:
-        """Samples of one source among the first k of the blend."""
+        """Return the number of samples of one source among the first k of the blend."""
         cycle, slot = divmod(k, self.period)
         return cycle * self.counts[source] + int(np.searchsorted(self._slots[source], slot))
 
     def locate(self, k: int) -> tuple[int, int]:
-        """(source, index within that source) of sample k."""
+        """Return (source, index within that source) of sample k."""
         source = int(self._source[k % self.period])
         return source, self.before(k, source)
 
 
-# by tuples of whole weights: a table of 6 bytes per slot of the period each
+# cached by tuple of integer weights; each blend takes 6 bytes per slot of its period
 blend_of = functools.lru_cache(maxsize=8)(Blend)

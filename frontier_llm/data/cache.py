@@ -1,9 +1,9 @@
-"""Arrays that one process computes and all others map: written under another name, renamed into place, never pickled.
+"""Arrays that one process computes and all others map. They are written under a temporary name and never pickled.
 
-Correctness rests on the rename alone. The lock file only saves work: of thousands of ranks one computes, the others
-wait; if the lock stops changing for `STALE_S` its holder is taken for dead and a waiter computes instead. A lock that
-is taken over twice costs work, not correctness. It needs nothing of the file system but exclusive creation and rename,
-so it holds on Lustre without flock.
+Correctness depends only on the atomic rename. The lock file only saves work: of thousands of ranks one computes and the
+others wait. If the lock's time stamp does not change for `STALE_S`, its holder counts as dead, and a waiting rank
+computes instead. If two ranks take over the same lock, work is repeated but the result stays correct. The file system
+must only support exclusive creation and rename, so this also works on Lustre without flock.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ POLL_S = 0.2
 
 
 def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDArray[Any]], None]) -> NDArray[Any]:
-    """The memory-mapped array at `path` (.npy), made with `build(array)` by one process when it is not there yet.
+    """Return the memory-mapped array at `path` (.npy). If it does not exist, one process makes it with `build(array)`.
 
-    Raises DataError when the directory cannot be written or the file does not hold `length` elements of `dtype`.
+    Raises DataError if the directory cannot be written, or if the file does not hold `length` elements of `dtype`.
     """
     lock = path.with_suffix(".lock")
     try:
@@ -50,7 +50,7 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
     fix = f"delete {path}; it is made anew"
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
+    # a .npy header is a Python literal; errors of tokenize, ast and NumPy have no common base
     except Exception as error:
         raise DataError(f"is not a .npy array: {error}", where=str(path), fix=fix) from error
     if array.shape != (length,) or array.dtype != np.dtype(dtype):
@@ -61,8 +61,9 @@ def cached_array(path: Path, length: int, dtype: DTypeLike, build: Callable[[NDA
 
 @contextmanager
 def held(lock: Path, purpose: str = "") -> Iterator[bool]:
-    """Hold the lock file, touching it every few seconds (compiled code releases the GIL); False where somebody else
-    holds it.
+    """Hold the lock file and touch it every few seconds. Yield True, or False if another process holds the lock.
+
+    A thread touches the file. It also runs during compiled code, which releases the GIL.
     """
     try:
         write_durably(lock, f"{socket.gethostname()} {os.getpid()} {purpose}\n".encode())
@@ -70,7 +71,7 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
         yield False
         return
     except OSError:
-        lock.unlink(missing_ok=True)  # without its holder's name everybody would wait for it
+        lock.unlink(missing_ok=True)  # all processes would wait for a lock without its holder's name
         raise
     heartbeat = Heartbeat(lock, HEARTBEAT_S)
     try:
@@ -81,8 +82,10 @@ def held(lock: Path, purpose: str = "") -> Iterator[bool]:
 
 
 def is_alive(lock: Path) -> bool:
-    """Whether a lock's holder lives: its process on this host, else a heartbeat within STALE_S; False for a lock
-    that is gone.
+    """Return whether a lock's holder is alive.
+
+    A holder on this host is alive if its process exists. A holder on another host is alive if its heartbeat arrives
+    within STALE_S. A lock that does not exist has no live holder.
     """
     with suppress(FileNotFoundError):
         host, pid = (*lock.read_text(encoding="utf-8").split(), "", "")[:2]
@@ -90,7 +93,7 @@ def is_alive(lock: Path) -> bool:
             return Path(f"/proc/{pid}").exists()
         touched_ns = lock.stat().st_mtime_ns
         since = time.monotonic()
-        while time.monotonic() - since < STALE_S:  # by this host's own clock: file servers' clocks differ
+        while time.monotonic() - since < STALE_S:  # measured by this host's clock, because file servers' clocks differ
             time.sleep(POLL_S)
             if lock.stat().st_mtime_ns != touched_ns:
                 return True

@@ -1,5 +1,7 @@
-"""Where a dataset is made: nothing that is there is lost unasked, one process at a time makes it, and what cannot be
-written is named.
+"""Destination of a new dataset.
+
+An existing dataset is replaced only on request. One process at a time writes to a destination. Errors name the file
+that cannot be written.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from frontier_llm.units import format_count
 
 
 def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> DatasetMeta | None:
-    """The record of the dataset that is there, if it was made from the plan of that digest; None when it is to be made.
+    """Return the record of the dataset at `prefix` if it was made from the plan with this digest, otherwise None.
 
-    Raises DataError for a dataset of another plan, unless it may be replaced.
+    Raises DataError for a dataset of another plan, unless `overwrite` is set.
     """
     if not idx_path(prefix).exists():
         return None
@@ -39,8 +41,10 @@ def existing_dataset(prefix: str | Path, digest: str, overwrite: bool) -> Datase
 
 @contextlib.contextmanager
 def sole_maker(prefix: str | Path, digest: str, fix: str) -> Iterator[None]:
-    """Hold the prefix's lock. Raises DataError naming the live process that holds it; and, with this `fix`, for
-    files that cannot be written.
+    """Hold the prefix's lock.
+
+    Raises a DataError that names the live process if another process holds the lock. An OSError inside becomes a
+    DataError with this `fix`.
     """
     lock = Path(f"{prefix}.lock")
     try:

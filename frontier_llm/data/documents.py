@@ -1,7 +1,7 @@
-"""The documents inside a piece of an input, and its damage.
+"""Read the documents of one piece of an input.
 
-Damage (a line that is no JSON, bytes that are no UTF-8, a stream that ends too soon) is yielded where it is found,
-named by file and line, and left to the caller's policy.
+Damage is a line that is not JSON, bytes that are not UTF-8, or a stream that ends too early. Damage is yielded in
+order, with its file and line. The caller decides how to treat it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ DAMAGE_FIX = (
     "--skip-damaged"
 )
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# times as much as the largest value: what a row group of parquet, or one page, which is decoded whole, may hold
+# A parquet row group or page may hold this many times the largest value. A page is decoded as one unit.
 GROUP_OF_LARGEST = 8
-PASSED_BYTES = MAXIMUM_BYTES  # of a line that is too long already: how far a packed file is read on for the next one
-# a longer text file becomes one document of several sequences, cut at newlines, so that memory stays bounded
+PASSED_BYTES = MAXIMUM_BYTES  # Bytes read past a too long line of a packed file to find its end.
+# A longer text file becomes one document of several sequences, so that memory stays bounded.
 CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Text:
-    """Some text; `ends_document` is False when the same document goes on in the next one, `learnt` where it is only
-    read.
+    """Text of a document or of a part of it.
+
+    `ends_document` is False if the next text belongs to the same document. `learnt` is False if the text is only read.
     """
 
     text: str
@@ -50,14 +51,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Damage:
-    """Input that cannot be used: where (file:line) and why."""
+    """Input that cannot be used, with its place (file:line) and the reason."""
 
     where: str
     why: str
 
 
 class _Unpacked(io.RawIOBase):
-    """A compressed file's content, up to its end or to the damage that `damage` then names."""
+    """Content of a compressed file. At damage the content ends, and `damage` describes it."""
 
     damage = ""
 
@@ -83,13 +84,14 @@ def read(
     max_bytes: int = MAXIMUM_BYTES,
     prompt_key: str | None = None,
 ) -> Iterator[Text | Damage]:
-    """The documents of a piece, and its damage, in order; `text_key` names the JSON field or parquet column.
+    """Yield the documents of a piece and its damage, in order. `text_key` is the JSON field or parquet column of the
+    text.
 
-    `prompt_key` names a JSON field whose text comes before it, to be read and not learnt; a piece of another kind is
-    then damage.
+    `prompt_key` is a JSON field whose text comes first and is read but not learnt. With it, a piece that is not JSONL
+    is damage.
 
-    A line, a parquet value, or an MDS shard after decompression, of more than `max_bytes` is damage; no more of it is
-    held in memory. So is a page or row group of parquet of more than GROUP_OF_LARGEST times as much.
+    A line, a parquet value, or a decompressed MDS shard of more than `max_bytes` is damage. At most this much of it is
+    held in memory. A parquet page or row group of more than GROUP_OF_LARGEST times `max_bytes` is damage too.
     """
     if prompt_key is not None and piece.kind != "jsonl":
         yield Damage(_name(piece), f"is no JSONL, and has no field {prompt_key!r} beside its text (--prompt-key)")
@@ -139,12 +141,15 @@ def _read_lines(
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """What a JSONL line holds, None for a blank line. Raises DataError with the reason why that is no object."""
+    """Return the object of a JSONL line, or None for a blank line.
+
+    Raises a DataError with the reason if the line is not a JSON object.
+    """
     if not line.strip():
         return None
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # ValueError includes UnicodeDecodeError
         spans_lines = line.lstrip()[:1] in (b"[", b"{") and line.rstrip()[-1:] in (b"[", b"{", b",")
         raise DataError(f"is no JSON: {error}{ARRAY_HINT if spans_lines else ''}") from error
     if not isinstance(record, dict):
@@ -153,7 +158,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _field(record: dict[str, Any] | None, text_key: str) -> str:
-    """The text of a JSONL line, '' of a blank one. Raises DataError with the reason why there is none."""
+    """Return the text of a JSONL record, or '' for a blank line. Raises a DataError with the reason for no text."""
     if record is None:
         return ""
     if text_key not in record:
@@ -182,8 +187,8 @@ def _decode(line: bytes) -> str:
 
 
 def _read_whole(piece: InputPiece, content: IO[bytes]) -> Iterator[Text | Damage]:
-    """One document; a file above CHUNK_BYTES comes in several texts. A chunk that is not UTF-8 is left out and
-    named.
+    """Yield one document. A file above CHUNK_BYTES comes in several texts, and a chunk that is not UTF-8 is yielded as
+    damage.
     """
     # the first chunk may begin with a byte order mark
     line = 1
@@ -207,8 +212,9 @@ def _read_whole(piece: InputPiece, content: IO[bytes]) -> Iterator[Text | Damage
 
 
 def _chunks(content: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """(about CHUNK_BYTES of the content, whether they are the last), cut at newlines where there are any, else
-    between characters.
+    """Yield pairs (about CHUNK_BYTES of the content, whether they are the last).
+
+    The content is cut at newlines, or between characters if a chunk has no newline.
     """
     held = b""
     while block := content.read(BLOCK_BYTES):
@@ -222,20 +228,21 @@ def _chunks(content: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def _character_end(data: bytes) -> int:
-    """Where the last whole UTF-8 character ends, for a chunk without a newline."""
+    """Return the end of the last complete UTF-8 character, for a chunk without a newline."""
     back = next((back for back in range(1, min(5, len(data))) if data[-back] & 0xC0 != 0x80), 1)
     return len(data) - back if data[-back] & 0x80 else len(data)
 
 
 def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Lines whose first byte lies in the piece, newline included; of a longer line the first `max_bytes` + 1.
+    """Yield the lines whose first byte lies in the piece, newline included. A line longer than `max_bytes` is cut to
+    `max_bytes` + 1 bytes.
 
-    In a packed file a line that goes on for PASSED_BYTES more ends the reading: a megabyte may unpack to a gigabyte,
-    3.4 CPU seconds.
+    If a line of a packed file continues for PASSED_BYTES more bytes, reading ends there. One packed megabyte can unpack
+    to a gigabyte, which takes 3.4 CPU seconds.
     """
     if piece.start:
         content.seek(piece.start - 1)
-        _end_line(content, b"")  # the line that began before this piece belongs to the one before
+        _end_line(content, b"")  # the line that began before this piece belongs to the piece before
     unpacked = content.raw if isinstance(content, io.BufferedReader) and isinstance(content.raw, _Unpacked) else None
     while (unpacked or content.tell() < piece.stop) and (line := _line(content, max_bytes)):
         ends = len(line) <= max_bytes or _end_line(content, line, PASSED_BYTES if unpacked else None)
@@ -248,7 +255,10 @@ def _lines(piece: InputPiece, content: IO[bytes], max_bytes: int) -> Iterator[by
 
 
 def _line(content: IO[bytes], max_bytes: int) -> bytes:
-    """The next line, or its first `max_bytes` + 1; a long one is never held twice, as `readline` alone would."""
+    """Return the next line, or its first `max_bytes` + 1 bytes.
+
+    Unlike `readline` alone, this never holds two copies of a long line.
+    """
     line = content.readline(min(BLOCK_BYTES, max_bytes + 1))
     if len(line) < BLOCK_BYTES or line.endswith(b"\n"):
         return line
@@ -264,7 +274,7 @@ def _line(content: IO[bytes], max_bytes: int) -> bytes:
 
 
 def _end_line(content: IO[bytes], line: bytes, most_bytes: int | None = None) -> bool:
-    """Go on to the next line, from inside `line`; False when it does not come within `most_bytes`."""
+    """Skip to the next line from inside `line`. Return False if it does not begin within `most_bytes`."""
     passed = 0
     while not line.endswith(b"\n") and (line := content.readline(BLOCK_BYTES)):
         passed += len(line)
@@ -278,7 +288,10 @@ def _name(piece: InputPiece) -> str:
 
 
 def _line_name(piece: InputPiece, number: int) -> str:
-    """Of line `number` of the piece. What lies before a piece of a remote file is not fetched to count its lines."""
+    """Return the name of line `number` of the piece, for a message.
+
+    In a remote file, lines are counted from the piece's first byte, because earlier bytes are not fetched.
+    """
     if piece.start and isinstance(located(piece.path), RemoteFile):
         return f"{_name(piece)} (line {number + 1} after byte {piece.start})"
     return f"{_name(piece)}:{_lines_before(piece) + number + 1}"
@@ -286,7 +299,9 @@ def _line_name(piece: InputPiece, number: int) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _lines_before(piece: InputPiece) -> int:
-    """Lines that begin before the piece; reads the file up to there, so only asked when something is damaged."""
+    """Return the number of lines that begin before the piece. Called only for damage, because it reads the file up to
+    there.
+    """
     if piece.start == 0:
         return 0
     count = 0
@@ -320,7 +335,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
             text_bytes = 0
             if page_bytes > most_bytes:
                 raise DataError(TOO_LARGE.format(format_bytes(most_bytes) + " in a page"))
-            # each may come from a page of its own, or be the same long one of a dictionary
+            # each value may need a page of its own, or be the same long dictionary entry
             rows = max(1, min(1024, most_bytes // max(page_bytes, 1)))
             for batch in file.iter_batches(row_groups=[group], columns=[text_key], batch_size=rows):
                 for value in batch.column(0).to_pylist():
@@ -344,7 +359,7 @@ def _read_parquet(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[
 
 
 def _read_mds(piece: InputPiece, text_key: str, max_bytes: int) -> Iterator[Text | Damage]:
-    """A shard's texts; what follows a damaged sample is left out with it."""
+    """Yield a shard's texts. Samples after a damaged one are not read."""
     try:
         yield from (Text(text) for text in mds.read_texts(piece.path, text_key, max_bytes) if text)
     except DataError as error:

@@ -1,7 +1,8 @@
-"""The Hugging Face Hub by name: a dataset's files through `datasets`, a tokenizer's through huggingface_hub. Nothing of
-theirs is executed.
+"""Fetch from the Hugging Face Hub: a dataset's file list with `datasets`, a tokenizer's files with huggingface_hub.
 
-dataset://OWNER/NAME?subset=S&split=train&revision=R      an input; also a directory of this machine
+Code in a repository is never executed.
+
+dataset://OWNER/NAME?subset=S&split=train&revision=R      an input; NAME may also be a local directory
 hf://OWNER/NAME@REVISION                                  a tokenizer
 """
 
@@ -27,10 +28,11 @@ PARTS = ("subset", "split", "revision")
 
 
 def dataset_files(url: str) -> list[str]:
-    """The paths and URLs of a split's files, at the commit that `revision` is now.
+    """Return the paths and URLs of a split's files, at the commit that `revision` is now.
 
-    `datasets` says which files a subset and a split have; our own readers read them, within our bounds. Raises
-    DataError for a split or subset that is not there, UnreachableError where the Hub cannot be asked.
+    `datasets` maps a subset and a split to files. This package's readers then read the files, within their size limits.
+    Raises DataError for a missing split or subset, UnreachableError if the Hub cannot be reached, and FrontierError if
+    `datasets` is not installed.
     """
     try:
         from datasets import load_dataset_builder
@@ -53,7 +55,7 @@ def dataset_files(url: str) -> list[str]:
             where=url,
             fix="choose another subset: ?subset=NAME",
         ) from None
-    except Exception as error:  # its own, huggingface_hub's and the network library's have no common base
+    except Exception as error:  # errors of datasets, huggingface_hub and the network library have no common base
         fix = (
             f"{name} is no directory here; of the Hub: check the name, the network, and HF_TOKEN where it is "
             f"private or gated"
@@ -65,11 +67,11 @@ def dataset_files(url: str) -> list[str]:
 
 
 def tokenizer_directory(spec: str) -> Path:
-    """Where the files of a tokenizer of the Hub lie, in its client's cache.
+    """Return the directory of a Hub tokenizer's files in the client's local cache.
 
-    The Hub is asked only where they are not there yet, so a compute node needs no network; a revision that moved is
-    noticed by the digest of what it made. Raises UnreachableError where it cannot be asked, DataError for a repository
-    without a tokenizer.
+    The Hub is contacted only if files are missing, so that a compute node needs no network. If the revision has moved,
+    the tokenizer's digest differs from the one in a dataset's record. Raises UnreachableError if the Hub cannot be
+    reached, DataError for a repository without a tokenizer.
     """
     if (cached := cached_tokenizer(spec)) is not None and (cached / CONFIG).is_file():
         return cached
@@ -90,7 +92,7 @@ def tokenizer_directory(spec: str) -> Path:
         return Path(paths[0]).parent
     except DataError:
         raise
-    except Exception as error:  # of its network library, which depends on its version, and its own
+    except Exception as error:  # errors of the client and of its network library, which depends on the client's version
         if cached is not None:
             return cached
         fix = (
@@ -102,15 +104,17 @@ def tokenizer_directory(spec: str) -> Path:
 
 
 def cached_tokenizer(spec: str) -> Path | None:
-    """The directory of a tokenizer that was fetched before."""
+    """Return the cache directory of a tokenizer that was fetched before, or None."""
     name, revision = _named(spec)
     paths = [_client(spec).try_to_load_from_cache(name, file, revision=revision) for file in FILES]
     return next((Path(path).parent for path in paths if isinstance(path, str)), None)
 
 
 def _named(spec: str) -> tuple[str, str | None]:
-    """(OWNER/NAME, the revision). Raises DataError for what cannot be a repository of the Hub: its parts name
-    folders of the local cache.
+    """Return (OWNER/NAME, revision).
+
+    Raises DataError for a name that no repository on the Hub can have, because its parts name folders of the local
+    cache.
     """
     name, _, revision = spec.removeprefix(HUB).partition("@")
     part = r"(?!\.)(?!.*\.\.)[A-Za-z0-9._-]{1,96}(?<!\.)"

@@ -1,5 +1,6 @@
-"""Which data a run trains on, by content: another path to the same tokens is the same dataset, and other tokens at a
-path are another. Also the data positions that a run has still to pass.
+"""Identify a run's datasets by content, and compute the data positions that the run will reach.
+
+The same tokens at another path are the same dataset. Other tokens at the same path are another dataset.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from frontier_llm.data.position import SYNTHETIC, Position, Source, Wanted
 
 
 class Dataset(NamedTuple):
-    """What lies at a path; as JSON a list."""
+    """Content of the dataset at a path. In JSON it is a list."""
 
     identity: str
     tokens: int
 
 
 def datasets_of(configs: Iterable[RunConfig]) -> dict[str, Dataset]:
-    """Path → dataset of everything that any phase trains on; nothing of synthetic data. Raises DataError for one
-    that cannot be read.
+    """Return path → dataset for everything that any phase trains on, except synthetic data.
+
+    Raises DataError for a dataset that cannot be read.
     """
     blends = [phase.config.data.train for config in configs for phase in phases_of(config)]
     paths = dict.fromkeys(source.path for blend in blends if not isinstance(blend, str) for source in blend)
@@ -30,12 +32,12 @@ def datasets_of(configs: Iterable[RunConfig]) -> dict[str, Dataset]:
 
 
 def identities(datasets: Mapping[str, Dataset]) -> dict[str, str]:
-    """What a checkpoint records of them."""
+    """Return path → identity of datasets, as a checkpoint records them."""
     return {path: dataset.identity for path, dataset in datasets.items()}
 
 
 def wanted(config: RunConfig, datasets: Mapping[str, Dataset]) -> Wanted:
-    """What one phase trains on; `datasets` has an entry for each of its paths."""
+    """Return the blend of one phase. `datasets` must contain each of its paths."""
     blend = config.data.train
     data = config.data
     sources = []
@@ -56,7 +58,7 @@ def wanted(config: RunConfig, datasets: Mapping[str, Dataset]) -> Wanted:
 
 
 def course(run: RunConfig, position: Position, datasets: Mapping[str, Dataset]) -> Iterator[tuple[RunPhase, Position]]:
-    """(phase, position at its end) of each phase that a run at `position` has still to train in."""
+    """Yield (phase, position at its end) of each phase in which a run at `position` still has to train."""
     step = position.steps
     for phase in phases_of(run):
         steps = phase.end - max(phase.first, step)

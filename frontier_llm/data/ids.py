@@ -1,4 +1,4 @@
-"""Which token ids a dataset holds: its largest one, and where one lies that a vocabulary does not have."""
+"""The token ids of a dataset: its largest id, and the first id outside a vocabulary."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from frontier_llm.data.indexed import IndexedDataset
 from frontier_llm.data.meta import read_meta
 
 CHUNK_TOKENS = 1 << 24
-# a dataset of unknown ids is scanned before the start up to here: 128 MB, some tenths of a second
+# largest dataset that is scanned before the start if its ids are not recorded: 128 MB, some tenths of a second
 SCANNED_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True)
 class IdScan:
-    """What a scan of every token has found."""
+    """Result of a scan of every token."""
 
     prefix: str
     documents: int
     tokens: int
-    smallest_id: int | None  # None of an empty dataset
+    smallest_id: int | None  # None for an empty dataset
     largest_id: int | None
-    vocab_size: int | None  # that the ids were compared with
-    outside: str | None  # the place of the first id that is negative or not in the vocabulary, and that id
+    vocab_size: int | None  # vocabulary size that the ids were compared with
+    outside: str | None  # place and value of the first id that is negative or outside the vocabulary
 
     @property
     def is_sound(self) -> bool:
-        """Every id is in the vocabulary."""
+        """Whether every id is in the vocabulary."""
         return self.outside is None
 
 
@@ -36,9 +36,10 @@ def scan(
     vocab_size: int | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> IdScan:
-    """Read every entry of the index and every token; `vocab_size` None = that of the dataset's record, if there is one.
+    """Read every entry of the index and every token.
 
-    `progress` is given the number of tokens that have been read, and of all. Raises DataError for a damaged dataset.
+    `vocab_size` None means the vocabulary size in the dataset's record, if there is a record. `progress` receives the
+    number of tokens read and the total. Raises DataError for a damaged dataset.
     """
     dataset = IndexedDataset(prefix, scan=True)
     dataset.check_token_ids()
@@ -74,10 +75,10 @@ def scan(
 
 
 def known_largest_id(prefix: str) -> int | None:
-    """The largest id as it was recorded when the dataset was made; of a small dataset without that record by reading
-    it.
+    """Return the largest token id of a dataset, or None if it is not known.
 
-    None if it is not known. Raises DataError for a damaged record or dataset.
+    The value comes from the dataset's record. If the record lacks it, a dataset of at most SCANNED_TOKENS tokens is
+    read. Raises DataError for a damaged record or dataset.
     """
     meta = read_meta(prefix)
     if meta is not None and meta.largest_id is not None:

@@ -1,8 +1,8 @@
-"""Tokens that others made -> `<prefix>.bin/.idx/.meta.json`: Mosaic MDS token columns, OLMo `.npy`, nanoGPT `.bin`,
-NumPy arrays.
+"""Import token files of other programs into `<prefix>.bin/.idx/.meta.json`.
 
-All of these are streams of ids with an end-of-document id between documents; samples that were packed to a fixed length
-are joined again and cut where the documents really end. Megatron `.bin/.idx` needs no import.
+The formats are Mosaic MDS token columns, OLMo `.npy`, nanoGPT `.bin` and NumPy arrays. All of them are streams of ids
+with an end-of-document id between documents. Samples that were packed to a fixed length are joined, and then cut at the
+ends of documents. Megatron `.bin/.idx` files need no import.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count, strict_json
 
-BLOCK_TOKENS = 1 << 20  # read at a time; a longer document becomes several sequences
+BLOCK_TOKENS = 1 << 20  # tokens read at a time; a longer document becomes several sequences
 MDS_SUFFIXES = (".mds", ".mds.zstd", ".mds.gz")
 SUFFIXES = (".npy", ".bin", *MDS_SUFFIXES)
 
@@ -42,14 +42,14 @@ def import_tokens(
     *,
     overwrite: bool = False,
 ) -> DatasetMeta:
-    """Join token files, in order, into one dataset; a document ends at the tokenizer's end-of-document id.
+    """Join token files, in order, into one dataset. A document ends at the tokenizer's end-of-document id.
 
-    Nothing is done when the same files, tokenizer and options already made it.
+    A dataset that the same files, tokenizer and options made is returned unchanged. `dtype` is the type of headerless
+    files (.npy of OLMo, .bin of nanoGPT) and of MDS `bytes` columns (None there: int64).
 
-    `dtype` is the type of headerless files (.npy of OLMo, .bin of nanoGPT) and of MDS `bytes` columns (None there:
-    int64). Raises DataError for missing files, unknown kinds, and any id outside the tokenizer's vocabulary, with file
-    and offset; for a directory that cannot be written, a dataset of other inputs at `prefix` (unless `overwrite`), and
-    while another process is making one there.
+    Raises DataError for missing files, unknown kinds, and a directory that cannot be written. An id outside the
+    tokenizer's vocabulary raises it with file and offset. It is also raised for a dataset of other inputs at `prefix`
+    (unless `overwrite`), and while another process makes a dataset there.
     """
     codec = load_tokenizer(tokenizer)
     known = f"known endings: {', '.join(SUFFIXES)}; text goes through `frontier-llm data tokenize`"
@@ -94,7 +94,7 @@ def _blocks(
     vocab_size: int,
     max_bytes: int,
 ) -> Iterator[NDArray[Any]]:
-    """The file's ids in blocks, all inside the vocabulary."""
+    """Yield the file's ids in blocks. Raises DataError for an id outside the vocabulary."""
     is_mds = path.name.endswith(MDS_SUFFIXES)
     arrays = read_tokens(path, column, dtype or "int64", max_bytes) if is_mds else _raw(path, dtype)
     position = 0
@@ -120,14 +120,14 @@ def _blocks(
 
 
 def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
-    """A NumPy file of this machine, memory-mapped; or a headerless one of the given type, block by block."""
+    """Yield a local NumPy file as one memory-mapped array, or a headerless file of the given type block by block."""
     with path.open("rb") as content:
         if content.read(6) == b"\x93NUMPY":
             if isinstance(path, RemoteFile):
                 raise DataError("has a header", where=str(path), fix="download it first, and give its path")
             try:
                 array = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
-            # its header is a Python literal: tokenize's and ast's errors have no common base with NumPy's
+            # a .npy header is a Python literal; errors of tokenize, ast and NumPy have no common base
             except Exception as error:
                 raise DataError(f"cannot be read: {error}", where=str(path), fix="copy it again") from error
             yield array
@@ -149,8 +149,9 @@ def _raw(path: Path | RemoteFile, dtype: str | None) -> Iterator[NDArray[Any]]:
 
 
 def _write(writer: IndexedWriter, block: NDArray[Any], eod: int, unfinished: int) -> int:
-    """Append a block, ending a document after every `eod`; returns how many tokens of an unfinished document lie
-    before the next.
+    """Append a block and end a document after every `eod`.
+
+    `unfinished` is the number of tokens of the open document before the block. Return this number after the block.
     """
     start = 0
     for end in (np.flatnonzero(block == eod) + 1).tolist():

@@ -1,8 +1,8 @@
-"""Megatron's indexed dataset, `.bin` + `.idx`: the format and a memory-mapped reader; indexed_writer.py writes it,
-byte-compatible both ways.
+"""Megatron's indexed dataset, `.bin` + `.idx`: the file format and a memory-mapped reader.
 
-`.bin` holds the tokens, C order, no header. `.idx` is little-endian (read from megatron-core 0.16.1's
-indexed_dataset.py and checked byte for byte against it in the tests):
+indexed_writer.py writes the format. Files are byte-compatible with Megatron's in both directions. `.bin` holds the
+tokens in C order without a header. `.idx` is little-endian. Its layout was read from megatron-core 0.16.1's
+indexed_dataset.py, and the tests compare files byte for byte with it:
 
     offset  type     content
     0       9 bytes  magic "MMIDIDX\\0\\0"
@@ -13,9 +13,9 @@ indexed_dataset.py and checked byte for byte against it in the tests):
     34      i32[S]   sequence lengths in tokens
     ..      i64[S]   sequence pointers: byte offsets into .bin
     ..      i64[D]   document indices: first sequence of each document; first 0, last S
-    ..      i8[S]    sequence modes, where there are any: 1 = read and not learnt, the prompt before an answer
+    ..      i8[S]    sequence modes (optional): 1 = read and not learnt, the prompt before an answer
 
-A document is one or more sequences that lie side by side in `.bin`. Nothing here is ever unpickled.
+A document is one or more consecutive sequences in `.bin`. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -37,48 +37,48 @@ LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 DTYPES: dict[int, np.dtype[Any]] = {code: np.dtype(name).newbyteorder("<") for code, name in DTYPE_NAMES.items()}
 DTYPE_CODES = {dtype.newbyteorder("="): code for code, dtype in DTYPES.items()}
-READ_ONLY = 1  # mode of a sequence whose tokens are read and not learnt
-# sequences that are checked one by one on every open (20 MB of .idx); larger ones when the sample index is built
+READ_ONLY = 1  # Mode of a sequence whose tokens are read but not learnt.
+# Most sequences for a full check at each open (20 MB of .idx). A larger file is checked when its sample index is built.
 SCAN_LIMIT = 1 << 20
 SCAN_CHUNK = 1 << 20
 DIGEST_BLOCK_BYTES = 1 << 16
-SAMPLE_BLOCK_BYTES = 1 << 12  # of .bin
+SAMPLE_BLOCK_BYTES = 1 << 12  # block size for .bin
 DIGEST_BLOCKS = 256
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Megatron's choice: two bytes per token below 65500 ids, else four."""
+    """Return Megatron's token type: two bytes below 65500 ids, otherwise four."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Where the tokens of a dataset lie."""
+    """Return the path of a dataset's tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """Where the index of a dataset lies."""
+    """Return the path of a dataset's index."""
     return Path(f"{prefix}.idx")
 
 
 class IndexedDataset:
-    """A dataset opened for reading; both files are memory-mapped, so opening costs the same at any size.
+    """A dataset opened for reading. Both files are memory-mapped, so the time to open it does not depend on its size.
 
     `sequence_lengths` i32[S], `sequence_pointers` i64[S], `document_indices` i64[D] and `tokens` are views of the
     files.
     """
 
     def __init__(self, prefix: str | Path, scan: bool | None = None) -> None:
-        """Open and validate.
+        """Open and validate the dataset.
 
-        Header, file sizes and the ends of every table are always checked; `scan` also checks every entry (None: when
-        there are at most 2^20 sequences). Raises DataError naming the file, the byte offset, what was expected and what
-        was found.
+        The header, the file sizes and both ends of every table are always checked. With `scan`, every entry is checked
+        too. `scan` None means True for at most 2^20 sequences. Raises a DataError that names the file, the byte offset,
+        the expected and the found value.
         """
         self.prefix = str(prefix)
         _require_files(self.prefix)
         path = idx_path(prefix)
-        # stays open: `_index` compares its size before each use of the map
+        # stays open, because `_index` checks the file's size before each use of the map
         self._index_file = path.open("rb", buffering=0)
         size_bytes = os.fstat(self._index_file.fileno()).st_size
         self._map = np.memmap(self._index_file, dtype=np.uint8, mode="r") if size_bytes else np.zeros(0, np.uint8)
@@ -112,22 +112,22 @@ class IndexedDataset:
 
     @property
     def sequence_lengths(self) -> NDArray[Any]:
-        """i32[S], tokens of each sequence; a view of the file."""
+        """i32[S], tokens of each sequence. A view of the file."""
         return self._view("<i4", self._offsets[0], self._offsets[1])
 
     @property
     def sequence_pointers(self) -> NDArray[Any]:
-        """i64[S], where each sequence begins in .bin, in bytes; a view of the file."""
+        """i64[S], byte offset in .bin of each sequence. A view of the file."""
         return self._view("<i8", self._offsets[1], self._offsets[2])
 
     @property
     def document_indices(self) -> NDArray[Any]:
-        """i64[D], the first sequence of each document; a view of the file."""
+        """i64[D], the first sequence of each document. A view of the file."""
         return self._view("<i8", self._offsets[2], self._offsets[3])
 
     @property
     def modes(self) -> NDArray[Any] | None:
-        """i8[S], the mode of each sequence; None if the file has none; a view of the file."""
+        """i8[S], the mode of each sequence, or None if the file has no modes. A view of the file."""
         has_modes = self._map.size > self._offsets[3]
         if has_modes:
             return self._view("i1", self._offsets[3], self._offsets[3] + self.sequence_count)
@@ -137,8 +137,10 @@ class IndexedDataset:
         return self._index()[start:stop].view(np.ndarray).view(dtype)
 
     def _index(self) -> NDArray[np.uint8]:
-        """The mapped .idx. Raises DataError if the file has been cut since: reading beyond its end would end the
-        process by SIGBUS.
+        """Return the mapped .idx.
+
+        Raises DataError if the file has been truncated since it was opened. Reading beyond its end would end the
+        process with SIGBUS.
         """
         path = idx_path(self.prefix)
         try:
@@ -153,7 +155,7 @@ class IndexedDataset:
         return self._map
 
     def _check_ends(self, path: Path, bin_bytes: int, offsets: list[int]) -> None:
-        """First and last entry of each table, and the size of .bin; O(1)."""
+        """Check the first and last entry of each table and the size of .bin, in O(1)."""
         first_document = int(self.document_indices[0])
         last_document = int(self.document_indices[-1])
         if first_document != 0 or last_document != self.sequence_count:
@@ -179,8 +181,9 @@ class IndexedDataset:
             )
 
     def scan(self) -> None:
-        """Check every entry: lengths >= 0, pointers without gaps, document indices that never fall. Raises DataError
-        at the first bad one.
+        """Check every entry: lengths >= 0, pointers without gaps, document indices that never decrease.
+
+        Raises DataError at the first bad entry.
         """
         itemsize = self.dtype.itemsize
         expected = 0
@@ -219,33 +222,35 @@ class IndexedDataset:
         return _damaged(idx_path(self.prefix), offset, expected, str(entry), "the index is damaged; make it anew")
 
     def place_of(self, token: int) -> str:
-        """Where a token of `tokens` lies, for a message: 'document 3, token 17', counted from 0."""
+        """Return the place of a token of `tokens`, for a message: 'document 3, token 17', counted from 0."""
         document = self.document_at(token)
         return f"document {document}, token {token - self.document_start(document)}"
 
     def document_start(self, document: int) -> int:
-        """Position in `tokens` of a document's first token."""
+        """Return the position in `tokens` of a document's first token."""
         sequence = int(self.document_indices[document])
         if sequence == self.sequence_count:
             return self.token_count
         return int(self.sequence_pointers[sequence]) // self.dtype.itemsize
 
     def document(self, document: int) -> NDArray[Any]:
-        """Tokens of one document, a view of the file."""
+        """Return the tokens of one document, a view of the file."""
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
     def document_at(self, token: int) -> int:
-        """The document that holds a token, by its place in `tokens`."""
+        """Return the document that contains the token at a position in `tokens`."""
         sequence = int(np.searchsorted(self.sequence_pointers, token * self.dtype.itemsize, side="right")) - 1
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
     def check_token_ids(self) -> None:
-        """Raises DataError for values that are not whole numbers."""
+        """Raise DataError if the dataset's values are not integers."""
         if self.dtype.kind not in "iu":
             raise DataError(f"holds {self.dtype} values, not token ids", where=self.prefix, fix="give a token dataset")
 
     def learnt(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Of tokens [start, start + count) whether they are learnt: all, but for those of sequences of mode 1."""
+        """Return for each of the tokens [start, start + count) whether it is learnt. Sequences of mode 1 are not
+        learnt.
+        """
         modes = self.modes
         if modes is None or not count:
             return np.ones(count, np.bool_)
@@ -257,14 +262,14 @@ class IndexedDataset:
         return np.repeat(modes[first:last] != READ_ONLY, np.diff(borders))
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """Tokens [start, start + count) by one pread.
+        """Return tokens [start, start + count), read with one pread.
 
-        Unlike a page fault in the memory map it releases the GIL, so a background thread that waits for a disk does not
-        stop the training thread, and a parallel file system sees one request of the right size. Raises DataError when
-        the file has shrunk or cannot be read.
+        Unlike a page fault in the memory map, pread releases the GIL. A background thread that waits for a disk then
+        does not stop the training thread. A parallel file system receives one request of the right size. Raises
+        DataError if the file has shrunk or cannot be read.
         """
         size = self.dtype.itemsize
-        inside = 0 <= start <= start + count <= self.token_count  # else of a damaged index
+        inside = 0 <= start <= start + count <= self.token_count  # False only for a damaged index
         try:
             if self._file is None:
                 self._file = bin_path(self.prefix).open("rb", buffering=0)
@@ -278,9 +283,7 @@ class IndexedDataset:
 
     @property
     def one_sequence_per_document(self) -> bool:
-        """True when document d is sequence d (what tokenizing text gives): D = S + 1 and every document has one
-        sequence.
-        """
+        """Whether document d is sequence d: D = S + 1, and each document has one sequence. Usual for tokenized text."""
         if self.document_count != self.sequence_count:
             return False
         chunks = (
@@ -290,10 +293,10 @@ class IndexedDataset:
         return all(np.array_equal(chunk, np.arange(start, start + chunk.size)) for start, chunk in chunks)
 
     def digest(self) -> str:
-        """Identity of the index's content: sizes and 256 evenly spaced 64 KiB blocks of .idx (all of it up to 16 MiB).
+        """Return a digest of the index: its sizes and 256 evenly spaced 64 KiB blocks of .idx (all of it up to 16 MiB).
 
-        Reading all of a billion documents' index takes 20 GB on every rank; the sample index detects what this could
-        miss.
+        Reading the complete index of a billion documents would take 20 GB on every rank. The sample index detects
+        changes that this digest misses.
         """
         state = hashlib.sha256(struct.pack("<QQ", self._map.size, self.token_count))
         for start in _evenly(self._map.size, DIGEST_BLOCK_BYTES):
@@ -301,9 +304,10 @@ class IndexedDataset:
         return state.hexdigest()
 
     def identity(self) -> str:
-        """Of the whole dataset: the index's digest and 256 evenly spaced 4 KiB blocks of .bin (all of it up to 1 MiB).
+        """Return a digest of the dataset: the index's digest and 256 evenly spaced 4 KiB blocks of .bin (all of it up
+        to 1 MiB).
 
-        One rank reads it at each start: a megabyte, where hashing a terabyte of tokens would take ten minutes.
+        One rank computes it at each start and reads one megabyte. Hashing a terabyte of tokens would take ten minutes.
         """
         state = hashlib.sha256(self.digest().encode())
         count = SAMPLE_BLOCK_BYTES // self.dtype.itemsize
@@ -313,8 +317,9 @@ class IndexedDataset:
 
 
 def _evenly(size: int, block: int) -> list[int]:
-    """Where DIGEST_BLOCKS evenly spaced blocks begin, the first and the last among them; every block where there are
-    not more.
+    """Return the starts of DIGEST_BLOCKS evenly spaced blocks, including the first and the last block.
+
+    If there are fewer blocks, return the starts of all of them.
     """
     last = -(-size // block) - 1
     if size:
@@ -355,7 +360,7 @@ def _require_files(prefix: str) -> None:
 
 
 def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, int]:
-    """(dtype code, S, D); raises DataError for anything that is not an MMIDIDX header."""
+    """Return (dtype code, S, D). Raises DataError if the content does not begin with a valid MMIDIDX header."""
     head = content[: HEADER.size].tobytes()
     if head.startswith(LEGACY_MAGIC):
         what = "is a legacy TNTIDX index (fairseq's cached format, before Megatron's MMIDIDX)"

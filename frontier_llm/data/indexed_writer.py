@@ -1,4 +1,4 @@
-"""Writing Megatron's indexed datasets (see indexed.py for the format), streaming and all or nothing."""
+"""Write Megatron's indexed datasets (format: indexed.py). Data is streamed, and a dataset appears only complete."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from frontier_llm.files import NamedFile
 
 
 class IndexedWriter:
-    """Write a dataset one sequence at a time in bounded memory; nothing appears under the final names before `finish`.
+    """Writes a dataset one sequence at a time in bounded memory. Files get their final names only in `finish`.
 
-    Lengths and document indices are spooled to files beside the target, so a billion documents need no more memory than
-    one. As a context manager it finishes on success and leaves nothing behind on an error.
+    Lengths and document indices are written to temporary files beside the target, so memory does not grow with the
+    number of documents. As a context manager it calls `finish` on success and removes all temporary files on an error.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | str) -> None:
@@ -47,7 +47,7 @@ class IndexedWriter:
                 fix=f"use one of {valid}",
             )
         self.sequence_count = self.document_count = self.token_count = 0
-        self.largest_id: int | None = None  # of the tokens so far
+        self.largest_id: int | None = None  # largest token id so far
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
         self._temporary = {
             kind: Path(f"{prefix}.{kind}.tmp.{os.getpid()}") for kind in ("bin", "idx", "lengths", "documents", "modes")
@@ -62,7 +62,7 @@ class IndexedWriter:
         return io.BufferedRandom(NamedFile(self._temporary[kind], "w+"), 1 << 20)
 
     def add_sequence(self, tokens: NDArray[Any] | list[int], learnt: bool = True) -> None:
-        """Append one sequence to the document in progress. Raises DataError when a token does not fit the dtype."""
+        """Append one sequence to the open document. Raises DataError if a token does not fit the dtype."""
         array = np.asarray(tokens)
         converted = array.astype(self.dtype.newbyteorder("<"), copy=False)
         if array.size and array.dtype != self.dtype and not np.array_equal(converted, array):
@@ -85,7 +85,7 @@ class IndexedWriter:
             self.largest_id = largest if self.largest_id is None else max(self.largest_id, largest)
 
     def end_document(self) -> None:
-        """Close the document in progress; every document must be closed."""
+        """End the open document. Every document must be ended."""
         self._documents.write(struct.pack("<q", self.sequence_count))
         self.document_count += 1
 
@@ -95,7 +95,7 @@ class IndexedWriter:
         self.end_document()
 
     def append(self, other: IndexedDataset) -> None:
-        """Append all documents of another dataset of the same dtype, streaming."""
+        """Append all documents of another dataset by streaming. Raises DataError if its dtype differs."""
         if other.dtype.newbyteorder("=") != self.dtype.newbyteorder("="):
             raise DataError(
                 f"is {other.dtype}, not {self.dtype}",
@@ -121,8 +121,9 @@ class IndexedWriter:
         self.token_count += other.token_count
 
     def finish(self) -> None:
-        """Write the index, flush to disk and rename into place; the .idx comes last, so that it vouches for the
-        .bin.
+        """Write the index, flush all files to disk and rename them.
+
+        The .idx is renamed last, so that an .idx always belongs to a complete .bin.
         """
         self._bin.flush()
         os.fsync(self._bin.fileno())
@@ -144,7 +145,7 @@ class IndexedWriter:
                 shutil.copyfileobj(self._modes, idx)
             idx.flush()
             os.fsync(idx.fileno())
-        # neither record nor index may ever stand beside another .bin
+        # an old record or index must never lie beside a new .bin
         for old in (meta_path(self.prefix), idx_path(self.prefix)):
             old.unlink(missing_ok=True)
         self._temporary["bin"].replace(bin_path(self.prefix))
@@ -153,7 +154,7 @@ class IndexedWriter:
     def abort(self) -> None:
         """Close and remove the temporary files."""
         for spool in (self._bin, self._lengths, self._documents, self._modes):
-            with contextlib.suppress(OSError):  # what it still holds, on a full disk: nobody wants it now
+            with contextlib.suppress(OSError):  # flushing fails on a full disk, but the data is not needed any more
                 spool.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)

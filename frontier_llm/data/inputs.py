@@ -1,7 +1,7 @@
-"""Text inputs: which files there are, and how they are cut into pieces of work; documents.py reads them.
+"""Find text inputs and cut them into pieces of work. documents.py reads the pieces.
 
-A piece is a byte range of a file of lines, a range of row groups of a parquet file, or a whole file. Pieces depend on
-the files alone, never on the number of workers.
+A piece is a byte range of a file of lines, a range of row groups of a parquet file, or a complete file. Pieces depend
+only on the files, never on the number of workers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PACKED_SUFFIXES = (".gz", ".zst", ".zstd")
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet", ".mds")
 
-# of a line, and of an MDS shard (Mosaic's own default is 64 MiB) after decompression; --max-mib
+# Size limit of a line and of a decompressed MDS shard (Mosaic's default is 64 MiB), set by --max-mib.
 MAXIMUM_BYTES = 128 << 20
-MAXIMUM_FOOTER_BYTES = 32 << 20  # of a parquet file: some 100,000 columns of row groups
-BUFFER_BYTES = 1 << 20  # of a parquet column read at a time; pyarrow's default is all that a row group has of it
-DATASET = "dataset://"  # of the Hub by name (hub.py)
+MAXIMUM_FOOTER_BYTES = 32 << 20  # Limit for a parquet file, enough for about 100,000 column chunks.
+BUFFER_BYTES = 1 << 20  # Part of a parquet column read at a time. pyarrow's default is all of a row group.
+DATASET = "dataset://"  # Prefix of a dataset on the Hugging Face Hub (hub.py).
 TOO_LARGE = "holds more than {}; if that is right, give a larger --max-mib"
 
 Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
@@ -36,19 +36,20 @@ Kind = Literal["text", "lines", "jsonl", "parquet", "mds"]
 
 @dataclass(frozen=True)
 class InputPiece:
-    """Part of a file that one worker reads: bytes [start, stop), or row groups of a parquet file; all of a
-    compressed file.
+    """Part of a file that one worker reads: bytes [start, stop), or row groups of a parquet file.
+
+    A compressed file is one piece.
     """
 
-    path: str  # of this machine, or a URL
+    path: str  # a local path or a URL
     kind: Kind
     start: int
     stop: int
-    size_bytes: int  # what it counts for in the progress bar
+    size_bytes: int  # size in the progress bar
 
 
 def _is_input(path: Path | RemoteFile) -> bool:
-    """A text input; our records are no text."""
+    """Return whether a file is a text input. Records of datasets (`.meta.json`) are not."""
     return not path.name.endswith(".meta.json") and _plain_suffix(path) in SUFFIXES
 
 
@@ -58,10 +59,10 @@ def find_inputs(
     content: str = "text, JSONL, parquet or MDS",
     known: str = f"known endings: {', '.join(SUFFIXES)}, and {'/'.join(PACKED_SUFFIXES)} of text and JSONL",
 ) -> list[Path | RemoteFile]:
-    """The files, and every file of a known kind in the directories (recursively, sorted by path); also of URLs and of
-    datasets of the Hub.
+    """Return the given files, and every file of a known kind below the given directories, sorted by path.
 
-    Raises DataError naming every path that is missing or of an unknown kind, and for a directory without inputs.
+    URLs and datasets of the Hugging Face Hub are accepted too. Raises a DataError that names every path that is missing
+    or of an unknown kind, and every directory without inputs.
     """
     inputs: list[Path | RemoteFile] = []
     problems = []
@@ -72,7 +73,7 @@ def find_inputs(
             fix = suggest(Path(path).name, siblings[:20]) if siblings else "check the path"
             problems.append(Problem(where=path, what="no such file or directory", fix=fix))
             continue
-        # index.json beside them only repeats what they say
+        # index.json beside MDS shards only repeats their headers
         shards = {_folder(file) for file in files if ".mds" in file.name}
         inside = [
             file for file in files if is_input(file) and not (file.name == "index.json" and _folder(file) in shards)
@@ -98,7 +99,7 @@ def find_inputs(
 
 
 def _files(path: str) -> list[Path | RemoteFile]:
-    """The files that a path, a URL or a dataset's name stands for; none where there is nothing."""
+    """Return the files that a path, a URL or a dataset's name stands for, or [] if there are none."""
     if path.startswith(DATASET):
         from frontier_llm.data.hub import dataset_files
 
@@ -115,12 +116,12 @@ def _folder(file: Path | RemoteFile) -> str:
 
 
 def _plain_suffix(path: Path | RemoteFile) -> str:
-    """The ending without compression: 'a.jsonl.zst' -> '.jsonl'."""
+    """Return the ending without compression: 'a.jsonl.zst' -> '.jsonl'."""
     return Path(path.stem).suffix if path.suffix in PACKED_SUFFIXES else path.suffix
 
 
 def cut(path: str | Path | RemoteFile, documents: Literal["file", "line"], piece_bytes: int) -> list[InputPiece]:
-    """The pieces of one file; `documents` says whether a text file is one document or one per line."""
+    """Return the pieces of one file. `documents` selects whether a text file is one document or one per line."""
     path = located(path)
     size = path.stat().st_size
     suffix = _plain_suffix(path)
@@ -143,7 +144,7 @@ def cut(path: str | Path | RemoteFile, documents: Literal["file", "line"], piece
 def _cut_parquet(path: str, size: int, piece_bytes: int) -> list[InputPiece]:
     try:
         metadata = open_parquet(path).metadata
-    except (OSError, ValueError):  # pyarrow's errors; reading the piece reports it as damage
+    except (OSError, ValueError):  # pyarrow's errors; they are reported as damage when the piece is read
         return [InputPiece(path, "parquet", 0, 1, size)]
     pieces = []
     start = 0
@@ -158,8 +159,9 @@ def _cut_parquet(path: str, size: int, piece_bytes: int) -> list[InputPiece]:
 
 
 def open_parquet(path: str | Path) -> Any:
-    """A pyarrow.parquet.ParquetFile, which reads a column as a stream. Raises ValueError for a footer that no file
-    has.
+    """Return a pyarrow.parquet.ParquetFile that reads columns as streams.
+
+    Raises ValueError for a footer that claims to be larger than MAXIMUM_FOOTER_BYTES, and BackendError without pyarrow.
     """
     place = located(path)
     with place.open("rb") as file:
@@ -170,14 +172,14 @@ def open_parquet(path: str | Path) -> Any:
 
 
 def open_packed(path: Path | RemoteFile) -> Any:
-    """The content of a compressed file, as a binary file: gzip members or zstd frames, one after another."""
+    """Return the content of a compressed file as a binary file. It may have several gzip members or zstd frames."""
     if path.suffix == ".gz":
         return gzip.open(_readable(path))
     return _pyarrow("pyarrow", path).input_stream(_readable(path), compression="zstd")
 
 
 def _readable(path: Path | RemoteFile) -> Any:
-    """What libraries open by themselves: a path of this machine, or an open file."""
+    """Return an object that libraries can open: a local path, or an open file for a remote file."""
     return path.open("rb") if isinstance(path, RemoteFile) else str(path)
 
 

@@ -1,4 +1,4 @@
-"""What is in a dataset (counts, lengths, frequent tokens, beginnings of documents), and what a step of a run read."""
+"""Describe a dataset (counts, lengths, frequent tokens, beginnings of documents) and the samples of a run's step."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def inspect(
     characters: int = 200,
     sequence_length: int = 0,
 ) -> dict[str, Any]:
-    """A JSON-ready description of a dataset; every entry of the index is checked on the way.
+    """Return a JSON-ready description of a dataset. Every entry of the index is checked.
 
-    `tokenizer` None = the one in the record, when it is still there; with a `sequence_length` also what sequences of so
-    many tokens cut. Raises DataError for damage, and for a tokenizer that did not make the data.
+    `tokenizer` None means the recorded tokenizer, if it still exists. With a `sequence_length`, the results of
+    `truncation` and `best_fit` are included. Raises DataError for damage, and for a tokenizer that did not make the
+    data.
     """
     dataset = IndexedDataset(prefix, scan=True)
     dataset.check_token_ids()
@@ -87,18 +88,18 @@ def inspect(
             "eod": meta.eod,
         }
         report["damaged"] = meta.damaged
-        if meta.text_bytes:  # not known of imported tokens
+        if meta.text_bytes:  # 0 for imported tokens, whose text is not known
             report |= {"text_bytes": meta.text_bytes, "bytes_per_token": meta.bytes_per_token}
             report["bits_per_byte_of_one_nat"] = 1 / (math.log(2) * meta.bytes_per_token)
     return report
 
 
 def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
-    """How many tokens are parted from the beginning of their document by sequences of this length.
+    """Return the number of tokens that sequences of this length separate from the beginning of their document.
 
-    Training lays documents end to end and cuts every S tokens, so a cut falls anywhere: token p of a document has lost
-    its beginning with probability p / S (`expected_tokens`). However documents were packed, those past S of a longer
-    one would have (`unavoidable_tokens`).
+    Training concatenates documents and cuts every S tokens. A cut falls at any place, so token p of a document has lost
+    its beginning with probability p / S (`expected_tokens`). With any packing, the tokens of a document after the first
+    S lose its beginning (`unavoidable_tokens`).
     """
     S = sequence_length
     lengths = lengths.astype(np.float64)
@@ -118,8 +119,10 @@ def truncation(lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str,
 
 
 def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_length: int) -> dict[str, Any]:
-    """The same of `data.packing: best-fit`, which parts only what no sequence can hold, and pads: as one seed packs
-    it, and others hardly differ.
+    """Return the same counts for `data.packing: best-fit`, which cuts only documents longer than a sequence, and its
+    padding.
+
+    One seed is counted. Other seeds give almost the same values.
     """
     if not dataset.token_count:
         return {}
@@ -139,10 +142,10 @@ def best_fit(dataset: IndexedDataset, lengths: np.ndarray[Any, Any], sequence_le
 
 
 def recorded_tokenizer(prefix: str, name: str) -> str | None:
-    """Where the tokenizer lies that a dataset's record names: at its path, beside the dataset when both were moved, or
-    fetched before; None: gone.
+    """Return the path or name of the tokenizer in a dataset's record, or None if it is not available.
 
-    The Hub is not asked: a record may be a stranger's.
+    The tokenizer may be at its recorded path, beside the dataset if both were moved, or in the local cache of the
+    Hugging Face Hub. The Hub is never contacted, because the record may come from an untrusted source.
     """
     if name.startswith("hf://"):
         from frontier_llm.data.hub import cached_tokenizer
@@ -157,7 +160,7 @@ def recorded_tokenizer(prefix: str, name: str) -> str | None:
 
 
 def _histogram(dataset: IndexedDataset) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """How often each id occurs."""
+    """Return the number of occurrences of each id."""
     counts = np.zeros(1, np.int64)
     for start in range(0, dataset.token_count, CHUNK_TOKENS):
         chunk = dataset.tokens[start : start + CHUNK_TOKENS]
@@ -185,12 +188,12 @@ def _sample(dataset: IndexedDataset, document: int, codec: Tokenizer | None, cha
 class ReadSample:
     """One sample of a run."""
 
-    number: int  # in the run, from 0
+    number: int  # number in the run, counted from 0
     source: str
-    index: int  # in its stream
+    index: int  # index in its stream
     sequence_length: int
     documents: tuple[int, ...]
-    text: str | None  # its beginning; None without the tokenizer that made the data
+    text: str | None  # its first characters; None without the tokenizer that made the data
 
 
 def samples_of_step(
@@ -200,7 +203,7 @@ def samples_of_step(
     most: int,
     characters: int,
 ) -> Iterator[ReadSample]:
-    """The first `most` samples of the step that follows `position`. Raises DataError for data that cannot be read."""
+    """Yield the first `most` samples of the step that follows `position`. Raises DataError for unreadable data."""
     codecs: dict[str, Tokenizer | None] = {}
     for offset in range(min(most, global_batch)):
         place, index = position.sample(offset)

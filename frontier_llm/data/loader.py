@@ -1,12 +1,13 @@
-"""From a run's data config to this rank's microbatches.
+"""Create a rank's microbatches from a run's data configuration.
 
-Samples of a run are numbered from 0 (`data/position.py`). A step consumes the next `global_batch` samples, and sample
+The samples of a run are numbered from 0 (`data/position.py`). A step consumes the next `global_batch` samples, and
+sample
 
     first of the step + microbatch * (micro_batch * dp) + dp_rank * micro_batch + row
 
-is row `row` of that microbatch on that data-parallel rank. So the union over ranks and microbatches is the same set of
-samples for every dp and micro_batch that divide the global batch, and pipeline and tensor ranks of one replica read the
-same rows.
+is row `row` of that microbatch on that data-parallel rank. The union over ranks and microbatches is therefore the same
+set of samples for every dp and micro_batch that divide the global batch. The pipeline and tensor ranks of one replica
+read the same rows.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from frontier_llm.data.tokenizer import load_tokenizer
 from frontier_llm.errors import DataError, FrontierError, Problem, closest
 
 KEPT_BYTES = 64 << 20
-VALIDATION_SEED_OFFSET = 1  # the validation stream's order has a seed of its own
+VALIDATION_SEED_OFFSET = 1  # the order of a held-out set has its own seed
 
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """B samples of S + 1 tokens: inputs are [:, :-1], targets [:, 1:].
+    """B samples of S + 1 tokens. Inputs are [:, :-1], targets are [:, 1:].
 
-    With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0 (queries attend only keys of
-    equal number) and `loss_mask_BS` is False where the target begins another document than the input belongs to. It is
-    False too where a target is read and not learnt. Each is None where nothing is masked so.
+    With `reset_at_documents`, `documents_BS` numbers the documents of each row from 0; otherwise it is None. Queries
+    attend only to keys with an equal number. `loss_mask_BS` is False for targets that belong to another document than
+    the input, and for targets that are read and not learnt. It is None if all targets count in the loss.
     """
 
     tokens_BS1: NDArray[np.int64]
@@ -54,14 +55,14 @@ class SampleBatch:
 
     @property
     def target_count(self) -> int:
-        """Targets that count in the loss."""
+        """Number of targets that count in the loss."""
         return int(self.tokens_BS1[:, 1:].size if self.loss_mask_BS is None else self.loss_mask_BS.sum())
 
 
 class Batches:
-    """This data-parallel rank's microbatches of a sample stream; a background thread reads ahead.
+    """A data-parallel rank's microbatches of a sample stream. A background thread reads ahead.
 
-    `microbatch(step, index)` has no state that matters: any call order gives the same answer.
+    `microbatch(step, index)` returns the same result for any order of calls.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class Batches:
         read_ahead: int = 4,
         first_sample: int = 0,
     ) -> None:
-        """`first_sample`: number of the sample that step 0 would begin with if all steps had been as large as these.
+        """`first_sample` is the number of step 0's first sample if all steps were as large as these.
 
-        `vocab_size` bounds the token ids (None: unchecked); `read_ahead` microbatches are prepared in the background
-        (0: none).
+        `vocab_size` bounds the token ids (None: unchecked). `read_ahead` microbatches are prepared in the background
+        (0: none). Raises DataError if `global_batch` is not a multiple of micro_batch * dp.
         """
         rows = micro_batch * dp
         if global_batch % rows:
@@ -98,12 +99,12 @@ class Batches:
         self.masks_targets = reset_at_documents or samples.masked
         self._read_ahead = range(read_ahead + 1)
         self._pool = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
-        # a step's microbatches are asked for again by other chunks of the stage, so they stay while they are small
+        # other chunks of the stage request a step's microbatches again, so they are cached up to KEPT_BYTES
         capacity = max(2 * read_ahead + 2, KEPT_BYTES // (8 * micro_batch * (samples.sequence_length + 1)))
         self._prepared = functools.lru_cache(capacity)(self._submit)
 
     def sample_ids(self, step: int, index: int) -> range:
-        """Numbers in the run of the samples in a microbatch of a step."""
+        """Return the numbers in the run of the samples in a microbatch of a step."""
         first = (
             self._first_sample
             + step * self.global_batch
@@ -113,8 +114,9 @@ class Batches:
         return range(first, first + self.micro_batch)
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
-        """Microbatch `index` (0 … microbatches - 1) of step `step` (0 …). Raises DataError for a token outside the
-        vocabulary.
+        """Return microbatch `index` (0 … microbatches - 1) of step `step` (0 …).
+
+        Raises DataError for a token outside the vocabulary.
         """
         if not 0 <= index < self.microbatches:
             raise IndexError(f"microbatch {index} of {self.microbatches}")
@@ -158,10 +160,9 @@ class Batches:
 
 
 def open_samples(run: RunConfig, split: str = "train") -> BlendedSamples:
-    """The samples of one of `run.data.splits`, numbered from its beginning: of a held-out set, or of the run's first
-    blend.
+    """Return the samples of one of `run.data.splits`, numbered from its beginning.
 
-    Raises DataError for missing or damaged files.
+    The split is a held-out set, or "train" for the run's first blend. Raises DataError for missing or damaged files.
     """
     sources = run.data.splits[split]
     seed = run.data.seed + (VALIDATION_SEED_OFFSET if split != "train" else 0)
@@ -170,7 +171,7 @@ def open_samples(run: RunConfig, split: str = "train") -> BlendedSamples:
             [SyntheticSamples(run.model.sequence_length, seed, run.model.vocab_size)],
             lambda k: (0, k),
         )
-    # held-out sets are cut as ever, so that losses of runs that pack differently compare
+    # held-out sets are never packed best-fit, so that losses of runs with different packings are comparable
     packing = run.data.packing if split == "train" else "concatenate"
     streams = [
         _open_dataset(run, source.path, packing, order_key(packing, seed, place))
@@ -180,8 +181,9 @@ def open_samples(run: RunConfig, split: str = "train") -> BlendedSamples:
 
 
 def open_run(run: RunConfig, position: Position) -> BlendedSamples:
-    """The samples of the run by number, from `position` on for as long as its blend is dealt. Raises DataError as
-    `open_samples`.
+    """Return the run's samples by number, valid from `position` on until the run enters another blend.
+
+    Raises DataError for missing or damaged files.
     """
     first = position.samples
     return BlendedSamples(
@@ -191,7 +193,7 @@ def open_run(run: RunConfig, position: Position) -> BlendedSamples:
 
 
 def open_stream(run: RunConfig, stream: Stream) -> SampleStream:
-    """The samples of one stream."""
+    """Return the samples of one stream."""
     if stream.dataset == SYNTHETIC:
         return SyntheticSamples(stream.sequence_length, run.data.seed, run.model.vocab_size, stream.key)
     return _open_dataset(run, stream.path, stream.packing, stream.key)
@@ -204,13 +206,14 @@ def _open_dataset(run: RunConfig, path: str, packing: Packing, key: int) -> Data
 
 
 def open_batches(run: RunConfig, dp_rank: int, dp: int, split: str = "train", read_ahead: int = 4) -> Batches:
-    """This data-parallel rank's microbatches of one of `run.data.splits`, from its first sample."""
+    """Return a data-parallel rank's microbatches of one of `run.data.splits`, from its first sample on."""
     return _batches(run, open_samples(run, split), dp_rank, dp, read_ahead)
 
 
 def open_run_batches(run: RunConfig, position: Position, step: int, dp_rank: int, dp: int) -> Batches:
-    """This data-parallel rank's microbatches of what a run trains on from `position` on, where `step` steps are
-    done.
+    """Return a data-parallel rank's microbatches of the run's training data from `position` on.
+
+    `step` is the number of steps done at `position`.
     """
     first = position.samples - step * run.batch.global_batch
     return _batches(run, open_run(run, position), dp_rank, dp, first_sample=first)
@@ -238,8 +241,9 @@ def _batches(
 
 
 def prepare_indices(run: RunConfig, position: Position = START) -> None:
-    """Build the sample indices of the rest of the run ahead of it, on one core of any node; the ranks then only map
-    them.
+    """Build the sample indices of the rest of the run before it starts. Ranks then only map them.
+
+    One process on any node does this.
     """
     for phase, after in course(run, position, datasets_of([run])):
         for stream in after.current:
@@ -256,10 +260,10 @@ def _prepare(samples: SampleStream, count: int) -> None:
 
 
 def data_problems(run: RunConfig, position: Position = START) -> list[Problem]:
-    """Everything wrong with the run's data, found by one process before ranks start.
+    """Return all problems with the run's data. One process calls this before ranks start.
 
-    Missing or damaged files, a dataset that is empty or too short, a tokenizer that cannot be read, a tokenizer or
-    vocabulary that does not match, a dataset that is read more often than it may be.
+    Problems with datasets: missing or damaged files, too few tokens, more epochs than allowed. Problems with the
+    tokenizer: it cannot be read, or it does not match the datasets or the model's vocabulary.
     """
     problems: list[Problem] = []
     digest = None
@@ -291,7 +295,7 @@ def data_problems(run: RunConfig, position: Position = START) -> list[Problem]:
     problems += _tokenizer_problems(run)
     if not problems:
         problems += too_often(run, position)
-    return list(dict.fromkeys(problems))  # a dataset may be in both splits, and in several phases
+    return list(dict.fromkeys(problems))  # a dataset may be in several splits and phases
 
 
 def _key(split: str) -> str:
@@ -299,7 +303,7 @@ def _key(split: str) -> str:
 
 
 def _mistake(split: str, paths: list[str]) -> Problem | None:
-    """What is no list of datasets at all."""
+    """Return a Problem if `paths` is not a list of datasets."""
     if not paths:
         return Problem(
             where=_key(split),
@@ -320,8 +324,9 @@ def _mistake(split: str, paths: list[str]) -> Problem | None:
 
 
 def _too_short(run: RunConfig, split: str, samples: SampleStream) -> list[Problem]:
-    """Datasets without one whole sequence, and training data without one whole batch: every step would show the same
-    tokens again.
+    """Return Problems for datasets shorter than one sequence, and for training data shorter than one batch.
+
+    With less than one batch, every step would train on the same tokens again.
     """
     assert isinstance(samples, BlendedSamples)
     datasets = [stream.dataset for stream in samples.streams if isinstance(stream, DocumentSamples | PackedSamples)]
@@ -352,7 +357,7 @@ def _too_short(run: RunConfig, split: str, samples: SampleStream) -> list[Proble
 
 
 def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
-    """A vocabulary larger than the model's."""
+    """Return a Problem if a vocabulary is larger than the model's."""
     if vocab_size <= run.model.vocab_size:
         return []
     what = f"{run.model.vocab_size} is less than the {vocab_size} ids of {owner}"
@@ -360,8 +365,9 @@ def _vocabulary(run: RunConfig, vocab_size: int, owner: str) -> list[Problem]:
 
 
 def _tokenizer_problems(run: RunConfig) -> list[Problem]:
-    """Datasets of any phase or held-out set that another tokenizer made than the first one. With data.tokenizer
-    `_mismatch` compares them.
+    """Return Problems for datasets of any phase or held-out set that were made by another tokenizer than the first one.
+
+    If data.tokenizer is set, `_mismatch` compares the datasets with it instead.
     """
     if run.data.tokenizer is not None:
         return []
@@ -388,13 +394,13 @@ def _tokenizer_problems(run: RunConfig) -> list[Problem]:
 
 
 def _all_splits(run: RunConfig) -> Iterator[tuple[str, Blend]]:
-    """(split, blend) of each phase."""
+    """Yield (split, blend) of each phase."""
     for phase in phases_of(run):
         yield from phase.config.data.splits.items()
 
 
 def _mismatch(run: RunConfig, path: str, digest: str | None) -> list[Problem]:
-    """Dataset against model vocabulary and against the configured tokenizer."""
+    """Return Problems if a dataset does not match the model's vocabulary or the configured tokenizer."""
     meta = read_meta(path)
     problems = [] if meta is None else _vocabulary(run, meta.vocab_size, f"the tokenizer that made {path}")
     if not problems and (largest := known_largest_id(path)) is not None and largest >= run.model.vocab_size:

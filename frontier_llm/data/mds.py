@@ -1,13 +1,13 @@
-"""Mosaic Streaming's MDS shards: one column of every sample, read without the streaming package.
+"""Read one column of every sample of Mosaic Streaming's MDS shards, without the streaming package.
 
-A shard (format version 2, read from mosaicml-streaming 0.13.0 and checked against shards that it wrote) is
-little-endian:
+A shard is little-endian. The format is version 2, as read from mosaicml-streaming 0.13.0 and checked against shards
+that it wrote:
 
     u32 n | u32 offsets[n + 1], absolute | UTF-8 JSON with column_names, column_encodings, column_sizes | samples
 
-A sample is a u32 size for each column of variable size, then the columns' bytes, in the order of column_names. Token
-columns are `ndarray:DTYPE[:shape]`, `ndarray` (the type is stored with each value) or `bytes` (LLM Foundry: int64
-unless told otherwise). `pkl` columns run code when they are read and are refused.
+A sample is a u32 size for each column of variable size, then the columns' bytes in the order of column_names. The
+encoding of a token column is `ndarray:DTYPE[:shape]`, `ndarray` (each value stores its type) or `bytes` (int64 by
+default, as in LLM Foundry). A `pkl` column is refused, because reading it runs code.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def open_column(
     column: str,
     max_bytes: int = MAXIMUM_BYTES,
 ) -> tuple[str, Iterator[bytes]]:
-    """A column's declared encoding and its raw value in every sample.
+    """Return a column's declared encoding and an iterator over its raw values.
 
-    Raises DataError for a file that is no shard or has no such column, and, while iterating, with the byte offset of a
-    damaged sample.
+    Raises DataError if the file is not a shard or has no such column. The iterator raises DataError with the byte
+    offset of a damaged sample.
     """
     shard = located(path)
     data, header = _open(shard, max_bytes)
@@ -79,7 +79,7 @@ def _values(path: Path | RemoteFile, data: bytes, sizes: list[int | None], place
 
 
 def read_texts(path: str | Path | RemoteFile, column: str, max_bytes: int = MAXIMUM_BYTES) -> Iterator[str]:
-    """A `str` column. Raises DataError for a column of another encoding or text that is not UTF-8."""
+    """Yield the texts of a `str` column. Raises DataError for another encoding and for text that is not UTF-8."""
     encoding, values = open_column(path, column, max_bytes)
     if encoding != "str":
         fix = "name a str column with --text-key; a column of tokens goes through `frontier-llm data import`"
@@ -101,8 +101,9 @@ def read_tokens(
     bytes_dtype: str = "int64",
     max_bytes: int = MAXIMUM_BYTES,
 ) -> Iterator[NDArray[Any]]:
-    """A column of token arrays; `bytes_dtype` says what a `bytes` column holds. Raises DataError for other
-    encodings.
+    """Yield the arrays of a token column. `bytes_dtype` is the type of a `bytes` column.
+
+    Raises DataError for other encodings and for damaged values.
     """
     encoding, values = open_column(path, column, max_bytes)
     decode = _token_decoder(path, encoding, column, bytes_dtype)
@@ -118,7 +119,7 @@ def read_tokens(
 
 
 def _open(path: Path | RemoteFile, max_bytes: int) -> tuple[bytes, dict[str, Any]]:
-    """The shard's bytes, decompressed, and its header."""
+    """Return the shard's decompressed bytes and its header."""
     try:
         with open_packed(path) if path.suffix in PACKED_SUFFIXES else path.open("rb") as content:
             data = content.read(max_bytes + 1)
@@ -171,7 +172,7 @@ def _token_decoder(
 
     def decode(value: bytes) -> NDArray[Any]:
         at, name = (0, dtype) if dtype else (1, VALUE_DTYPES[value[0]])
-        if not shape:  # u8 (ndim << 2 | index of the shape's dtype), then the shape
+        if not shape:  # a u8 (ndim << 2 | index of the shape's dtype) and the shape come first
             at += 1 + (value[at] >> 2) * np.dtype(SHAPE_DTYPES[value[at] & 3]).itemsize
         return np.frombuffer(value, np.dtype(name).newbyteorder("<"), offset=at)
 

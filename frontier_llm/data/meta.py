@@ -1,5 +1,6 @@
-"""`<prefix>.meta.json`: which tokenizer made a dataset and what went in, so that a mismatch is refused before ranks
-start.
+"""Read and write `<prefix>.meta.json`, the record of the tokenizer and the inputs that made a dataset.
+
+The checks before a run refuse a dataset whose record does not match the run's tokenizer.
 """
 
 from __future__ import annotations
@@ -12,47 +13,51 @@ from frontier_llm.errors import DataError
 from frontier_llm.files import write_atomically
 from frontier_llm.units import format_bytes, strict_json
 
-MAXIMUM_BYTES = 16 << 20  # of a record; a hundred damaged inputs by name take kilobytes
+MAXIMUM_BYTES = 16 << 20  # size limit of a record; the names of 100 damaged inputs take only kilobytes
 
 
 @dataclass(frozen=True)
 class DatasetMeta:
-    """What is recorded beside a dataset. `text_bytes` (UTF-8, before tokenization) turns a loss per token into bits
-    per byte.
+    """Record beside a dataset.
+
+    `text_bytes` (UTF-8, before tokenization) converts a loss per token into bits per byte.
     """
 
-    tokenizer: str  # file name, for people
+    tokenizer: str  # path, hf:// name or "bytes"; only the digest is compared
     tokenizer_digest: str
     vocab_size: int
     eod: int
     documents: int
-    tokens: int  # end-of-document tokens included
+    tokens: int  # including end-of-document tokens
     text_bytes: int
-    damaged: int = 0  # inputs left out under --skip-damaged
+    damaged: int = 0  # number of inputs left out with --skip-damaged
     damaged_examples: tuple[str, ...] = ()
-    inputs_digest: str = ""  # of the plan: files, sizes, options
-    largest_id: int | None = None  # of its tokens; None of datasets from before it was recorded
+    inputs_digest: str = ""  # digest of files, sizes, tokenizer and options
+    largest_id: int | None = None  # largest token id; None in records of older versions
     format: Literal[1] = 1
-    __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012  # of reading one
+    __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012  # used when a record is parsed
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean UTF-8 bytes of text per token; bits per byte = loss in nats / ln 2 / bytes_per_token."""
+        """Mean UTF-8 bytes of text per token. Bits per byte = loss in nats / ln 2 / bytes_per_token."""
         return self.text_bytes / self.tokens
 
 
 def meta_path(prefix: str | Path) -> Path:
-    """Where the record of a dataset lies."""
+    """Return the path of a dataset's record."""
     return Path(f"{prefix}.meta.json")
 
 
 def write_meta(prefix: str | Path, meta: DatasetMeta) -> None:
-    """Write atomically."""
+    """Write a dataset's record atomically."""
     write_atomically(meta_path(prefix), strict_json(asdict(meta)))
 
 
 def read_meta(prefix: str | Path) -> DatasetMeta | None:
-    """The record, or None for a dataset made elsewhere. Raises DataError when it is there but not readable."""
+    """Return a dataset's record, or None if it has none, as with a dataset made elsewhere.
+
+    Raises DataError if the record is damaged.
+    """
     path = meta_path(prefix)
     if not path.exists():
         return None
@@ -62,7 +67,7 @@ def read_meta(prefix: str | Path) -> DatasetMeta | None:
             where=str(path),
             fix="tokenize the text again",
         )
-    from pydantic import TypeAdapter, ValidationError  # tokenization workers start without it
+    from pydantic import TypeAdapter, ValidationError  # imported here, so that tokenization workers start without it
 
     from frontier_llm.config.fields import first_fault
 

@@ -1,6 +1,7 @@
-"""The compiled sample index (csrc/sample_index.cpp) behind numpy: found once, loaded with ctypes, never compiled here.
+"""numpy interface to the compiled sample index (csrc/sample_index.cpp). It is loaded with ctypes and never compiled
+here.
 
-There is no slow Python path behind it: a missing library is an error that names the build command.
+There is no Python fallback. A missing library raises an error that names the build command.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from frontier_llm.errors import DataError
 from frontier_llm.libraries import LIBRARIES, load_library
 
-ABI = LIBRARIES["libsample_index.so"]["fl_abi"]  # part of a cached index' name: samples.py
+ABI = LIBRARIES["libsample_index.so"]["fl_abi"]  # part of a cached index's file name (samples.py)
 FAILURES = {
     -1: "a sequence has a negative length, or a document lies outside the sequences: the .idx is damaged",
     -2: "the cached sample index belongs to another dataset: delete it",
@@ -23,7 +24,7 @@ FAILURES = {
     -4: "an argument is out of range",
     -5: "the weights do not sum to the period",
 }
-_SIGNATURES = {  # by function: argument kinds, p = pointer, u = u64
+_SIGNATURES = {  # function → kinds of its arguments: p = pointer, u = u64
     "fl_permute": "uupup",
     "fl_build": "ppuuuup",
     "fl_pieces": "pppuuupuupppp",
@@ -36,8 +37,9 @@ _SIGNATURES = {  # by function: argument kinds, p = pointer, u = u64
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The shared library; raises BackendError with the build command when it is missing, foreign or of another
-    version.
+    """Return the shared library.
+
+    Raises a BackendError with the build command if the library is missing, cannot be loaded or has another version.
     """
     kinds = {"p": ctypes.c_void_p, "u": ctypes.c_uint64}
     functions = {name: (ctypes.c_int64, [kinds[kind] for kind in arguments]) for name, arguments in _SIGNATURES.items()}
@@ -45,7 +47,10 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: Any, where: str = "") -> int:
-    """Call a library function; arrays go as pointers, None as null. Raises DataError(where) for a negative result."""
+    """Call a library function. Arrays are passed as pointers, None as a null pointer.
+
+    Raises DataError for a negative result. `where` is the place that the error names.
+    """
     pointers = [argument.ctypes.data if isinstance(argument, np.ndarray) else argument for argument in arguments]
     result = int(getattr(library(), name)(*pointers))
     if result < 0:
@@ -58,7 +63,7 @@ def call(name: str, *arguments: Any, where: str = "") -> int:
 
 
 def permute(size: int, key: int, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Images of `positions` under the keyed permutation of [0, size)."""
+    """Return the images of `positions` under the keyed permutation of [0, size)."""
     positions = np.ascontiguousarray(positions, np.uint64)
     images = np.empty_like(positions)
     call(

@@ -1,8 +1,8 @@
-"""What decoding a parquet column would take, from the headers of its pages and before anything is decoded.
+"""Read the decompressed sizes of a parquet column's pages from their headers, before anything is decoded.
 
-The footer's totals are the author's word; a decoder allocates what each page's own header says, up to 2 GiB, from a
-page of some kilobytes. Headers are Thrift's compact protocol (parquet-format, PageHeader): field 2 is the size after
-decompression, field 3 the size in the file.
+The totals in the footer cannot be trusted. A decoder allocates the size in each page's own header, which can claim up
+to 2 GiB for a page of some kilobytes. Headers use Thrift's compact protocol (parquet-format, PageHeader). Field 2 is
+the size after decompression, field 3 the size in the file.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 from frontier_llm.data.remote import located
 from frontier_llm.errors import DataError
 
-MOST_PAGES = 1 << 16  # of a column in a row group; writers make one per MiB
-# longer ones hold long values as statistics
+MOST_PAGES = 1 << 16  # Limit for a column in a row group. Writers make about one page per MiB.
+# Sizes tried for a header. Long values in its statistics need the second one.
 HEADER_BYTES = 4 << 10
 LONGEST_HEADER_BYTES = 1 << 20
-# at most, above a million: runs of equal values take next to nothing in the file, and each is a document
+# Limit for a group of more than a million rows. It is high, because equal values compress to almost nothing.
 ROWS_PER_BYTE = 64
 _DEEPEST = 16
 _UNCOMPRESSED = 2
@@ -25,8 +25,9 @@ _COMPRESSED = 3
 
 
 def largest_page_bytes(path: str | Path, group: Any, column: int) -> int:
-    """The largest page of a column, decompressed; `group` is pyarrow's metadata of the row group. Raises DataError
-    for damaged headers.
+    """Return the decompressed size of a column's largest page. `group` is pyarrow's metadata of the row group.
+
+    Raises DataError for damaged headers, and for more rows or pages than a real column has.
     """
     chunk = group.column(column)
     start = chunk.data_page_offset
@@ -51,14 +52,14 @@ def largest_page_bytes(path: str | Path, group: Any, column: int) -> int:
 
 
 def _read_header(file: BinaryIO, start: int, path: str | Path) -> tuple[int, dict[int, int]]:
-    """(its bytes, its whole numbers by field)."""
+    """Return (bytes of the header, its integers by field)."""
     for length in (HEADER_BYTES, LONGEST_HEADER_BYTES):
         file.seek(max(start, 0))
         reader = _Compact(file.read(length))
         try:
             sizes = reader.struct(_DEEPEST)
             return reader.at, sizes
-        except IndexError:  # more of it than was read
+        except IndexError:  # the header is longer than the bytes that were read
             continue
         except ValueError as error:
             raise DataError(f"has a damaged page at byte {start}: {error}", where=str(path)) from None
@@ -66,14 +67,14 @@ def _read_header(file: BinaryIO, start: int, path: str | Path) -> tuple[int, dic
 
 
 class _Compact:
-    """Thrift's compact protocol, as far as skipping over it takes."""
+    """Reader of Thrift's compact protocol that keeps only the integers of a struct."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = 0
 
     def struct(self, depth: int) -> dict[int, int]:
-        """The whole numbers among a struct's own fields."""
+        """Return the integers among a struct's own fields, by field number."""
         numbers: dict[int, int] = {}
         field = 0
         while head := self._byte():

@@ -1,4 +1,4 @@
-"""What a run reads, phase by phase: sources, sizes, tokenizers, epochs, and what is read twice or left out."""
+"""Plan of a run's data, phase by phase: sources, sizes, tokenizers, epochs, and repeated, unread or left-out data."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ class PlannedSource:
     """A source in one phase."""
 
     phase: int
-    first_step: int  # counted from 1
+    first_step: int  # steps are counted from 1
     last_step: int
     path: str
-    dataset_tokens: int  # 0 of synthetic data
-    tokenizer: str  # '' if the data has no record
+    dataset_tokens: int  # 0 for synthetic data
+    tokenizer: str  # '' if the dataset has no record
     sequence_length: int
-    share: float  # of the phase's samples
-    tokens: int  # that are read in the phase
-    epochs: float | None  # of them; None of synthetic data
-    epochs_by_then: float | None  # since the run began, at all lengths
+    share: float  # fraction of the phase's samples
+    tokens: int  # tokens read in the phase
+    epochs: float | None  # epochs in the phase; None for synthetic data
+    epochs_by_then: float | None  # epochs since the run began, at all sequence lengths
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """The rest of a run, from a position on."""
+    """Data of the rest of a run, from a position on."""
 
     after_step: int
     sources: tuple[PlannedSource, ...]
-    notes: tuple[str, ...]  # what is read twice, not at all, or left out
+    notes: tuple[str, ...]  # data that is repeated, never read or left out
 
 
 def data_plan(run: RunConfig, position: Position = START) -> DataPlan:
-    """What the run reads from `position` on. Raises DataError for data that cannot be read."""
+    """Return the plan of the data that the run reads from `position` on. Raises DataError for unreadable data."""
     begin = position
     datasets = datasets_of([run])
     sources: list[PlannedSource] = []
@@ -70,7 +70,7 @@ def data_plan(run: RunConfig, position: Position = START) -> DataPlan:
 
 
 def _notes(end: Position) -> Iterator[str]:
-    """What is read twice, not at all or left out by the end."""
+    """Yield a note for each dataset that will be repeated, read in part or left out at the end of the run."""
     for dataset, last in end.datasets().items():
         epochs = end.epochs_of(dataset)
         if epochs is None:

@@ -1,15 +1,15 @@
-"""Where a run is in its data: which samples each source has given, and which one comes next.
+"""Position of a run in its data: the samples that each source has given, and the next sample.
 
-A stream is one dataset, cut into samples of one length in one way, in one order. Its samples are read in order, each at
-most once. A blend deals samples of the run out to streams. Three pure functions act on a position:
+A stream is one dataset, cut into samples of one length with one packing, in one order. Its samples are read in order,
+each at most once. A blend assigns the run's samples to streams. Three pure functions act on a position:
 
-    enter    deal from these sources from here on: streams that were read before go on, others begin
-    sample   the stream and the index in it of the sample at an offset from here
-    advance  the position after steps of equal size
+    enter    continue with these sources: streams that were read before continue, new ones begin
+    sample   return the stream of the sample at an offset from here, and the index in that stream
+    advance  return the position after steps of equal size
 
 A phase, a change of the configuration and a resume call `enter`. A rewind and `--leave-out` call `leave_out`, which
-moves on without training. The number of a sample in the run is the number of samples dealt before it. Ranks,
-microbatches and restarts do not enter.
+advances without training. The number of a sample in the run is the number of samples assigned before it. Ranks,
+microbatches and restarts have no effect on a position.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ Packing = Literal["concatenate", "best-fit"]
 
 
 def derive_key(*parts: object) -> int:
-    """A 64-bit key from a purpose and its parameters."""
+    """Return a 64-bit key that is derived from a purpose and its parameters."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def order_key(kind: Packing | Literal["synthetic"], seed: int, number: int) -> int:
-    """The order of the samples of stream `number` of a run (`data/position.py`), or of the source at that place of a
-    held-out set.
-    """
+    """Return the key of the sample order of a run's stream `number`, or of source `number` of a held-out set."""
     if kind == "synthetic":
         first = derive_key("synthetic", seed)
         return first if number == 0 else derive_key("phase", first, number + 1)
@@ -45,7 +43,7 @@ def order_key(kind: Packing | Literal["synthetic"], seed: int, number: int) -> i
 
 
 SYNTHETIC = "synthetic"
-MAXIMUM_RANGES = 1 << 16  # ranges of left-out samples of one stream
+MAXIMUM_RANGES = 1 << 16  # limit for the ranges of left-out samples of one stream
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Size = Annotated[int, Field(gt=0, le=2**53)]
@@ -58,7 +56,7 @@ class Source:
 
     dataset: str  # identity of its tokens, or SYNTHETIC
     path: str
-    tokens: int  # 0 of synthetic data
+    tokens: int  # 0 for synthetic data
     weight: float
 
 
@@ -82,36 +80,36 @@ class _Record(BaseModel):
 
 
 class Stream(_Record):
-    """One dataset in samples of one length, in one order, and how many of them the run has taken."""
+    """One dataset in samples of one length, in one order, and the number of samples that the run took from it."""
 
     dataset: Annotated[str, Field(pattern=r"^([0-9a-f]{64}|synthetic)$")]  # identity of its tokens
-    path: Annotated[str, Field(max_length=4096)]  # where it was last
-    dataset_tokens: Count  # 0 = not known, or synthetic
+    path: Annotated[str, Field(max_length=4096)]  # its path when it was last used
+    dataset_tokens: Count  # 0 if synthetic or not known
     sequence_length: Size
     packing: Packing
-    order: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # key of its order
-    taken: Count  # samples that it has given, those that were left out included
-    # (first sample, samples) that nothing was trained on
+    order: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # key of the samples' order
+    taken: Count  # number of samples taken, including left-out ones
+    # (first sample, number of samples) of each range without training
     left_out: Annotated[tuple[Range, ...], Field(max_length=MAXIMUM_RANGES)] = ()
-    retired: bool = False  # another stream of the dataset has replaced it
+    retired: bool = False  # True if another stream of the dataset has replaced it
 
     @property
     def key(self) -> int:
-        """Key of its order."""
+        """Key of the stream's order."""
         return int(self.order, 16)
 
     @property
     def samples_left_out(self) -> int:
-        """Samples that the run passed over."""
+        """Number of samples that were taken without training on them."""
         return sum(count for _, count in self.left_out)
 
     @property
     def tokens_read(self) -> int:
-        """Targets that were trained on."""
+        """Number of targets that were trained on."""
         return (self.taken - self.samples_left_out) * self.sequence_length
 
     def is_of(self, dataset: str, sequence_length: int, packing: str) -> bool:
-        """Whether it goes on where a blend names this dataset in samples of this length."""
+        """Whether this stream continues if a blend names this dataset, sequence length and packing."""
         return not self.retired and (self.dataset, self.sequence_length, self.packing) == (
             dataset,
             sequence_length,
@@ -119,7 +117,7 @@ class Stream(_Record):
         )
 
     def after(self, samples: int, left_out: bool) -> Stream:
-        """After so many further samples were dealt."""
+        """Return the stream after `samples` more samples. With `left_out`, the samples count as not trained on."""
         if not samples:
             return self
         ranges = _joined([*self.left_out, (self.taken, samples)]) if left_out else self.left_out
@@ -129,70 +127,70 @@ class Stream(_Record):
 class Share(_Record):
     """A stream in a blend."""
 
-    stream: Count  # number in `Position.streams`
+    stream: Count  # index in `Position.streams`
     weight: Annotated[int, Field(gt=0, le=MAXIMUM_PERIOD)]
 
 
 class Stretch(_Record):
-    """Steps of equal size."""
+    """Consecutive steps of equal size."""
 
     steps: Size
     tokens_per_step: Size
 
 
 class Position(_Record):
-    """What the run has read, and what it deals from now. Part of the training state and of a checkpoint."""
+    """Samples that the run has read, and the blend that assigns the next ones. Saved in every checkpoint."""
 
     streams: Annotated[tuple[Stream, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of first use
-    blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of streams
-    dealt: Count = 0  # samples since this blend began
-    # the steps done, neighbours of equal size together
+    blend: Annotated[tuple[Share, ...], Field(max_length=MAXIMUM_SOURCES)] = ()  # in the order of `streams`
+    dealt: Count = 0  # Number of samples that this blend has assigned.
+    # The steps done. Consecutive steps of equal size form one entry.
     stretches: Annotated[tuple[Stretch, ...], Field(max_length=1 << 16)] = ()
 
     @property
     def samples(self) -> int:
-        """Samples of the run so far, those that were left out included. Numbers the next one."""
+        """Number of samples of the run so far, including left-out ones. Also the number of the next sample."""
         return sum(stream.taken for stream in self.streams)
 
     @property
     def samples_left_out(self) -> int:
-        """Samples of the run that rewinds and `--leave-out` have passed over."""
+        """Number of the run's samples that rewinds and `--leave-out` have left out."""
         return sum(stream.samples_left_out for stream in self.streams)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return sum(stretch.steps for stretch in self.stretches)
 
     @property
     def tokens(self) -> int:
-        """Targets trained on."""
+        """Number of targets trained on."""
         return sum(stretch.steps * stretch.tokens_per_step for stretch in self.stretches)
 
     @property
     def steps_done(self) -> tuple[tuple[int, int], ...]:
-        """(steps, tokens per step), from which a configuration counts its durations (`config/durations.py`)."""
+        """Pairs (steps, tokens per step). A configuration counts its durations from these (`config/durations.py`)."""
         return tuple((stretch.steps, stretch.tokens_per_step) for stretch in self.stretches)
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """The blend's whole weights, in the order of its streams."""
+        """The blend's integer weights, in the order of its streams."""
         return tuple(share.weight for share in self.blend)
 
     @property
     def current(self) -> tuple[Stream, ...]:
-        """The streams of the blend."""
+        """Streams of the blend."""
         return tuple(self.streams[share.stream] for share in self.blend)
 
     def enter(self, wanted: Wanted) -> Position:
-        """Deal from these sources from here on.
+        """Return the position that continues with these sources.
 
-        A source goes on in the stream of its dataset, length and packing, the n-th mention of a dataset in the n-th
-        such stream. Without one it begins a stream. If streams and proportions are those of the blend already, it goes
-        on where it is.
+        A source continues the stream of its dataset, length and packing. If the blend names a dataset several times,
+        its n-th mention continues the n-th such stream. A source without such a stream starts a new one. A blend with
+        the streams and weights of the current blend continues at its present place.
         """
         streams = list(self.streams)
-        while streams and not streams[-1].taken:  # a stream begins with its first sample
+        while streams and not streams[-1].taken:  # a stream without samples has not begun
             streams.pop()
         numbers: list[int] = []
         for source in wanted.sources:
@@ -213,13 +211,17 @@ class Position(_Record):
         return self.model_copy(update={"streams": tuple(streams), "blend": blend, "dealt": dealt})
 
     def sample(self, offset: int) -> tuple[int, int]:
-        """(place in the blend, index in that stream) of the sample `offset` from here; the next one has offset 0."""
+        """Return (place in the blend, index in that stream) of the sample `offset` from here. The next sample has
+        offset 0.
+        """
         blend = blend_of(self.weights)
         place, count = blend.locate(self.dealt + offset)
         return place, self.current[place].taken + count - blend.before(self.dealt, place)
 
     def advance(self, global_batch: int, steps: int = 1) -> Position:
-        """After `steps` steps of `global_batch` samples. Before any blend was entered nothing is counted."""
+        """Return the position after `steps` steps of `global_batch` samples. A position without a blend does not
+        change.
+        """
         if not self.blend or not steps:
             return self
         size = global_batch * self.current[0].sequence_length
@@ -232,7 +234,7 @@ class Position(_Record):
         return self._dealt(steps * global_batch, left_out=False).model_copy(update={"stretches": stretches})
 
     def leave_out(self, samples: int) -> Position:
-        """After `samples` samples that nothing is trained on; each stream remembers which."""
+        """Return the position after `samples` samples without training. Each stream records its left-out samples."""
         return self._dealt(samples, left_out=True)
 
     def _dealt(self, samples: int, left_out: bool) -> Position:
@@ -244,7 +246,7 @@ class Position(_Record):
         return self.model_copy(update={"streams": tuple(streams), "dealt": self.dealt + samples})
 
     def restart(self, dataset: str) -> Position:
-        """Have a dataset begin anew, in another order, when it is entered next."""
+        """Return a position in which a dataset starts anew, in another order, when it is entered next."""
         streams = [
             stream.model_copy(update={"retired": True}) if stream.dataset == dataset else stream
             for stream in self.streams
@@ -252,21 +254,24 @@ class Position(_Record):
         return self.model_copy(update={"streams": tuple(streams)})
 
     def tokens_of(self, dataset: str) -> int:
-        """Tokens of a dataset that were trained on, at all lengths, each as often as it was."""
+        """Return the number of a dataset's tokens that were trained on, at all lengths and with repetitions."""
         return sum(stream.tokens_read for stream in self.streams if stream.dataset == dataset)
 
     def datasets(self) -> dict[str, Stream]:
-        """Identity → the last stream of each dataset that was read or will be, in the order of first use."""
+        """Return identity → last stream of each dataset that was read or will be, in the order of first use."""
         return {stream.dataset: stream for stream in self.streams}
 
     def epochs_of(self, dataset: str) -> float | None:
-        """How often a dataset was trained on, at all lengths; None of synthetic data, and if its size is not known."""
+        """Return the number of epochs trained on a dataset, at all lengths. None for synthetic data and for an unknown
+        size.
+        """
         size = self.datasets()[dataset].dataset_tokens
         return self.tokens_of(dataset) / size if size else None
 
     def faults(self, step: int, samples: int, tokens: int) -> Iterator[str]:
-        """What cannot be true of a run that has done `step` steps with so many samples and tokens. Fields have their
-        types and bounds.
+        """Yield each contradiction in the position of a run after `step` steps, `samples` samples and `tokens` tokens.
+
+        The types and bounds of the fields have been checked before.
         """
         for number, stream in enumerate(self.streams):
             name = f"position.streams.{number}"
@@ -317,7 +322,7 @@ START = Position()
 
 
 def _stream_of(streams: Sequence[Stream], source: Source, wanted: Wanted, used: Sequence[int]) -> int | None:
-    """Number of the first stream of the source that is not used yet."""
+    """Return the number of the source's first stream that is not used yet."""
     for number, stream in enumerate(streams):
         if number not in used and stream.is_of(source.dataset, wanted.sequence_length, wanted.packing):
             return number
@@ -338,7 +343,7 @@ def _new_stream(source: Source, wanted: Wanted, number: int) -> Stream:
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Rising ranges with those that touch as one."""
+    """Join adjacent ranges of a rising list."""
     joined: list[Range] = []
     for first, count in ranges:
         if joined and sum(joined[-1]) == first:

@@ -1,8 +1,8 @@
-"""Files named by URL (s3://, gs://, hf://, https://, …), read in place through fsspec, with as much of pathlib's face
-as our readers use.
+"""Files with a URL (s3://, gs://, hf://, https://, …), read in place through fsspec.
 
-What such a URL may carry to be let in (USER:SECRET@, a signed query) is used and never shown: not in messages, records
-or digests. Credentials come from where each client looks for them by itself (AWS_*, HF_TOKEN, …).
+The classes offer the part of pathlib's interface that the readers of this package use. Credentials in a URL
+(USER:SECRET@, a signed query) are used but never appear in messages, records or digests. Other credentials come from
+each client's usual sources (AWS_*, HF_TOKEN, …).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from frontier_llm.errors import FrontierError, Problem, not_installed
 
-BUFFER_BYTES = 1 << 20  # handed on at a time; fsspec itself asks for 5 MiB
+BUFFER_BYTES = 1 << 20  # size of a read; fsspec itself fetches 5 MiB at a time
 PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -28,45 +28,46 @@ PACKAGES = {
 }
 PACKAGES |= dict.fromkeys(("abfs", "abfss", "az", "adl"), "adlfs")
 AGAIN = "check the address, the network and the credentials, then run the same command again: finished parts are kept"
-# what stores call their mark of a file's content, the strictest first; the first that is there is taken
+# names that stores use for a mark of a file's content, strictest first; the first one present is used
 VERSIONS = ["sha256", "Content-MD5", "md5Hash", "md5", "ETag", "etag", "blob_id", "generation", "crc32c", "checksum"]
 VERSIONS += ["mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"]
 
 
 class UnreachableError(FrontierError):
-    """What lies elsewhere and cannot be read now. Never damage: --skip-damaged must not leave data out because a
-    network failed.
+    """A remote file cannot be read now.
+
+    This never counts as damage, so that --skip-damaged does not leave data out because of a network failure.
     """
 
 
 class Stat(NamedTuple):
-    """Of a remote file; `version` marks its content as far as its place tells."""
+    """Size of a remote file, and `version`, a mark of its content as provided by the store."""
 
     st_size: int
     version: str
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether an input is named by a URL."""
+    """Return whether an input is a URL."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
 
 
 def without_secrets(text: str) -> str:
-    """The text with what may let somebody in cut out of its URLs: USER:SECRET@, and a query's values."""
+    """Return the text without the credentials in its URLs: USER:SECRET@, and the values of a query."""
     text = re.sub(r"(?<!hf:)//[^/@\s'\"]*@", "//", text)
     return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1", text)
 
 
 def reason_of(error: Exception) -> str:
-    """What a client's error says first; some say nothing, and then its name."""
+    """Return the first line of a client's error, or the error's type if it has no text."""
     return without_secrets((str(error) or repr(error)).splitlines()[0])
 
 
 class RemoteFile:
-    """One file by its URL. Raises UnreachableError for whatever its client raises."""
+    """A file with a URL. Every error of its client becomes UnreachableError."""
 
     def __init__(self, url: str, size_bytes: int | None = None, version: str = "") -> None:
-        """The size and version as a listing gave them; None: asked for when they are needed."""
+        """`size_bytes` and `version` come from a listing. With None they are requested at first use."""
         self.url = url
         self._stat = None if size_bytes is None else Stat(size_bytes, version)
         self.name = PurePosixPath(str(self)).name
@@ -76,16 +77,16 @@ class RemoteFile:
 
     @property
     def suffix(self) -> str:
-        """As pathlib's."""
+        """Suffix of the name, as in pathlib."""
         return PurePosixPath(self.name).suffix
 
     @property
     def stem(self) -> str:
-        """As pathlib's."""
+        """Name without its suffix, as in pathlib."""
         return PurePosixPath(self.name).stem
 
     def stat(self) -> Stat:
-        """Its size and version."""
+        """Return the file's size and version."""
         if self._stat is None:
             with _reached(self.url):
                 files, path = _file_system(self.url)
@@ -93,7 +94,7 @@ class RemoteFile:
         return self._stat
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """For reading, at any place."""
+        """Open the file for reading, with seeking."""
         assert mode == "rb"
         with _reached(self.url):
             files, path = _file_system(self.url)
@@ -101,7 +102,7 @@ class RemoteFile:
 
 
 class _Content(io.RawIOBase):
-    """An fsspec file whose errors are UnreachableError, so that no reader takes a lost connection for damage."""
+    """An fsspec file whose errors become UnreachableError, so that readers do not treat a lost connection as damage."""
 
     def __init__(self, url: str, content: Any) -> None:
         self._url = url
@@ -133,15 +134,16 @@ class _Content(io.RawIOBase):
 
 
 def located(path: str | Path | RemoteFile) -> Path | RemoteFile:
-    """A file of this machine, or one elsewhere."""
+    """Return a Path for a local file, or a RemoteFile for a URL."""
     if isinstance(path, RemoteFile):
         return path
     return RemoteFile(str(path)) if is_url(path) else Path(path)
 
 
 def identity_of(path: Path | RemoteFile) -> tuple[str, int, int | str]:
-    """What a plan says of an input's content: its name, its size, and when it changed or its store's mark of the
-    content.
+    """Return (name, size, version) of an input, which identify its content in a plan.
+
+    The version is the modification time of a local file, or the store's mark of the content.
     """
     stat = path.stat()
     version = stat.version if isinstance(stat, Stat) else stat.st_mtime_ns
@@ -149,8 +151,9 @@ def identity_of(path: Path | RemoteFile) -> tuple[str, int, int | str]:
 
 
 def remote_files(url: str) -> list[RemoteFile]:
-    """The file of a URL, every file below it, or those of a pattern with `*`, sorted by path. Over http a URL is one
-    file.
+    """Return the file at a URL, all files below it, or all files that match a pattern with `*`, sorted by path.
+
+    An http URL is always one file.
     """
     with _reached(url):
         files, path = _file_system(url)
@@ -179,7 +182,7 @@ def _stat(name: str, info: dict[str, Any]) -> Stat:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path there."""
+    """Return fsspec's file system of a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError:
@@ -209,7 +212,10 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _reached(url: str, fix: str = AGAIN) -> Iterator[None]:
-    """Clients raise OSError, their network library's own errors, or ValueError."""
+    """Turn a client's errors into UnreachableError.
+
+    Clients raise OSError, ValueError or errors of their network library.
+    """
     try:
         yield
     except FrontierError:

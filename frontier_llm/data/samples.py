@@ -1,14 +1,14 @@
-"""Sample k of a run is a pure function of (seed, k): random access into a shuffled, endless stream of documents.
+"""Sample k of a run as a pure function of (seed, k): random access into a shuffled, endless stream of documents.
 
-Epoch e is all documents, each ending in its end-of-document token, joined in the order of the permutation keyed by
-(seed, e). The stream of epochs is cut every S tokens; a cut gives S + 1 tokens, the last of them being the first of the
-next cut, so every token of an epoch is a model input exactly once and a target exactly once. Cuts cross documents and
-epochs. The samples that begin in epoch e come in the order of a second permutation keyed by (seed, e), so neighbours of
-one long document part.
+Epoch e is the concatenation of all documents in the order of a permutation keyed by (seed, e). Each document ends in
+its end-of-document token. The stream of epochs is cut every S tokens. A sample is the S + 1 tokens from one cut on, so
+its last token is the first token of the next sample. Every token of an epoch is therefore an input exactly once and a
+target exactly once. A sample can span documents and epochs. A second permutation keyed by (seed, e) shuffles the
+samples that begin in epoch e. This separates the samples of one long document.
 
-With T tokens per epoch, epoch e owns samples ceil(e T / S) ... ceil((e+1) T / S) - 1: closed forms, so resuming at any
-k scans nothing. Both permutations are computed on the fly; the one stored table is the running token count at every
-64th document.
+With T tokens per epoch, epoch e owns samples ceil(e T / S) ... ceil((e+1) T / S) - 1. These formulas make resuming at
+any k possible without a scan. Both permutations are computed on the fly. The only stored table is the running token
+count at every 64th document.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from frontier_llm.data.position import derive_key, order_key
 from frontier_llm.errors import DataError
 from frontier_llm.units import format_count
 
-BLOCK = 64  # documents per entry of the index: 0.125 byte per document, and a lookup walks 64 documents (about 3 us)
-CACHE_FROM_DOCUMENTS = 1 << 20  # smaller indices are built in memory in a tenth of a second
+BLOCK = 64  # Documents per index entry: 0.125 byte per document. A lookup reads up to 64 documents (about 3 us).
+CACHE_FROM_DOCUMENTS = 1 << 20  # A smaller index is built in memory in a tenth of a second.
 EPOCHS_IN_MEMORY = 3
 MAXIMUM_THREADS = 8
 
 
 class SampleStream(Protocol):
-    """Anything that gives samples of S + 1 tokens by number."""
+    """Protocol of a source that returns samples of S + 1 tokens by number."""
 
     sequence_length: int  # S
-    masked: bool  # some tokens are read and not learnt
+    masked: bool  # True if some tokens are read and not learnt
 
     def fill(
         self,
@@ -50,46 +50,46 @@ class SampleStream(Protocol):
         tokens_S1: NDArray[np.int64],
         learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """Write sample k into `tokens_S1`, and into `learnt_S1` whether each is learnt; return the lengths of the
-        pieces of documents it is made of (they sum to S + 1).
+        """Write sample k into `tokens_S1`. Return the lengths of its document pieces, which sum to S + 1.
+
+        If `learnt_S1` is given, it receives True for each token that is learnt and False for the others.
         """
 
     def origin(self, k: int, place: int) -> Origin | None:
-        """Where token `place` of sample k comes from; None for made-up tokens."""
+        """Return the place in a dataset of token `place` of sample k; None for synthetic tokens."""
 
 
 class Origin(NamedTuple):
-    """Where a token of a sample comes from."""
+    """Place of a sample's token in its dataset."""
 
     dataset: IndexedDataset
-    token: int  # its index in the dataset's tokens
+    token: int  # index in the dataset's tokens
 
     def __str__(self) -> str:
         return f"{self.dataset.prefix}: {self.dataset.place_of(self.token)}"
 
 
 class DatasetSamples(SampleStream, Protocol):
-    """The samples of one dataset."""
+    """Protocol of the samples of one dataset."""
 
     dataset: IndexedDataset
 
     def prepare(self, samples: int) -> None:
-        """Build and cache the indices that the first `samples` samples need, where they are large enough to be
-        cached.
-        """
+        """Build and cache the indices of the first `samples` samples, if they are large enough to be cached."""
 
     def parts(self, k: int) -> Iterator[tuple[int, int]]:
-        """The parts of documents that sample k is made of: first token in .bin, tokens. Padding is none of them."""
+        """Yield (first token in .bin, number of tokens) of each document part of sample k. Padding is not included."""
 
 
 def threads() -> int:
-    """How many build a table of documents."""
+    """Return the number of threads that build a table of documents."""
     return min(len(os.sched_getaffinity(0)), MAXIMUM_THREADS)
 
 
 class Pieces(NamedTuple):
-    """Parts of documents in stream order: `lengths` tokens of `documents` from `offsets`; `starts` is where they lie
-    in .bin.
+    """Parts of documents in stream order.
+
+    Part i is `lengths[i]` tokens of `documents[i]` from token `offsets[i]` on. `starts[i]` is its first token in .bin.
     """
 
     documents: NDArray[np.int64]
@@ -99,10 +99,10 @@ class Pieces(NamedTuple):
 
 
 def documents_of(dataset: IndexedDataset) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """What the compiled functions ask of a dataset's documents, every entry checked: the sequences' lengths, and where
-    documents begin among them.
+    """Return (sequence lengths, first sequence of each document), the tables that the compiled functions take.
 
-    None where document d is sequence d: one random read per document instead of two.
+    Every entry has been checked. The second table is None if document d is sequence d. A lookup then takes one random
+    read per document instead of two.
     """
     if not dataset.scanned:
         dataset.scan()
@@ -112,8 +112,9 @@ def documents_of(dataset: IndexedDataset) -> tuple[NDArray[Any], NDArray[Any] | 
 
 
 def index_path(dataset: IndexedDataset, cache_dir: Path | None, purpose: str, *parameters: object) -> Path:
-    """Where a table of the dataset's documents is cached, by default beside the data; the name is a digest of all
-    that determines it.
+    """Return the path at which a table of the dataset's documents is cached, by default beside the data.
+
+    The name contains a digest of everything that determines the table.
     """
     identity = "/".join(map(str, (dataset.digest(), *parameters, ABI)))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:20]
@@ -127,8 +128,9 @@ def index_table(
     path: Callable[[], Path],
     build: Callable[[NDArray[np.uint64]], None],
 ) -> NDArray[np.uint64]:
-    """A table that `build` fills: of a large dataset mapped from the file at `path()`, of a small one made in
-    memory.
+    """Return a table that `build` fills.
+
+    The table of a large dataset is mapped from the file at `path()`. The table of a small one is built in memory.
     """
     if dataset.document_count >= CACHE_FROM_DOCUMENTS:
         return cached_array(path(), length, np.uint64, build)
@@ -138,10 +140,10 @@ def index_table(
 
 
 class EpochIndex:
-    """Where token p of epoch e lies: (document, offset) pieces, through the compiled index of that epoch."""
+    """Maps token p of epoch e to (document, offset) pieces with the compiled index of that epoch."""
 
     def __init__(self, dataset: IndexedDataset, key: int, cache_dir: Path | None = None) -> None:
-        """`key` decides the document order together with the epoch; `cache_dir` as `index_path`."""
+        """`key` and the epoch determine the document order. `cache_dir` is passed to `index_path`."""
         self.dataset = dataset
         self.key = key
         self.cache_dir = cache_dir
@@ -149,15 +151,15 @@ class EpochIndex:
         self.prefix = functools.lru_cache(EPOCHS_IN_MEMORY)(self._prefix)
 
     def order_key(self, epoch: int) -> int:
-        """Key of the epoch's document permutation."""
+        """Return the key of the epoch's document permutation."""
         return derive_key("documents", self.key, epoch)
 
     def path(self, epoch: int) -> Path:
-        """Where this epoch's index is cached."""
+        """Return the path at which this epoch's index is cached."""
         return index_path(self.dataset, self.cache_dir, f"epoch{epoch:04}", self.order_key(epoch), BLOCK)
 
     def _prefix(self, epoch: int) -> NDArray[np.uint64]:
-        """Tokens before every 64th position of the epoch's document order; u64[ceil(documents / 64) + 1]."""
+        """Return the tokens before every 64th position of the document order; u64[ceil(documents / 64) + 1]."""
         return index_table(self.dataset, self._entries, lambda: self.path(epoch), lambda out: self._build(epoch, out))
 
     def _build(self, epoch: int, out: NDArray[np.uint64]) -> None:
@@ -170,7 +172,7 @@ class EpochIndex:
             log.info(f"sample index of {dataset.prefix}, epoch {epoch}: {size}")
 
     def pieces(self, epoch: int, token: int, wanted: int) -> Pieces:
-        """Tokens [token, token + wanted) of the epoch, as far as the epoch reaches."""
+        """Return the pieces of tokens [token, token + wanted) of the epoch, which may end earlier."""
         out = np.empty((4, wanted), np.int64)
         dataset = self.dataset
         tables = (dataset.sequence_lengths, dataset.document_indices, dataset.sequence_pointers, dataset.document_count)
@@ -189,20 +191,22 @@ class EpochIndex:
 
 
 def check_readable(dataset: IndexedDataset) -> None:
-    """Raises DataError for a dataset without tokens or with tokens that are not whole numbers, BackendError where
-    the compiled index is missing.
+    """Raise an error if samples of the dataset cannot be read.
+
+    Raises DataError for a dataset without tokens or with values that are not integers, and BackendError if the compiled
+    index is missing.
     """
     if dataset.token_count == 0:
         raise DataError("holds no tokens", where=dataset.prefix, fix="tokenize a corpus that is not empty")
     dataset.check_token_ids()
-    library()  # missing: refused before the first step
+    library()  # raises before the first step if the library is missing
 
 
 class DocumentSamples:
-    """Samples of one indexed dataset."""
+    """Samples of one indexed dataset that are cut every S tokens."""
 
     def __init__(self, dataset: IndexedDataset, sequence_length: int, key: int, cache_dir: Path | None = None) -> None:
-        """`key` decides the order; two keys have unrelated orders."""
+        """`key` determines the order. The orders of two keys are unrelated."""
         check_readable(dataset)
         self.dataset = dataset
         self.masked = dataset.modes is not None
@@ -211,23 +215,23 @@ class DocumentSamples:
         self.index = EpochIndex(dataset, key, cache_dir)
 
     def first_of_epoch(self, epoch: int) -> int:
-        """Number of the first sample that begins in the epoch: ceil(epoch * T / S)."""
+        """Return the number of the first sample that begins in the epoch: ceil(epoch * T / S)."""
         return -(-epoch * self.dataset.token_count // self.sequence_length)
 
     def epoch_of(self, k: int) -> int:
-        """The epoch in which sample k begins."""
+        """Return the epoch in which sample k begins."""
         return k * self.sequence_length // self.dataset.token_count
 
     def prepare(self, samples: int) -> None:
-        """See DatasetSamples."""
+        """Build and cache the epochs' indices for the first `samples` samples."""
         if self.dataset.document_count >= CACHE_FROM_DOCUMENTS:
             after = self.first_of_epoch(self.epoch_of(max(samples - 1, 0)) + 1)
-            # the shuffle may put the epoch's last cut, which reaches into the next epoch, anywhere among its samples
+            # the epoch's last cut extends into the next epoch, and the shuffle can place it anywhere
             for epoch in range(after * self.sequence_length // self.dataset.token_count + 1):
                 self.index.prefix(epoch)
 
     def cut(self, k: int) -> tuple[int, int]:
-        """(epoch, first token within the epoch) of sample k."""
+        """Return (epoch, first token within the epoch) of sample k."""
         epoch = self.epoch_of(k)
         first = self.first_of_epoch(epoch)
         count = self.first_of_epoch(epoch + 1) - first
@@ -240,7 +244,7 @@ class DocumentSamples:
         tokens_S1: NDArray[np.int64],
         learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """See SampleStream."""
+        """Write sample k into `tokens_S1`. Return the lengths of its pieces."""
         filled = 0
         lengths = []
         for start, length in self.parts(k):
@@ -252,7 +256,7 @@ class DocumentSamples:
         return np.array(lengths, np.int64)
 
     def parts(self, k: int) -> Iterator[tuple[int, int]]:
-        """See DatasetSamples."""
+        """Yield (first token in .bin, number of tokens) of each document part of sample k."""
         epoch, token = self.cut(k)
         left = self.sequence_length + 1
         while left:
@@ -263,7 +267,7 @@ class DocumentSamples:
             token = 0
 
     def origin(self, k: int, place: int) -> Origin:
-        """See SampleStream."""
+        """Return the place in the dataset of token `place` of sample k."""
         epoch, token = self.cut(k)
         while True:
             pieces = self.index.pieces(epoch, token, place + 1)
@@ -281,7 +285,7 @@ class BlendedSamples:
     """Samples of one or several streams."""
 
     def __init__(self, streams: Sequence[SampleStream], locate: Callable[[int], tuple[int, int]]) -> None:
-        """`locate(k)`: the place in `streams` of the stream that gives sample k, and the index in it."""
+        """`locate(k)` returns the place in `streams` of sample k's stream, and the index in that stream."""
         self.streams = streams
         self.masked = any(stream.masked for stream in streams)
         self.locate = locate
@@ -293,28 +297,28 @@ class BlendedSamples:
         tokens_S1: NDArray[np.int64],
         learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """See SampleStream."""
+        """Write sample k into `tokens_S1`. Return the lengths of its pieces."""
         place, index = self.locate(k)
         return self.streams[place].fill(index, tokens_S1, learnt_S1)
 
     def origin(self, k: int, place: int) -> Origin | None:
-        """See SampleStream."""
+        """Return the place of token `place` of sample k in its dataset; None for synthetic tokens."""
         stream, index = self.locate(k)
         return self.streams[stream].origin(index, place)
 
 
 class SyntheticSamples:
-    """Pseudo-random tokens with structure that a model can learn, without any file; for benchmarks and tests.
+    """Pseudo-random tokens with a structure that a model can learn, for benchmarks and tests. They need no file.
 
-    A fixed cycle through (at most 1024 of) the vocabulary is walked; at each step, with probability 1/16, the walk
-    jumps to a random place and a new document begins. The best possible loss is about ln(16)/16 + (15/16) ln(16/15) +
-    ln(V')/16 nats.
+    The tokens follow a fixed cycle through at most 1024 ids of the vocabulary. At each step, with probability 1/16, the
+    next token is a random one of the cycle, and a new document begins. The best possible loss is about ln(16)/16 +
+    (15/16) ln(16/15) + ln(V')/16 nats, with V' the length of the cycle.
     """
 
     masked = False
 
     def __init__(self, sequence_length: int, seed: int, vocab_size: int, key: int | None = None) -> None:
-        """`seed` draws the cycle. `key` decides the samples; None: as of the seed's first stream."""
+        """`seed` draws the cycle. `key` determines the samples; None means the key of the seed's first stream."""
         self.sequence_length = sequence_length
         first = order_key("synthetic", seed, 0)
         self.key = first if key is None else key
@@ -324,7 +328,7 @@ class SyntheticSamples:
         )
 
     def origin(self, k: int, place: int) -> None:
-        """See SampleStream."""
+        """Return None, because synthetic tokens come from no dataset."""
 
     def fill(
         self,
@@ -332,9 +336,9 @@ class SyntheticSamples:
         tokens_S1: NDArray[np.int64],
         learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """See SampleStream."""
+        """Write sample k into `tokens_S1`. Return the lengths of its documents."""
         count = tokens_S1.size
-        # raw words of a counter-based generator: the same in every numpy version
+        # raw words of a counter-based generator are the same in every numpy version
         words: Any = np.random.Philox(key=derive_key("sample", self.key, k)).random_raw(2 * count)
         jumps = words[:count] >> np.uint64(60) == 0
         jumps[0] = True

@@ -1,8 +1,7 @@
-"""A corpus that every machine has: the source files of its own Python standard library (about 30 MB of real text, no
-download).
+"""A corpus that every machine has: the sources of its Python standard library, about 30 MB of text without a download.
 
-The files are listed in order of their relative path; one in twenty, chosen by the digest of that path, is held out for
-validation. The text is kept exactly (decode(encode(text)) == text), so that bits per byte means what it says.
+The files are ordered by their relative path. One file in twenty is held out for validation, chosen by the digest of its
+path. The text is kept exactly (decode(encode(text)) == text), so that bits per byte can be computed correctly.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from frontier_llm.files import write_atomically
 
 HELD_OUT_ONE_IN = 20  # 5 %
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"})
-TRAINING_BYTES = 8 << 20  # for the tokenizer: every n-th file until this much; takes about a second
+TRAINING_BYTES = 8 << 20  # training text of the tokenizer; takes about a second
 SHARD_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class StdlibCorpus:
-    """What `prepare` made: paths as a config wants them, and the records (with text bytes) of both splits."""
+    """Datasets and tokenizer that `prepare` made: paths for a configuration, and the records of both splits."""
 
     tokenizer: str
-    train: str  # prefixes
+    train: str  # prefix of the dataset
     validation: str
     train_meta: DatasetMeta
     validation_meta: DatasetMeta
 
 
 def source_files(root: Path | None = None) -> list[Path]:
-    """UTF-8 `.py` files with text in them below the standard library's directory, ordered by relative path.
+    """Return the UTF-8 `.py` files with text below the standard library's directory, ordered by relative path.
 
-    Raises DataError when there are none.
+    Raises DataError if there are fewer than 40 files.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in root.rglob("*.py") if not SKIPPED_DIRECTORIES & set(path.relative_to(root).parts)]
@@ -55,7 +54,7 @@ def source_files(root: Path | None = None) -> list[Path]:
 
 
 def held_out(path: Path, root: Path) -> bool:
-    """Whether a file belongs to the validation split; depends on its relative path alone."""
+    """Return whether a file belongs to the validation split. This depends only on its relative path."""
     digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
     return int.from_bytes(digest[:8], "little") % HELD_OUT_ONE_IN == 0
 
@@ -67,10 +66,10 @@ def prepare(
     workers: int | None = None,
     tokenizer: str | None = None,
 ) -> StdlibCorpus:
-    """Train and validation datasets in `directory`, and their tokenizer unless one is given; what is there and still
-    fits is used again.
+    """Make train and validation datasets in `directory`, and a tokenizer for them unless one is given.
 
-    Raises DataError when the library has no sources, or the directory cannot be written.
+    Existing results that match are reused. Raises DataError if the library has no sources, or if the directory cannot
+    be written.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     directory = Path(directory)
@@ -108,8 +107,9 @@ def prepare(
 
 
 def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer:
-    """`tokenizer.model` of these files and this size; the digest of both stands beside it, so a stale one is made
-    anew.
+    """Return `tokenizer.model`, trained on these files with this vocabulary size.
+
+    A file beside it records the digest of both. If the digest differs, the tokenizer is trained again.
     """
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in train]
     digest = hashlib.sha256(repr((stats, vocab_size, TRAINING_BYTES)).encode()).hexdigest()
@@ -119,7 +119,7 @@ def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer
         return load_tokenizer(path)
     log.info(f"training a tokenizer of {vocab_size} pieces on the Python standard library")
     record.unlink(missing_ok=True)
-    # in an order in which any beginning is a fair sample
+    # in a pseudo-random order, so that the first files are a fair sample
     texts = map(_text, sorted(train, key=lambda file: hashlib.sha256(file.name.encode()).digest()))
     model = train_sentencepiece(texts, path, vocab_size, TRAINING_BYTES)
     write_atomically(record, digest)
@@ -127,7 +127,7 @@ def _tokenizer(directory: Path, train: list[Path], vocab_size: int) -> Tokenizer
 
 
 def _text(path: Path) -> str:
-    """The file's text, exactly; '' when it is not UTF-8."""
+    """Return the file's text, or '' if it is not UTF-8."""
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""What a run is about to read: the size of each dataset, its share, and how often the run goes through it."""
+"""Log the data that a run is about to read: size and share of each dataset, and its number of epochs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from frontier_llm.data.position import START, SYNTHETIC, Position
 from frontier_llm.errors import Problem
 from frontier_llm.units import format_count
 
-# up to here repeated tokens teach almost as much as new ones (Muennighoff et al. 2023, arXiv:2305.16264)
+# up to 4 epochs, repeated tokens are almost as useful as new ones (Muennighoff et al. 2023, arXiv:2305.16264)
 MANY_EPOCHS = 4
 
 
 def log_datasets(run: RunConfig, position: Position = START) -> None:
-    """One line per dataset, and a warning for each that is trained on more than MANY_EPOCHS times. The datasets are
-    sound already.
+    """Log one line per dataset, and a warning for each one that is trained on for more than MANY_EPOCHS epochs.
+
+    The datasets must have been checked before.
     """
     _log_training(run, position)
     for split, blend in run.data.held_out.items():
@@ -37,7 +38,7 @@ def log_datasets(run: RunConfig, position: Position = START) -> None:
 
 
 def also_trained_on(run: RunConfig) -> Iterator[str]:
-    """A note for each held-out dataset whose tokens are also trained on, under the same path or another."""
+    """Yield a note for each held-out dataset whose tokens are also trained on, at the same path or another."""
     trained = {dataset.identity: path for path, dataset in datasets_of([run]).items()}
     for split, blend in run.data.held_out.items():
         for source in () if isinstance(blend, str) else blend:
@@ -51,7 +52,7 @@ def also_trained_on(run: RunConfig) -> Iterator[str]:
 
 
 def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
-    """A problem for each dataset that the whole run goes through more often than its max_epochs."""
+    """Yield a Problem for each dataset that the whole run reads more often than its `max_epochs`."""
     sources = list(_sources(run))
     if all(source.max_epochs is None for source in sources):
         return
@@ -77,7 +78,10 @@ def too_often(run: RunConfig, position: Position = START) -> Iterator[Problem]:
 
 
 def news(before: Position, after: Position) -> Iterator[str]:
-    """What entering a blend changes for sources that have been read already; nothing where all go on or are new."""
+    """Yield a note for each source that begins anew although its dataset or its path was read before.
+
+    `before` is the position before a blend is entered, `after` the position after it.
+    """
     for stream in after.current:
         if stream.taken or stream.dataset == SYNTHETIC:
             continue
@@ -109,7 +113,7 @@ def news(before: Position, after: Position) -> Iterator[str]:
 
 
 def _sources(run: RunConfig) -> Iterator[DataSource]:
-    """Every dataset that some phase names."""
+    """Yield every dataset that any phase names."""
     for phase in phases_of(run):
         if not isinstance(phase.config.data.train, str):
             yield from phase.config.data.train
@@ -122,7 +126,7 @@ def _end(run: RunConfig, position: Position) -> Position:
 
 def _log_training(run: RunConfig, position: Position) -> None:
     begin = position
-    # by (path, share) of each member: tokens of each in its blend
+    # blend as (path, share) of each member → tokens of each member
     read: dict[tuple[tuple[str, float], ...], Counter[int]] = {}
     for _, after in course(run, position, datasets_of([run])):
         total = sum(after.weights)

@@ -1,10 +1,11 @@
-"""Text files -> `<prefix>.bin/.idx/.meta.json`, in parallel, resumable, the same bytes for any number of workers.
+"""Tokenize text files into `<prefix>.bin/.idx/.meta.json`, in parallel.
 
-The inputs are cut into shards by their sizes alone. Each shard becomes a small dataset in `<prefix>.parts-<digest>/`;
-its `.json` is written last and vouches for it. A run that was killed finds those and makes only the rest. The parts are
-joined in order.
+A run can be resumed, and the result has the same bytes for any number of workers. The inputs are cut into shards by
+their sizes alone. Each shard becomes a small dataset (a part) in `<prefix>.parts-<digest>/`. A part's `.json` file is
+written last and marks the part as complete. A resumed run makes only the missing parts. Finally the parts are joined in
+order.
 
-`training_text` reads a sample of the same inputs, to train a tokenizer on.
+`training_text` reads a sample of the same inputs to train a tokenizer on.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ from frontier_llm.files import write_atomically
 from frontier_llm.topology.buckets import packed
 from frontier_llm.units import format_bytes, format_count, strict_json
 
-EXAMPLES = 100  # damaged inputs that are kept by name
-VERSION = 2  # of the rules below; a change makes old parts useless
+EXAMPLES = 100  # most damaged inputs that a record lists by name
+VERSION = 2  # version of the rules below; parts of another version are not reused
 
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """What decides the result, besides the inputs and the tokenizer."""
+    """Options that determine the result together with the inputs and the tokenizer."""
 
-    text_key: str = "text"  # JSON field or parquet column
-    documents: Literal["file", "line"] = "file"  # whether a text file is one document, or one per line
-    skip_damaged: bool = False  # False: the first damaged input ends the run
-    shard_bytes: int = 32 << 20  # of input per shard: a few seconds of work
-    prompt_key: str | None = None  # JSON field before it whose tokens are read and not learnt
-    max_bytes: int = MAXIMUM_BYTES  # of a line or an MDS shard; decides nothing about what is below it
+    text_key: str = "text"  # JSON field or parquet column of the text.
+    documents: Literal["file", "line"] = "file"  # Whether a text file is one document, or one per line.
+    skip_damaged: bool = False  # If False, the first damaged input ends the run.
+    shard_bytes: int = 32 << 20  # Input bytes per shard, a few seconds of work.
+    prompt_key: str | None = None  # JSON field of a prompt before the text. Its tokens are not learnt.
+    max_bytes: int = MAXIMUM_BYTES  # Size limit of a line or an MDS shard. Has no effect on smaller ones.
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What a finished shard reports."""
+    """Counts of a finished shard."""
 
     documents: int
     tokens: int
@@ -69,7 +70,7 @@ class ShardReport:
 
 @dataclass(frozen=True)
 class ShardWork:
-    """One shard's work, small enough to send to a spawned process."""
+    """Work of one shard, small enough to send to a spawned process."""
 
     pieces: tuple[InputPiece, ...]
     prefix: str
@@ -91,12 +92,12 @@ def tokenize(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> DatasetMeta:
-    """Make the dataset `prefix` from files and directories; returns what is recorded beside it.
+    """Make the dataset `prefix` from files and directories. Return its record.
 
-    `workers` None = one per core this process may use. Nothing is done when the same inputs, tokenizer and options
-    already made it. Raises DataError for missing, empty or (unless skipped) damaged inputs, for a directory that cannot
-    be written, for a dataset of other inputs at `prefix` (unless `overwrite`), and while another process is making one
-    there.
+    `workers` None means one per core that this process may use. A dataset that the same inputs, tokenizer and options
+    made is returned unchanged. Raises DataError for missing, empty or (unless skipped) damaged inputs, and for a
+    directory that cannot be written. Raises it too for a dataset of other inputs at `prefix` (unless `overwrite`), and
+    while another process makes a dataset there.
     """
     options = options or TokenizeOptions()
     codec = load_tokenizer(tokenizer)
@@ -122,7 +123,7 @@ def tokenize(
             shutil.rmtree(directory)
         finally:
             with contextlib.suppress(OSError):
-                directory.rmdir()  # when no part was finished
+                directory.rmdir()  # succeeds only if no part was finished
     if meta is None:
         damaged = sum(part.damaged for part in parts)
         what = "the corpus is empty: no document in it" + (
@@ -134,8 +135,9 @@ def tokenize(
 
 
 def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options: TokenizeOptions) -> str:
-    """Digest of everything that decides the result; a file's content is taken to be unchanged when size and time
-    are.
+    """Return a digest of everything that determines the result.
+
+    A file's content counts as unchanged if its size and modification time are unchanged.
     """
     paths = sorted({piece.path for shard in shards for piece in shard})
     stats = [identity_of(located(path)) for path in paths]
@@ -151,7 +153,7 @@ def _plan_digest(shards: list[tuple[InputPiece, ...]], codec: Tokenizer, options
 
 
 def _run(jobs: list[ShardWork], workers: int, prefix: str) -> list[ShardReport]:
-    """All parts, in order, making those that are not there yet."""
+    """Make the missing parts. Return the reports of all parts in order."""
     parts = {number: part for number, job in enumerate(jobs) if (part := _finished(job)) is not None}
     missing = [number for number in range(len(jobs)) if number not in parts]
     if parts:
@@ -185,7 +187,7 @@ def _make_all(jobs: list[ShardWork], missing: list[int], workers: int) -> Iterat
     if workers <= 1:
         yield from ((number, make_part(jobs[number])) for number in missing)
         return
-    # spawn, not fork: the parent may hold threads (a progress bar, a BLAS) that a forked child would inherit in mid-air
+    # spawn, not fork: a forked child would inherit the state of the parent's threads (progress bar, BLAS)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
     try:
         futures = {pool.submit(make_part, jobs[number]): number for number in missing}
@@ -199,8 +201,8 @@ def _make_all(jobs: list[ShardWork], missing: list[int], workers: int) -> Iterat
 
 
 def _finished(job: ShardWork) -> ShardReport | None:
-    """The report of a part that an earlier run finished."""
-    from pydantic import TypeAdapter  # workers start without it
+    """Return the report of a part that an earlier run finished."""
+    from pydantic import TypeAdapter  # imported here, so that workers start without it
 
     path = Path(job.prefix + ".json")
     if path.exists():
@@ -210,7 +212,10 @@ def _finished(job: ShardWork) -> ShardReport | None:
 
 @functools.lru_cache(maxsize=2)
 def _codec(spec: str, digest: str) -> Tokenizer:
-    """A worker's tokenizer, loaded once. Raises DataError when the file is no longer the one the run began with."""
+    """Return a worker's tokenizer, which is loaded once.
+
+    Raises DataError if the tokenizer's file has changed since the run began.
+    """
     codec = load_tokenizer(spec)
     if codec.digest != digest:
         raise DataError("changed while tokenizing", where=spec, fix="run the command again")
@@ -218,7 +223,10 @@ def _codec(spec: str, digest: str) -> Tokenizer:
 
 
 def make_part(job: ShardWork) -> ShardReport:
-    """Tokenize one shard into its part (in a worker process); the report file comes last."""
+    """Tokenize one shard into its part, in a worker process. The report file is written last.
+
+    Raises DataError for damaged input, unless it is to be skipped.
+    """
     codec = _codec(job.tokenizer, job.tokenizer_digest)
     options = job.options
     text_bytes = damaged = 0
@@ -245,7 +253,7 @@ def make_part(job: ShardWork) -> ShardReport:
 
 
 def _join(jobs: list[ShardWork], parts: list[ShardReport], prefix: str, codec: Tokenizer, digest: str) -> DatasetMeta:
-    """The parts in order as one dataset, then its record."""
+    """Join the parts in order into one dataset and write its record."""
     with IndexedWriter(prefix, optimal_dtype(codec.vocab_size)) as writer:
         for job in jobs:
             writer.append(IndexedDataset(job.prefix))
@@ -282,7 +290,7 @@ PIECE_BYTES = 1 << 20
 
 
 def training_text(inputs: Iterable[str | Path], options: TokenizeOptions, limit_bytes: int) -> Iterator[str]:
-    """Documents of the inputs; with more than `limit_bytes` of input, from pieces in a fixed pseudo-random order.
+    """Yield documents of the inputs. With more than `limit_bytes` of input, pieces come in a fixed pseudo-random order.
 
     Raises DataError for missing inputs and, unless they are to be skipped, at the first damaged one.
     """

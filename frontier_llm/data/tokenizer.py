@@ -1,7 +1,7 @@
-"""One face over sentencepiece models, Hugging Face `tokenizer.json` files and raw bytes.
+"""One interface for sentencepiece models, Hugging Face `tokenizer.json` files and raw bytes.
 
-A tokenizer's `digest` (sha256 of its file) is recorded beside every dataset it makes; `loader.data_problems` compares.
-Text is only ever text: a document that contains "<s>" or "<|endoftext|>" never yields the special id.
+A tokenizer's `digest` (sha256 of its files) is recorded beside every dataset that it makes. `loader.data_problems`
+compares the digests. Text never yields a special id, even if it contains "<s>" or "<|endoftext|>".
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from frontier_llm.errors import DataError
 from frontier_llm.files import LIFT_HINT, lifted_bound, write_atomically
 from frontier_llm.units import format_bytes
 
-META_SPACE = "\u2581"  # sentencepiece's sign for a space; a real one in the text would come back as a space
+META_SPACE = "\u2581"  # sentencepiece's symbol for a space; in a text it would be decoded as a space
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>")
-MAXIMUM_BYTES = 256 << 20  # of a tokenizer's file; the largest in use have 35 MB
-SAMPLE_BYTES = 64 << 20  # training text read by default; more changes a vocabulary hardly, and costs memory
+MAXIMUM_BYTES = 256 << 20  # Size limit of a tokenizer's file. The largest in use has 35 MB.
+SAMPLE_BYTES = 64 << 20  # Training text read by default. More text costs memory and hardly changes a vocabulary.
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `vocab_size` is one more than the largest id; `eod` ends every document."""
+    """Converts text to token ids and back. `vocab_size` is the largest id plus 1. `eod` ends every document."""
 
     name: str
     vocab_size: int
@@ -37,14 +37,14 @@ class Tokenizer(Protocol):
     digest: str
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special ids at the ends."""
+        """Return the ids of a text, without special ids at its ends."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special ids give nothing."""
+        """Return the text of ids. Special ids yield no text."""
 
 
 class ByteTokenizer:
-    """Each UTF-8 byte is an id, 256 ends a document; needs no file."""
+    """Tokenizer without a file: each UTF-8 byte is an id, and 256 ends a document."""
 
     name = "bytes"
     vocab_size = 257
@@ -52,16 +52,16 @@ class ByteTokenizer:
     digest = hashlib.sha256(b"frontier_llm bytes 257").hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes of the text."""
+        """Return the UTF-8 bytes of a text."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the bytes; sequences that are not UTF-8 become U+FFFD."""
+        """Return the text of the bytes. Sequences that are not UTF-8 become U+FFFD."""
         return bytes(number for number in ids if number < 256).decode(errors="replace")
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece `.model`; documents end with its `</s>`."""
+    """Tokenizer of a sentencepiece `.model` file. Its end-of-sentence id `</s>` ends a document."""
 
     def __init__(self, path: str | Path) -> None:
         import sentencepiece
@@ -89,21 +89,22 @@ class SentencePieceTokenizer:
         self._meta_space = pieces if all(self._model.is_byte(piece) for piece in pieces) else None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; lossless for a model with byte fallback and identity normalisation."""
+        """Return the ids of a text. Lossless if the model has byte fallback and identity normalisation."""
         if self._meta_space is None or META_SPACE not in text:
             return self._model.encode(text)
         first, *rest = (self._model.encode(part) for part in text.split(META_SPACE))
         return first + [number for part in rest for number in (*self._meta_space, *part)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return self._model.decode([int(number) for number in ids])
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face `tokenizer.json`, or GPT-2's pair of vocab.json and merges.txt.
+    """Tokenizer of a Hugging Face `tokenizer.json`, or of GPT-2's pair of vocab.json and merges.txt.
 
-    The end-of-document id comes from tokenizer_config.json beside it, or from a usual name.
+    The end-of-document id is the `eos_token` of tokenizer_config.json in the same folder. If that is missing, it is the
+    first of END_OF_DOCUMENT_NAMES in the vocabulary.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -122,17 +123,17 @@ class HuggingFaceTokenizer:
                 )
             else:
                 self._model = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the library raises a bare Exception
             raise DataError(
                 f"is no Hugging Face tokenizer: {error}",
                 where=str(path),
                 fix="give a tokenizer.json file",
             ) from error
-        # tokenizer.json, or its content
+        # path of tokenizer.json, or its content for GPT-2's pair
         self.as_file: str | Path = str(self._model.to_str(pretty=True)) if merges else Path(path)
         self._model.no_padding()
         self._model.no_truncation()
-        self._model.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
+        self._model.encode_special_tokens = True  # "<|endoftext|>" in a text is ordinary text
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         self.eod = self._end_of_document(Path(path))
 
@@ -159,28 +160,32 @@ class HuggingFaceTokenizer:
 
     @property
     def eod_name(self) -> str:
-        """The token that ends a document."""
+        """Text of the token that ends a document."""
         return str(self._model.id_to_token(self.eod))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
-        # "fast" leaves out where each piece stood in the text: 1.6 to 1.8 times the speed
+        """Return the ids of a text."""
+        # "fast" omits the offsets of the pieces in the text, which is 1.6 to 1.8 times faster
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         return self._model.decode([int(number) for number in ids], skip_special_tokens=True)
 
 
 def _merges_beside(vocabulary: Path) -> Path | None:
-    """GPT-2's merges.txt of a vocab.json, gpt2-merges.txt of gpt2-vocab.json; None for another file."""
+    """Return the merges file beside a vocabulary: merges.txt for vocab.json, gpt2-merges.txt for gpt2-vocab.json.
+
+    None for a file with another name, and if the merges file is missing.
+    """
     merges = vocabulary.with_name(vocabulary.name.replace("vocab.json", "merges.txt"))
     return merges if merges != vocabulary and merges.is_file() else None
 
 
 def _byte_level(model: Any) -> Any:
-    """A tokenizer of GPT-2's kind around a byte-pair model; Megatron-LM's --vocab-file and --merge-file name its two
-    files.
+    """Return a tokenizer of GPT-2's kind around a byte-pair model.
+
+    The two files of such a tokenizer are the values of Megatron-LM's --vocab-file and --merge-file.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
 
@@ -191,10 +196,10 @@ def _byte_level(model: Any) -> Any:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer named by `bytes`, a `.model` file, a `.json` file, a directory that holds one or GPT-2's pair, or
-    hf://OWNER/NAME of the Hub.
+    """Load the tokenizer that `spec` names.
 
-    Raises DataError for a missing or foreign file.
+    `spec` is `bytes`, a `.model` file, a `.json` file, or hf://OWNER/NAME on the Hugging Face Hub. It can also be a
+    directory with such a file or with GPT-2's pair. Raises DataError for a file that is missing or not a tokenizer.
     """
     if str(spec) == "bytes":
         return ByteTokenizer()
@@ -206,13 +211,13 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return fetched
     try:
         return _load(Path(spec))
-    except OSError as error:  # also a name that is too long, or a device
+    except OSError as error:  # raised also for a name that is too long and for a device
         fix = "give a tokenizer's file or directory that you may read"
         raise DataError(f"cannot be read: {error.strerror}", where=str(spec)[:200], fix=fix) from None
 
 
 def tokenizer_file(directory: Path) -> Path | None:
-    """Which file of a directory is its tokenizer; None where it has none."""
+    """Return the tokenizer's file in a directory, or None if there is none."""
     pairs = sorted(file.name for file in directory.glob("*vocab.json") if _merges_beside(file))
     files = (directory / name for name in ("tokenizer.json", "tokenizer.model", *pairs))
     return next((file for file in files if file.is_file()), None)
@@ -232,7 +237,7 @@ def _load(path: Path) -> SentencePieceTokenizer | HuggingFaceTokenizer:
         )
         raise DataError("no such tokenizer", where=str(path), fix=fix)
     for file in filter(None, (path, _merges_beside(path), path.with_name("tokenizer_config.json"))):
-        if file.is_file() and file.stat().st_size == 0:  # also files of /proc, which may be endless
+        if file.is_file() and file.stat().st_size == 0:  # a file in /proc also has size 0, and may be endless
             raise DataError("is empty", where=str(file), fix="give the tokenizer's own file")
         if file.is_file() and file.stat().st_size > lifted_bound(MAXIMUM_BYTES):
             what = f"is larger than {format_bytes(lifted_bound(MAXIMUM_BYTES))}, which no tokenizer is"
@@ -249,7 +254,7 @@ def _digest(*paths: Path) -> str:
 
 
 def take_bytes(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:
-    """Texts until about `limit_bytes` of UTF-8 have passed."""
+    """Yield texts until about `limit_bytes` of UTF-8 have passed."""
     for text in texts:
         if limit_bytes <= 0:
             return
@@ -265,8 +270,9 @@ def train_sentencepiece(
 ) -> SentencePieceTokenizer:
     """Train a lossless byte-pair model and write it to `path`: decode(encode(text)) == text for every text.
 
-    Byte fallback, no normalisation, no added or dropped spaces; a newline is a piece of its own. Raises DataError for
-    an empty corpus or a vocabulary too large for it.
+    The model has byte fallback, no normalisation, and no added or dropped spaces. A newline is a piece of its own.
+    Training reads about `sample_bytes` of the texts. Raises DataError for an empty corpus, and for a `vocab_size` that
+    is too large or too small for it.
     """
     import sentencepiece
 
@@ -290,7 +296,7 @@ def train_sentencepiece(
 
 
 def _refusal(reason: str, vocab_size: int) -> DataError:
-    """What sentencepiece's trainer refuses, in the words of `data tokenizer`."""
+    """Translate an error of sentencepiece's trainer into the terms of `data tokenizer`."""
     if most := re.search(r"set it to a value <= (\d+)", reason):
         fix = f"set --vocab-size to at most {most[1]}, or give more text"
         return DataError(f"the text yields no more than {most[1]} pieces, fewer than {vocab_size}", fix)
@@ -312,7 +318,10 @@ def train_huggingface(
     vocab_size: int,
     sample_bytes: int = SAMPLE_BYTES,
 ) -> HuggingFaceTokenizer:
-    """Train a byte-level byte-pair tokenizer (GPT-2's kind, lossless) and write `tokenizer.json` to `path`."""
+    """Train a lossless byte-level byte-pair tokenizer (GPT-2's kind) and write `tokenizer.json` to `path`.
+
+    Training reads about `sample_bytes` of the texts. Raises DataError for an empty corpus.
+    """
     from tokenizers import models, pre_tokenizers, trainers
 
     texts = _some(take_bytes(texts, sample_bytes))
@@ -326,14 +335,16 @@ def train_huggingface(
     )
     with _ended_by_ctrl_c():
         model.train_from_iterator(texts, trainer)
-    write_atomically(Path(path), model.to_str(pretty=True))  # not model.save: it raises a bare Exception on a full disk
+    write_atomically(Path(path), model.to_str(pretty=True))  # model.save raises a bare Exception on a full disk
     return HuggingFaceTokenizer(path)
 
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Training is one call into C++ or Rust that hears no signal for half a minute: Ctrl-C ends the process itself;
-    nothing is on disk yet.
+    """Let Ctrl-C end the process at once.
+
+    Training is one call into C++ or Rust, during which Python handles no signal for up to half a minute. Nothing is on
+    disk yet.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -346,7 +357,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 
 def _some(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, of which there must be one: a trainer's own error for none says nothing of the inputs."""
+    """Return the texts. Raises DataError if there are none: a trainer's own error does not mention the inputs."""
     texts = iter(texts)
     first = next(texts, None)
     if first is None:
