@@ -76,8 +76,9 @@ class Stage(nn.Module):
         self.follow(model)
 
     def follow(self, model: ModelConfig) -> None:
-        """Use the sequence length and the position settings of `model` from now on. The shapes of the weights do not
-        change.
+        """Use the sequence length and the position settings of `model` from now on.
+
+        The shapes of the weights must be unchanged.
         """
         context = self.context
         device = self._device
@@ -146,7 +147,10 @@ class Stage(nn.Module):
                 yield layer, block.moe.router
 
     def logits(self, x: Tensor) -> Tensor:
-        """Apply final norm and head: (S or s, B, H) → (S, B, v), this rank's slice of the vocabulary without padding."""
+        """Apply final norm and head: (S or s, B, H) → (S, B, v).
+
+        v covers this rank's slice of the vocabulary, without padding.
+        """
         assert self.final_norm is not None
         vocab = self.model.vocab_size
         v = self.model.padded_vocab_size // self.context.tp.size
@@ -160,7 +164,10 @@ class Stage(nn.Module):
         return softcapped(logits_SBv, self.model.logit_softcap or 0.0)
 
     def losses(self, x: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return each token's loss, and the log-sum-exp of its logits, each (S, B). The loss of a masked target is 0."""
+        """Return each token's loss and the log-sum-exp of its logits, each (S, B).
+
+        The loss of a masked target is 0.
+        """
         assert batch.targets_SB is not None
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
         loss_SB, logsumexp_SB = vocab_parallel_cross_entropy(
@@ -185,7 +192,10 @@ class Stage(nn.Module):
         return x + (embedded if index_SB.dim() == 2 else embedded[:, None])
 
     def _positions(self, batch: Microbatch, rows: int) -> Positions:
-        """Return the positions of a microbatch. `rows` is the number of positions that this rank holds between blocks."""
+        """Return the positions of a microbatch.
+
+        `rows` is the number of positions that this rank holds between blocks.
+        """
         rope = self._rope
         cut = self.context.sequence_parallel
         sequence, first = (rows * self.context.tp.size, rows * self.context.tp.rank) if cut else (rows, 0)

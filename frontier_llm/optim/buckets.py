@@ -61,7 +61,10 @@ class Bucket:
 
     @property
     def weights(self) -> Tensor:
-        """Weights of the bucket, [numel], in the working precision; the same on every rank. Waits for a running gather."""
+        """Weights of the bucket, [numel], in the working precision. They are the same on every rank.
+
+        Waits for a running gather.
+        """
         self.settle()
         return self.flat_weights
 
@@ -80,14 +83,18 @@ class Bucket:
         return flat.chunk(self.owner.size)[self.owner.rank]
 
     def norm_share(self, flat: Tensor) -> tuple[Tensor, int]:
-        """Return (slice, its offset) of this rank's share of the gradient norm: one of dp equal parts, with or without
-        ZeRO.
+        """Return (slice, its offset) of this rank's share of the gradient norm.
+
+        The share is one of dp equal parts, with or without ZeRO.
         """
         share = flat.chunk(self.dp.size)[self.dp.rank]
         return share, self.dp.rank * share.numel()
 
     def ranges(self, start: int, stop: int) -> Iterator[OwnedRange]:
-        """Yield the elements of parameters in [start, stop) of the bucket. Padding at its end belongs to no parameter."""
+        """Yield the elements of parameters in [start, stop) of the bucket.
+
+        Padding at the end of the bucket belongs to no parameter.
+        """
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
             first = max(start, offset)
             last = min(stop, offset + parameter.numel())
@@ -101,8 +108,9 @@ class Bucket:
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
-    """A module's parameters by name. nn.Module reads this dict for `self.weight`; a lookup waits for the bucket's
-    gather.
+    """Parameters of a module by name. nn.Module reads this dict for `self.weight`.
+
+    A lookup waits for the gather of the parameter's bucket.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], buckets: Mapping[nn.Parameter, Bucket]) -> None:

@@ -66,9 +66,7 @@ _MAKERS: dict[str, Make] = {}
 
 
 def register(rule: OptimizerRule, make: Make) -> None:
-    """Add an optimizer. Afterwards `optimizer.name: <rule.name>` selects it, with ZeRO-1, checkpoints and replica
-    checks.
-    """
+    """Add an optimizer, with ZeRO-1, checkpoints and replica checks. `optimizer.name: <rule.name>` selects it."""
     declare(rule)
     _MAKERS[rule.name] = make
 

@@ -73,7 +73,10 @@ class GradientSync:
             self._pending.append(self._start_sum(bucket))
 
     def finish(self) -> None:
-        """Start the remaining sums and wait for all. Afterwards each rank's own slice holds the step's full gradient."""
+        """Start the remaining sums and wait for all of them.
+
+        Afterwards each rank's own slice holds the full gradient of the step.
+        """
         incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[bucket]]
         assert not incomplete, f"gradient contributions are missing in the buckets that start with {incomplete}"
         # A bucket without contributions is complete from the beginning, but `accumulated` is never called for it.

@@ -114,7 +114,10 @@ class Feed:
         return int(self._held(mask_BS.T).sum())
 
     def held(self, rows: np.ndarray) -> Tensor:
-        """Return the rows of this rank's tokens, on the device. `rows` has one row for each position of the sequence."""
+        """Return the rows of this rank's tokens, on the device.
+
+        `rows` has one row for each position of the sequence.
+        """
         return self._tensor(self._held(rows))
 
     def _held(self, rows: np.ndarray) -> np.ndarray:

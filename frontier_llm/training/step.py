@@ -48,7 +48,8 @@ class StepSums:
     further_losses: Mapping[str, float]  # by name, before multiplication by their weights
     squared_norm: float  # squared norm of the gradient, times the squared loss scale
     wish: Wish  # requests that any rank received
-    load_LE: Tensor | None  # rows per layer and expert, and two more columns; on the device (model.experts.Routed.load)
+    # rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load); on the device
+    load_LE: Tensor | None
 
 
 def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult:
