@@ -34,11 +34,10 @@ Beside = TypeVar("Beside")
 class Routed(NamedTuple):
     """A router's losses and load for the tokens of a microbatch that this rank has routed."""
 
-    # sum over sequences of the balance loss, this rank's tokens' share; 0-dim, fp32 (fp64 under fp64)
+    # Sum over sequences of the balance loss: the share of this rank's tokens; 0-dim, fp32 (fp64 under fp64).
     balance: Tensor
     z: Tensor  # sum over tokens of the squared log-sum-exp of their logits
-    # fp64, E + 2: rows for each expert, the sum over tokens of the entropy of their scores, and the number of dropped
-    # rows
+    # fp64, E + 2: rows for each expert, the sum over tokens of their scores' entropy, and the number of dropped rows.
     load: Tensor
 
 
@@ -79,9 +78,9 @@ class Router(nn.Module):
         The balance loss of a sequence is E / (k S²) times the sum over experts of rows times scores (Switch,
         arXiv:2101.03961, for k experts).
 
-        The balance loss of the global batch (arXiv:2501.11873) uses the rows of the complete step before, because
-        backward begins before the last microbatch of this step is routed. A token's loss is then the load that its
-        scores expect. No communication between ranks is needed.
+        The balance loss of the global batch (arXiv:2501.11873) uses the rows of the step before. The rows of this step
+        are not known yet, because backward begins before its last microbatch is routed. A token's loss is then the load
+        that its scores expect. No communication between ranks is needed.
         """
         moe = self.moe
         tp = self.context.tp

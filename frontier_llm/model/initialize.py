@@ -39,7 +39,7 @@ def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
     return value
 
 
-# ln m = s (2 + 2/3 s² + …) with s = (m - 1) / (m + 1); the remainder is below 1e-11 for m in [√½, √2)
+# ln m = s (2 + 2/3 s² + …) with s = (m - 1) / (m + 1). The remainder is below 1e-11 for m in [√½, √2).
 _LOG = [2.0 / (2 * k + 1) for k in range(8)]
 # sin(2πx) / x and cos(2πx) as polynomials in x², for |x| <= 1/8
 _SIN = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(6)]

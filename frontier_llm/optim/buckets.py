@@ -51,11 +51,11 @@ class Bucket:
     gradients: Tensor  # [numel], fp32 (fp64 under fp64)
     decay: bool
     partial_axes: tuple[str, ...]  # gradients are summed over these axes before dp
-    kinds: tuple[str, ...]  # names of the tensors that the optimizer keeps: the master copy and its states
+    kinds: tuple[str, ...]  # Names of the tensors that the optimizer keeps: the master copy and its states.
     whole: bool  # the update needs complete tensors
     apart: bool  # `whole`, and each parameter lies within one owner's slice
     dp: Axis
-    owner: Axis  # dp with ZeRO-1; otherwise an axis of one rank, which owns the complete bucket
+    owner: Axis  # dp with ZeRO-1. Otherwise an axis of one rank, which owns the complete bucket.
     first_use: int = 0  # position of its earliest parameter in the order of the forward pass
     arriving: Pending = field(default=DONE, repr=False)  # the running all-gather of its weights
 

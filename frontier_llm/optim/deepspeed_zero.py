@@ -86,7 +86,7 @@ class DeepSpeedZero:
             )
 
     def begin(self) -> None:
-        """Zero the gradients and expect those of a new step."""
+        """Zero the gradients, and expect the gradients of a new step."""
         self._zero.micro_step_id = -1  # a skipped step leaves another value
         self._zero.zero_grad()
         self._sync.begin()

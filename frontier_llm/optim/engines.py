@@ -56,7 +56,7 @@ class EngineInputs:
 
 
 def draw_masters(optimizer: Optimizer, seed: int, working: torch.dtype) -> None:
-    """Draw the initial weights if no checkpoint could be read. They are the same as those of `EngineInputs.fill`.
+    """Draw the initial weights if no checkpoint could be read. They equal the weights from `EngineInputs.fill`.
 
     Collective over dp.
     """

@@ -27,9 +27,9 @@ class Slice:
     """
 
     master: Tensor  # fp32 (fp64 under fp64)
-    gradient: Tensor  # like the master; the sum over all ranks, still multiplied by the loss scale
+    gradient: Tensor  # Like the master. The sum over all ranks, still multiplied by the loss scale.
     states: Mapping[str, Tensor]  # like the master, by the rule's names
-    weights: Tensor  # working precision: receives the rounded master; may be the master itself
+    weights: Tensor  # Working precision. The update writes the rounded master here; may be the master itself.
     decay: bool  # weight decay applies
     tensors: WholeTensors | None = None  # the complete tensors, if the rule gathers
     # tensors of other shapes that the rule keeps for the parameters, if it declares any

@@ -30,7 +30,7 @@ class StateRectangle:
 
     spec: ShardSpec  # this rank's part of the parameter
     rectangle: Rectangle  # inside that part, in coordinates of the global tensor
-    saved: bool  # True on the one replica of these elements that is saved in checkpoints
+    saved: bool  # True on the one replica of these elements that is saved in checkpoints.
     # By kind, fp32 (fp64 under fp64), in the rectangle's shape. They are views of the state itself. A statistic has no
     # master.
     tensors: Mapping[str, Tensor]
@@ -81,7 +81,7 @@ class GradientSums(Protocol):
     """The sums of gradients between a step's backward passes and its update."""
 
     def begin(self) -> None:
-        """Zero the gradients and expect those of a new step."""
+        """Zero the gradients, and expect the gradients of a new step."""
 
     def finish(self) -> None:
         """Wait until this rank has the full gradient sums of its part. Collective over dp, tp and tied."""

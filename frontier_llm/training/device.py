@@ -44,8 +44,8 @@ class DeviceError(FrontierError):
 class Found:
     """Device and software facts of a rank."""
 
-    device: torch.device | None  # None if the device cannot be used
-    facts: dict[str, str]  # name → value; the values must be equal on all ranks
+    device: torch.device | None  # None if it cannot be used
+    facts: dict[str, str]  # Facts by name. Each value must be equal on all ranks.
     error: FrontierError | None = None  # the reason if the device cannot be used
 
 
@@ -194,7 +194,7 @@ _LARGEST_KEPT_BYTES = 32 * MIB  # largest value that glibc accepts
 def keep_freed_memory() -> None:
     """Keep freed blocks of up to 32 MiB in this process. Does nothing if the C library is not glibc.
 
-    By default glibc returns the top of its heap to the system when twice its largest block is free there, which happens
+    By default glibc returns the top of its heap to the system when twice its largest block is free there. This happens
     at the end of each backward pass. The 38,000 page faults of the next step then cost 3 to 5 % of its CPU time
     (bench-l8-h384, bf16).
     """

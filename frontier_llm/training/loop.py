@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-# The first backward imports torch's modules, sympy among them. Import them now, while no other rank waits.
 from torch import Tensor
 
 from frontier_llm import failpoints, log

@@ -14,8 +14,8 @@ from frontier_llm.training.build import BestLoss, TrainState
 class Resume:
     """The user's choices for a resumed run."""
 
-    strict: bool = False  # if the newest checkpoint is damaged, stop instead of loading the one before
-    # configuration keys whose change may change the mathematics, and that the user allows
+    strict: bool = False  # If the newest checkpoint is damaged, stop instead of loading the one before.
+    # Configuration keys that the user allows to change, although this may change the mathematics.
     allow_changes: tuple[str, ...] = ()
     leave_out: int = 0  # samples to skip from the position at which the run continues
     restart_sources: tuple[str, ...] = ()  # paths of datasets that are read from their beginning, in another order

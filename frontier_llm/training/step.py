@@ -32,8 +32,9 @@ class StepResult:
     gradient_norm: float  # before clipping, unscaled
     learning_rate: float
     loss_scale: float
-    skipped: bool  # no rank updated: loss or gradient was not finite, or this is a spike
-    spike: bool = False  # both are finite, but far above those of the last steps (guard.spike_sigmas)
+    skipped: bool  # True: no rank has updated. Loss or gradient was not finite, or this is a spike.
+    # Loss and gradient are finite, but far above the values of the last steps (guard.spike_sigmas).
+    spike: bool = False
     # by name, before multiplication by train.loss_weights
     further_losses: Mapping[str, float] = field(default_factory=dict)
     routing: Mapping[str, Any] = field(default_factory=dict)  # load of the experts (training.routing.summary)
@@ -58,8 +59,8 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     `wish()` returns the requests that this rank has received.
 
     A loss or gradient that is not finite on any rank makes the sum over all ranks not finite. All ranks therefore take
-    the same decision: weights and optimizer state stay unchanged, the step counts as skipped, and the loss scale of
-    fp16 is halved.
+    the same decision. Weights and optimizer state then stay unchanged, and the step counts as skipped. With fp16 the
+    loss scale is halved.
     """
     optimizer = state.optimizer
     scaler = state.scaler

@@ -1,9 +1,10 @@
 """Protection of a run against failures. Nothing here trains.
 
-Watchdog      detects a rank that died, stopped or hangs, and names the rank that failed first (`cause`)
-Wishes        stop and save requests: signals and the files STOP and SAVE, sent to all ranks by the step's sum
+Watchdog      detects a rank that died, stopped or hangs; `cause` finds the rank that failed first
+Wishes        stop and save requests: signals and the files STOP and SAVE
 SpikePolicy   compares each step's loss and gradient norm with earlier steps
-Skips         decides how the run continues after a skipped step; Decisions records it
+Skips         decides how the run continues after a skipped step
+Decisions     records these decisions
 ReplicaCheck  compares copies of weights and state that must be bit-equal
 RouterWatch   reports a router that sends nearly all tokens to one expert
 Recompute     computes one step twice on every replica and compares

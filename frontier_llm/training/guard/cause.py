@@ -24,12 +24,13 @@ from frontier_llm.run.failure import Evidence, Failure, lost_a_peer, read_failur
 from frontier_llm.run.threads import in_daemon
 from frontier_llm.training.guard.suspects import WrongResults
 
-PERIOD_S = 0.25  # shortest period of a rank's heartbeats; longer if the store cannot take so many
-SILENT_PERIODS = 3  # if a single rank is silent for this many periods, it is taken for dead
-# time until several silent ranks are taken for dead, because live ranks on a busy machine can be late too
+# Shortest period of a rank's heartbeats. It is longer in jobs whose heartbeats would overload the store.
+PERIOD_S = 0.25
+SILENT_PERIODS = 3  # If a single rank is silent for this many periods, it is taken for dead.
+# Time until several silent ranks are taken for dead. Live ranks on a busy machine can be late too.
 PATIENCE_S = 2.5
-ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
-STORE_S = 3.0  # how long a rank waits for the store, whose process or node may be stopped
+ANSWER_S = 8.0  # Time that a rank waits for rank 0 to find the cause.
+STORE_S = 3.0  # Time that a rank waits for the store, whose process or node may be stopped.
 POLL_S = 0.25  # shortest time between two checks for the answer
 T = TypeVar("T")
 _FIRST = "first failure"

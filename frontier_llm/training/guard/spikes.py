@@ -1,4 +1,4 @@
-"""Detects loss spikes: steps whose loss or gradient norm is far above those of the last steps.
+"""Detects loss spikes: steps with a loss or gradient norm far above the values of the last steps.
 
 Mean + 6 standard deviations over 128 steps is OLMo's rule (2 OLMo 2 Furious, 2025). Loss and gradient norm are equal on
 every rank, so all ranks decide the same without communication. The remembered values are part of the checkpoint, so a

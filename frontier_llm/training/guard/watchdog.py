@@ -1,7 +1,7 @@
 """A thread in each rank that sends heartbeats, detects that nothing progresses, and finds the rank that failed first.
 
-Each rank sends (step, section, number of collectives) to the job's store. It does so at every step, and at least every
-0.25 s (less often in jobs so large that the store could not take so many). `cause` reads these heartbeats.
+Each rank sends (step, section, number of collectives) to the job's store at every step, and at least every 0.25 s. In
+very large jobs the period is longer, to limit the load of the store. `cause` reads these heartbeats.
 """
 
 from __future__ import annotations
