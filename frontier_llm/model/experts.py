@@ -79,8 +79,8 @@ class Router(nn.Module):
         arXiv:2101.03961, for k experts).
 
         The balance loss of the global batch (arXiv:2501.11873) uses the rows of the step before. The rows of this step
-        are not known yet, because backward begins before its last microbatch is routed. A token's loss is then the load
-        that its scores expect. No communication between ranks is needed.
+        are not known yet, because backward begins before its last microbatch is routed. A token's loss is then the mean
+        load of the experts, weighted by the token's scores. No communication between ranks is needed.
         """
         moe = self.moe
         tp = self.context.tp

@@ -17,7 +17,7 @@ from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part
 from frontier_llm.comm import DONE, Axis, all_reduce_, start_all_gather_into, start_all_reduce_
 from frontier_llm.ops import statistics_dtype
 
-# Singular values from 1e-3 up result in 0.7 … 1.2. For an optimizer, a steep slope at zero matters more than an
+# Singular values above 1e-3 are mapped to 0.7 … 1.2. For an optimizer, a steep slope at zero matters more than an
 # accurate 1.
 A = 3.4445
 B = -4.7750

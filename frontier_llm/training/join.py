@@ -46,10 +46,10 @@ from frontier_llm.units import plural
 def joined(
     config: RunConfig, place: RankEnv | None, recorded: bool = True
 ) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
-    """Join the job's ranks. Leaves the process groups at the end, also after an error.
+    """Join the job's ranks, and yield plan, mesh and device.
 
-    `recorded`: a failed start is written to the run directory. Raises FrontierError if a device cannot be used or the
-    ranks differ.
+    The process groups are left at the end, also after an error. `recorded`: a failed start is written to the run
+    directory. Raises FrontierError if a device cannot be used or the ranks differ.
     """
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
@@ -76,7 +76,7 @@ def joined(
 
 @contextmanager
 def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
-    """Join the job's ranks and build this rank's part of the run.
+    """Join the job's ranks, build this rank's part of the run, and yield its state.
 
     `draws` is False if a checkpoint will replace the initial weights, which are then not drawn.
     """

@@ -103,7 +103,9 @@ class Inquiry:
                 self._board = None
 
     def explain(self, error: BaseException) -> Failure:
-        """Return and record the first failure after `error` in this rank's main thread. Takes at most a few seconds."""
+        """Return and record the first failure, given an error of this rank's main thread. Takes at most a few
+        seconds.
+        """
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, RankFailure) or (isinstance(error, RuntimeError) and lost_a_peer(what)):
             return self.find(what)
@@ -118,8 +120,9 @@ class Inquiry:
     def find(self, symptom: str) -> Failure:
         """Find the rank that caused a collective to fail or hang.
 
-        Rank 0 compares the heartbeats of all ranks, and other ranks request this from rank 0. If rank 0 shows no
-        heartbeats or does not answer, another rank replaces it. This needs a TCPStore, which outlives rank 0.
+        Rank 0 compares the heartbeats of all ranks. The other ranks request this from rank 0 and wait for the result.
+        If rank 0 sends no heartbeats or does not answer, another rank replaces it. This needs a TCPStore, which
+        outlives rank 0.
 
         The failure is recorded, unless only this rank's own symptom is known.
         """
@@ -198,8 +201,8 @@ class Inquiry:
         return found or self._own(symptom)
 
     def _stand_in(self, board: Board, symptom: str) -> Failure | None:
-        """Replace rank 0, which does not answer: the first rank to claim this investigates, and the others wait
-        for it.
+        """Replace rank 0, which does not answer. The first rank that claims this role investigates, and the others
+        wait.
         """
         chosen = _within(STORE_S, lambda: board.claim(_STAND_IN, str(self._rank)))
         if chosen == str(self._rank):
@@ -209,7 +212,7 @@ class Inquiry:
     def _answer(self, board: Board, give_up_if_silent: bool = False) -> Failure | None:
         """Return the first failure as soon as a rank has claimed it.
 
-        Returns None after ANSWER_S, or if rank 0 shows no heartbeats and `give_up_if_silent`.
+        Returns None after ANSWER_S. With `give_up_if_silent`, also returns None if rank 0 sends no heartbeats.
         """
         pause_s = max(POLL_S, period_s(self._world_size))
         last: dict[str, Any] | None = None

@@ -2,8 +2,8 @@
 
 If the two results of a rank differ, an error was transient, or an op is not deterministic. If they are equal but differ
 from other data-parallel ranks, that rank computes wrongly every time. Llama 3's 54 days on 16,384 GPUs had six silent
-data corruptions (Dubey et al. 2024, table 5). A checksum of weights does not find such errors. All replicas add the
-same summed gradient, so their weights stay equal.
+data corruptions (Dubey et al. 2024, table 5). A checksum of weights does not find such errors, because all replicas
+update with the same summed gradient.
 
 With tensor or pipeline parallelism a wrong value spreads within its replica. All ranks that show it are named.
 """

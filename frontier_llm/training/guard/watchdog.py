@@ -34,8 +34,8 @@ FIRES_AT = 0.9
 # Share of the watchdog's timeout after which stacks are written. No collective has timed out and unwound its stack by
 # then.
 DUMP_AT = 0.75
-# Share after which C code writes the stacks if the watchdog thread cannot run. Later, the launcher ends this rank
-# because other ranks exit.
+# Share of the watchdog's timeout after which C code writes the stacks, if the watchdog thread cannot run. At the
+# timeout the other ranks exit, and the launcher then ends this rank too.
 LATE_AT = 0.9
 # Time that rank 0 stays if its process serves the store (comm.store=authenticated), so that other ranks can read the
 # answer.
