@@ -39,7 +39,7 @@ def weights(config: RunConfig) -> dict[str, float]:
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors that stages return beside losses and that are summed over microbatches."""
+    """Return the shapes of tensors that stages return with their losses and that are summed over microbatches."""
     if model.moe is None:
         return {}
     return {LOAD: (len(model.routed_layers), model.moe.experts + 2)}

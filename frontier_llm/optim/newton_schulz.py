@@ -27,7 +27,7 @@ EPSILON = 1e-7
 
 @dataclass
 class MatrixStack:
-    """Matrices of one shape that tp splits alike: [count, short, long] of this rank's part, as `part` says."""
+    """Matrices of one shape, [count, short, long] on this rank, that tp splits in the same way (`part`)."""
 
     x: Tensor
     part: Part

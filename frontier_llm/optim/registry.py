@@ -22,7 +22,7 @@ from frontier_llm.optim.matrices import Statistics, WholeTensors
 class Slice:
     """Tensors of equal shape that are updated at once, of parameters with the same weight decay and states.
 
-    They are flat and may span several parameters. If the rule says `whole` and not `gathers`, they are this rank's part
+    They are flat and may span several parameters. If the rule sets `whole` and not `gathers`, they are this rank's part
     of one parameter in its own shape.
     """
 

@@ -1,4 +1,4 @@
-"""Observer for Weights & Biases. It is offline unless WANDB_MODE says otherwise.
+"""Observer for Weights & Biases. It is offline unless WANDB_MODE sets another mode.
 
 Compute nodes have no internet access. `wandb sync` uploads the run later.
 """
