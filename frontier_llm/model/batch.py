@@ -1,4 +1,4 @@
-"""One microbatch as the stages see it."""
+"""One microbatch in the form that the stages receive."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Token ids with the sequence first, so that sequence parallelism cuts contiguous messages; S: the tokens of
-    this context-parallel rank.
+    """Token ids and related tensors of one microbatch. S is the number of tokens of this context-parallel rank.
+
+    The sequence is the first dim, so that sequence parallelism splits activations into contiguous parts.
     """
 
-    tokens_SB: Tensor | None = None  # int64; needed by the stage that embeds
+    tokens_SB: Tensor | None = None  # int64; needed by the stage with the embedding
     targets_SB: Tensor | None = None  # int64, the next tokens; needed by the stage with the head
-    # document number of each position of the whole sequence; None = one document per sequence
+    # document number of each position of the complete sequence; None = one document per sequence
     documents_BS: Tensor | None = None
-    loss_mask_SB: Tensor | None = None  # False where a target does not count; None = all count
-    # of the step over all replicas: what the loss is divided by; needed by the stage with the head
+    loss_mask_SB: Tensor | None = None  # False for targets that do not count in the loss; None = all count
+    # targets of the step over all replicas: the loss is divided by this number; needed by the stage with the head
     global_targets: int | Tensor = 0
-    # of the step over all replicas: what the router's losses are divided by; needed by stages with experts
+    # sequences of the step over all replicas: divisor of the routers' losses; needed by stages with experts
     global_sequences: int = 0
-    # int64, their numbers in the data, by which dropout draws; None = nothing is dropped, as in evaluation
+    # int64 sample numbers in the data, from which dropout draws its masks; None = no dropout, as in evaluation
     samples_B: Tensor | None = None
-    # (sums by text, text of each target S x B): the stage with the head adds its tokens' losses to the texts' sums
+    # (sums by text, text number of each target S x B): the stage with the head adds each token's loss to its text's sum
     text_losses: tuple[Tensor, Tensor] | None = None
-    # where each token stands, when tokens are fed one by one; None = counted from the start
+    # position of each token if tokens are generated one by one; None = positions count from the start
     positions_SB: Tensor | None = None

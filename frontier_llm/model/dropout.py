@@ -1,4 +1,4 @@
-"""Dropout of what is added to the residual stream, by masks that no layout changes."""
+"""Dropout on tensors that are added to the residual stream. The masks do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from frontier_llm.parallel.tensor import LayerContext
 
 
 class Drawn(NamedTuple):
-    """By what a microbatch's masks are drawn: the tokens between blocks that this rank holds."""
+    """Sample numbers and positions from which a microbatch's masks are drawn, for the tokens that this rank holds."""
 
     samples_B: Tensor
     positions_S: Tensor
 
 
 class Dropout(nn.Module):
-    """residual + x, of x some features dropped while training; nothing of the mask is kept for backward, which draws
-    it again.
+    """residual + x, with some features of x dropped in training.
+
+    Backward draws the mask again, so nothing of it is saved.
     """
 
     def __init__(self, model: ModelConfig, context: LayerContext, name: str) -> None:
@@ -31,7 +32,7 @@ class Dropout(nn.Module):
         self.threshold = round(model.dropout * 2**16)
 
     def forward(self, x_SBH: Tensor, residual_SBH: Tensor | None, drawn: Drawn) -> Tensor:
-        """(S or s, B, H) → the same."""
+        """Return residual + dropped x, (S or s, B, H), or the dropped x if there is no residual."""
         return _Drop.apply(x_SBH, residual_SBH, Mask(self.key, self.threshold, *drawn), self.ops)
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP: the router that chooses, and the experts, wherever they are."""
+"""Mixture of experts in place of the MLP: the router, and the experts, which may lie on other ranks."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Beside = TypeVar("Beside")
 
 
 class Routed(NamedTuple):
-    """What a router says of the microbatch's tokens that this rank has routed."""
+    """A router's losses and load for the tokens of a microbatch that this rank has routed."""
 
-    # sum over sequences of the balance loss, as far as these tokens' scores go; 0-dim, fp32 (fp64 under fp64)
+    # Sum over sequences of the balance loss: the share of this rank's tokens; 0-dim, fp32 (fp64 under fp64).
     balance: Tensor
     z: Tensor  # sum over tokens of the squared log-sum-exp of their logits
-    # fp64, E + 2: rows for each expert, the sum over tokens of the entropy of their scores, and rows that were dropped
+    # fp64, E + 2: rows for each expert, the sum over tokens of their scores' entropy, and the number of dropped rows.
     load: Tensor
 
 
 class Router(nn.Module):
-    """Scores every expert for every token, in fp32, and chooses the best k."""
+    """Scores every expert for every token in fp32, and selects the best k."""
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
@@ -51,11 +51,11 @@ class Router(nn.Module):
         self.context = context
         self.weight = declared[f"{name}.weight"].accumulated_by_layer()
         self.bias = declared.get(f"{name}.bias")
-        # rows of each expert over the mean in the step before, of its whole batch
+        # rows of each expert over the mean, in the global batch of the step before
         self.load_E = declared.get(f"{name}.load")
 
     def forward(self, x_sBH: Tensor) -> tuple[RouterChoice, Routed]:
-        """(s, B, H) → what is chosen for each token, and what is said of that."""
+        """Route tokens, (s, B, H). Returns the selected experts of each token, and losses and load."""
         moe = self.moe
         logits_NE = router_product(x_sBH.flatten(0, 1), self.weight, self.context)
         routing = Routing(moe.top_k, moe.score == "sigmoid", moe.normalise, moe.scale)
@@ -73,12 +73,14 @@ class Router(nn.Module):
         B: int,
         dropped_Nk: Tensor | None,
     ) -> Routed:
-        """Balance of a sequence: E / (k S²) times the sum over experts of its rows times its scores (Switch,
+        """Compute the balance loss, the z loss and the load.
+
+        The balance loss of a sequence is E / (k S²) times the sum over experts of rows times scores (Switch,
         arXiv:2101.03961, for k experts).
 
-        Of the global batch (arXiv:2501.11873): the rows are those of the whole step before, since backward begins
-        before this one's last microbatch is routed. So a token's loss is the load that its scores expect, and no rank
-        asks another.
+        The balance loss of the global batch (arXiv:2501.11873) uses the rows of the step before. The rows of this step
+        are not known yet, because backward begins before its last microbatch is routed. A token's loss is then the mean
+        load of the experts, weighted by the token's scores. No communication between ranks is needed.
         """
         moe = self.moe
         tp = self.context.tp
@@ -91,7 +93,7 @@ class Router(nn.Module):
         rows_BE.scatter_add_(1, chosen_Bn, torch.ones_like(chosen_Bn, dtype=rows_BE.dtype))
         own_E = rows_BE.sum(0)
         if self.load_E is None:
-            for axis in (tp, cp):  # of whole sequences, of which each rank has routed a part
+            for axis in (tp, cp):  # rows of complete sequences: each rank has routed a part
                 all_reduce_(rows_BE, axis)
         scores_BE = scores_NE.view(s, B, -1).sum(0)
         S = s * tp.size * cp.size
@@ -109,9 +111,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of all experts, of which this rank holds some; each token's outputs are summed with the router's
-    weights.
-    """
+    """The MLPs of the experts that this rank holds. A token's outputs are summed with the router's weights."""
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
@@ -123,8 +123,10 @@ class Experts(nn.Module):
         self.up, self.down = (GroupedLinear(context, declared, f"{name}.{part}") for part in ("up", "down"))
 
     def forward(self, x_NH: Tensor, choice: RouterChoice, meanwhile: Callable[[], Beside]) -> tuple[Tensor, Beside]:
-        """(N, H) → (N, H); and what is computed `meanwhile`, beside the rows' way to their experts, and in backward
-        beside their gradients' way home.
+        """Return the experts' output, (N, H), and the result of `meanwhile()`.
+
+        `meanwhile` is computed while the rows are sent to their experts. Its backward overlaps the return of their
+        gradients.
         """
         ep = self.context.ep
         etp = self.context.etp
@@ -138,13 +140,15 @@ class Experts(nn.Module):
         to_nodes = ToNodes(x_NH, choice, self.experts, rail, ops)
         beside = meanwhile()
         x_MH, experts_Mk, weights_Mk, elsewhere_Mk = to_nodes.arrive()
-        room = None if choice.room is None else choice.room * rail.size  # rows of all nodes
+        room = None if choice.room is None else choice.room * rail.size  # rows from all nodes
         plan = plan_dispatch(experts_Mk, self.experts // rail.size, node, ops, etp, elsewhere_Mk, room)
         y_MH = combine(self._outputs(plan, *dispatch(x_MH, weights_Mk, plan)), plan)
         return combine(y_MH, to_nodes.plan), beside
 
     def _outputs(self, plan: Dispatch, x_MH: Tensor, weights_M: Tensor) -> Tensor:
-        """Down projections are linear, so it is their output that is weighted."""
+        """Apply the experts. The router's weight multiplies the activation, which equals weighting the linear down
+        projection's output.
+        """
         up = self.up(x_MH, plan.ends_E)
         ops = self.context.ops
         if self.gated:
@@ -153,10 +157,10 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router and experts, and an MLP that every token passes beside them.
+    """Router, experts, and an optional shared MLP that processes every token.
 
-    Each tensor rank routes its own part of the sequence, which without sequence parallelism it cuts out. What is too
-    short to be cut evenly, as a generated token, each of them routes whole.
+    Each tp rank routes its own part of the sequence. Without sequence parallelism it first takes its part. If the
+    number of positions is not divisible by tp (a generated token, for example), each tp rank routes all of them.
     """
 
     def __init__(

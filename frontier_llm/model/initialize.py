@@ -1,10 +1,11 @@
-"""Initial weights from (seed, parameter name, position), so that every layout starts from the same model, on every
-device to the bit.
+"""Initial weights from (seed, parameter name, position).
 
-Each element's value is a pure function of its flat index in the global tensor: a counter-based generator
-(`ops/dropout.py`) and Box-Muller's transform. Drawn where the weights live, in torch's integer arithmetic and in fp64
-by sums, products, quotients and roots alone, which are exact or correctly rounded everywhere: no library's logarithm or
-cosine, whose last digits differ from device to device.
+Every layout therefore starts from the same model, bit-equal on every device. Each element's value is a pure function of
+its flat index in the global tensor: a counter-based generator (`ops/dropout.py`) and the Box-Muller transform.
+
+Values are computed on the device of the weights, in torch's integer arithmetic and in fp64. Only sums, products,
+quotients and roots are used, which are exact or correctly rounded on every device. Library functions such as log and
+cos are not used, because their last digits differ between devices.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from frontier_llm.parallel.tensor import ShardedParameter
 from frontier_llm.topology.rectangles import Rectangle, contiguous_runs
 from frontier_llm.topology.shards import ShardSpec
 
-_PER_BLOCK = 4  # normals: 4 x 32 bits make two pairs
-# elements at a time: few enough for a cache; enough to fill a GPU, with 0.1 GB of scratch
+_PER_BLOCK = 4  # normals per block: 4 x 32 bits make two pairs
+# Elements at a time. A CPU chunk fits into a cache. A GPU chunk fills the GPU and needs 0.1 GB of scratch memory.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-# of a double's bits
+# layout of a double's bits
 _FRACTION = (1 << 52) - 1
 _BIAS = 1023
 _ONE = _BIAS << 52
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
-    """Horner's scheme, lowest power first, each product and each sum rounded by itself."""
+    """Evaluate a polynomial by Horner's scheme, lowest power first. Each product and each sum is rounded separately."""
     value = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value.mul_(x).add_(coefficient)
     return value
 
 
-# ln m = s (2 + 2/3 s² + …) with s = (m - 1) / (m + 1); rest below 1e-11 for m in [√½, √2)
+# ln m = s (2 + 2/3 s² + …) with s = (m - 1) / (m + 1). The remainder is below 1e-11 for m in [√½, √2).
 _LOG = [2.0 / (2 * k + 1) for k in range(8)]
-# sin 2πx over x, by x²; |x| <= 1/8
+# sin(2πx) / x and cos(2πx) as polynomials in x², for |x| <= 1/8
 _SIN = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(6)]
 _COS = [(-1) ** k * (2 * math.pi) ** (2 * k) / math.factorial(2 * k) for k in range(7)]
 
 
 def box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Two standard normals, fp64, of two 32-bit words each: sqrt(-2 ln u) times cosine and sine of 2πv."""
-    # u = mantissa * 2^exponent by its bits: torch has no frexp on ROCm, and compiles it at run time on CUDA
+    """Return two standard normals (fp64) from two 32-bit words: sqrt(-2 ln u) times cosine and sine of 2πv."""
+    # u = mantissa * 2^exponent, taken from its bits. torch has no frexp on ROCm, and compiles it at run time on CUDA.
     bits = ((first.double() + 0.5) * 2.0**-32).view(torch.int64)
     mantissa = ((bits & _FRACTION) | _ONE).view(torch.float64)
     high = mantissa > math.sqrt(2)
@@ -71,7 +72,7 @@ def box_muller(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normals(key: int, starts_R: Tensor, count: int) -> Tensor:
-    """Elements [start, start + count) of a key's normal stream for each start, fp64, [R, count]."""
+    """Return elements [start, start + count) of a key's normal stream for each start, fp64, [R, count]."""
     skipped_R = starts_R % _PER_BLOCK
     aligned = not bool(skipped_R.any())
     blocks = -(-(count + (0 if aligned else _PER_BLOCK - 1)) // _PER_BLOCK)
@@ -91,8 +92,9 @@ def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
 
 
 def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
-    """Fill `out`, a tensor of spec.shape on any device and in any dtype, with this rank's part of the initial
-    parameter.
+    """Fill `out` with this rank's part of the initial parameter.
+
+    `out` is a tensor of shape spec.shape on any device and in any dtype.
     """
     if spec.parameter.init_std is None:
         out.fill_(spec.parameter.init_value)
@@ -104,13 +106,14 @@ def initial_rows(spec: ShardSpec, seed: int, out: Tensor) -> None:
     starts, run_length = contiguous_runs(whole, Rectangle(spec.offset, spec.shape))
     chunk = _CHUNK[out.device.type]
     values_RC = out.view(len(starts), run_length)
-    rows = max(1, chunk // run_length)  # many short runs at a time, or a long one in pieces
+    rows = max(1, chunk // run_length)  # many short runs at once, or one long run in pieces
     for row in range(0, len(starts), rows):
         starts_R = torch.from_numpy(np.ascontiguousarray(starts[row : row + rows])).to(out.device)
         for column in range(0, run_length, chunk):
             count = min(chunk, run_length - column)
             drawn = normals(key, starts_R + column, count).mul_(spec.parameter.init_std)
-            # fp32 first, whatever the type: what fp32 and bf16 runs start from is then the same but for one rounding
+            # Round to fp32 first in every dtype. The initial weights of fp32 and bf16 runs then differ only by one
+            # rounding.
             values_RC[row : row + rows, column : column + count].copy_(
                 drawn if out.dtype == torch.float64 else drawn.float()
             )

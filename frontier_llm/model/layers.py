@@ -1,4 +1,7 @@
-"""Norm, attention, MLP and the block that joins them; with a tensor degree of 1 this is the serial transformer."""
+"""Norm, attention, MLP, and the transformer block that joins them.
+
+With a tensor-parallel degree of 1 they are the layers of a serial transformer.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +43,30 @@ class Norm(nn.Module):
 
 
 def gain(weight: Tensor, plus_one: bool) -> Tensor:
-    """What a norm multiplies by; the sum is taken in fp32 (fp64), where a small weight is not lost beside the 1."""
+    """Return the factor of a norm: `weight`, or 1 + `weight` if `plus_one`.
+
+    The sum is computed in fp32 (fp64 under fp64), because adding 1 in the working precision would lose small weights.
+    """
     return weight.to(statistics_dtype(weight.dtype)) + 1 if plus_one else weight
 
 
 class NoNorm(nn.Module):
-    """Where the blueprint has no norm."""
+    """Identity module for a place without a norm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As it is."""
+        """Return `x` unchanged."""
         return x
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum, twice."""
+        """Return the sum twice: as the "normed" tensor and as the residual stream."""
         total = x + residual
         return total, total
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of queries or keys: over each head, or over all heads of all tensor ranks together, whose weight is
-    then cut like them.
+    """RMSNorm of queries or keys, over each head or over all heads of all tp ranks ("full").
+
+    With "full", the weight is split over tp like the heads.
     """
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
@@ -79,9 +86,9 @@ class HeadNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with heads cut over tp; rotary or ALiBi positions, grouped key/value heads.
+    """Causal self-attention with heads split over tp, rotary or ALiBi positions, and grouped key/value heads.
 
-    The fused projection holds for each key/value head its Q query heads, its key, its value.
+    The fused projection holds, for each key/value head, its Q query heads, its key and its value.
     """
 
     def __init__(
@@ -130,8 +137,9 @@ class Attention(nn.Module):
         return self.output(o_SBaD.flatten(2))
 
     def _heads(self, qkv_SBgqD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values where they are not only turned."""
-        # one split, not three slices: its backward writes one gradient instead of adding up three that are mostly zeros
+        """Return queries, keys and values if the fused `rotated_heads` does not apply."""
+        # One split instead of three slices: its backward writes one gradient. Three slices would add up three gradients
+        # that are mostly zeros.
         q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((self.queries, 1, 1), dim=-2)
         q_SBaD = q_SBgqD.flatten(2, 3)
         k_SBgD = k_SBgqD.squeeze(-2)
@@ -142,7 +150,7 @@ class Attention(nn.Module):
         if positions.rope is not None:
             q_SBaD = self.ops.rope(q_SBaD, *positions.rope)
             k_SBgD = self.ops.rope(k_SBgD, *positions.rope)
-        # q is a copy: views beside it would keep all of qkv until backward
+        # q is a copy here. Views k and v would keep all of qkv in memory until backward.
         if positions.rope is not None or self.queries > 1:
             k_SBgD = k_SBgD.contiguous()
             v_SBgD = v_SBgD.contiguous()
@@ -150,7 +158,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """H → F → H; a gate and its up projection are one matrix."""
+    """MLP, H → F → H. A gated MLP fuses gate and up projection into one matrix."""
 
     def __init__(self, model: ModelConfig, context: LayerContext, declared: Declared, name: str) -> None:
         super().__init__()
@@ -168,8 +176,9 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block, with norms before, behind, or on both sides of its two parts; `parallel_residual` is
-    GPT-NeoX's form.
+    """Transformer block with norms before, behind, or on both sides of attention and MLP.
+
+    With `parallel_residual`, attention and MLP read the same residual stream (GPT-NeoX).
     """
 
     def __init__(
@@ -209,10 +218,10 @@ class Block(nn.Module):
         added: Tensor | None,
         positions: Positions,
     ) -> tuple[Tensor, Tensor | None, Routed | None]:
-        """Two summands of the residual stream, each (S or s, B, H) → the same behind this block, and what the router
-        says, if there is one.
+        """Run the block. The residual stream is x + added, or x if `added` is None. Each is (S or s, B, H).
 
-        Whoever reads next adds them: a norm does it in its own pass, forward and backward.
+        Returns the two summands behind this block, and the router's `Routed` if the block has experts. The next norm
+        computes the sum in its own kernel, forward and backward.
         """
         normed, x = (self.attention_norm(x), x) if added is None else self.attention_norm.add(added, x)
         attended = self.attention_output_norm(self.attention(normed, positions))

@@ -1,11 +1,11 @@
-"""Further losses beside the one over the next tokens: a function, registered under a name, weighted in the run file.
+"""Further losses beside the next-token loss: functions registered under a name and weighted in the run file.
 
     def small_activations(x_SBH, batch, tp):
         return x_SBH.float().square().mean(-1).sum() / batch.global_targets
-    losses.register("small-activations", losses.LossTerm(small_activations))     # train.loss_weights:
-    {small-activations: 0.01}
+    losses.register("small-activations", losses.LossTerm(small_activations))
 
-The step logs each term without its weight.
+The run file then sets `train.loss_weights: {small-activations: 0.01}`. The step logs each term before multiplication by
+its weight.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from frontier_llm.model.batch import Microbatch
 from frontier_llm.model.experts import Routed
 from frontier_llm.parallel.tensor import mean_over_global_batch
 
-# of models with experts, weighted in the model file
+# Losses of models with experts. The model file has their weights.
 BALANCE = "router-balance"
 ROUTER_Z = "router-z"
-LOAD = "router-load"  # no loss: what model.experts.Routed calls so, for each layer; each rank's own
+LOAD = "router-load"  # not a loss: `Routed.load` of model.experts for each layer; each rank has its own
 
 
 def weights(config: RunConfig) -> dict[str, float]:
-    """Of each further loss of a run, by name."""
+    """Return the weight of each further loss of a run, by name."""
     moe = config.model.moe
     return {
         **config.train.loss_weights,
@@ -39,7 +39,7 @@ def weights(config: RunConfig) -> dict[str, float]:
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of what stages return beside losses, to be summed."""
+    """Return the shapes of tensors that stages return with their losses and that are summed over microbatches."""
     if model.moe is None:
         return {}
     return {LOAD: (len(model.routed_layers), model.moe.experts + 2)}
@@ -47,39 +47,43 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A function of what a virtual stage's blocks return, (S or s, B, H) before the final norm, the microbatch, and the
-    tp axis.
+    """A further loss: a function of a virtual stage's output, the microbatch, and the tp axis.
 
-    It returns a scalar: this microbatch's share of the step's term, so that shares only have to be summed over
-    microbatches, replicas and stages. With sequence parallelism it is given this rank's s positions and returns their
-    share (partial over tp: the stage sums the values); without, all S positions, and every tp rank returns the same.
+    The output of the blocks is (S or s, B, H), before the final norm. The function returns a scalar: this microbatch's
+    share of the step's term. Shares are only summed over microbatches, replicas and stages.
+
+    With sequence parallelism the function receives this rank's s positions and returns their share. The stage then sums
+    the values over tp. Without it the function receives all S positions, and every tp rank returns the same value.
     """
 
     function: Callable[[Tensor, Microbatch, Axis], Tensor]
-    every_stage: bool = False  # of the pipeline; False: the last one, behind the model's last block
-    # the function is given each token's log-sum-exp of the logits, (S, B), the same on all tp ranks, instead of x
+    # True: every virtual stage of the pipeline; False: only the last one, on the output of the model's last block
+    every_stage: bool = False
+    # True: the function receives each token's log-sum-exp of the logits, (S, B), the same on all tp ranks, instead of x
     of_logits: bool = False
 
     def value(self, x: Tensor, batch: Microbatch, tp: Axis, sequence_parallel: bool) -> Tensor:
-        """The term's share of one stage and microbatch, the same on all tp ranks; each rank's gradient is that of
-        its own positions.
+        """Return the term's share of one stage and microbatch, the same on all tp ranks.
+
+        Each rank's gradient is the gradient of its own positions.
         """
         share = self.function(x, batch, tp)
         return whole_value(share, tp) if sequence_parallel else share
 
 
 def whole_value(share: Tensor, tp: Axis) -> Tensor:
-    """The sum of all tensor ranks' shares; each rank's gradient is that of its own."""
+    """Return the sum of all tp ranks' shares. Each rank's gradient is the gradient of its own share."""
     return share + (all_reduce_(share.detach().double(), tp) - share.detach())
 
 
 def router_losses(
     routed: Mapping[int, Routed], model: ModelConfig, sequences: int, tokens: int, tp: Axis
 ) -> dict[str, Tensor]:
-    """Losses of a stage's routers and their load, by name. `routed`: by layer. `sequences`, `tokens`: of the step.
+    """Return the losses of a stage's routers and their load, by name.
 
-    The losses are sums over layers of the mean over sequences or tokens. The load has a row for each layer with experts
-    of the whole model; rows of other stages' layers are zero.
+    `routed` is by layer. `sequences` and `tokens` are numbers of the step. The losses are sums over layers of the mean
+    over sequences or tokens. The load has one row for each layer with experts of the complete model. Rows of other
+    stages' layers are zero.
     """
     assert model.moe is not None
     balance = torch.stack([one.balance for one in routed.values()]).sum() / sequences
@@ -103,12 +107,12 @@ _TERMS = {OUTPUT_Z: LossTerm(_output_z, of_logits=True)}
 
 
 def register(name: str, term: LossTerm) -> None:
-    """Make `train.loss_weights: {name: …}` mean this term."""
+    """Register a term, so that `train.loss_weights: {name: …}` can use it."""
     _TERMS[name] = term
 
 
 def select(names: Iterable[str]) -> dict[str, LossTerm]:
-    """The registered terms of these names. Raises ConfigError with the nearest name."""
+    """Return the registered terms of these names. Raises ConfigError with the nearest name if a name is unknown."""
     for name in names:
         if name not in _TERMS:
             fix = (

@@ -1,4 +1,4 @@
-"""Where a token stands: rotary tables, ALiBi slopes, and positions that restart at documents."""
+"""Positions of tokens: rotary tables, ALiBi slopes, and positions that restart at documents."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from frontier_llm.model.dropout import Drawn
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention and dropout need to know about positions for one microbatch; unused fields are None."""
+    """Position data of one microbatch for attention and dropout. Unused fields are None."""
 
-    rope: tuple[Tensor, Tensor] | None  # cos, sin: (S, R), or (S, B, R) where positions restart
+    rope: tuple[Tensor, Tensor] | None  # cos, sin: (S, R), or (S, B, R) if positions restart at documents
     alibi_slopes_a: Tensor | None
-    documents_BS: Tensor | None  # of the whole sequence, whatever part of it this rank holds
-    drawn: Drawn | None = None  # None = nothing is dropped
+    documents_BS: Tensor | None  # of the complete sequence, independent of the part that this rank holds
+    drawn: Drawn | None = None  # None = no dropout
 
 
 def within_document(documents_BS: Tensor) -> Tensor:
-    """Position of each token in its own document: [[7,7,8,8,8]] → [[0,1,0,1,2]]."""
+    """Return the position of each token in its own document: [[7,7,8,8,8]] → [[0,1,0,1,2]]."""
     index_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
     starts_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
@@ -33,7 +33,10 @@ def within_document(documents_BS: Tensor) -> Tensor:
 
 
 def rope_table(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (S, R) of arXiv:2104.09864; angles in fp64 so that every dtype rounds the same angle."""
+    """Return cos and sin, each (S, R), of rotary embeddings (arXiv:2104.09864).
+
+    Angles are computed in fp64, so that every dtype rounds the same angle.
+    """
     rotated = rotary_dim(model)
     scaling = model.rope_scaling
     exponents_R = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
@@ -41,27 +44,30 @@ def rope_table(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     amplitude = 1.0
     if scaling is not None:
         frequencies_R = _SLOWED[scaling.kind](frequencies_R, exponents_R, model, scaling)
-        if scaling.kind == "yarn":  # sharpens the softmax over more keys: cos and sin of queries and of keys
+        # YaRN sharpens the softmax over more keys by scaling cos and sin of queries and keys
+        if scaling.kind == "yarn":
             amplitude = 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
     angles_SR = torch.arange(model.sequence_length, dtype=torch.float64, device=device)[:, None] * frequencies_R
     return (amplitude * angles_SR.cos()).to(dtype), (amplitude * angles_SR.sin()).to(dtype)
 
 
 def _linear(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """Positions interpolated (arXiv:2306.15595)."""
+    """Interpolate positions (arXiv:2306.15595)."""
     return frequencies_R / scaling.factor
 
 
 def _ntk(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """A base so much larger that the slowest rotation is slowed by the factor and the fastest not at all (NTK-aware,
-    in arXiv:2309.00071).
+    """Raise the base (NTK-aware, in arXiv:2309.00071).
+
+    The slowest rotation is slowed by the factor, and the fastest is unchanged.
     """
     return frequencies_R * scaling.factor ** -(exponents_R / exponents_R[-1])
 
 
 def _llama3(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's frequencies (arXiv:2407.21783 and its reference code): by how often each turns within the original
-    context.
+    """Scale frequencies like Llama 3.1 (arXiv:2407.21783 and its reference code).
+
+    The scaling of a frequency depends on its number of rotations within the original context.
     """
     assert scaling.original_sequence_length is not None
     turns_R = frequencies_R * scaling.original_sequence_length / (2 * math.pi)
@@ -70,13 +76,15 @@ def _llama3(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scal
 
 
 def _yarn(frequencies_R: Tensor, exponents_R: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """YaRN's (arXiv:2309.00071): between the rotation that turns beta_fast times and the one that turns beta_slow
-    times, blended by their index.
+    """Scale frequencies by YaRN (arXiv:2309.00071).
+
+    Frequencies with more than beta_fast rotations within the original context are unchanged. Frequencies with fewer
+    than beta_slow rotations are divided by the factor. Between them, the factor is blended linearly by index.
     """
     assert scaling.original_sequence_length is not None
 
     def index(turns: float) -> float:
-        """Of the rotation, of rotary_dim in all, that turns so often within the original context."""
+        """Return the index of the frequency that makes `turns` rotations within the original context."""
         assert scaling.original_sequence_length is not None
         wavelength = scaling.original_sequence_length / (2 * math.pi * turns)
         return rotary_dim(model) / 2 * math.log(wavelength) / math.log(model.rope_theta)
@@ -92,8 +100,10 @@ _SLOWED = {"linear": _linear, "ntk": _ntk, "llama3": _llama3, "yarn": _yarn}
 
 
 def alibi_slopes(heads: int, max_bias: float) -> list[float]:
-    """Slope of each head (arXiv:2108.12409): 2^(-max_bias·i/n); heads past a power of two take the odd ones of the
-    next.
+    """Return the ALiBi slope of each head: 2^(-max_bias·i/n), with i from 1 (arXiv:2108.12409).
+
+    If `heads` is not a power of two, n is the next power of two. Slopes with even i are used first, and the remaining
+    heads get slopes with odd i.
     """
     power = 2 ** math.ceil(math.log2(heads))
     slopes = [2.0 ** (-max_bias * (i + 1) / power) for i in range(power)]
@@ -101,6 +111,6 @@ def alibi_slopes(heads: int, max_bias: float) -> list[float]:
 
 
 def local_alibi_slopes(model: ModelConfig, tp: Axis, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Slopes of this rank's heads, (a,)."""
+    """Return the slopes of this rank's heads, (a,)."""
     slopes_A = torch.tensor(alibi_slopes(model.heads, model.alibi_max_bias), device=device, dtype=dtype)
     return slopes_A.chunk(tp.size)[tp.rank]

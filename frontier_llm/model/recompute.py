@@ -1,4 +1,4 @@
-"""Activation recomputation: keep a block's input, run it again in backward (Chen et al. 2016, arXiv:1604.06174)."""
+"""Activation recomputation (Chen et al. 2016, arXiv:1604.06174): only a block's input is saved for backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ Result = TypeVar("Result")
 
 
 def recompute(run: Callable[..., Result], *inputs: Tensor) -> Result:
-    """run(*inputs), saving only `inputs`. Parameters inside `run` get their gradients as usual."""
-    # nothing in the model is random while training, so no generator state has to be kept
+    """Return run(*inputs), saving only `inputs` for backward, which calls `run` again.
+
+    Parameters inside `run` get their gradients as usual.
+    """
+    # The model uses no torch generator in training (dropout masks are functions of the sample), so no generator state
+    # is saved.
     output: Result = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output

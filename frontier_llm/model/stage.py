@@ -1,4 +1,4 @@
-"""Stage: the part of the transformer that one virtual stage holds; one stage holding everything is the serial model."""
+"""The part of the transformer in one virtual stage. A single stage with all layers is the serial model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ from frontier_llm.topology.grid import held_positions
 
 
 class Stage(nn.Module):
-    """Embedding (first stage), blocks, final norm and head (last stage). Built on the meta device; holds no memory
-    yet.
-    """
+    """Embedding (first stage), blocks, final norm and head (last stage). Built on the meta device, without memory."""
 
     def __init__(
         self,
@@ -49,7 +47,10 @@ class Stage(nn.Module):
         *,
         terms: Mapping[str, losses.LossTerm],
     ) -> None:
-        """`declared` has at least this stage's parameters: see `build_stages`. `terms`: further losses."""
+        """`declared` maps names to parameters and contains at least this stage's (see `build_stages`).
+
+        `terms` are the further losses of the run, by name.
+        """
         super().__init__()
         self._terms = {name: term for name, term in terms.items() if term.every_stage or spec.head}
         self.spec = spec
@@ -68,22 +69,23 @@ class Stage(nn.Module):
         )
         self.final_norm = Norm(model, context, declared, "final_norm") if spec.head else None
         self.output_head = ColumnLinear(context, declared, "head") if spec.head and not tied else None
-        # rounded as the weights are, which is what Gemma's own code multiplies by
+        # Rounded to the dtype of the weights, like the factor in Gemma's own code.
         self._embedding_scale = (
             float(torch.tensor(model.hidden**0.5, dtype=context.dtype)) if model.scaled_embedding else 1.0
         )
         self.follow(model)
 
     def follow(self, model: ModelConfig) -> None:
-        """From here on sequences are as long, and positions as turned, as `model` says; its weights have the shapes
-        of before.
+        """Use the sequence length and the position settings of `model` from now on.
+
+        The shapes of the weights must be unchanged.
         """
         context = self.context
         device = self._device
         wide = statistics_dtype(self.context.dtype)
         self.model = model
         held = held_positions(model.sequence_length, context.cp.size, context.cp.rank)
-        # where this rank's tokens stand
+        # positions of this rank's tokens in the sequence
         self._held_S = torch.tensor(list(chain(*held)), device=device) if context.cp.size > 1 else None
         self._rope = rope_table(model, device, wide) if model.position == "rope" else None
         self._alibi_slopes_a = (
@@ -91,11 +93,11 @@ class Stage(nn.Module):
         )
 
     def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor | StageOutput:
-        """What this stage does for one microbatch.
+        """Run this stage for one microbatch. `x` is the previous stage's output, or None on the first stage.
 
-        `x` is the previous stage's output, None on the first. Returns the activation for the next stage, (S or s, B,
-        H), or on the last stage this microbatch's share of the mean loss over the step's targets, a scalar in fp32
-        (fp64 under fp64); with the further losses of this stage, where it has some.
+        Returns the activation for the next stage, (S or s, B, H). The last stage returns this microbatch's share of the
+        mean loss over the step's targets, a scalar in fp32 (fp64 under fp64). If the stage has further losses, both are
+        returned as a `StageOutput`.
         """
         x, routed = self._blocks(x, batch)
         context = self.context
@@ -117,11 +119,11 @@ class Stage(nn.Module):
         return StageOutput(output, further) if further else output
 
     def hidden(self, x: Tensor | None, batch: Microbatch) -> Tensor:
-        """Embedding and blocks: (S or s, B, H)."""
+        """Return the output of embedding and blocks, (S or s, B, H)."""
         return self._blocks(x, batch)[0]
 
     def _blocks(self, x: Tensor | None, batch: Microbatch) -> tuple[Tensor, dict[int, Routed]]:
-        """Embedding and blocks, and what each layer's router says."""
+        """Return the output of embedding and blocks, and each router's `Routed` by layer."""
         embedded = self._embed(batch) if x is None else x
         positions = self._positions(batch, embedded.shape[0])
         x = embedded
@@ -130,7 +132,7 @@ class Stage(nn.Module):
         routers = dict[int, Routed]()
         added = None
         for layer, block in zip(self._layers, self.blocks, strict=True):
-            if layer in self._recomputed:  # keeps its input, which is one tensor for it and not two
+            if layer in self._recomputed:  # sum first, so that recomputation keeps one tensor as its input and not two
                 x, added, routed = recompute(lambda x, block=block: block(x, None, positions), _sum(x, added))
             else:
                 x, added, routed = block(x, added, positions)
@@ -139,17 +141,21 @@ class Stage(nn.Module):
         return _sum(x, added), routers
 
     def routers(self) -> Iterator[tuple[int, Router]]:
-        """(its layer, one) of the routers."""
+        """Yield (layer index, router) for each layer with experts."""
         for layer, block in zip(self._layers, self.blocks, strict=True):
             if isinstance(block, Block) and block.moe is not None:
                 yield layer, block.moe.router
 
     def logits(self, x: Tensor) -> Tensor:
-        """Final norm and head: (S or s, B, H) → (S, B, v), this rank's slice of the true vocabulary."""
+        """Apply final norm and head: (S or s, B, H) → (S, B, v).
+
+        v covers this rank's slice of the vocabulary, without padding.
+        """
         assert self.final_norm is not None
         vocab = self.model.vocab_size
         v = self.model.padded_vocab_size // self.context.tp.size
-        num_rows = min(v, vocab - v * self.context.tp.rank)  # the rest is padding and never enters a logit
+        # the other rows are padding, for which no logit is computed
+        num_rows = min(v, vocab - v * self.context.tp.rank)
         if self.output_head is not None:
             logits_SBv = self.output_head(self.final_norm(x), num_rows=num_rows)
         else:
@@ -158,7 +164,10 @@ class Stage(nn.Module):
         return softcapped(logits_SBv, self.model.logit_softcap or 0.0)
 
     def losses(self, x: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Each token's loss, 0 where it does not count, and log-sum-exp of the logits, (S, B)."""
+        """Return each token's loss and the log-sum-exp of its logits, each (S, B).
+
+        The loss of a masked target is 0.
+        """
         assert batch.targets_SB is not None
         first_vocab = self.model.padded_vocab_size // self.context.tp.size * self.context.tp.rank
         loss_SB, logsumexp_SB = vocab_parallel_cross_entropy(
@@ -183,7 +192,10 @@ class Stage(nn.Module):
         return x + (embedded if index_SB.dim() == 2 else embedded[:, None])
 
     def _positions(self, batch: Microbatch, rows: int) -> Positions:
-        """`rows`: positions that this rank holds between blocks."""
+        """Return the positions of a microbatch.
+
+        `rows` is the number of positions that this rank holds between blocks.
+        """
         rope = self._rope
         cut = self.context.sequence_parallel
         sequence, first = (rows * self.context.tp.size, rows * self.context.tp.rank) if cut else (rows, 0)
@@ -198,8 +210,9 @@ class Stage(nn.Module):
         return Positions(rope, self._alibi_slopes_a, batch.documents_BS, drawn)
 
     def _given_positions(self, batch: Microbatch) -> Tensor | None:
-        """Where each token stands, (S, B) or, alike in all rows, (S,), if that is not simply its place in the
-        microbatch.
+        """Return the position of each token, (S, B), or (S,) if it is the same in all rows.
+
+        None means that the position is the index of the row in the microbatch.
         """
         if batch.positions_SB is not None:
             return batch.positions_SB
@@ -217,8 +230,9 @@ def build_stages(
     recompute_modes: str = "none",
     terms: Mapping[str, losses.LossTerm] = MappingProxyType({}),
 ) -> list[Stage]:
-    """The virtual stages of one pipeline rank, in model order. What two of them use, a tied embedding, is one
-    parameter.
+    """Build the virtual stages of one pipeline rank, in model order.
+
+    A parameter that two of these stages use (a tied embedding) exists once.
     """
     tied_rank = 0 if any(spec.embedding for spec in specs) else 1
     parameters = rank_parameters(model, specs, context.sequence_parallel)

@@ -1,4 +1,4 @@
-"""Flat buckets, gradient synchronisation, ZeRO-1, the optimizers' formulas, loss scale and learning rate."""
+"""Flat buckets, gradient synchronisation, ZeRO-1, optimizer formulas, loss scale and learning rate."""
 
 from frontier_llm.optim.adafactor import Adafactor
 from frontier_llm.optim.adamw import AdamW

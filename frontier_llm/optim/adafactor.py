@@ -1,13 +1,15 @@
-"""Adafactor's factored second moment (Shazeer & Stern 2018, arXiv:1804.04235) under AdamW's momentum, bias correction
-and decay, for matrices; AdamW for the rest.
+"""Adafactor's factored second moment (Shazeer & Stern 2018, arXiv:1804.04235) for matrices; AdamW for the rest.
+
+Momentum, bias correction and weight decay are the same as in AdamW. A prime (') marks a value that is corrected for its
+start at zero:
 
     R <- beta2 R + (1 - beta2) mean of G² over columns,   C likewise over rows,   V = R Cᵀ / mean of R
 
-    W <- W - lr (M' / (sqrt(V') + eps) + decay W),   M <- beta1 M + (1 - beta1) G,   ' = corrected for the start at zero
+    W <- W - lr (M' / (sqrt(V') + eps) + decay W),   M <- beta1 M + (1 - beta1) G
 
-So an update is as large as AdamW's and takes its learning rate. Adafactor's relative step sizes and clipping of updates
-are left out: both are replacements for a tuned learning rate and the clipping of gradients, which a run has. Matrices
-are those of the model: q, k and v, gate and up, each expert apart.
+An update is as large as AdamW's, so the same learning rate applies. Adafactor's relative step sizes and its clipping of
+updates are left out. They replace a tuned learning rate and gradient clipping, which a run has. q, k and v, gate and
+up, and each expert are separate matrices.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from frontier_llm.optim.registry import Slice, register
 
 
 class Adafactor:
-    """See SliceUpdate."""
+    """Update by AdamW with factored second moments (implements `SliceUpdate`)."""
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
         self._config = config
@@ -36,7 +38,7 @@ class Adafactor:
 
     @torch.no_grad()
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
-        """See SliceUpdate."""
+        """Update `part` in place with step number `step`, counted from 1."""
         means = part.statistics
         if means is None:
             self._others.update(part, lr, step, grad_scale)
@@ -54,13 +56,13 @@ class Adafactor:
 
 
 def _means_of_squares(means: Statistics, gradient: Tensor) -> Tensor:
-    """This rank's summands of the rows' and columns' means, laid out like `means.values`."""
+    """Return this rank's summands of the row and column means, laid out like `means.values`."""
     result = torch.zeros_like(means.values)
     views = means.by_parameter(result)
     for run in means.runs():
         row_means, column_means = views[run.spec.name]
         rows, begin = _rows(run)
-        # zero where the first and the last row are another slice's
+        # elements of the first and last row that belong to another slice stay zero
         squares = gradient.new_zeros(len(rows) * run.spec.shape[-1])
         torch.square(gradient[run.place], out=squares[begin : begin + run.stop - run.start])
         squares = squares.view(len(rows), -1)
@@ -68,18 +70,20 @@ def _means_of_squares(means: Statistics, gradient: Tensor) -> Tensor:
         belongs = one_hot(_matrix_of_row(run, row_means)[rows.start : rows.stop], column_means.shape[:2].numel()).to(
             squares
         )
-        torch.mm(belongs.T, squares, out=column_means.flatten(0, 1))  # a product adds in the same order every time
+        # a matrix product sums in the same order every time
+        torch.mm(belongs.T, squares, out=column_means.flatten(0, 1))
         for sums, matrices in zip(column_means, matrices_of(run.spec.parameter), strict=True):
             sums /= matrices.rows
     return result
 
 
 def _second_moment(run: OwnedRange, row_means: Tensor, column_means: Tensor) -> Tensor:
-    """[stop - start] of a parameter's elements, from all of this rank's means."""
+    """Return the second moments of a run's elements, [stop - start], from this rank's row and column means."""
     of_row = _matrix_of_row(run, row_means)
     columns = column_means.flatten(0, 1)
     rows, begin = _rows(run)
-    # the mean of all squares, which the rows' mean is too: of those that tensor parallelism leaves whole
+    # The scale is the mean of all squares. It equals the mean of the column means and the mean of the row means. Use
+    # the means whose dim tensor parallelism does not split.
     scale = columns.mean(1)
     if matrices_of(run.spec.parameter)[0].split == 2:
         belongs = one_hot(of_row, len(columns)).to(columns)
@@ -90,8 +94,9 @@ def _second_moment(run: OwnedRange, row_means: Tensor, column_means: Tensor) -> 
 
 
 def _rows(run: OwnedRange) -> tuple[range, int]:
-    """(the rows of this rank's part of the parameter of which a run has elements, where in them it begins); a row is
-    the last dim.
+    """Return (rows, offset): the rows that contain elements of a run, and the offset of its first element in them.
+
+    A row is the last dim of this rank's part of the parameter.
     """
     length = run.spec.shape[-1]
     rows = range(run.start // length, -(-run.stop // length))
@@ -99,8 +104,9 @@ def _rows(run: OwnedRange) -> tuple[range, int]:
 
 
 def _matrix_of_row(run: OwnedRange, row_means: Tensor) -> Tensor:
-    """[row] of this rank's part of a parameter: which of its matrices, counted by piece and expert, the row belongs
-    to.
+    """Return, for each row of this rank's part of a parameter, the index of the matrix that it belongs to.
+
+    Matrices are counted by piece and expert.
     """
     parameter = run.spec.parameter
     shape = row_means.shape

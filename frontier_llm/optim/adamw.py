@@ -1,5 +1,6 @@
-"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), by the fused kernel: unscale, clip, update and round the
-weights in one pass.
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
+
+One fused kernel unscales, clips, updates, and rounds the weights.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from frontier_llm.optim.registry import Slice, register
 
 
 class AdamW:
-    """See SliceUpdate."""
+    """Update by AdamW (implements `SliceUpdate`)."""
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
         self._config = config
         self._ops = ops
 
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
-        """See SliceUpdate."""
+        """Update `part` in place with step number `step`, counted from 1."""
         decay = self._config.weight_decay if part.decay else 0.0
         update = AdamWUpdate(lr, *self._config.betas, self._config.eps, decay, step, grad_scale)
         self._ops.adamw_(

@@ -1,12 +1,11 @@
-"""Flat buffers: a rank's parameters lie in a few contiguous buckets, weights and gradients alike, cut evenly over dp.
+"""Flat buffers for a rank's parameters: a few contiguous buckets of weights and gradients, split evenly over dp.
 
-A bucket is the unit of communication: its gradients are reduce-scattered in one call as soon as its last contribution
-of the step is in, its weights are all-gathered in one call after the update. Buckets are filled in the order in which
-backward completes them (the reverse of the forward order), so that the first reductions start while most of backward is
-still to come.
+A bucket is the unit of communication. One call reduce-scatters its gradients as soon as the last contribution of the
+step has been added. One call all-gathers its weights after the update. Buckets are filled in the order in which
+backward completes them (the reverse of the forward order). The first reductions therefore start early in backward.
 
-A gather may still be under way when the next forward begins. Whoever takes a bucket's weights, or a parameter from its
-module, waits for that bucket alone: there is no other way to reach them, so nothing has to know when weights are
+A gather may still be running when the next forward begins. Reading a bucket's weights, or a parameter of its module,
+first waits for that bucket alone. There is no other way to read them, so callers need not check whether the weights are
 complete.
 """
 
@@ -29,64 +28,73 @@ from frontier_llm.topology.shards import ShardSpec
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """A run of one parameter's elements inside this rank's slice of a bucket."""
+    """Consecutive elements of one parameter inside this rank's slice of a bucket."""
 
     spec: ShardSpec
     start: int  # in the parameter's local flat order
     stop: int
-    position: int  # of `start` in the slice
+    position: int  # position of element `start` in the slice
 
     @property
     def place(self) -> slice:
-        """Of the run in the slice."""
+        """Position of these elements in the slice."""
         return slice(self.position, self.position + self.stop - self.start)
 
 
 @dataclass(eq=False, kw_only=True)
 class Bucket:
-    """Parameters that decay alike, are summed alike, are updated alike and travel together."""
+    """Parameters with the same weight decay, gradient sums and optimizer states, which are communicated together."""
 
     parameters: list[ShardedParameter]
-    offsets: list[int]  # of each parameter in the bucket
-    flat_weights: Tensor  # [numel], working precision; complete when nothing is `arriving`
+    offsets: list[int]  # first element of each parameter in the bucket
+    flat_weights: Tensor  # [numel], working precision; complete when `arriving` is DONE
     gradients: Tensor  # [numel], fp32 (fp64 under fp64)
     decay: bool
-    partial_axes: tuple[str, ...]  # summed over these before dp
-    kinds: tuple[str, ...]  # what the optimizer keeps of them: the master copy and its states
-    whole: bool  # the optimizer wants them whole
-    apart: bool  # and each lies within one owner's slice
+    partial_axes: tuple[str, ...]  # gradients are summed over these axes before dp
+    kinds: tuple[str, ...]  # Names of the tensors that the optimizer keeps: the master copy and its states.
+    whole: bool  # the update needs complete tensors
+    apart: bool  # `whole`, and each parameter lies within one owner's slice
     dp: Axis
-    owner: Axis  # dp with ZeRO-1; otherwise a single rank, which owns everything
+    owner: Axis  # dp with ZeRO-1. Otherwise an axis of one rank, which owns the complete bucket.
     first_use: int = 0  # position of its earliest parameter in the order of the forward pass
-    arriving: Pending = field(default=DONE, repr=False)  # the all-gather of its weights
+    arriving: Pending = field(default=DONE, repr=False)  # the running all-gather of its weights
 
     @property
     def weights(self) -> Tensor:
-        """[numel], working precision, on every rank the same."""
+        """Weights of the bucket, [numel], in the working precision. They are the same on every rank.
+
+        Waits for a running gather.
+        """
         self.settle()
         return self.flat_weights
 
     def spread(self) -> None:
-        """Begin to gather every owner's slice of the weights."""
+        """Start to gather the weights from the slices of all owners."""
         self.arriving = start_all_gather_into(self.weights, self.own(self.weights), self.owner)
 
     def settle(self) -> None:
-        """Wait for the gather under way, if there is one."""
+        """Wait for the running gather, if there is one."""
         pending = self.arriving
         self.arriving = DONE
         pending.wait()
 
     def own(self, flat: Tensor) -> Tensor:
-        """This rank's slice of a bucket-long tensor."""
+        """Return this rank's slice of `flat`, a tensor of the bucket's length."""
         return flat.chunk(self.owner.size)[self.owner.rank]
 
     def norm_share(self, flat: Tensor) -> tuple[Tensor, int]:
-        """(slice, its offset) that this rank contributes to the gradient norm: one of dp equal parts, ZeRO or not."""
+        """Return (slice, its offset) of this rank's share of the gradient norm.
+
+        The share is one of dp equal parts, with or without ZeRO.
+        """
         share = flat.chunk(self.dp.size)[self.dp.rank]
         return share, self.dp.rank * share.numel()
 
     def ranges(self, start: int, stop: int) -> Iterator[OwnedRange]:
-        """Which parameters' elements lie in [start, stop) of the bucket; the padding at its end belongs to none."""
+        """Yield the elements of parameters in [start, stop) of the bucket.
+
+        Padding at the end of the bucket belongs to no parameter.
+        """
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
             first = max(start, offset)
             last = min(stop, offset + parameter.numel())
@@ -94,14 +102,15 @@ class Bucket:
                 yield OwnedRange(parameter.spec, first - offset, last - offset, first - start)
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
-        """Which parameters' elements this rank's optimizer state covers."""
+        """Yield the elements of parameters that this rank's optimizer state covers."""
         size = self.flat_weights.numel() // self.owner.size
         return self.ranges(size * self.owner.rank, size * (self.owner.rank + 1))
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
-    """A module's parameters. A layer reaches one as `self.weight`, which nn.Module looks up here: its bucket must
-    have arrived by then.
+    """Parameters of a module by name. nn.Module reads this dict for `self.weight`.
+
+    A lookup waits for the gather of the parameter's bucket.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], buckets: Mapping[nn.Parameter, Bucket]) -> None:
@@ -125,11 +134,11 @@ def build_buckets(
     *,
     edp: Axis | None = None,
 ) -> list[Bucket]:
-    """Allocate the flat buffers and put every parameter of the (meta) stages into them.
+    """Allocate the flat buffers and move every parameter of the stages, which are on the meta device, into them.
 
-    Afterwards each parameter is a view of its bucket's weights and its main_grad a view of the gradients. Weights are
-    uninitialised, gradients zero. `edp` has the experts' replicas (None: there are no experts). Parameters that `rule`
-    wants whole lie in buckets of their own (see topology.buckets).
+    Afterwards each parameter is a view of its bucket's weights, and its main_grad is a view of the gradients. Weights
+    are not initialised. Gradients are zero. `edp` is the axis of the experts' replicas, or None without experts.
+    Parameters that `rule` needs complete lie in buckets of their own (topology.buckets).
     """
     everything = (parameter for stage in stages for parameter in stage.parameters())
     declared = [parameter for parameter in dict.fromkeys(everything) if isinstance(parameter, ShardedParameter)]
@@ -181,7 +190,7 @@ def build_buckets(
 
 
 def _view(declared: ShardedParameter, offset: int, weights: Tensor, gradients: Tensor) -> ShardedParameter:
-    """A declared parameter at its place in the flat buffers."""
+    """Return the declared parameter as a view of the flat buffers."""
     place = slice(offset, offset + declared.numel())
     shape = declared.spec.shape
     parameter = ShardedParameter.create(weights[place].view(shape), declared.spec, declared.layer_accumulates)

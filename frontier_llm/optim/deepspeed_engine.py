@@ -1,4 +1,7 @@
-"""A DeepSpeed engine over our stages and groups, with nothing in it that compiles."""
+"""Builds a DeepSpeed engine on the stages and process groups of this package.
+
+DeepSpeed's features that compile code at run time are disabled.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ from frontier_llm.run.rank_env import adopt, environ
 
 
 class PartitionOptimizer(torch.optim.Optimizer):
-    """What DeepSpeed calls with its flat fp32 partitions: our formula. Its groups' values are set before every
-    update.
+    """The optimizer that DeepSpeed calls on its flat fp32 partitions. It applies this package's formula.
+
+    lr, step and grad_scale of its groups are set before every update.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], rule: OptimizerRule, formula: SliceUpdate) -> None:
-        """DeepSpeed makes one partition of each group: of parameters that decay alike and keep the same states."""
+        """Group the parameters by weight decay and states. DeepSpeed makes one partition of each group."""
 
         def alike(parameter: ShardedParameter) -> tuple[bool, tuple[str, ...]]:
             return not parameter.spec.parameter.decay, rule.states(parameter.spec.parameter)
@@ -42,14 +46,14 @@ class PartitionOptimizer(torch.optim.Optimizer):
         self._formula = formula
 
     def allocate(self) -> None:
-        """States for the partitions that DeepSpeed has put in place of the parameters."""
+        """Allocate the states of the partitions, with which DeepSpeed has replaced the parameters."""
         for group in self.param_groups:
             for flat in group["params"]:
                 self.state[flat] = {name: torch.zeros_like(flat) for name in group["states"]}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of all groups that have gradients. DeepSpeed's rehearsal at start-up, step 0, changes nothing."""
+        """Update all groups that have gradients. DeepSpeed's test call at start-up has step 0 and changes nothing."""
         for group in self.param_groups:
             for flat in group["params"]:
                 if flat.grad is not None and group["step"] > 0:
@@ -58,8 +62,9 @@ class PartitionOptimizer(torch.optim.Optimizer):
 
 
 def _groups(inputs: EngineInputs) -> SimpleNamespace:
-    """Our mesh as DeepSpeed asks for it ("mpu"): model parallel is everything that differs between ranks of one dp
-    coordinate.
+    """Return the mesh in DeepSpeed's interface "mpu".
+
+    "Model parallel" are all ranks with this rank's dp coordinate.
     """
     mesh = inputs.mesh
     grid = inputs.plan.grid
@@ -81,11 +86,11 @@ def _groups(inputs: EngineInputs) -> SimpleNamespace:
 
 
 def _import(device: torch.device) -> Any:
-    """deepspeed, with what it would compile unasked switched off. Raises BackendError when it is not installed."""
-    # DeepSpeed reads the first and insists on the second, which must be mpirun's where that is the launcher
+    """Import deepspeed and disable its compilation at start-up. Raises BackendError if it is not installed."""
+    # DeepSpeed reads DS_ACCELERATOR and requires LOCAL_RANK, which must be mpirun's value if mpirun started the rank.
     adopt({"DS_ACCELERATOR": device.type, "LOCAL_RANK": environ("OMPI_COMM_WORLD_LOCAL_RANK") or "0"})
     try:
-        # its log handlers keep the stream that they find; ours is for data
+        # DeepSpeed's log handlers keep the stream that they find at import. stdout is reserved for data.
         with contextlib.redirect_stdout(sys.stderr):
             import deepspeed
             from deepspeed.ops import __compatible_ops__
@@ -93,27 +98,29 @@ def _import(device: torch.device) -> Any:
         raise BackendError(
             f"optimizer.engine=deepspeed needs DeepSpeed: {error}", INSTALL, "optimizer.engine"
         ) from error
-    # the shared-memory collective that its communication builds on CPUs at start-up, on every rank
+    # DeepSpeed's communication would compile its shared-memory collective on CPUs at start-up, on every rank.
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
     return deepspeed
 
 
 def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], model: nn.Module) -> Any:
-    """The engine over a model whose parameters are on the device and initialised. Collective over the world."""
+    """Build the engine for a model whose parameters are on the device and initialised. Collective over the world."""
     deepspeed = _import(inputs.device)
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 
     class Engine(DeepSpeedEngine):
         def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-            """The ZeRO optimizer also for bf16 at stage 1, where DeepSpeed would take one that all-reduces whole
-            gradients.
+            """Select the ZeRO optimizer for bf16 at stage 1 too.
+
+            DeepSpeed would select an optimizer that all-reduces complete gradients.
             """
             return ZERO_OPTIMIZATION
 
     config = inputs.config
-    # how DeepSpeed knows what to count once in the gradient norm: what is "model parallel", unless replicated
+    # DeepSpeed counts "model parallel" parameters in the gradient norm on every rank, unless they are marked as
+    # replicated.
     for parameter in parameters:
         parameter.model_parallel = True  # type: ignore[attr-defined]
         parameter.ds_pipe_replicated = not parameter.spec.counted  # type: ignore[attr-defined]
@@ -126,7 +133,7 @@ def build_engine(inputs: EngineInputs, parameters: Sequence[ShardedParameter], m
     }
     deepspeed.init_distributed()
     optimizer = PartitionOptimizer(parameters, inputs.rule, slice_update(config.optimizer, inputs.ops))
-    # else it takes LOCAL_RANK, also where one device is visible
+    # Otherwise DeepSpeed uses LOCAL_RANK, even if only one device is visible.
     place = SimpleNamespace(device_rank=inputs.device.index or 0)
     return Engine(
         args=place,

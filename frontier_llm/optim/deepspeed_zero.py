@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO-1 under our tensor and pipeline groups (Rajbhandari et al. 2020, arXiv:1910.02054; DeepSpeed 0.19).
+"""DeepSpeed's ZeRO-1 with the tensor and pipeline groups of this package (arXiv:1910.02054; DeepSpeed 0.19).
 
-DeepSpeed reduces gradients, cuts the state over dp, may offload it, and gathers the weights; the model, the schedule,
-the decision to skip a step and the formula that DeepSpeed calls are ours. Our layers accumulate gradients in fp32 and
-hand them over once per step, whatever schedule the pipeline plays.
+DeepSpeed reduces gradients, shards the state over dp (and may offload it), and gathers the weights. The model, the
+schedule, the decision to skip a step and the optimizer's formula are this package's. The layers accumulate gradients in
+fp32 and pass them to DeepSpeed once per step, with every pipeline schedule.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from frontier_llm.topology.shards import ShardSpec
 
 
 class DeepSpeedZero:
-    """GradientSums and Optimizer. DeepSpeed averages over dp where we sum, so its gradients are smaller than ours,
-    `_divided_by` times.
+    """`GradientSums` and `Optimizer` by DeepSpeed.
+
+    DeepSpeed averages gradients over dp, and this package sums them. DeepSpeed's gradients are therefore smaller by the
+    factor `_divided_by`.
     """
 
     def __init__(self, inputs: EngineInputs) -> None:
-        """Give the stages memory and initial weights, then hand their parameters to DeepSpeed. Collective over the
-        world.
-        """
+        """Allocate and initialise the parameters, then pass them to DeepSpeed. Collective over the world."""
         mesh = inputs.mesh
         self.rule = inputs.rule
         self.updates = 0
@@ -40,7 +40,7 @@ class DeepSpeedZero:
         self.shards = mesh.dp.size
         self._divided_by = mesh.dp.size
         self._is_first = mesh.world.rank == 0
-        # our buckets accumulate, and sum over tp and tied; dp is DeepSpeed's
+        # These buckets accumulate gradients and sum them over tp and tied. DeepSpeed sums over dp.
         buckets = build_buckets(
             inputs.stages, self.rule, single("dp"), 0, inputs.device, inputs.config.comm.bucket_elements
         )
@@ -51,12 +51,13 @@ class DeepSpeedZero:
         self._zero = self._engine.optimizer
         self._zero.optimizer.allocate()
         for bucket in buckets:
-            bucket.flat_weights = torch.empty(0)  # DeepSpeed has moved the weights into buffers of its own
+            bucket.flat_weights = torch.empty(0)  # DeepSpeed has moved the weights into its own buffers
         self._check_places()
 
     def _check_places(self) -> None:
-        """A setting that puts state elsewhere than DeepSpeed says would spoil every checkpoint: at the start masters
-        equal weights.
+        """Raise BackendError if the state of a parameter is not at the place that DeepSpeed reports.
+
+        A setting that reorders parameters would corrupt every checkpoint. At the start, masters must equal weights.
         """
         for parameter in self._parameters:
             for first, flat, place, numel in self._runs(parameter):
@@ -68,8 +69,10 @@ class DeepSpeedZero:
                     )
 
     def _runs(self, parameter: ShardedParameter) -> Iterator[tuple[int, Tensor, int, int]]:
-        """(first element, flat fp32 partition, its place there, elements) of what this rank holds of a parameter:
-        nothing, or one run.
+        """Yield (first element, flat fp32 partition, place in it, number of elements) of this rank's part of a
+        parameter.
+
+        Yields at most one run.
         """
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:
@@ -83,39 +86,41 @@ class DeepSpeedZero:
             )
 
     def begin(self) -> None:
-        """See GradientSums."""
-        self._zero.micro_step_id = -1  # where a step that was skipped left it
+        """Zero the gradients, and expect the gradients of a new step."""
+        self._zero.micro_step_id = -1  # a skipped step leaves another value
         self._zero.zero_grad()
         self._sync.begin()
 
     def finish(self) -> None:
-        """See GradientSums: hand over the accumulated gradients, and let DeepSpeed reduce them in one pass."""
+        """Pass the accumulated gradients to DeepSpeed, which reduces them in one pass."""
         self._sync.finish()
         name = "grad_accum" if self._zero.use_grad_accum_attribute else "grad"
         with self._engine.coalesce_grad_reduction():
             for parameter in self._parameters:
-                # a tensor of its own: DeepSpeed points it to its bucket
+                # a separate tensor, because DeepSpeed makes it a view of its bucket
                 setattr(parameter, name, parameter.main_grad.detach())
 
     def squared_norm_share(self) -> Tensor:
-        """See Optimizer. DeepSpeed has summed over all ranks already and says -1 for a norm that is not finite: rank
-        0 passes it on.
+        """Return the squared gradient norm on rank 0, and 0 on other ranks.
+
+        DeepSpeed has already summed over all ranks. It reports -1 for a norm that is not finite; every rank then
+        returns infinity.
         """
         norm = torch.as_tensor(self._zero.scaled_global_norm(), device=self.device).double()
         return torch.where(norm < 0, torch.inf, (norm * self._divided_by).square() * self._is_first)
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:
-        """See Optimizer."""
+        """Update the weights by DeepSpeed."""
         self.updates += 1
         for group in self._zero.optimizer.param_groups:
             group.update(lr=lr, step=self.updates, grad_scale=grad_scale * self._divided_by)
         self._zero.step()
 
     def settle(self) -> None:
-        """See Optimizer: nothing is under way between steps."""
+        """Do nothing, because no gather is running between steps."""
 
     def state(self) -> list[StateRectangle]:
-        """See Optimizer."""
+        """Return the optimizer state in DeepSpeed's partitions, as rectangles."""
         rectangles: list[StateRectangle] = []
         for parameter in self._parameters:
             for first, flat, place, numel in self._runs(parameter):
@@ -125,9 +130,9 @@ class DeepSpeedZero:
         return rectangles
 
     def weights(self) -> list[tuple[ShardSpec, Tensor]]:
-        """See Optimizer."""
+        """Return the working weights with their specs."""
         return [(parameter.spec, parameter.data) for parameter in self._parameters]
 
     def weights_from_masters(self) -> None:
-        """See Optimizer."""
+        """Copy the masters into the working weights and gather them. Collective over dp."""
         self._zero.update_lp_params()

@@ -1,4 +1,4 @@
-"""The engines that sum gradients and update weights: our own ZeRO, torch's FSDP, or DeepSpeed, and their inputs.
+"""The engines that sum gradients and update weights: the native ZeRO, torch's FSDP, or DeepSpeed.
 
 FSDP and DeepSpeed are imported only if they are chosen.
 """
@@ -25,7 +25,7 @@ from frontier_llm.topology.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """Stages on the meta device, and where and how they will live."""
+    """Inputs of an engine: stages on the meta device, and the layout, device and ops for them."""
 
     config: RunConfig
     plan: ParallelPlan
@@ -34,15 +34,18 @@ class EngineInputs:
     ops: Ops
     gradients: WeightGradients
     stages: Sequence[Stage]
-    draws: bool = True  # False: what a checkpoint is about to replace is not drawn (see `draw_masters`)
+    draws: bool = True  # False: weights are not drawn, because a checkpoint will replace them (see `draw_masters`)
 
     @property
     def rule(self) -> OptimizerRule:
-        """What the run's optimizer keeps."""
+        """The rule of the run's optimizer, which names its states."""
         return optimizer_rule(self.config.optimizer.name)
 
     def fill(self, buckets: Sequence[Bucket]) -> list[ShardedParameter]:
-        """Initial weights into the buckets, and autograd's gradients on their way there; returns the parameters."""
+        """Draw initial weights into the buckets, and collect gradients from autograd for parameters that need it.
+
+        Returns the parameters.
+        """
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
         if self.draws:
             initialize(parameters, self.config.train.seed)
@@ -53,12 +56,13 @@ class EngineInputs:
 
 
 def draw_masters(optimizer: Optimizer, seed: int, working: torch.dtype) -> None:
-    """Initial weights after all, where no checkpoint could be read: the same that `fill` would have given.
+    """Draw the initial weights if no checkpoint could be read. They equal the weights from `EngineInputs.fill`.
+
     Collective over dp.
     """
     for part in optimizer.state():
         if MASTER not in part.tensors:
-            continue  # a statistic, which begins with zero
+            continue  # a statistic, which starts at zero
         master = part.tensors[MASTER]
         rounded = torch.empty(master.shape, dtype=working, device=master.device)
         initial_rows(replace(part.spec, offset=part.rectangle.offset, shape=part.rectangle.shape), seed, rounded)
@@ -67,12 +71,15 @@ def draw_masters(optimizer: Optimizer, seed: int, working: torch.dtype) -> None:
 
 
 def gradient_destination(config: RunConfig) -> WeightGradients:
-    """Where the chosen engine wants the layers' weight gradients."""
+    """Return the object that receives the layers' weight gradients for the chosen engine."""
     return AutogradGradients() if config.parallel.data_mode == "fsdp" else WeightGradients()
 
 
 def build_update(inputs: EngineInputs) -> tuple[GradientSums, Optimizer]:
-    """Give the stages memory and initial weights, and hand over what sums and updates. Collective over the world."""
+    """Allocate and initialise the parameters of the stages. Collective over the world.
+
+    Returns the gradient synchroniser and the optimizer.
+    """
     config = inputs.config
     mesh = inputs.mesh
     if config.parallel.data_mode == "fsdp":

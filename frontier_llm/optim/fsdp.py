@@ -1,13 +1,12 @@
-"""Fully sharded data parallelism by torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv:2304.11277) under our tensor
-parallelism.
+"""Fully sharded data parallelism with tensor parallelism, by torch's `fully_shard` (FSDP2; arXiv:2304.11277).
 
-Between steps a rank holds one dp-th of every weight: the fp32 master itself. Each block gathers its weights in the
-working precision before it runs, forward and backward, and reduce-scatters its gradients, in fp32, after every
-microbatch. So memory per rank falls with dp, and bytes on the wire rise with the number of microbatches: for few, large
-microbatches and models that do not fit otherwise.
+Between steps a rank holds a 1/dp share of every weight, which is the fp32 master itself. Each block gathers its weights
+in the working precision before it runs, forward and backward. It reduce-scatters its gradients in fp32 after every
+microbatch. Memory per rank falls with dp, and the communicated bytes grow with the number of microbatches. Use it for
+few, large microbatches and for models that do not fit otherwise.
 
-With `parallel.data_shard` (HSDP) so many neighbouring replicas share out the weights, in a node where they fit in one;
-there are copies, whose shards of the gradients are summed once per step.
+With `parallel.data_shard` (HSDP), that number of consecutive replicas shard the weights, within a node if they fit into
+one. The groups of replicas hold copies. The copies' gradient shards are summed once per step.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from frontier_llm.topology.shards import ShardSpec
 class _Shard:
     """This rank's rectangle of one parameter. Master and gradient are the local parts of torch's DTensor."""
 
-    spec: ShardSpec  # of the tensor-parallel part that is cut over dp
+    spec: ShardSpec  # spec of the tensor-parallel part that is sharded over dp
     rectangle: Rectangle
     parameter: Any  # nn.Parameter over a DTensor
     states: dict[str, Tensor]
@@ -52,10 +51,12 @@ class _Shard:
 
 
 class FullySharded:
-    """GradientSums and Optimizer: updates the shards, and does the sums that `fully_shard` does not do."""
+    """`GradientSums` and `Optimizer` by FSDP. It updates the shards, and computes the sums that `fully_shard`
+    does not.
+    """
 
     def __init__(self, inputs: EngineInputs) -> None:
-        """Shard the stage, which is on the meta device, and give it its initial weights. Collective over dp."""
+        """Shard the stage, which is on the meta device, and initialise its weights. Collective over dp."""
         (self._stage,) = inputs.stages  # there is no pipeline
         config = inputs.config
         mesh = inputs.mesh
@@ -87,14 +88,14 @@ class FullySharded:
     # --- GradientSums ---
 
     def begin(self) -> None:
-        """See GradientSums."""
+        """Drop the gradients of the last step."""
         for shard in self._shards:
             shard.parameter.grad = None
         self._forwards = 0
         self._sum_copies(False)
 
     def _before_forward(self, stage: nn.Module, inputs: Any) -> None:
-        """The last microbatch's backward sums over the copies what all have scattered."""
+        """Enable the sum over copies for the backward of the last microbatch."""
         self._forwards += torch.is_grad_enabled()
         if self._forwards == self._microbatches:
             self._sum_copies(True)
@@ -105,8 +106,8 @@ class FullySharded:
             self._stage.set_requires_all_reduce(asked)
 
     def finish(self) -> None:
-        """See GradientSums. Over dp they are summed already; what is partial over other axes (sequence parallelism)
-        still misses those.
+        """Sum gradients over the axes on which they are partial (sequence parallelism). The sums over dp are already
+        complete.
         """
         for name in dict.fromkeys(axis for shard in self._shards for axis in shard.spec.parameter.partial_axes()):
             partial = [shard.gradient for shard in self._shards if name in shard.spec.parameter.partial_axes()]
@@ -117,14 +118,17 @@ class FullySharded:
     # --- Optimizer ---
 
     def squared_norm_share(self) -> Tensor:
-        """See Optimizer. Copies are multiplied by zero: they add nothing but are heard where they are not finite."""
+        """Return this rank's share of the squared gradient norm.
+
+        Copies are multiplied by zero. They add nothing, but a NaN in any copy still reaches the sum.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for shard in self._held():
             total += self._ops.sum_of_squares(shard.gradient.view(-1)) * int(self._counts(shard))
         return total
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:
-        """See Optimizer."""
+        """Update this rank's shards."""
         self.updates += 1
         for shard in self._held():
             master = shard.master.view(-1)
@@ -133,37 +137,41 @@ class FullySharded:
             self._formula.update(part, lr, self.updates, grad_scale)
 
     def settle(self) -> None:
-        """See Optimizer: nothing is under way between steps."""
+        """Do nothing, because no gather is running between steps."""
 
     def state(self) -> list[StateRectangle]:
-        """See Optimizer."""
+        """Return this rank's masters and states."""
         return [
             StateRectangle(shard.spec, shard.rectangle, self._counts(shard), {MASTER: shard.master, **shard.states})
             for shard in self._held()
         ]
 
     def weights(self) -> list[tuple[ShardSpec, Tensor]]:
-        """See Optimizer: none, the masters are all that stays."""
+        """Return an empty list, because only the masters are kept between steps."""
         return []
 
     def weights_from_masters(self) -> None:
-        """See Optimizer: forget what was gathered."""
+        """Free the gathered weights, so that the next forward gathers them from the masters."""
         for module in self._stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _counts(self, shard: _Shard) -> bool:
-        """Of all copies of these elements, the one that enters the norm and checkpoints."""
+        """Return True on the one copy of the shard that counts in the norm and is saved in checkpoints."""
         return shard.spec.counted and self._is_first_copy
 
     def _held(self) -> list[_Shard]:
-        """Those of which this rank has any elements: a dim that dp does not divide leaves some ranks without."""
+        """Return the shards with at least one element on this rank.
+
+        If dp does not divide the sharded dim, some ranks have none.
+        """
         return [shard for shard in self._shards if shard.rectangle.numel]
 
 
 def _widen(stage: Stage) -> list[ShardSpec]:
-    """Make the declared parameters plain ones in the masters' precision, still without memory; returns their specs
-    in order.
+    """Replace the declared parameters by plain ones in the masters' precision, still without memory.
+
+    Returns their specs in order.
     """
     specs = [parameter.spec for parameter in stage.parameters()]  # type: ignore[attr-defined]
     for module in stage.modules():
@@ -176,15 +184,17 @@ def _widen(stage: Stage) -> list[ShardSpec]:
 
 
 def _cut_dim(shape: Sequence[int], ways: int) -> int:
-    """The first dim that dp divides: key/value heads are few, so QKV's first dim often cannot be cut. Else 0,
-    unevenly.
+    """Return the first dim that `ways` divides, or 0 (uneven shards).
+
+    QKV's first dim is the number of key/value heads, which is often too small to be split.
     """
     return next((dim for dim, size in enumerate(shape) if size % ways == 0), 0)
 
 
 def _shards_and_copies(replicas: Axis, ways: int | None) -> tuple[Axis, Axis]:
-    """(replicas that share out the weights, those that hold copies of this rank's share): rows and columns of `ways`
-    replicas in a row.
+    """Return two axes: the replicas that shard the weights together, and the replicas with copies of this rank's shard.
+
+    A group that shards the weights has `ways` consecutive replicas. None means all replicas.
     """
     copy, place = divmod(replicas.rank, ways := ways or replicas.size)
     row = replicas.ranks[copy * ways : (copy + 1) * ways]
@@ -193,7 +203,7 @@ def _shards_and_copies(replicas: Axis, ways: int | None) -> tuple[Axis, Axis]:
 
 
 def _device_mesh(replicas: Axis, shards: Axis, copies: Axis, device: torch.device, timeout_s: float) -> DeviceMesh:
-    """Of torch: the replicas in a row; with copies a row for each."""
+    """Return torch's mesh: the replicas in one row, or one row for each copy."""
     group = process_group(shards, timeout_s)
     if copies.size == 1:
         return DeviceMesh.from_group(group, device.type)
@@ -204,8 +214,9 @@ def _device_mesh(replicas: Axis, shards: Axis, copies: Axis, device: torch.devic
 
 
 def _fully_shard(stage: Stage, mesh: DeviceMesh, working: torch.dtype) -> None:
-    """Each block by itself, then what is left of the stage (embedding, final norm, head). Gradients are summed, not
-    averaged.
+    """Shard each block, then the rest of the stage (embedding, final norm, head).
+
+    Gradients are summed, not averaged.
     """
     ways = mesh.size(mesh.ndim - 1)
     policy = MixedPrecisionPolicy(
@@ -221,12 +232,13 @@ def _fully_shard(stage: Stage, mesh: DeviceMesh, working: torch.dtype) -> None:
 def _initial_rectangle(
     parameter: Any, spec: ShardSpec, shards: Axis, working: torch.dtype, seed: int | None
 ) -> tuple[Rectangle, Tensor]:
-    """(this rank's rectangle of the global tensor, its master): initial weights rounded to the working precision, as
-    every engine's; without a seed none.
+    """Return this rank's rectangle of the global tensor, and its master.
+
+    The initial weights are rounded to the working precision, as with every engine. Without a seed they are not drawn.
     """
     dim = _cut_dim(spec.shape, shards.size)
     local = parameter.detach().to_local()
-    first = min(-(-spec.shape[dim] // shards.size) * shards.rank, spec.shape[dim])  # torch.chunk's cut
+    first = min(-(-spec.shape[dim] // shards.size) * shards.rank, spec.shape[dim])  # same split as torch.chunk
     offset = tuple(start + (first if index == dim else 0) for index, start in enumerate(spec.offset))
     rectangle = Rectangle(offset, tuple(local.shape))
     if rectangle.numel and seed is not None:

@@ -1,4 +1,4 @@
-"""What some updates need beyond a ZeRO slice: complete matrices (Muon), or means over rows and columns (Adafactor)."""
+"""Tensors beyond a ZeRO slice for some updates: complete matrices (Muon), or row and column means (Adafactor)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from frontier_llm.topology.shards import ShardSpec, shard
 
 
 class WholeTensors:
-    """The parameters of a bucket of which this rank's slice holds at least an element; what tensor parallelism cuts
-    stays cut.
+    """The parameters of a bucket with at least one element in this rank's slice.
+
+    Parameters that tensor parallelism splits are not gathered over tp.
     """
 
     def __init__(self, bucket: Bucket, tp: Axis) -> None:
@@ -36,12 +37,13 @@ class WholeTensors:
 
     @property
     def specs(self) -> list[ShardSpec]:
-        """Of the tensors, in order."""
+        """Specs of the tensors, in order."""
         return [run.spec for run in self._runs]
 
     def of(self, own: Tensor) -> list[Tensor]:
-        """The tensors of which `own`, [slice] on every owner, holds the values: each in its own shape. Collective
-        over dp where slices cut them.
+        """Return the complete tensors, each in its own shape, from the owners' slices `own`, [slice].
+
+        Collective over dp if tensors span several slices.
         """
         flat = own
         if not self._bucket.apart and self._bucket.owner.size > 1:
@@ -50,18 +52,21 @@ class WholeTensors:
         return [flat[place].view(spec.shape) for place, spec in zip(self._places, self.specs, strict=True)]
 
     def back(self, tensors: Sequence[Tensor], own: Tensor) -> None:
-        """Put what belongs into this rank's slice there."""
+        """Write the elements that belong to this rank's slice back into `own`."""
         for run, tensor in zip(self._runs, tensors, strict=True):
             own[run.place] = tensor.view(-1)[run.start : run.stop]
 
 
 class Statistics:
-    """Of one bucket: this rank's part of every tensor that the rule declares, one behind the other in `values`."""
+    """This rank's part of every statistic that the rule declares for one bucket.
+
+    The tensors lie one behind the other in `values`.
+    """
 
     def __init__(self, bucket: Bucket, rule: OptimizerRule, mesh: Mesh) -> None:
         self._bucket = bucket
         self._of = {parameter.spec.name: _declared(rule, parameter.spec) for parameter in bucket.parameters}
-        # what is summed over the same axes lies together, for one collective
+        # Tensors that are summed over the same axes are adjacent, so that one collective sums them.
         self._specs = sorted(
             (spec for specs in self._of.values() for spec in specs),
             key=lambda spec: spec.parameter.partial_axes(),
@@ -75,19 +80,21 @@ class Statistics:
         self._sums = [([mesh.axis(axis) for axis in axes], sum(spec.numel for spec in group)) for axes, group in groups]
 
     def runs(self) -> Iterator[OwnedRange]:
-        """The parameters, or parts of them, that lie in this rank's slice."""
+        """Return the ranges of parameters in this rank's slice."""
         return self._bucket.owned_ranges()
 
     def by_parameter(self, flat: Tensor) -> dict[str, list[Tensor]]:
-        """A tensor that is laid out like `values`, as the tensors that the rule declares of each parameter, in its
-        order; views.
+        """Return views of `flat`, which is laid out like `values`, by parameter.
+
+        A parameter has one view for each tensor that the rule declares, in the rule's order.
         """
         views = self._views(flat)
         return {name: [views[spec.name] for spec in specs] for name, specs in self._of.items()}
 
     def sum_(self, flat: Tensor) -> Tensor:
-        """Add up what the owners, and the ranks that hold other parts of the parameters, have found; laid out like
-        `values`. Collective over both.
+        """Sum `flat`, laid out like `values`, over the owners and over ranks with other parts of the parameters.
+
+        Collective over both.
         """
         all_reduce_(flat, self._bucket.owner)
         for (axes, _), part in zip(self._sums, flat.split([numel for _, numel in self._sums]), strict=True):
@@ -96,7 +103,7 @@ class Statistics:
         return flat
 
     def state(self) -> Iterator[StateRectangle]:
-        """Each tensor, by its own name."""
+        """Yield each tensor as a `StateRectangle` under its own name."""
         views = self._views(self.values)
         for spec in self._specs:
             saved = spec.counted and self._bucket.dp.rank == 0
@@ -108,7 +115,7 @@ class Statistics:
 
 
 def _declared(rule: OptimizerRule, of: ShardSpec) -> list[ShardSpec]:
-    """This rank's part of what the rule declares of a parameter."""
+    """Return the specs of this rank's parts of the tensors that the rule declares for a parameter."""
     degrees = {
         axis: of.global_shape[how.dim] // of.shape[how.dim]
         for axis, how in of.parameter.axes.items()

@@ -1,10 +1,11 @@
-"""Muon (Jordan et al. 2024), scaled as Moonlight does (Liu et al. 2025, arXiv:2502.16982), for matrices; AdamW for
-everything else.
+"""Muon (Jordan et al. 2024) for matrices, AdamW for everything else.
+
+The update is scaled as in Moonlight (Liu et al. 2025, arXiv:2502.16982):
 
     M <- momentum M + G,   W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonal(G + momentum M) + decay W)
 
-Momentum lives in ZeRO's slices. What is orthogonalised are the matrices of the model, q, k and v, gate and up apart,
-whatever the layout.
+Momentum lies in ZeRO's slices. The matrices of the model are orthogonalised: q, k, v, gate and up separately, on every
+layout.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from frontier_llm.optim.newton_schulz import MatrixStack, orthogonalize_
 from frontier_llm.optim.registry import Slice, register
 from frontier_llm.topology.shards import ShardSpec
 
-SCALE = 0.2  # times the root of the longer side: an update's elements are then as large as AdamW's
+SCALE = 0.2  # times the root of the longer side: the elements of an update are then as large as AdamW's
 
 
 class Muon:
-    """See SliceUpdate."""
+    """Update by Muon (implements `SliceUpdate`)."""
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
         self._config = config
@@ -37,14 +38,14 @@ class Muon:
 
     @torch.no_grad()
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
-        """See SliceUpdate."""
+        """Update `part` in place with step number `step`, counted from 1."""
         if part.tensors is None:
             self._others.update(part, lr, step, grad_scale)
             return
         direction = part.gradient * grad_scale
         momentum = part.states["momentum"].mul_(self._config.momentum).add_(direction)
         direction.add_(momentum, alpha=self._config.momentum)
-        # 16 bits are enough for a direction; fp16 would overflow in the square of a large gradient
+        # 16 bits are enough for a direction. fp16 would overflow in the square of a large gradient.
         dtype = torch.bfloat16 if part.weights.element_size() == 2 else part.weights.dtype
         tensors = part.tensors.of(direction.to(dtype))
         self._orthogonalize(part.tensors.specs, tensors, part.tensors.tp)
@@ -52,8 +53,9 @@ class Muon:
         part.apply(direction, step_size=lr, decay=lr * self._config.weight_decay)
 
     def _orthogonalize(self, specs: list[ShardSpec], tensors: list[Tensor], tp: Axis) -> None:
-        """Each matrix in the tensors becomes its scaled orthogonal one, in place; equal ones go through the products
-        together.
+        """Replace each matrix in the tensors by its scaled orthogonal matrix, in place.
+
+        Matrices of equal shape are processed together.
         """
         alike: dict[tuple[Part, int, int], list[tuple[Matrices, Tensor]]] = defaultdict(list)
         for spec, tensor in zip(specs, tensors, strict=True):
@@ -71,7 +73,7 @@ class Muon:
 
 
 def _oriented(matrices: Matrices, values: Tensor, tp: int) -> Tensor:
-    """[count, short, long] of this rank's part."""
+    """Return this rank's part of the matrices as [count, short, long]."""
     _, short, long = matrices.on_rank(tp)
     if matrices.transposed:
         return values.reshape(-1, long, short).mT

@@ -1,9 +1,8 @@
-"""The nearest orthogonal matrix, nearly: five steps of a Newton-Schulz iteration (Jordan et al. 2024), for stacks of
-matrices that tp may cut.
+"""Approximate orthogonalisation by five steps of a Newton-Schulz iteration (Jordan et al. 2024).
 
-A step is X <- a X + (b G + c G²) X with G = X Xᵀ. Where tp cuts the longer side, G is a sum over tp and all else is
-local: exact, and each rank does its share. Where tp cuts the shorter side the matrix is gathered, and every rank
-iterates on all of it.
+It works on stacks of matrices that tp may split. A step is X <- a X + (b G + c G²) X with G = X Xᵀ. If tp splits the
+longer side, G is a sum over tp and everything else is local. The result is exact, and each rank does its share of the
+work. If tp splits the shorter side, the matrix is gathered, and every rank iterates on the complete matrix.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from frontier_llm.blueprint.matrices import NEWTON_SCHULZ_STEPS, Part
 from frontier_llm.comm import DONE, Axis, all_reduce_, start_all_gather_into, start_all_reduce_
 from frontier_llm.ops import statistics_dtype
 
-# Singular values from 1e-3 up come out within 0.7 … 1.2: the fastest slope at zero matters more to an optimizer than
-# the last digits
+# Singular values above 1e-3 are mapped to 0.7 … 1.2. For an optimizer, a steep slope at zero matters more than an
+# accurate 1.
 A = 3.4445
 B = -4.7750
 C = 2.0315
@@ -28,19 +27,22 @@ EPSILON = 1e-7
 
 @dataclass
 class MatrixStack:
-    """Matrices of one shape that tp cuts alike: [count, short, long] of them, as `part` says."""
+    """Matrices of one shape, [count, short, long] on this rank, that tp splits in the same way (`part`)."""
 
     x: Tensor
     part: Part
 
 
 def orthogonalize_(stacks: Sequence[MatrixStack], tp: Axis) -> None:
-    """Replace every matrix by U·S'·Vᵀ with S' near 1. Collective over tp; the stacks are the same on all its ranks."""
+    """Replace every matrix by U·S'·Vᵀ with S' near 1.
+
+    Collective over tp. All tp ranks must pass the same stacks.
+    """
     own = _gather(stacks, tp)
     _normalize(stacks, tp)
     for _ in range(NEWTON_SCHULZ_STEPS):
         sums = []
-        for stack in stacks:  # one stack's sum goes on under the next one's product
+        for stack in stacks:  # the sum of one stack overlaps the product of the next
             gram = stack.x @ stack.x.mT
             pending = start_all_reduce_(gram, tp) if stack.part is Part.LONG else DONE
             sums.append((gram, pending))
@@ -52,7 +54,7 @@ def orthogonalize_(stacks: Sequence[MatrixStack], tp: Axis) -> None:
 
 
 def _gather(stacks: Sequence[MatrixStack], tp: Axis) -> list[MatrixStack]:
-    """Complete what tp cuts along the shorter side, all in one collective; returns these stacks."""
+    """Gather the matrices that tp splits along the shorter side, in one collective, and return their stacks."""
     cut = [stack for stack in stacks if stack.part is Part.SHORT]
     if cut:
         mine = torch.cat([stack.x.flatten() for stack in cut])
@@ -69,7 +71,10 @@ def _gather(stacks: Sequence[MatrixStack], tp: Axis) -> list[MatrixStack]:
 
 
 def _normalize(stacks: Sequence[MatrixStack], tp: Axis) -> None:
-    """Frobenius norm 1, so that no singular value is above 1; the sums over tp in one collective."""
+    """Scale each matrix to a Frobenius norm of 1, so that no singular value is above 1.
+
+    One collective sums the squares over tp.
+    """
     squares = [
         torch.linalg.vector_norm(stack.x, dim=(1, 2), dtype=statistics_dtype(stack.x.dtype)).square()
         for stack in stacks

@@ -1,5 +1,7 @@
-"""Which optimizers there are. One is two things: the rule of what it keeps (blueprint, without torch), and the
-update of one slice of it.
+"""Registry of optimizers.
+
+An optimizer has two parts: the rule that names its states (blueprint.optimizers, without torch), and the update of one
+slice.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ from frontier_llm.optim.matrices import Statistics, WholeTensors
 
 @dataclass(frozen=True)
 class Slice:
-    """What is updated at once: tensors of one shape, of parameters that decay alike and keep the same states.
+    """Tensors of equal shape that are updated at once, of parameters with the same weight decay and states.
 
-    They are flat runs through several parameters, or, where the rule says `whole` and not `gathers`, this rank's part
+    They are flat and may span several parameters. If the rule sets `whole` and not `gathers`, they are this rank's part
     of one parameter in its own shape.
     """
 
     master: Tensor  # fp32 (fp64 under fp64)
-    gradient: Tensor  # like the master; the sum over all ranks, still multiplied by the loss scale
-    states: Mapping[str, Tensor]  # like the master, by the names of the rule
-    weights: Tensor  # working precision: to be set to the rounded master; may be the master itself
+    gradient: Tensor  # Like the master. The sum over all ranks, still multiplied by the loss scale.
+    states: Mapping[str, Tensor]  # like the master, by the rule's names
+    weights: Tensor  # Working precision. The update writes the rounded master here; may be the master itself.
     decay: bool  # weight decay applies
-    tensors: WholeTensors | None = None  # of flat runs whose rule gathers: the tensors of which they are parts
-    # of flat runs whose rule declares some: what is kept of the parameters in other shapes
+    tensors: WholeTensors | None = None  # the complete tensors, if the rule gathers
+    # tensors of other shapes that the rule keeps for the parameters, if it declares any
     statistics: Statistics | None = None
 
     def apply(self, direction: Tensor, step_size: float, decay: float) -> None:
@@ -49,11 +51,12 @@ class Slice:
 
 
 class SliceUpdate(Protocol):
-    """The part of an optimizer that knows its formula."""
+    """The formula of an optimizer."""
 
     def update(self, part: Slice, lr: float, step: int, grad_scale: float | Tensor) -> None:
-        """Update number `step` (from 1), in place; the gradient counts times `grad_scale` (unscaling and clipping in
-        one factor).
+        """Update `part` in place. `step` is the number of the update, counted from 1.
+
+        The gradient is multiplied by `grad_scale`, which combines unscaling and clipping.
         """
 
 
@@ -63,13 +66,11 @@ _MAKERS: dict[str, Make] = {}
 
 
 def register(rule: OptimizerRule, make: Make) -> None:
-    """Add an optimizer: from now on `optimizer.name: <rule.name>` trains with it, with ZeRO-1, checkpoints and
-    replica checks.
-    """
+    """Add an optimizer, with ZeRO-1, checkpoints and replica checks. `optimizer.name: <rule.name>` selects it."""
     declare(rule)
     _MAKERS[rule.name] = make
 
 
 def slice_update(config: OptimizerConfig, ops: Ops) -> SliceUpdate:
-    """The update of the optimizer that the run file names."""
+    """Return the update of the optimizer that the run file names."""
     return _MAKERS[config.name](config, ops)

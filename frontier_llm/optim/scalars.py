@@ -9,10 +9,11 @@ from frontier_llm.config import OptimizerConfig, RunConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of step `step` (0-based) of a run of `total_steps`.
+    """Return the learning rate of step `step` (counted from 0) of a run of `total_steps`.
 
-    Linear warm-up over warmup_steps, then: cosine (Loshchilov & Hutter 2017, as in Megatron), linear, constant, or
-    wsd = constant with a linear decay over the last decay_steps (warm-up-stable-decay, Hu et al. 2024).
+    After a linear warm-up over warmup_steps, `schedule` selects the shape: cosine (Loshchilov & Hutter 2017, as in
+    Megatron), linear, constant, or wsd. wsd (warm-up-stable-decay, Hu et al. 2024) is constant, with a linear decay
+    over the last decay_steps.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -30,18 +31,21 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def decay_begin(decay_steps: int | None, total_steps: int) -> int:
-    """The step from which on the learning rate of wsd falls; without a length of the decay it is the last tenth."""
+    """Return the first step of wsd's decay. If `decay_steps` is None, the decay takes the last tenth of the run."""
     return total_steps - (total_steps // 10 if decay_steps is None else decay_steps)
 
 
-# A logit's gradient is (p - 1 or p) x scale / tokens of the batch. This much per token stays a factor of 32 below
-# fp16's largest number, and
-# keeps probabilities down to 6e-8 above its smallest normal one: MI200's matrix products take what is below for zero.
+# A logit's gradient is (p - 1 or p) x scale / tokens of the batch. A scale of 1024 per token keeps this gradient a
+# factor of 32 below fp16's largest number. It also keeps probabilities down to 6e-8 above fp16's smallest normal
+# number. Matrix products of MI200 flush smaller numbers to zero.
 SCALE_PER_TOKEN = 1024
 
 
 def initial_loss_scale(config: RunConfig) -> float:
-    """What the loss of a run's first step is multiplied by; a power of two unless the configuration says otherwise."""
+    """Return the loss scale of a run's first step.
+
+    It is 1 unless the dtype is fp16. For fp16 it is a power of two unless the configuration sets another value.
+    """
     precision = config.precision
     if precision.dtype != "fp16":
         return 1.0
@@ -51,8 +55,9 @@ def initial_loss_scale(config: RunConfig) -> float:
 
 @dataclass
 class LossScaler:
-    """Halves on overflow, doubles after `window` clean steps; the same on every rank, since all see the same
-    gradient norm.
+    """Dynamic loss scale: halves on overflow, and doubles after `window` clean steps.
+
+    It is the same on every rank, because all ranks have the same gradient norm.
     """
 
     scale: float
@@ -63,7 +68,7 @@ class LossScaler:
 
     @classmethod
     def create(cls, config: RunConfig) -> LossScaler:
-        """The scaler for a run's precision and batch."""
+        """Return the scaler for a run's precision and batch."""
         precision = config.precision
         return cls(
             initial_loss_scale(config),
@@ -73,7 +78,7 @@ class LossScaler:
         )
 
     def update(self, overflowed: bool) -> None:
-        """Account for one step."""
+        """Update the scale after one step."""
         if not self.dynamic:
             return
         self.clean_steps = 0 if overflowed else self.clean_steps + 1

@@ -1,10 +1,9 @@
-"""The narrow face of every optimizer: what the training step, the checkpoints and the comparison of replicas need of
-it, and no more.
+"""The interface of every optimizer for the training step, the checkpoints and the comparison of replicas.
 
-An optimizer's state is a list of rectangles of named global tensors, as views that may be read and filled. So a
-checkpoint depends neither on the layout nor on the engine that wrote it. Only the masters of the weights and the states
-of the optimizer's rule are kept: the working weights are cast(master) on every rank, so storing them would add a fifth
-to a quarter to the bytes and nothing else.
+An optimizer's state is a list of rectangles of named global tensors, as views that can be read and filled. A checkpoint
+therefore depends neither on the layout nor on the engine that wrote it. Only the masters of the weights and the states
+of the optimizer's rule are saved. The working weights are cast(master) on every rank. Saving them would add a fifth to
+a quarter to the bytes.
 """
 
 from __future__ import annotations
@@ -24,33 +23,35 @@ from frontier_llm.topology.shards import ShardSpec
 
 @dataclass(frozen=True)
 class StateRectangle:
-    """A rectangle of a global tensor, a parameter or a statistic of the optimizer's, and this rank's optimizer state
-    of it.
+    """A rectangle of a global tensor, with this rank's optimizer state of it.
+
+    The tensor is a parameter, or a statistic that the optimizer keeps.
     """
 
-    spec: ShardSpec  # of this rank's part of the parameter
+    spec: ShardSpec  # this rank's part of the parameter
     rectangle: Rectangle  # inside that part, in coordinates of the global tensor
-    saved: bool  # of all replicas of these elements, the one that goes into checkpoints
-    # by kind, fp32 (fp64 under fp64), of the rectangle's shape: views of the state itself. Of a statistic there is no
-    # master
+    saved: bool  # True on the one replica of these elements that is saved in checkpoints.
+    # By kind, fp32 (fp64 under fp64), in the rectangle's shape. They are views of the state itself. A statistic has no
+    # master.
     tensors: Mapping[str, Tensor]
 
     @property
     def name(self) -> str:
-        """Of the global tensor."""
+        """Name of the global tensor."""
         return self.spec.name
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Of the global tensor."""
+        """Shape of the global tensor."""
         return self.spec.global_shape
 
 
 def state_of_run(
     spec: ShardSpec, start: int, stop: int, saved: bool, flat: Mapping[str, Tensor]
 ) -> Iterator[StateRectangle]:
-    """Elements [start, stop) of a rank's parameter, in its flat order, as rectangles; `flat` holds their state, 1-D,
-    by kind.
+    """Yield the state of elements [start, stop) of a rank's parameter, in its flat order, as rectangles.
+
+    `flat` holds the state of these elements by kind, 1-D.
     """
     position = 0
     for local in rectangles_of_run(spec.shape, start, stop):
@@ -61,14 +62,14 @@ def state_of_run(
 
 
 def state_of_bucket(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateRectangle]:
-    """This rank's state of a bucket as rectangles; `state`: its slice by kind.
+    """Yield this rank's state of a bucket as rectangles. `state` has its slice by kind.
 
     The bucket is split into dp equal parts. With ZeRO a rank holds one part. Without ZeRO it holds all parts and saves
     one.
     """
     size = bucket.flat_weights.numel() // bucket.dp.size
     held = state[MASTER].numel()
-    begin = bucket.owner.rank * held  # of the state, in the bucket
+    begin = bucket.owner.rank * held  # first element of the state in the bucket
     for part in range(begin // size, (begin + held) // size):
         for run in bucket.ranges(part * size, (part + 1) * size):
             first = part * size + run.position - begin
@@ -77,53 +78,55 @@ def state_of_bucket(bucket: Bucket, state: dict[str, Tensor]) -> Iterator[StateR
 
 
 class GradientSums(Protocol):
-    """What happens to gradients between the backward passes of a step and its update."""
+    """The sums of gradients between a step's backward passes and its update."""
 
     def begin(self) -> None:
-        """Forget the last step's gradients and expect a new step's."""
+        """Zero the gradients, and expect the gradients of a new step."""
 
     def finish(self) -> None:
-        """Wait until this rank has the full sums of what it updates. Collective over dp, tp and tied."""
+        """Wait until this rank has the full gradient sums of its part. Collective over dp, tp and tied."""
 
 
 class Optimizer(Protocol):
-    """One rank's part of the update, whatever engine does it."""
+    """One rank's part of the update, independent of the engine."""
 
-    rule: OptimizerRule  # what it keeps of each parameter
-    updates: int  # steps that were not skipped: what Adam's bias correction counts; set on resume
+    rule: OptimizerRule  # names the states that the optimizer keeps of each parameter
+    updates: int  # steps that were not skipped, for Adam's bias correction; restored on resume
 
     @property
     def shards(self) -> int:
-        """Neighbouring replicas that share out the state, and so many apart hold copies of it; 1 where each has all
-        of it.
-        """
+        """Number of consecutive replicas that shard the optimizer state. 1 means the state is replicated."""
 
     @property
     def device(self) -> torch.device:
-        """Where collectives about the state take place."""
+        """Device of the tensors with which collectives about the state run."""
 
     def squared_norm_share(self) -> Tensor:
-        """This rank's summand of the squared L2 norm of the whole model's gradient, times the loss scale squared; 0-dim
-        fp64.
+        """Return this rank's summand of the squared L2 norm of the model's gradient, times the squared loss scale.
 
-        Not finite on some rank where the gradient is not.
+        A 0-dim fp64 tensor. If the gradient is not finite, the summand of at least one rank is not finite.
         """
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:
-        """One update: `grad_scale` multiplies the gradient (unscaling and clipping in one factor); it may lie on the
-        device.
+        """Update once. The gradient is multiplied by `grad_scale`, which combines unscaling and clipping.
+
+        `grad_scale` may be a tensor on the device.
         """
 
     def settle(self) -> None:
-        """Wait for weights that are still being gathered: before a rank looks at them without their module, and
-        before it leaves.
+        """Wait for weights that are still being gathered.
+
+        Call it before weights are read without their module, and before a rank exits.
         """
 
     def state(self) -> list[StateRectangle]:
-        """What this rank holds, replicas included; the views stay valid for as long as the optimizer lives."""
+        """Return the state on this rank, copies of other ranks' state included.
+
+        The views stay valid for the lifetime of the optimizer.
+        """
 
     def weights(self) -> list[tuple[ShardSpec, Tensor]]:
-        """The working weights that this rank keeps between steps; equal on all replicas."""
+        """Return the working weights that this rank keeps between steps. They are equal on all replicas."""
 
     def weights_from_masters(self) -> None:
-        """Make the working weights follow masters that were filled from outside. Collective over dp."""
+        """Set the working weights from masters that a caller has filled. Collective over dp."""

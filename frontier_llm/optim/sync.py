@@ -1,6 +1,6 @@
-"""Gradient synchronisation: what is summed over which ranks, and when; the sums start while backward is still running.
+"""Gradient synchronisation: sums each bucket over its axes. The sums start while backward is still running.
 
-Collectives only sum: the loss has already been divided by the step's global token count (promise 7).
+Collectives only sum. The loss has already been divided by the step's global number of tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from frontier_llm.parallel.tensor import ShardedParameter
 
 
 class GradientSync:
-    """Sums each bucket over the axes on which it is partial (tp: sequence-parallel norms; tied: the embedding), and
-    over dp.
+    """Sums each bucket over the axes on which its gradients are partial, and over dp.
 
-    A bucket that needs only the dp sum starts it when its last contribution of the step has arrived: a parameter gets
-    `uses` contributions per microbatch, so the count is known and no schedule needs special treatment.
+    Partial axes are tp (norms with sequence parallelism) and "tied" (the embedding). A bucket that needs only the dp
+    sum starts it when the last contribution of the step has been added. A parameter gets `uses` contributions per
+    microbatch. The count is therefore known in advance and does not depend on the schedule.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class GradientSync:
         overlap: bool = True,
         wire: torch.dtype | None = None,
     ) -> None:
-        """`wire` is what gradients travel as over dp; None = as they are."""
+        """`wire` is the dtype in which gradients are sent over dp. None sends them in their own dtype."""
         self._buckets = buckets
         self._mesh = mesh
         self._overlap = overlap
         self._wire = wire
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
-        self.microbatches = microbatches  # of the next step
+        self.microbatches = microbatches  # microbatches of the next step
         self._uses = {
             bucket: sum(parameter.spec.parameter.uses for parameter in bucket.parameters) for bucket in buckets
         }
@@ -51,33 +51,35 @@ class GradientSync:
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
-        """This rank's sums, by parameter."""
+        """This rank's gradient sums, by parameter name."""
         return {parameter.spec.name: parameter.main_grad for parameter in self._bucket_of}
 
     def begin(self, reduce: bool = True) -> None:
-        """Zero the gradients and expect a new step's contributions; without `reduce` they stay this rank's own (no
-        `finish` follows).
+        """Zero the gradients and expect a new step's contributions.
+
+        Without `reduce`, the gradients stay this rank's own, and `finish` must not be called.
         """
         for bucket in self._buckets:
             bucket.gradients.zero_()
-        expected = self.microbatches if reduce else 0  # 0 only goes down: never complete
+        expected = self.microbatches if reduce else 0  # with 0 the count becomes negative and never triggers a sum
         self._missing = {bucket: expected * uses for bucket, uses in self._uses.items()}
         self._pending = []
 
     def accumulated(self, parameter: ShardedParameter) -> None:
-        """One contribution has been added to parameter.main_grad."""
+        """Record that one contribution has been added to parameter.main_grad."""
         bucket = self._bucket_of[parameter]
         self._missing[bucket] -= 1
         if self._missing[bucket] == 0 and self._overlap and not bucket.partial_axes:
             self._pending.append(self._start_sum(bucket))
 
     def finish(self) -> None:
-        """Start what could not overlap and wait for all; then each bucket's own slice holds the step's full
-        gradient.
+        """Start the remaining sums and wait for all of them.
+
+        Afterwards each rank's own slice holds the full gradient of the step.
         """
         incomplete = [bucket.parameters[0].spec.name for bucket in self._buckets if self._missing[bucket]]
         assert not incomplete, f"gradient contributions are missing in the buckets that start with {incomplete}"
-        # what nothing contributes to is complete from the beginning, and nobody has said so
+        # A bucket without contributions is complete from the beginning, but `accumulated` is never called for it.
         late = [
             bucket for bucket in self._buckets if bucket.partial_axes or not self._overlap or not self._uses[bucket]
         ]
@@ -92,7 +94,7 @@ class GradientSync:
             pending.wait()
 
     def _start_sum(self, bucket: Bucket) -> Pending:
-        """Over dp: with ZeRO-1 each rank needs only the slice it will update."""
+        """Start the sum over dp. With ZeRO-1 a rank receives only the slice that it will update."""
         if self._wire is not None:
             return start_narrow_sum_(bucket.gradients, bucket.dp, self._wire, everywhere=bucket.owner.size == 1)
         if bucket.owner.size == 1:

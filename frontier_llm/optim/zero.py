@@ -1,8 +1,8 @@
-"""ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) in three phases: own slice of the gradient, update it, gather
-weights.
+"""ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-Buckets are updated in the order in which the next forward needs them, and each gather starts as soon as its update is
-done.
+Each rank takes its own slice of the gradient, updates its slice of the weights, and takes part in gathering them.
+Buckets are updated in the order in which the next forward needs them. Each gather starts as soon as the update of its
+bucket is done.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from frontier_llm.topology.shards import ShardSpec
 
 
 class Zero:
-    """Keeps, updates and shows the slices that this rank owns. With fp32 or fp64 weights the master copy *is* the
-    slice of the weights.
+    """The `Optimizer` that holds and updates the slices that this rank owns.
+
+    With fp32 or fp64 weights the master copy shares its memory with the slice of the weights.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class Zero:
         overlap_gather: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        """Masters are copied from the weights: build after the weights have been initialised.
+        """Copy the masters from the weights, which must be initialised.
 
-        With `overlap_gather`, `step` returns while weights are still being gathered (see optim.buckets). `mesh` is for
-        updates of tensors that tensor parallelism cuts; None: it cuts nothing.
+        With `overlap_gather`, `step` returns while weights are still being gathered (optim.buckets). `mesh` is needed
+        for updates of tensors that tensor parallelism splits. None means that no tensor is split.
         """
         self.buckets = buckets
         self.rule = optimizer_rule(config.name)
@@ -62,9 +63,10 @@ class Zero:
         self._norm_spans = [_norm_spans(bucket) for bucket in buckets]
 
     def squared_norm_share(self) -> Tensor:
-        """See Optimizer. Each element counts once: dp slices partition a bucket, and of copies only one counts.
+        """Return this rank's share of the squared gradient norm (see the protocol `Optimizer`).
 
-        The others are multiplied by zero, so that a copy adds nothing but is heard where it is not finite.
+        Each element counts once: dp slices partition a bucket, and only one of several copies is counted. The other
+        copies are multiplied by zero. They add nothing, but a NaN in any copy still reaches the sum.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for bucket, spans in zip(self.buckets, self._norm_spans, strict=True):
@@ -74,7 +76,7 @@ class Zero:
         return total
 
     def step(self, lr: float, grad_scale: float | Tensor) -> None:
-        """See Optimizer."""
+        """Update this rank's slices and start to gather the weights."""
         self.updates += 1
         for bucket, state in sorted(zip(self.buckets, self.states, strict=True), key=lambda pair: pair[0].first_use):
             for part in _slices(bucket, state, self._tensors.get(bucket), self._statistics.get(bucket)):
@@ -84,22 +86,22 @@ class Zero:
             self.settle()
 
     def settle(self) -> None:
-        """See Optimizer."""
+        """Wait for the running gathers of all buckets."""
         for bucket in self.buckets:
             bucket.settle()
 
     @property
     def shards(self) -> int:
-        """See Optimizer."""
+        """Number of consecutive replicas that shard the optimizer state."""
         return max(bucket.owner.size for bucket in self.buckets)
 
     @property
     def device(self) -> torch.device:
-        """See Optimizer."""
+        """Device of the optimizer state."""
         return self.buckets[0].gradients.device
 
     def state(self) -> list[StateRectangle]:
-        """See Optimizer. Saved is one of dp equal parts, with ZeRO or without, so that all ranks share the work."""
+        """Return this rank's optimizer state. A rank saves one of dp equal parts of a bucket, with or without ZeRO."""
         parts: list[StateRectangle] = []
         for bucket, state in zip(self.buckets, self.states, strict=True):
             parts.extend(state_of_bucket(bucket, state))
@@ -108,11 +110,11 @@ class Zero:
         return parts
 
     def weights(self) -> list[tuple[ShardSpec, Tensor]]:
-        """See Optimizer."""
+        """Return the working weights with their specs."""
         return [(parameter.spec, parameter.data) for bucket in self.buckets for parameter in bucket.parameters]
 
     def weights_from_masters(self) -> None:
-        """See Optimizer."""
+        """Copy the masters into the working weights and gather them. Collective over dp."""
         for bucket, state in zip(self.buckets, self.states, strict=True):
             own = bucket.own(bucket.weights)
             if own.data_ptr() != state[MASTER].data_ptr():
@@ -122,7 +124,7 @@ class Zero:
 
 
 def _new_state(bucket: Bucket) -> dict[str, Tensor]:
-    """By kind, this rank's slice of a bucket."""
+    """Return this rank's slice of a bucket's optimizer state, by kind."""
     own = bucket.own(bucket.weights)
     master = own if own.dtype == bucket.gradients.dtype else own.to(bucket.gradients.dtype)
     return {kind: master if kind == MASTER else torch.zeros_like(master) for kind in bucket.kinds}
@@ -131,7 +133,7 @@ def _new_state(bucket: Bucket) -> dict[str, Tensor]:
 def _slices(
     bucket: Bucket, state: dict[str, Tensor], whole: WholeTensors | None, statistics: Statistics | None
 ) -> Iterator[Slice]:
-    """What one update covers: the rank's slice of the bucket, or each of the whole parameters in it."""
+    """Yield the parts that are updated at once: this rank's slice of the bucket, or each complete parameter in it."""
     tensors = {**state, "gradient": bucket.own(bucket.gradients), "weights": bucket.own(bucket.weights)}
     if bucket.whole and not whole:
         parts = [
@@ -149,8 +151,9 @@ def _slices(
 
 
 def _norm_spans(bucket: Bucket) -> list[tuple[int, int, int]]:
-    """Merged (start, stop, counted) runs of this rank's norm share; counted is 1 or, for copies that another rank
-    counts, 0.
+    """Return merged (start, stop, counted) spans of this rank's share of the norm.
+
+    `counted` is 1, or 0 for a copy that another rank counts.
     """
     share, offset = bucket.norm_share(bucket.gradients)
     spans: list[tuple[int, int, int]] = []

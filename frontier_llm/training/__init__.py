@@ -1,1 +1,1 @@
-"""The training step, its build order, the loop around it, and what a run writes down."""
+"""The training step, the construction of its state, the loop around it, and the records that a run writes."""

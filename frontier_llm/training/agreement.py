@@ -24,23 +24,24 @@ from frontier_llm.run.failure import Evidence, Failure
 from frontier_llm.units import plural, strict_json
 
 AGREED = "agreed"
-LINGER_S = 3.0  # of rank 0, whose process may hold the store, until the other ranks have read the verdict
+# time for which rank 0, whose process may serve the store, waits until the other ranks have read the verdict
+LINGER_S = 3.0
 POLL_S = 0.02
 _VERDICT = "start/verdict"
 _READ = "start/read"
-_FIX = "\n    fix: "  # as Problem writes it
+_FIX = "\n    fix: "  # separator that Problem writes before a fix
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has found on its host."""
+    """Facts that one rank has found on its host."""
 
     host: str
-    facts: dict[str, str]  # name → value, which must be the same on all ranks
+    facts: dict[str, str]  # name → value; the values must be equal on all ranks
     error: str = ""  # why the rank cannot use its device; '' if it can
 
     def to_json(self) -> str:
-        """For the store."""
+        """Return the JSON text that is written to the store."""
         return strict_json(asdict(self), indent=None)
 
 
@@ -63,7 +64,7 @@ def agree(
         if failure is not None:
             record(failure)
         store.set(_VERDICT, AGREED if failure is None else failure.to_json())
-    store.wait([_VERDICT], timedelta(seconds=timeout_s + LINGER_S))  # longer than rank 0 waits for reports
+    store.wait([_VERDICT], timedelta(seconds=timeout_s + LINGER_S))  # LINGER_S longer than rank 0 waits for the reports
     verdict = store.get(_VERDICT).decode()
     if verdict == AGREED:
         facts = ", ".join(f"{name} {value}" for name, value in report.facts.items())
@@ -77,7 +78,10 @@ def agree(
 
 
 def raise_failure(failure: Failure) -> NoReturn:
-    """Raise what the user reads: FrontierError (exit code 2, no retry) for a refusal, otherwise RankFailure."""
+    """Raise the failure as the error that the user reads.
+
+    A refusal is a FrontierError (exit code 2, no retry). Other failures are a RankFailure.
+    """
     what, _, fix = "\n".join(failure.message).partition(_FIX)
     if failure.cause == "refused":
         raise FrontierError(what, fix)
@@ -85,11 +89,11 @@ def raise_failure(failure: Failure) -> NoReturn:
 
 
 def judge(reports: Sequence[RankReport]) -> Failure | None:
-    """None if the reports of all ranks, in their order, are alike and without errors.
+    """Compare the reports of all ranks, in rank order. Returns None if they are alike and without errors.
 
-    The expected facts are those of most hosts whose ranks are alike; with equally many hosts, those of the lower rank.
-    If fewer than half of the hosts differ from them, it is a fault of those nodes, which `excluded_hosts` names.
-    Otherwise it is a refusal.
+    The expected facts are the facts of most hosts, counting only hosts whose ranks are alike. With equally many hosts,
+    the facts of the lower rank are expected. If fewer than half of the hosts differ, this is a fault of those nodes,
+    which `excluded_hosts` names. Otherwise it is a refusal.
     """
     by_host: dict[str, list[RankReport]] = {}
     for report in reports:
@@ -131,7 +135,7 @@ def _identity(report: RankReport) -> tuple[tuple[tuple[str, str], ...], bool]:
 
 
 def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
-    """What is wrong with a rank that has an error, or other facts than `normal`."""
+    """Describe a rank that has an error, or other facts than `normal`."""
     if told.error:
         what, _, fix = told.error.partition(_FIX)
         return Problem("", what, fix)
@@ -148,8 +152,9 @@ def _explain(rank: int, told: RankReport, normal: RankReport) -> Problem:
 
 
 def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | None:
-    """Rank 0: read all reports, and judge them. Ranks that have not reported within `timeout_s` are a failure that
-    names them.
+    """Read all reports and judge them, on rank 0.
+
+    Ranks that have not reported within `timeout_s` are a failure that names them.
     """
     keys = [_report_key(rank) for rank in range(world_size)]
     try:
@@ -174,7 +179,7 @@ def _collect(store: dist.Store, world_size: int, timeout_s: float) -> Failure | 
 
 
 def _await_readers(store: dist.Store, count: int) -> None:
-    """Wait until the other ranks have read the verdict, at most LINGER_S."""
+    """Wait until the other ranks have read the verdict, for at most LINGER_S."""
     deadline_s = time.monotonic() + LINGER_S
     while store.add(_READ, 0) < count and time.monotonic() < deadline_s:
         time.sleep(POLL_S)

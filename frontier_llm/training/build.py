@@ -1,5 +1,7 @@
-"""Build order of a rank: layout → layers on the meta device → memory and initial weights → what updates them →
-pipeline.
+"""Builds the training state of a rank.
+
+The order is: layout, layers on the meta device, memory and initial weights, gradient synchroniser and optimizer,
+pipeline engine.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from frontier_llm.training.guard import SpikePolicy
 
 @dataclass(frozen=True)
 class BestLoss:
-    """The lowest held-out loss so far of the set that train.keep_best names."""
+    """Lowest loss so far on the held-out set that train.keep_best names."""
 
     step: int
     loss: float
@@ -43,9 +45,9 @@ class BestLoss:
 
 @dataclass
 class TrainState:
-    """Everything that one rank trains with. `train.step.train_step` is its only user that moves it forward."""
+    """Everything that one rank needs to train. `training.step.train_step` advances it."""
 
-    phases: tuple[RunPhase, ...]  # of the run
+    phases: tuple[RunPhase, ...]  # all phases of the run
     plan: ParallelPlan
     mesh: Mesh
     device: torch.device
@@ -56,18 +58,19 @@ class TrainState:
     spikes: SpikePolicy
     current_step: int = 0
     skipped_steps: int = 0
-    position: Position = START  # in the data of the run
+    position: Position = START  # position in the run's data
     best: BestLoss | None = None
-    # of the phase that it is in
+    # The fields below belong to the current phase.
     config: RunConfig = field(init=False)
     pipeline: Engine = field(init=False)
     evaluator: Engine = field(init=False)  # the same stages, forward only
     feed: Feed = field(init=False)
 
     def enter(self, phase: RunPhase, source: BatchSource, position: Position = START) -> None:
-        """Train as `phase` says from here on: lengths, positions and microbatches change, weights and optimizer go on.
+        """Start a phase. Sequence length, positions and microbatches change. Weights and optimizer state are kept.
 
-        `position`: in the data of the run, where `source` begins; START: `source` is not the run's data.
+        `position` is the position in the run's data at which `source` begins. Use START if `source` is not the run's
+        data.
         """
         self.position = position
         config = phase.config
@@ -90,7 +93,7 @@ class TrainState:
         self.feed = self.new_feed(source)
 
     def _new_engine(self, schedule: Schedule) -> Engine:
-        """An engine for this rank's stages in the current phase."""
+        """Build a pipeline engine for this rank's stages in the current phase."""
         config = self.config
         context = self.stages[0].context
         sequence_shards = self.mesh.cp.size
@@ -110,7 +113,7 @@ class TrainState:
         )
 
     def new_feed(self, source: BatchSource) -> Feed:
-        """Another stream of batches for this rank, e.g. the held-out one."""
+        """Return a stream of batches for this rank, for example the held-out batches."""
         is_end = any(stage.spec.embedding or stage.spec.head for stage in self.stages)
         sequences = self.config.batch.global_batch
         targets = sequences * self.config.model.sequence_length
@@ -134,10 +137,10 @@ def build_state(
     source: BatchSource,
     draws: bool = True,
 ) -> TrainState:
-    """One rank's part of the run in its first phase, with initial weights, unless a checkpoint will be loaded
-    (`draws`).
+    """Build one rank's part of the run in its first phase.
 
-    Raises BackendError when a chosen op is not there.
+    `draws` is False if a checkpoint will be loaded. The initial weights are then not drawn. Raises BackendError if a
+    selected op is not available.
     """
     phases = phases_of(config)
     config = phases[0].config

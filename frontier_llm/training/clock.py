@@ -1,4 +1,4 @@
-"""Where a rank's time goes: forward, backward, data, optimizer, and what it stands still for on each axis."""
+"""Measures a rank's time: forward, backward, data, optimizer, and the time blocked in communication on each axis."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from frontier_llm.training.build import TrainState
 
 
 class PhaseClock:
-    """Seconds by phase; what is blocked in communication is left out of them and booked to its axis instead.
+    """Seconds by phase. Time blocked in communication is counted for its axis and not for the phase.
 
-    With `synchronize` the device is waited for at each boundary, which is exact on a GPU and slow: benches do so.
-    Without it a GPU's figures are the host's, good for finding a host that lags, not for finding slow kernels.
+    With `synchronize`, each boundary waits for the device. This is exact on a GPU and slow, and benchmarks use it.
+    Without it, the figures of a GPU run are host times. They show a slow host, but not a slow kernel.
     """
 
     def __init__(self, ledger: Ledger, synchronize: bool = False) -> None:
@@ -31,12 +31,12 @@ class PhaseClock:
         self._blocked_taken: dict[str, float] = defaultdict(float)
 
     def attach(self, state: TrainState) -> None:
-        """Follow a rank's engine and feed from here on."""
+        """Measure a rank's engine and feed from now on."""
         state.pipeline.on_action = self.on_action
         state.feed.on_read = self.on_read
 
     def enter(self, phase: str) -> None:
-        """The previous phase ends here."""
+        """End the previous phase and begin `phase`."""
         if self._synchronize:
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -47,14 +47,16 @@ class PhaseClock:
         self._blocked_since = blocked
 
     def on_action(self, action: Action | None) -> None:
-        """For `Engine`: forward and backward by the kind of action; what follows the last one is the optimizer's."""
+        """Callback of `Engine`: begins forward or backward by the kind of action, and "optimizer" after the last
+        action.
+        """
         if action is None:
             self.enter("optimizer")
         elif action.kind.computes:
             self.enter("forward" if action.kind is Kind.FORWARD else "backward")
 
     def on_read(self, index: int | None) -> None:
-        """For `Feed`: time of reading counts as "data" instead of the phase that reads."""
+        """Callback of `Feed`: counts the time of reading as "data" instead of the current phase."""
         if index is None:
             self.enter(self._reading_phase)
         else:
@@ -62,7 +64,7 @@ class PhaseClock:
             self.enter("data")
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last call: by phase, and "tp (blocked)" and so on by axis."""
+        """Return the seconds since the last call, by phase, and by axis under names such as "tp (blocked)"."""
         self.enter(self._phase)
         taken = dict(self._seconds)
         self._seconds.clear()
@@ -75,8 +77,9 @@ class PhaseClock:
         return taken
 
     def communication(self) -> dict[str, Any]:
-        """What this rank has moved and waited for since it joined: `operations` (Ledger.summary) `axes`
-        (Ledger.latency_by_axis), `most_in_flight`.
+        """Return the communication of this rank since it joined.
+
+        The keys are `operations` (Ledger.summary), `axes` (Ledger.latency_by_axis) and `most_in_flight`.
         """
         return {
             "operations": self._ledger.summary(),

@@ -1,6 +1,4 @@
-"""The device of a rank: chosen from the run and its machine file, checked against both, and described for the
-comparison of all ranks.
-"""
+"""Selects the device of a rank by the run and its machine file, checks it, and describes it for comparison."""
 
 from __future__ import annotations
 
@@ -29,30 +27,33 @@ from frontier_llm.training.installed import torch_facts
 from frontier_llm.units import MIB
 
 VENDOR_NAMES: dict[Vendor, str] = {"amd": "AMD", "nvidia": "NVIDIA"}
-_BUILDS: dict[Vendor, str] = {"amd": "ROCm", "nvidia": "CUDA"}  # of torch, for the GPUs of each vendor
-_LOCKS: dict[str, TextIO] = {}  # of GPUs, held by this process
+_BUILDS: dict[Vendor, str] = {"amd": "ROCm", "nvidia": "CUDA"}  # torch build for the GPUs of each vendor
+_LOCKS: dict[str, TextIO] = {}  # locks of GPUs that this process holds
 
 
 class DeviceError(FrontierError):
     """The device that the run expects cannot be used by this rank."""
 
     def __init__(self, fact: str, what: str, fix: str) -> None:
-        """`fact`: what this rank found, in words that are the same on every rank and host with the same fault."""
+        """`fact` describes the fault in words that are equal on every rank and host with the same fault."""
         super().__init__(what, fix)
         self.fact = fact
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank has found out about its device and its software."""
+    """Device and software facts of a rank."""
 
-    device: torch.device | None  # None: it cannot be used
-    facts: dict[str, str]  # what must be the same on all ranks: name → value
-    error: FrontierError | None = None  # why the device cannot be used
+    device: torch.device | None  # None if it cannot be used
+    facts: dict[str, str]  # Facts by name. Each value must be equal on all ranks.
+    error: FrontierError | None = None  # the reason if the device cannot be used
 
 
 def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -> Found:
-    """This rank's device, or why it cannot be used. `folder`: the job's own on this node, for locks."""
+    """Return this rank's device, or the reason that it cannot be used.
+
+    `folder` is the job's own folder on this node, for locks.
+    """
     device: torch.device | None = None
     error: FrontierError | None = None
     try:
@@ -62,7 +63,7 @@ def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -
     except DeviceError as refused:
         error = refused
         fact = refused.fact
-    except RuntimeError as failed:  # torch's, of a GPU that is broken or in use
+    except RuntimeError as failed:  # torch raises RuntimeError for a GPU that is broken or in use
         fact = str(failed).partition("\n")[0]
         fix = "exclude the node and report it to the site (rocm-smi or nvidia-smi there), or set train.device=cpu"
         rank = place.rank if place else 0
@@ -79,10 +80,11 @@ def find_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -
 
 
 def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None) -> torch.device:
-    """The CPU or this rank's GPU: the only visible one (srun --gpus-per-task=1), otherwise the one of its local rank.
+    """Select the CPU or this rank's GPU.
 
-    `train.device: cpu` is obeyed without any check. Raises DeviceError if the GPU is not the one that the machine file
-    states.
+    The GPU is the only visible one (srun --gpus-per-task=1), otherwise the one with the local rank as its index.
+    `train.device: cpu` selects the CPU without any check. Raises DeviceError if the GPU is not the one in the machine
+    file.
     """
     wanted = config.train.device
     if wanted == "cpu":
@@ -99,7 +101,7 @@ def choose_device(config: RunConfig, place: RankEnv | None, folder: Path | None)
             "CPUs without any check",
         )
     visible = torch.cuda.device_count()
-    # one is what a launcher shows that gives each rank its own
+    # a launcher that gives each rank its own GPU shows only one
     if place is not None and 1 < visible < place.local_world_size:
         raise DeviceError(
             f"{visible} GPUs",
@@ -140,7 +142,7 @@ def _check_build(config: RunConfig, expected: Device) -> None:
 
 
 def _expectation(config: RunConfig, expected: Device) -> str:
-    """'train.device=auto means an AMD GPU (gfx90a) on machine=frontier'."""
+    """Return, for example, 'train.device=auto means an AMD GPU (gfx90a) on machine=frontier'."""
     if expected.vendor == "none":
         return f"train.device={config.train.device} needs one"
     architecture = f" ({expected.architecture})" if expected.architecture else ""
@@ -151,16 +153,18 @@ def _expectation(config: RunConfig, expected: Device) -> str:
 
 
 def _use(index: int) -> None:
-    """Compute once on a GPU, so that one that is broken fails here. Raises RuntimeError with torch's message."""
+    """Compute once on a GPU, so that a broken GPU fails here. Raises RuntimeError with torch's message."""
     torch.ones(1, device=f"cuda:{index}").add_(1.0).item()
 
 
 def _take_gpu(place: RankEnv, folder: Path, properties: Any) -> None:
-    """Lock this rank's only GPU for this process, by its place on the bus. Raises DeviceError if another rank of the
-    job has it.
+    """Lock this rank's only GPU for this process, by its PCI bus address.
+
+    Raises DeviceError if another rank of the job holds the lock.
     """
     where = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if None in where:  # a torch older than 2.8; the communicator will refuse duplicates, later and in other words
+    # torch before 2.8 lacks these properties; the communicator refuses duplicate GPUs later, with another message
+    if None in where:
         return
     path = str(folder / f"gpu-{'-'.join(map(str, where))}.lock")
     if path in _LOCKS:
@@ -184,15 +188,15 @@ def _take_gpu(place: RankEnv, folder: Path, properties: Any) -> None:
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER = -1
-_LARGEST_KEPT_BYTES = 32 * MIB  # the most that glibc takes
+_LARGEST_KEPT_BYTES = 32 * MIB  # largest value that glibc accepts
 
 
 def keep_freed_memory() -> None:
-    """Keep freed blocks of up to 32 MiB in this process; does nothing where the C library is not glibc.
+    """Keep freed blocks of up to 32 MiB in this process. Does nothing if the C library is not glibc.
 
-    glibc gives the top of its heap back when twice its largest block is free there, which is so at each end of a
-    backward pass: a step of bench-l8-h384 in bf16 then met 38,000 pages for the first time and spent 3 to 5 % of its
-    CPU time on them.
+    By default glibc returns the top of its heap to the system when twice its largest block is free there. This happens
+    at the end of each backward pass. The 38,000 page faults of the next step then cost 3 to 5 % of its CPU time
+    (bench-l8-h384, bf16).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Held-out loss with the training layout: the same stages, played forward only."""
+"""Held-out loss with the training layout: the same stages run forward only."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def evaluate(
     samples: int,
     interrupted: Callable[[], bool],
 ) -> dict[str, float]:
-    """The loss of each held-out set under its name (nats per token); of the first also as `loss`, with its perplexity
-    and, where the text's size is known, bits per byte. Logged. Collective over the world.
+    """Return and log the loss of each held-out set under its name, in nats per token. Collective over the world.
 
-    Empty when `interrupted()`, asked after each global batch, said so.
+    The first set's loss is also returned as `loss`, with `perplexity`, and with `bits_per_byte` if the size of its text
+    is known. `interrupted()` is called after each global batch. If it returns True, the result is empty.
     """
     values: dict[str, float] = {}
     for split, source in sources.items():
@@ -56,11 +56,10 @@ def held_out_loss(
     samples: int,
     interrupted: Callable[[], bool],
 ) -> float | None:
-    """Mean loss in nats per token over the first samples of a held-out stream; every target that counts weighs the
-    same.
+    """Return the mean loss in nats per token over the first samples of a held-out stream. Collective over the world.
 
-    The number of samples is rounded up to whole global batches, so that every layout evaluates the same ones. None when
-    `interrupted()` after one of them. Collective over the world.
+    Every target that counts has the same weight. The number of samples is rounded up to complete global batches, so
+    that every layout evaluates the same samples. Returns None if `interrupted()` is True after one of the batches.
     """
     rounds = max(1, math.ceil(samples / state.config.batch.global_batch))
     feed = state.new_feed(source)
@@ -75,11 +74,14 @@ def held_out_loss(
         targets += counted
         if interrupted():
             return None
-    return loss_sum / max(1, targets)  # not a number where none counts
+    return loss_sum / max(1, targets)  # the sum is NaN if no target counts
 
 
 def _bytes_per_token(blend: tuple[DataSource, ...] | str) -> float | None:
-    """Over a whole held-out blend; None where the text's size is not recorded, or a part of it is not learnt."""
+    """Return the mean bytes per token of a held-out blend.
+
+    None if the size of the text is not recorded, or if some of its tokens do not count in the loss.
+    """
     if isinstance(blend, str) or any(IndexedDataset(source.path, scan=False).modes is not None for source in blend):
         return None
     metas = [read_meta(source.path) for source in blend]

@@ -1,4 +1,4 @@
-"""From the data room's numpy microbatches to the model's tensors on this rank's device."""
+"""Converts numpy microbatches of frontier_llm.data to tensors on this rank's device."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from frontier_llm.topology.grid import held_positions
 
 
 class BatchSource(Protocol):
-    """Where a rank's microbatches come from: data.loader.Batches, or a test's own."""
+    """Source of a rank's microbatches: data.loader.Batches, or a source of a test."""
 
     microbatches: int  # per step and replica
     reset_at_documents: bool
-    masks_targets: bool  # by documents, or as tokens that are read and not learnt
+    masks_targets: bool  # some targets do not count: at document boundaries, or because the tokens are only read
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
-        """Microbatch `index` of step `step` of this data-parallel rank."""
+        """Return microbatch `index` of step `step` for this data-parallel rank."""
 
     def sample_ids(self, step: int, index: int) -> range:
-        """The numbers of its samples in the run's data."""
+        """Return the sample numbers of this microbatch in the run's data."""
 
 
 class Feed:
-    """One rank's batches on its device. Stages between the ends of the pipeline read nothing, unless documents cut
-    attention.
+    """One rank's batches on its device.
+
+    A rank without the first or last stage reads nothing, unless attention is limited to documents.
     """
 
     def __init__(
@@ -46,10 +47,9 @@ class Feed:
         sequences_per_step: int = 0,
         drops: bool = False,
     ) -> None:
-        """`targets_per_step`: global batch x sequence, the count where no target is masked. `is_end`: this rank embeds
-        or has the head.
+        """`targets_per_step` is global batch × sequence length, the number of targets if none is masked.
 
-        `drops`: the model drops features in training.
+        `is_end`: this rank has the embedding or the head. `drops`: the model uses dropout in training.
         """
         self._sequences_per_step = sequences_per_step
         self._source = source
@@ -58,12 +58,13 @@ class Feed:
         self._device = device
         self._reads = is_end or source.reset_at_documents
         self._drops = drops
-        # called with a microbatch's index before it is read, and with None after
+        # Called with a microbatch's index before it is read, and with None afterwards.
         self.on_read: Callable[[int | None], object] = lambda index: None
 
     def step(self, step: int) -> Callable[[int], Microbatch]:
-        """Return the microbatches of a training step by number. Collective over the replicas if the source masks any
-        target.
+        """Return a function from index to microbatch of a training step.
+
+        Collective over the replicas if the source masks any target.
         """
         targets = self.count_targets(step)
 
@@ -77,7 +78,7 @@ class Feed:
         return microbatch
 
     def microbatch(self, step: int, index: int, global_targets: int | Tensor) -> Microbatch:
-        """The microbatch with the sequence first, of which nothing is dropped."""
+        """Return a microbatch with the sequence as its first dim, without sample numbers for dropout."""
         if not self._reads:
             return Microbatch(global_targets=global_targets, global_sequences=self._sequences_per_step)
         self.on_read(index)
@@ -95,11 +96,10 @@ class Feed:
         return batch
 
     def count_targets(self, step: int) -> int | Tensor:
-        """Targets of the step's global batch that count in the loss. Collective over the replicas if the source masks
-        any target.
+        """Return the number of targets of the step's global batch that count in the loss.
 
-        Their number is then on the device, where the loss is divided by it: the host need not wait for the sum over dp
-        and cp.
+        If the source masks any target, this is collective over the replicas. The number is then a tensor on the device,
+        so that the host need not wait for the sum over dp and cp.
         """
         if not self._source.masks_targets:
             return self._targets_per_step
@@ -107,14 +107,17 @@ class Feed:
         return all_reduce_(self._tensor(np.array([mine], np.int64)), self._mesh.replicas)[0]
 
     def _count(self, samples: SampleBatch) -> int:
-        """Targets that count among this rank's tokens."""
+        """Return the number of this rank's targets that count in the loss."""
         mask_BS = samples.loss_mask_BS
         if mask_BS is None:
             return samples.target_count // self._mesh.cp.size
         return int(self._held(mask_BS.T).sum())
 
     def held(self, rows: np.ndarray) -> Tensor:
-        """Of rows for a whole sequence those of this rank's tokens, on the device."""
+        """Return the rows of this rank's tokens, on the device.
+
+        `rows` has one row for each position of the sequence.
+        """
         return self._tensor(self._held(rows))
 
     def _held(self, rows: np.ndarray) -> np.ndarray:
@@ -124,8 +127,9 @@ class Feed:
         return np.concatenate([rows[part.start : part.stop] for part in held_positions(len(rows), cp.size, cp.rank)])
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        """On the device; through pinned memory to a GPU, because from ordinary memory the host would wait for the
-        copy's turn.
+        """Copy an array to the device.
+
+        A copy to a GPU goes through pinned memory. From pageable memory the host would wait for the copy.
         """
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type == "cpu":

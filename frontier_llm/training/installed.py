@@ -1,10 +1,11 @@
-"""The facts of this interpreter: torch, the requirements, our C++ libraries, the GPU kernels and the op back-ends.
+"""Facts of this interpreter: torch, the requirements, the C++ libraries, the GPU kernels and the op back-ends.
 
-    python -P -m frontier_llm.training.installed [ARCHITECTURE|none [-]]      prints the facts as one JSON line; -: a
-    run file follows on stdin
+    python -P -m frontier_llm.training.installed [ARCHITECTURE|none [-]]
 
-`submit`, the batch script and `doctor` run it in the interpreter of the ranks; a rank calls `installation`. Every part
-works without those before it: an interpreter without torch still gives the facts of the rest.
+prints the facts as one JSON line. With `-` it reads a run file from stdin.
+
+`submit`, the batch script and `doctor` run it in the interpreter of the ranks. A rank calls `installation`. Each part
+works without the parts before it: an interpreter without torch still reports the other facts.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ REQUIREMENTS = ("numpy", "yaml", "pydantic", "rich", "safetensors", "sentencepie
 
 
 def installation(architecture: str | None = None, run_text: str | None = None) -> Installation:
-    """Collect all facts. `architecture`, such as gfx90a, names the GPU kernels that are examined; `run_text` is a
-    run file's content.
+    """Collect all facts.
+
+    `architecture`, such as gfx90a, selects the GPU kernels that are examined. `run_text` is the content of a run file.
     """
     started_s = time.monotonic()
     torch = torch_facts()
@@ -64,7 +66,7 @@ def installation(architecture: str | None = None, run_text: str | None = None) -
 
 
 def torch_facts() -> TorchFacts:
-    """Version and build of torch, or why it cannot be imported."""
+    """Return version and build of torch, or the reason that it cannot be imported."""
     error = _import_error("torch")
     if error:
         return TorchFacts(version="", hip="", cuda="", path="", error=error)
@@ -80,7 +82,7 @@ def torch_facts() -> TorchFacts:
 
 
 def kernel_facts(architecture: str) -> KernelFacts:
-    """State of the code objects of one architecture. Needs `frontier_llm.ops`, hence torch."""
+    """Return the state of the code objects of one architecture. Needs `frontier_llm.ops`, hence torch."""
     from frontier_llm.ops.kernel_table import ARCHITECTURES
     from frontier_llm.ops.manifest import GPU_DIR, manifest_digest, read_manifest
 
@@ -94,9 +96,9 @@ def kernel_facts(architecture: str) -> KernelFacts:
 
 
 def provider_facts() -> dict[str, str]:
-    """By op back-end: why it cannot be used here, or ''. Needs torch.
+    """Return, for each op back-end, the reason that it cannot be used here, or ''. Needs torch.
 
-    Triton's back-end needs a GPU to be asked. A login node has none, so `kernel_facts` examines its code objects
+    Triton's back-end can only be checked on a GPU. A login node has none, so `kernel_facts` examines its code objects
     instead.
     """
     from frontier_llm.ops.providers import PROVIDERS
@@ -105,10 +107,10 @@ def provider_facts() -> dict[str, str]:
 
 
 def input_facts(run_text: str) -> InputFacts | None:
-    """Examine data, tokenizer and run directory of a run file; None if the interpreter lacks what reading the file
-    takes.
+    """Examine data, tokenizer and run directory of a run file.
 
-    Nothing stays behind: the probe of the run directory is written beside it if it does not exist yet.
+    Returns None if the interpreter lacks a module for reading the file. No file is left behind. If the run directory
+    does not exist yet, its nearest existing parent is probed.
     """
     from frontier_llm.config import load_run
     from frontier_llm.data.loader import data_problems
@@ -124,7 +126,10 @@ def input_facts(run_text: str) -> InputFacts | None:
 
 
 def _import_error(name: str) -> str:
-    """Why a module cannot be imported, in one line; ''. A broken torch raises any kind of exception."""
+    """Return the reason that a module cannot be imported, in one line, or ''.
+
+    A broken torch can raise any kind of exception.
+    """
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -134,7 +139,7 @@ def _import_error(name: str) -> str:
 
 
 def _library_error(name: str) -> str:
-    """Why a library of LIBRARIES cannot be used, or ''."""
+    """Return the reason that a library of LIBRARIES cannot be used, or ''."""
     try:
         load_library(name, {})
     except BackendError as error:
@@ -143,7 +148,7 @@ def _library_error(name: str) -> str:
 
 
 def _torch_ops() -> tuple[str, str]:
-    """(why the C++ ops cannot be used, the torch version that they were built for)."""
+    """Return (reason that the C++ ops cannot be used or '', the torch version that they were built for)."""
     import torch
 
     from frontier_llm.ops.native import load_cpu_library
@@ -151,13 +156,13 @@ def _torch_ops() -> tuple[str, str]:
     error = load_cpu_library()
     built_for = ""
     if not error:
-        with contextlib.suppress(AttributeError):  # a library of an older version of the package
+        with contextlib.suppress(AttributeError):  # the library is from an older version of the package
             built_for = str(torch.ops.frontier_llm.built_for())
     return error, built_for
 
 
 def main(words: list[str]) -> int:
-    """Print the facts. What a module prints while it is imported goes to stderr."""
+    """Print the facts. Output of modules at their import goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         architecture = words[0] if words and words[0] != "none" else None
         facts = installation(architecture, sys.stdin.read() if words[1:] == ["-"] else None)

@@ -1,4 +1,4 @@
-"""From "I am rank r of n" to a built rank: device, rendezvous, mesh, data, model."""
+"""Starts a rank: device, rendezvous, mesh, data and model."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from frontier_llm.units import plural
 def joined(
     config: RunConfig, place: RankEnv | None, recorded: bool = True
 ) -> Iterator[tuple[ParallelPlan, Mesh, torch.device]]:
-    """Join the job's ranks; leave the groups at the end, whatever happens.
+    """Join the job's ranks, and yield plan, mesh and device.
 
-    `recorded`: a failed start is written to the run directory. Raises FrontierError if a device cannot be used or the
-    ranks differ.
+    The process groups are left at the end, also after an error. `recorded`: a failed start is written to the run
+    directory. Raises FrontierError if a device cannot be used or the ranks differ.
     """
     world_size = place.world_size if place else 1
     log.set_rank(place.rank if place else 0, world_size)
@@ -76,18 +76,19 @@ def joined(
 
 @contextmanager
 def joined_state(config: RunConfig, place: RankEnv | None, draws: bool = True) -> Iterator[TrainState]:
-    """Join the job's ranks and build this rank's part of the run; `draws`: with initial weights, which no checkpoint
-    will replace.
+    """Join the job's ranks, build this rank's part of the run, and yield its state.
+
+    `draws` is False if a checkpoint will replace the initial weights, which are then not drawn.
     """
     with joined(config, place) as (plan, mesh, device):
         batches = open_batches(phases_of(config)[0].config, mesh.dp.rank, mesh.dp.size)
         state = build_state(config, plan, mesh, device, batches, draws)
         yield state
-        state.optimizer.settle()  # a rank that left with a gather under way would fail its peers
+        state.optimizer.settle()  # exiting during a gather would make the peers fail
 
 
 class _Job:
-    """What this rank knows of the job that started it, and the job's folder on this node."""
+    """Identity, secret and node-local folder of the job that started this rank."""
 
     def __init__(self, config: RunConfig, place: RankEnv) -> None:
         self.place = place
@@ -97,8 +98,9 @@ class _Job:
 
 @contextmanager
 def _known(config: RunConfig, place: RankEnv | None) -> Iterator[_Job | None]:
-    """The job of a process that a launcher has started; leaves its groups and removes what it has made outside of
-    the run at the end.
+    """Yield the job of a process that a launcher has started, or None.
+
+    At the end, leave the process groups and remove the files that this rank has made outside of the run directory.
     """
     job = _Job(config, place) if place else None
     try:
@@ -112,16 +114,16 @@ def _known(config: RunConfig, place: RankEnv | None) -> Iterator[_Job | None]:
 
 
 def _set_environment(config: RunConfig, job: _Job | None) -> bool:
-    """Set what RCCL, libfabric and MIOpen need on this machine if the command has not yet, and log each variable with
-    its origin.
+    """Set the variables that RCCL, libfabric and MIOpen need on this machine, and log each with its origin.
 
-    Raises ConfigError for a machine whose environment is unknown. Returns True if collectives must not use sockets.
+    Variables that the command has already set are kept. Raises ConfigError if the machine's environment is unknown.
+    Returns True if collectives must not use sockets.
     """
     if job is None:
         return False
     had_threads = environ("OMP_NUM_THREADS") is not None
     settings = set_rank_variables(config, job.place, job.folder)
-    if not had_threads:  # torch, which reads it, has been imported
+    if not had_threads:  # torch reads this variable at its import, which is over
         torch.set_num_threads(int(environ("OMP_NUM_THREADS") or 1))
     nodes = node_count(job.place)
     log.info(f"variables of the ranks for {environment_name(config.machine)} on {plural(nodes, 'node')}:")
@@ -136,8 +138,8 @@ def _set_environment(config: RunConfig, job: _Job | None) -> bool:
 
 
 def _check_network(mesh: Mesh, job: _Job) -> None:
-    """Raise BackendError when this node's collectives have fallen to sockets: RCCL's own log says what it uses."""
-    barrier(mesh.world)  # makes the communicator whose choice is logged
+    """Raise BackendError if this node's collectives use sockets, according to RCCL's log."""
+    barrier(mesh.world)  # creates the communicator whose transport RCCL logs
     if job.place.local_rank != 0:
         return
     path = Path(environ(RCCL_LOG) or "")
@@ -151,7 +153,7 @@ def _check_network(mesh: Mesh, job: _Job) -> None:
 
 
 def _by_node(config: RunConfig, place: RankEnv) -> bool:
-    """Whether rows go to experts in two stages, on nodes of this job's size."""
+    """Return True if rows are sent to experts in two stages, on nodes of this job's size."""
     if config.model.moe is None:
         return False
     numbers = replace(rates(load_machine(config.machine)), node_devices=place.local_world_size)
@@ -173,7 +175,7 @@ def _meeting(config: RunConfig, job: _Job) -> Meeting:
 
 
 def _start_store(config: RunConfig, job: _Job | None) -> None:
-    """On rank 0, let the store's process start while this rank prepares its device."""
+    """Start the store's process on rank 0, while this rank prepares its device."""
     if config.comm.store in ("direct", "node"):
         log.info(
             f"comm.store={config.comm.store} is read as auto: torch's TCPStore. comm.store=authenticated is the "
@@ -184,7 +186,7 @@ def _start_store(config: RunConfig, job: _Job | None) -> None:
 
 
 def _record_failed_start(run_dir: Path, failure: Failure) -> None:
-    """Write the failure of a start to the run directory. Nodes that are at fault are not used again."""
+    """Write the failure of a start to the run directory. Faulty nodes are excluded from later use."""
     write_failure(run_dir, failure, complete=True)
     if failure.excluded_hosts:
         try:
@@ -197,7 +199,7 @@ def _record_failed_start(run_dir: Path, failure: Failure) -> None:
 
 
 def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found, recorded: bool) -> Mesh:
-    """The mesh of all ranks, after they have agreed. Raises FrontierError if they have not."""
+    """Return the mesh of all ranks after they have agreed. Raises FrontierError if they have not."""
     alone = job is None or job.place.world_size == 1
     report = RankReport(node_name(), found.facts, "" if found.error is None else str(found.error))
     run_dir = Path(config.train.run_dir)
@@ -206,7 +208,7 @@ def _join(config: RunConfig, plan: ParallelPlan, job: _Job | None, found: Found,
         if recorded:
             _record_failed_start(run_dir, failure)
 
-    if found.error is not None and (alone or config.comm.backend == "mpi"):  # no store to agree through
+    if found.error is not None and (alone or config.comm.backend == "mpi"):  # there is no store for an agreement
         if job is not None and (failure := judge([report])):
             record(failure)
         raise found.error

@@ -1,4 +1,4 @@
-"""A rank's life: join, build, resume, train until the last step or a signal, evaluate, save, leave."""
+"""The training loop of a rank: join, build, resume, train until the last step or a signal, evaluate, save, leave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-# the first backward imports it, and sympy with it: not while the other ranks wait
 from torch import Tensor
 
 from frontier_llm import failpoints, log
@@ -51,32 +50,33 @@ from frontier_llm.training.step import StepResult, train_step
 from frontier_llm.training.tasks import evaluate_tasks, open_tasks
 from frontier_llm.units import strict_json
 
-# times train.timeout_s until a rank that has not begun ends: a start may build indices, and ranks may queue for files
+# A rank that has not started after this multiple of train.timeout_s exits. A start may build indices, and ranks may
+# wait for files.
 START_TIMEOUTS = 3
 
 
 def train(config: RunConfig, place: RankEnv | None, signals: SignalWatcher, resume: Resume = AS_BEFORE) -> int:
     """Train this rank's part of the run to its end. Returns 0 when done, EXIT_INTERRUPTED after a save at a signal.
 
-    `signals` has been entered by the caller, as early as it could, so that one during start-up is heard too.
+    The caller must have entered `signals` as early as possible, so that a signal during start-up is handled too.
     """
     failpoints.arm(environ("FRONTIER_LLM_FAILPOINTS", "") or "", place.rank if place else 0)
     hit("train.start")
-    # torch's store waits for ever for a rank 0 that is stopped, and the watchdog begins when all have met
+    # TCPStore has no timeout if rank 0 is stopped, and the watchdog is not running yet.
     faulthandler.dump_traceback_later(START_TIMEOUTS * config.train.timeout_s, exit=True, file=2)
-    # 175B on 64 devices is 2.7 billion numbers for each: not drawn where a checkpoint replaces them
+    # Do not draw weights that a checkpoint replaces: 175B on 64 devices is 2.7 billion numbers per device.
     draws = not is_there(checkpoints_folder(config.train))
     try:
         with joined_state(config, place, draws) as state:
             watchdog = Watchdog(config.train, state.mesh)
-            with watchdog.guarding():  # sets the timer anew
+            with watchdog.guarding():  # replaces the timer set above
                 return _Session(config, state, resume, watchdog, signals, draws).run()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
 class _Session:
-    """What one process of the run holds from start to end."""
+    """State of one process of the run from start to end."""
 
     def __init__(
         self,
@@ -87,8 +87,9 @@ class _Session:
         signals: SignalWatcher,
         drawn: bool = True,
     ) -> None:
-        """`config` is the whole run's, `state` in one of its phases. `drawn`: the weights are initial ones;
-        otherwise they are nothing yet.
+        """`config` is the configuration of the complete run, and `state` is in one of its phases.
+
+        `drawn` is True if the weights are initial ones. Otherwise they have no values yet.
         """
         self.state = state
         self.config = config
@@ -100,7 +101,7 @@ class _Session:
         self.is_first = world.rank == 0
         self.validation = _validation(state)
         self.tasks = open_tasks(config)
-        self.metrics: Metrics | None = None  # of rank 0
+        self.metrics: Metrics | None = None  # only on rank 0
         self.datasets = _datasets(config, state)
         self.observers = observers.make(self.config, world.rank)
         self.replicas = ReplicaCheck(state.optimizer, state.mesh)
@@ -116,7 +117,7 @@ class _Session:
         self.skips = Skips(self.config.guard, self.decisions, self.checkpoints)
 
     def run(self) -> int:
-        """The whole of it, whatever happens told to the observers."""
+        """Run to the end. Observers are closed in every case."""
         try:
             return self._run()
         finally:
@@ -124,7 +125,7 @@ class _Session:
                 observer.close()
 
     def _run(self) -> int:
-        """Resume where the newest intact checkpoint stopped, and go on."""
+        """Resume from the newest intact checkpoint, and train."""
         self._resume()
         if self.is_first:
             self._write_run_files()
@@ -143,7 +144,7 @@ class _Session:
             self.checkpoints.close(verify=finished)
         if self.metrics is not None:
             self.metrics.close()
-        if not finished and not environ("SLURM_JOB_ID"):  # a job's supervisor goes on by itself
+        if not finished and not environ("SLURM_JOB_ID"):  # in a Slurm job, the supervisor continues the run
             stop = self.run_dir / STOP_FILE
             first = f"delete {stop}, then " if stop.exists() else ""
             log.info(
@@ -157,7 +158,7 @@ class _Session:
             progress = self.checkpoints.newest(self.resume.strict)
         if progress is not None:
             restore(self.state, progress)
-        # some rank had seen a checkpoint that is gone
+        # some rank has not drawn its weights, because it found a checkpoint that is gone now
         elif maximum([not self.drawn], self.state.mesh.world, self.state.device)[0]:
             draw_masters(self.state.optimizer, self.config.train.seed, working_dtype(self.config.precision.dtype))
         self._count_durations()
@@ -172,7 +173,7 @@ class _Session:
             log.info(f"after step {self.state.current_step}: {self.resume.leave_out} samples are left out")
 
     def _restart_source(self, path: str) -> None:
-        """Raises ConfigError for a dataset that the run does not train on."""
+        """Read a dataset from its beginning again. Raises ConfigError if the run does not train on it."""
         if path not in self.datasets:
             raise ConfigError(
                 f"{path!r} is no dataset of this run", suggest(path, list(self.datasets)), "--restart-source"
@@ -188,7 +189,7 @@ class _Session:
         )
 
     def _train_until_end(self) -> bool:
-        """False when a signal or STOP ended it; all ranks agree on the step."""
+        """Train until the last step. Returns False if a signal or STOP ended the run; all ranks agree on the step."""
         state = self.state
         train = self.config.train
         if self.wishes.stop() or (state.current_step == 0 and not self._evaluate()):
@@ -215,7 +216,9 @@ class _Session:
         return True
 
     def _count_durations(self) -> None:
-        """Durations in tokens become steps, counted from what the run has done: its batch may have changed since."""
+        """Convert durations in tokens to steps, counted from the steps done, because the batch size may have changed
+        since.
+        """
         self.config = resolved(self.config, self.state.position.steps_done)
         self.state.phases = phases_of(self.config)
 
@@ -236,7 +239,9 @@ class _Session:
             log.info(f"after step {self.state.current_step}: {phase.describe()}")
 
     def _enter(self, phase: RunPhase, left_out_samples: int = 0) -> None:
-        """Train in `phase` from here on: at the start, at a border, and after a rewind, which leaves samples out."""
+        """Train in `phase` from now on. Called at the start, at a phase change, and after a rewind, which skips
+        samples.
+        """
         state = self.state
         dp = self.state.mesh.dp
         position = state.position.enter(wanted(phase.config, self.datasets))
@@ -251,7 +256,7 @@ class _Session:
             self.metrics.data(state)
 
     def _step(self) -> Wish:
-        """Returns what any rank has been asked for."""
+        """Run one step and its reports. Returns the requests that any rank has received."""
         step = self.state.current_step
         hit("train.step")
         for observer in self.observers:
@@ -263,7 +268,7 @@ class _Session:
         if self.metrics is not None:
             self.metrics.step(
                 step, result, self.state.skipped_steps, self.state.position
-            )  # before any event: an event restarts the step's clock
+            )  # record the step before any event, because an event restarts the step's clock
         for straggler in stragglers:
             log.info(f"straggler at step {step}: {straggler}")
             if self.metrics is not None:
@@ -278,7 +283,7 @@ class _Session:
         return result.wish
 
     def _judge(self, step: int, result: StepResult) -> None:
-        """Nothing for a step that was taken; a skipped one may send the run back to a checkpoint."""
+        """Handle a skipped step, which may send the run back to a checkpoint."""
         if not result.skipped:
             self.skips.accepted()
             return
@@ -288,14 +293,14 @@ class _Session:
             restore(self.state, back)
             self._count_durations()
             phase = self._next_phase()
-            # what earlier rewinds have left out since that checkpoint stays left out
+            # Samples that earlier rewinds have left out since that checkpoint stay left out.
             samples = earlier - self.state.position.samples_left_out
             samples += self.config.guard.rewind_skip_steps * phase.config.batch.global_batch
             if self.metrics is not None:
                 self.metrics.go_back(back.step)
             self._enter(phase, samples)
             self.skips.rewound(step, self.state.current_step, self.state.position.samples_left_out, samples)
-            # at once, so that a crash from here on does not run into the spike again
+            # Save at once, so that a restart after a crash does not reach the spike again.
             self._finish_save()
 
     def _look_for_wrong_arithmetic(self, recompute: Recompute) -> None:
@@ -305,7 +310,7 @@ class _Session:
                 self.decisions.add(self.state.current_step, "wrong arithmetic", **asdict(finding))
 
     def _evaluate(self) -> bool:
-        """False when a signal or STOP cut it short."""
+        """Evaluate held-out loss and tasks. Returns False if a signal or STOP interrupted the evaluation."""
         if self.validation:
             with self.watchdog.section("evaluate"):
                 values = evaluate(self.state, self.validation, self.config.train.eval_samples, self.wishes.stop)
@@ -323,7 +328,7 @@ class _Session:
         return True
 
     def _keep_if_best(self, losses: Mapping[str, float]) -> None:
-        """Save a step at once if its held-out loss is the lowest so far. The commit lets BEST name it."""
+        """Save this step at once if its held-out loss is the lowest so far. The commit then makes BEST name it."""
         state = self.state
         name = self.config.train.keep_best
         loss = losses.get("loss" if name == "validation" else name or "")
@@ -333,18 +338,18 @@ class _Session:
         self._begin_save()
 
     def _begin_save(self) -> None:
-        """Copy the state and write it while training goes on. The first failure in a row is only logged."""
+        """Copy the state, and write it while training continues. A first failure in a row is only logged."""
         with self.checkpoints.tolerating_one_failure():
             self._start_save()
         self._advance_save()
 
     def _finish_save(self) -> None:
-        """Have this step on disk. Every failure is raised, because no other save would follow."""
+        """Save this step and wait until it is on disk. Every failure is raised, because no other save would follow."""
         self._start_save()
         self._log_saved(self.checkpoints.finish(verify=False))
 
     def _start_save(self) -> None:
-        """Nothing if this step is on disk or being written."""
+        """Start to save this step, unless it is on disk or being written."""
         step = self.state.current_step
         if self.checkpoints.newest_step == step:
             return
@@ -354,7 +359,7 @@ class _Session:
         self.checkpoints.begin(progress_of(self.state, self.decisions.rewinds))
 
     def _advance_save(self) -> None:
-        """Move the save under way on. The first failure in a row is only logged."""
+        """Advance the running save. A first failure in a row is only logged."""
         save = self.checkpoints.under_way
         if save is not None:
             with self.checkpoints.tolerating_one_failure():
@@ -366,7 +371,7 @@ class _Session:
         log.info(f"saved {saved.path}")
         if self.metrics is not None:
             self.metrics.event("save", saved.step, {"path": str(saved.path)})
-            self.metrics.communication()  # for `status` of a run that goes on
+            self.metrics.communication()  # for `status` of a running job
 
     def _write_run_files(self) -> None:
         names = plugins.below(self.config.plugins, self.run_dir)
@@ -375,9 +380,9 @@ class _Session:
 
 
 def _local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:
-    """Forward and backward of the current step over `feed`: this rank's unsummed gradients by parameter.
+    """Run forward and backward of the current step over `feed`. Returns this rank's unsummed gradients by parameter.
 
-    Changes nothing but the gradient buffers; for the native engine alone.
+    Changes only the gradient buffers. Only the native engine supports it.
     """
     sync = state.sync
     assert isinstance(sync, GradientSync)
@@ -389,27 +394,30 @@ def _local_gradients(state: TrainState, feed: Feed) -> dict[str, Tensor]:
 
 
 def _recompute(state: TrainState) -> Recompute:
-    """Over the batches of data-parallel rank 0, on every replica."""
+    """Return the check that recomputes the batches of data-parallel rank 0 on every replica."""
     batches = open_run_batches(state.config, state.position, state.current_step, 0, state.mesh.dp.size)
     feed = state.new_feed(batches)
     return Recompute(lambda: _local_gradients(state, feed), state.mesh)
 
 
 def _validation(state: TrainState) -> dict[str, Batches]:
-    """Of each held-out set by name."""
+    """Return the batches of each held-out set by name."""
     dp = state.mesh.dp
     return {split: open_batches(state.config, dp.rank, dp.size, split) for split in state.config.data.held_out}
 
 
 def _datasets(config: RunConfig, state: TrainState) -> dict[str, Dataset]:
-    """What the run trains on by path, read by rank 0. Collective over the world."""
+    """Return the run's datasets by path, as read by rank 0. Collective over the world."""
     found = datasets_of([config]) if state.mesh.world.rank == 0 else {}
     found = broadcast_json(found, state.mesh.world, state.device)
     return {path: Dataset(*dataset) for path, dataset in found.items()}
 
 
 def _job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Dataset]) -> JobFacts:
-    """What checkpoints record of this job. Only rank 0, which writes the manifest, looks at environment and plugins."""
+    """Return the facts of this job for checkpoints.
+
+    Only rank 0, which writes the manifest, records environment and plugins.
+    """
     is_first = state.mesh.world.rank == 0
     return JobFacts(
         config=config.model_dump(mode="json"),
@@ -423,5 +431,5 @@ def _job_facts(config: RunConfig, state: TrainState, datasets: Mapping[str, Data
 
 
 def _due(step: int, interval: int, last: int) -> bool:
-    """After every `interval` steps; the end has its own."""
+    """Return True after every `interval` steps, except at the last step, which is handled separately."""
     return bool(interval) and step % interval == 0 and step < last

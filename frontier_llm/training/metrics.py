@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON line and one grep-able log line per logged step; observers are told the same."""
+"""The records of a run: one JSON line and one log line per logged step. Observers receive the same values."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Throughput:
 
     step_time_s: float
     tokens_per_s: float  # of the whole job
-    model_tflops: float  # per device; model FLOPs: recomputation is not counted
-    mfu: float | None  # share of the device's peak; None when the peak is not known
+    model_tflops: float  # per device; counts model FLOPs, without recomputation
+    mfu: float | None  # share of the device's peak; None if the peak is not known
 
 
 class Metrics:
-    """Written by global rank 0, only ever appended to; each line carries the incarnation that wrote it.
+    """Writes metrics.jsonl on global rank 0. Lines are only appended, and each has the incarnation that wrote it.
 
-    A line of kind `start` or `rewind` takes back what earlier lines say of later steps: `cluster.run_dir.rows` reads it
-    so, and observers are told the same. It also says on which layout the steps after it run, as an attempt may have
-    another than the one before.
+    A line of kind `start` or `rewind` invalidates earlier lines about later steps. `run.run_dir.rows` drops those
+    lines, and observers receive the same line. The line also records the layout of the steps after it, because each
+    attempt may use another layout.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class Metrics:
         done_steps: int,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """Go on after `done_steps` steps in the run's directory; `config` is the whole run's."""
+        """Continue after `done_steps` steps in the run's directory. `config` is the configuration of the complete
+        run.
+        """
         self._train = config.train
         self._phases = phases_of(config)
         self._world_size = world_size
@@ -66,14 +68,14 @@ class Metrics:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lines = open_lines(run_dir / "metrics.jsonl")
         self._write("start", done_steps, {"layout": self._layout})
-        # when the steps since the last record began; when `_first_step` did
+        # start of the steps since the last record; start of `_first_step`
         self._since = self._started = time.perf_counter()
         self._steps_since = 0
         self._first_step = done_steps
         self._last_step = done_steps
 
     def _follow(self, phase: RunPhase) -> None:
-        """From here on steps are as long as those of this phase; a record is of one phase's alone."""
+        """Use the sizes of this phase from now on. A record never covers two phases."""
         self._phase = phase
         self._flops_per_token = model_flops_per_token(phase.config.model)
 
@@ -88,17 +90,17 @@ class Metrics:
         )
 
     def enter(self, state: TrainState) -> None:
-        """`state` has another engine and feed."""
+        """Follow `state`, which has a new engine and feed."""
         self._follow(phase_at(self._phases, state.current_step))
         self._clock.attach(state)
 
     def data(self, state: TrainState) -> None:
-        """What is read from here on, for `data show`."""
+        """Record the position in the data from which the run reads from now on, for `data show`."""
         position = state.position.model_dump(mode="json")
         self._write("data", state.current_step, {"position": position, "global_batch": state.config.batch.global_batch})
 
     def phase(self, state: TrainState) -> None:
-        """Another phase has begun."""
+        """Record that another phase has begun."""
         model = state.config.model
         batch = state.config.batch
         values = {
@@ -109,8 +111,9 @@ class Metrics:
         self.event("phase", state.current_step, values)
 
     def step(self, step: int, result: StepResult, skipped_steps: int, position: Position) -> None:
-        """Account for finished step `step` (0-based) and, every log_interval, write it down. `position`: in the
-        data, after it.
+        """Count the finished step `step` (counted from 0), and record it every log_interval steps.
+
+        `position` is the position in the data after the step.
         """
         self._steps_since += 1
         self._last_step = step + 1
@@ -128,27 +131,27 @@ class Metrics:
             {
                 **{
                     name: value for name, value in asdict(result).items() if name != "wish" and value != {}
-                },  # no further losses, no experts: no entry
+                },  # fields without values (no further losses, no experts) are left out
                 **asdict(speed),
                 "consumed_samples": position.samples,
                 "consumed_tokens": position.tokens,
                 "skipped_steps": skipped_steps,
                 "memory_gib": memory_gib(),
-                "phases_s": phases_s,  # per step, of this rank
+                "phases_s": phases_s,  # seconds per step, of this rank
             },
         )
         per_step_s = (now - self._started) / (step + 1 - self._first_step)
         self._print(step + 1, result, speed, eta_s=(train.steps - step - 1) * per_step_s)
 
     def event(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Anything that is not a training step: an evaluation, a save, a resume."""
+        """Record an event that is not a training step: an evaluation, a save, a resume."""
         self._write(kind, step, values)
-        if self._steps_since == 0:  # what an event costs is not the next step's time
+        if self._steps_since == 0:  # the time of an event does not count for the next step
             self._since = time.perf_counter()
             self._clock.take()
 
     def go_back(self, step: int) -> None:
-        """The run has returned to where `step` steps were done."""
+        """Record that the run has returned to the state after `step` steps."""
         self._write("rewind", step, {"layout": self._layout})
         self._since = self._started = time.perf_counter()
         self._steps_since = 0
@@ -156,22 +159,22 @@ class Metrics:
         self._clock.take()
 
     def communication(self) -> None:
-        """Write down what has been communicated so far."""
+        """Record the communication so far."""
         moved = self._clock.communication()
         if moved["operations"]:
             self._write("communication", self._last_step, {"rank": 0, **moved})
 
     def close(self) -> None:
-        """Write down what was communicated, flush and close."""
+        """Record the communication, flush and close."""
         self.communication()
         self._lines.close()
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         row = {"kind": kind, "step": step, "incarnation": self._incarnation, "time": round(time.time(), 3), **values}
         try:
-            # unbuffered: one write, so that a kill leaves a whole line or none
+            # Unbuffered, so that a line is one write: a kill leaves a complete line or none.
             self._lines.write((strict_json(row, indent=None) + "\n").encode())
-        except OSError as error:  # as a failed save, a full disk does not end the run
+        except OSError as error:  # like a failed save, a full disk does not end the run
             log.warn(f"a line of metrics.jsonl is lost: {error.strerror}")
         for observer in self._observers:
             try:
@@ -192,22 +195,23 @@ class Metrics:
 
 
 def layout_of(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """How the run is split over `world_size` ranks, in the words of its configuration."""
+    """Return the layout of the run on `world_size` ranks, with the names of the configuration keys."""
     parallel = config.parallel
     data = world_size // parallel.model_ranks
     return {**parallel.model_dump(mode="json"), "data": data, "micro_batch": config.batch.micro_batch}
 
 
 def metrics_of(config: RunConfig, state: TrainState, incarnation: int, observers: Sequence[Observer]) -> Metrics:
-    """From where the state is; its phases are timed from here on."""
+    """Return the metrics that continue at the state's current step. The timing of phases starts now."""
     clock = PhaseClock(state.mesh.ledger)
     clock.attach(state)
     return Metrics(config, state.mesh.world.size, clock, incarnation, state.current_step, observers)
 
 
 def peak_tflops(config: RunConfig) -> float | None:
-    """One device's peak, for MFU: the run's own value, else the machine file's unless that is only an estimate (a
-    laptop's).
+    """Return one device's peak for MFU: the run's own value, else the value of the machine file.
+
+    None if the machine file's value is only an estimate, as on a laptop.
     """
     if config.train.peak_tflops is not None:
         return config.train.peak_tflops
@@ -216,7 +220,7 @@ def peak_tflops(config: RunConfig) -> float | None:
 
 
 def memory_gib() -> float:
-    """Peak memory of this rank: the device's on a GPU, else the process'."""
+    """Return the peak memory of this rank in GiB: device memory on a GPU, otherwise memory of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

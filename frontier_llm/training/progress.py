@@ -1,6 +1,4 @@
-"""The scalars that a run continues from, between the training state and a checkpoint; the tensors are the checkpoint
-room's.
-"""
+"""Converts the scalars of a run between the training state and a checkpoint. `checkpoint/` saves the tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +12,20 @@ from frontier_llm.training.build import BestLoss, TrainState
 
 @dataclass(frozen=True)
 class Resume:
-    """How the user wants to continue."""
+    """The user's choices for a resumed run."""
 
-    strict: bool = False  # a damaged newest checkpoint stops the run instead of falling back to the one before
-    allow_changes: tuple[str, ...] = ()  # keys of the configuration that may change the mathematics
-    leave_out: int = 0  # samples that nothing is trained on, from where the run goes on
+    strict: bool = False  # If the newest checkpoint is damaged, stop instead of loading the one before.
+    # Configuration keys that the user allows to change, although this may change the mathematics.
+    allow_changes: tuple[str, ...] = ()
+    leave_out: int = 0  # samples to skip from the position at which the run continues
     restart_sources: tuple[str, ...] = ()  # paths of datasets that are read from their beginning, in another order
 
 
-AS_BEFORE = Resume()  # with the values of the checkpoint
+AS_BEFORE = Resume()  # default: continue without changes
 
 
 def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
-    """Where the run is now; `rewinds` are those of its course so far."""
+    """Return the progress of the run. `rewinds` lists its rewinds so far."""
     best = {} if state.best is None else {"best": asdict(state.best)}
     return Progress(
         step=state.current_step,
@@ -42,7 +41,7 @@ def progress_of(state: TrainState, rewinds: list[dict[str, Any]]) -> Progress:
 
 
 def restore(state: TrainState, progress: Progress) -> None:
-    """Put the scalars back."""
+    """Copy the scalars of a checkpoint into the training state."""
     state.current_step = progress.step
     state.skipped_steps = progress.skipped_steps
     state.optimizer.updates = progress.optimizer_updates
@@ -50,4 +49,4 @@ def restore(state: TrainState, progress: Progress) -> None:
     state.scaler.clean_steps = progress.scaler_clean_steps
     state.spikes.restore(progress.policy)
     state.best = BestLoss(**progress.policy["best"]) if "best" in progress.policy else None
-    state.position = progress.position or START  # weights that were imported have none
+    state.position = progress.position or START  # imported weights have no position

@@ -1,5 +1,7 @@
-"""Routers of a step: figures for the metrics, the selection bias that evens the load (arXiv:2408.15664), and a watch
-for routers that send all tokens to one expert.
+"""Router statistics of a step, the update of the selection bias, and the detection of collapsed routers.
+
+The selection bias evens the experts' load (arXiv:2408.15664). A router has collapsed if it sends nearly all tokens to
+one expert.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from frontier_llm.model import Stage
 
 
 def summary(load_LE: Tensor, model: ModelConfig) -> dict[str, Any]:
-    """For people, from `model.experts.Routed.load` summed over the step: rows of each expert over all layers, and
-    figures of each layer.
+    """Return the figures of the metrics from `model.experts.Routed.load`, summed over the step.
+
+    They are the rows of each expert over all layers, and figures of each layer.
     """
     assert model.moe is not None
     rows_LE = load_LE[:, :-2]
@@ -29,16 +32,16 @@ def summary(load_LE: Tensor, model: ModelConfig) -> dict[str, Any]:
         "largest_over_mean": (rows_LE.amax(1) / rows_LE.mean(1)).tolist(),
         "smallest_over_mean": (rows_LE.amin(1) / rows_LE.mean(1)).tolist(),
         "dropped_share": float(dropped_L.sum() / rows_LE.sum()),
-        "entropy": (entropy_L / tokens).tolist(),  # nats; log E where all experts score alike
+        "entropy": (entropy_L / tokens).tolist(),  # nats; log E if all experts have equal scores
     }
 
 
 @torch.no_grad()
 def tell_routers(stages: Iterable[Stage], load_LE: Tensor) -> None:
-    """The load of the step's global batch, the same on all replicas: for the balance of the next, and for the selection
-    bias.
+    """Update the routers from the load of the step's global batch, which is the same on all replicas.
 
-    That moves towards experts that had less than the mean, by one rate whatever the distance.
+    The next step's balance loss uses this load. The selection bias of each expert moves by `bias_rate`: up if the
+    expert had less than the mean load, down if it had more.
     """
     for stage in stages:
         for layer, router in stage.routers():
@@ -49,13 +52,13 @@ def tell_routers(stages: Iterable[Stage], load_LE: Tensor) -> None:
                 router.bias.add_(torch.sign(rows_E.mean() - rows_E).to(router.bias.dtype), alpha=router.moe.bias_rate)
 
 
-SHARE = 0.8  # of all tokens that go to one expert
-PATIENCE = 20  # steps in a row: routers sway at the beginning, and come back
+SHARE = 0.8  # share of all tokens that one expert receives
+PATIENCE = 20  # consecutive steps; in early training routers can exceed SHARE for a few steps and recover
 
 
 @dataclass(frozen=True)
 class CollapsedRouter:
-    """A layer whose busiest expert has had this share of all tokens for PATIENCE steps."""
+    """A layer whose busiest expert has had at least SHARE of all tokens for PATIENCE consecutive steps."""
 
     layer: int
     token_share: float
@@ -69,16 +72,19 @@ class CollapsedRouter:
 
 
 class RouterWatch:
-    """Judges each step by the figures of train.routing; the same on every rank."""
+    """Detects collapsed routers from the figures of each step. The result is the same on every rank."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._layers = model.routed_layers
-        # largest over mean where all tokens go to one
+        # value of largest_over_mean if all tokens go to one expert
         self._most = 0.0 if model.moe is None else model.moe.experts / model.moe.top_k
         self._in_a_row = dict.fromkeys(self._layers, 0)
 
     def step(self, routing: Mapping[str, Any]) -> Sequence[CollapsedRouter]:
-        """Routers of which it can be said from this step on; each once, until it recovers."""
+        """Return the routers that count as collapsed from this step on.
+
+        A router is reported once, and again only after a recovery.
+        """
         found = []
         for layer, largest in zip(self._layers, routing.get("largest_over_mean", ()), strict=False):
             share = largest / self._most

@@ -1,4 +1,4 @@
-"""THE training step: forward and backward through the pipeline, sum the gradients, clip, update."""
+"""One training step: forward and backward through the pipeline, gradient sums, clipping, update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from frontier_llm.training.build import TrainState
 from frontier_llm.training.guard import Wish
 from frontier_llm.training.routing import summary, tell_routers
 
-# names of the step's own sums; the prefix distinguishes them from names of losses
+# Names of the step's own sums. The prefix distinguishes them from names of losses.
 SQUARED_NORM = "step.squared_norm"
 STOP = "step.stop"
 SAVE = "step.save"
@@ -26,38 +26,41 @@ SAVE = "step.save"
 
 @dataclass(frozen=True)
 class StepResult:
-    """What happened in one step; the same on every rank."""
+    """Result of one step. It is the same on every rank."""
 
     loss: float  # mean over the step's global batch, nats per token
     gradient_norm: float  # before clipping, unscaled
     learning_rate: float
     loss_scale: float
-    skipped: bool  # nothing was updated, anywhere: loss or gradient was not finite, or a spike
-    spike: bool = False  # both were finite, but far from those of the steps before (guard.spike_sigmas)
-    # by name, without their weights (train.loss_weights)
+    skipped: bool  # True: no rank has updated. Loss or gradient was not finite, or this is a spike.
+    # Loss and gradient are finite, but far above the values of the last steps (guard.spike_sigmas).
+    spike: bool = False
+    # by name, before multiplication by train.loss_weights
     further_losses: Mapping[str, float] = field(default_factory=dict)
-    routing: Mapping[str, Any] = field(default_factory=dict)  # load of the experts (train.routing)
+    routing: Mapping[str, Any] = field(default_factory=dict)  # load of the experts (training.routing.summary)
     wish: Wish = field(default_factory=Wish)  # requests that any rank received
 
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over all ranks; the same on every rank."""
+    """Sums over all ranks. They are the same on every rank."""
 
     loss: float  # mean over the global batch, nats per token
-    further_losses: Mapping[str, float]  # by name, without their weights
-    squared_norm: float  # of the gradient, times the squared loss scale
+    further_losses: Mapping[str, float]  # by name, before multiplication by their weights
+    squared_norm: float  # squared norm of the gradient, times the squared loss scale
     wish: Wish  # requests that any rank received
-    load_LE: Tensor | None  # rows of each expert by layer, on the device (model.experts.Routed.load)
+    # rows per expert, entropy and dropped rows of each layer (model.experts.Routed.load); on the device
+    load_LE: Tensor | None
 
 
 def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult:
-    """One optimizer step over the global batch. Collective over the world. `wish()` returns the requests that this
-    rank has received.
+    """Run one optimizer step over the global batch. Collective over the world.
 
-    A loss or gradient that is not finite on any rank reaches every rank through the one sum below, so all ranks take
-    the same decision. Weights and optimizer state then stay as they are, the step counts as skipped, and fp16's loss
-    scale is halved.
+    `wish()` returns the requests that this rank has received.
+
+    A loss or gradient that is not finite on any rank makes the sum over all ranks not finite. All ranks therefore take
+    the same decision. Weights and optimizer state then stay unchanged, and the step counts as skipped. With fp16 the
+    loss scale is halved.
     """
     optimizer = state.optimizer
     scaler = state.scaler
@@ -74,7 +77,7 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
     is_finite = math.isfinite(norm) and math.isfinite(sums.loss)
     is_spike = is_finite and state.spikes.is_spike(sums.loss, norm)
     is_skipped = is_spike or not is_finite
-    # read before the update is queued, so that the host does not wait for it
+    # Read before the update is queued, so that the host does not wait for the update.
     routing = {} if sums.load_LE is None else summary(sums.load_LE, state.config.model)
     lr = learning_rate(config, state.current_step, state.config.train.steps)
     if is_skipped:
@@ -101,16 +104,18 @@ def train_step(state: TrainState, wish: Callable[[], Wish] = Wish) -> StepResult
 
 
 def sum_over_world(mesh: Mesh, losses: Mapping[str, Tensor], squared_norm: Tensor, wish: Wish) -> StepSums:
-    """Sum what the ranks must know of each other, in one fp64 collective. The host waits for the device here, and
-    nowhere else in a step.
+    """Sum losses, gradient norm, requests and expert load over all ranks in one fp64 collective.
+
+    This is the only place in a step at which the host waits for the device.
 
     Only last stages have a loss, and the tp ranks of a stage have the same loss. Only tp rank 0's loss is counted. The
-    other ranks add 0 x loss, so that a NaN on any rank still reaches the sum. The experts' load is each rank's own.
+    other ranks add 0 × loss, so that a NaN on any rank still reaches the sum. Each rank adds the load of the tokens
+    that it routed itself.
     """
     is_counted = mesh.tp.rank == 0
     addends = {name: loss * is_counted for name, loss in losses.items() if name != LOAD}
     addends[SQUARED_NORM] = squared_norm
-    # filled on the device: a copy from the host would wait
+    # Fill on the device, because a copy from the host would wait.
     addends[STOP] = squared_norm.new_full((), float(wish.stop))
     addends[SAVE] = squared_norm.new_full((), float(wish.save))
     numbers = torch.stack(list(addends.values()))

@@ -1,5 +1,6 @@
-"""In-context tasks while training: the options of their questions, packed into samples, are played forward by the
-training stages.
+"""In-context tasks during training: the training stages run forward over the options of the questions.
+
+The options are packed into samples.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from frontier_llm.training.build import TrainState
 
 
 class PackedTexts:
-    """A sample stream of (context, continuation), as many as fit into each sample, as documents that do not see each
-    other.
+    """A sample stream of (context, continuation) texts, packed into samples.
+
+    The texts of a sample are separate documents, which do not attend to each other.
     """
 
-    masked = True  # of a text its continuation alone counts
+    masked = True  # only the continuation of a text counts in the loss
 
     def __init__(self, pairs: Sequence[Pair], sequence_length: int, most: int | None = None) -> None:
-        """What does not fit into a sample by itself is cut from the left; `most` texts in each (None: no bound)."""
+        """`most` limits the number of texts in each sample; None means no limit.
+
+        A text that is longer than a sample is truncated from the left.
+        """
         self.sequence_length = sequence_length
         self._texts = [[*context, *continuation][-(sequence_length + 1) :] for context, continuation in pairs]
         self._counted = [len(continuation) for _, continuation in pairs]
@@ -55,7 +60,9 @@ class PackedTexts:
         tokens_S1: NDArray[np.int64],
         learnt_S1: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.int64]:
-        """See SampleStream; past the last text nothing counts."""
+        """Write sample `k` and its mask, and return the lengths of its documents. Samples after the last text are
+        masked.
+        """
         assert learnt_S1 is not None
         tokens_S1[:] = 0
         learnt_S1[:] = False
@@ -71,10 +78,13 @@ class PackedTexts:
         return np.array([*lengths, len(tokens_S1) - end], np.int64)
 
     def origin(self, k: int, place: int) -> None:
-        """See SampleStream: texts of questions lie in no dataset."""
+        """Return None, because texts of questions lie in no dataset."""
 
     def texts_of_targets(self, k: int) -> NDArray[np.int64]:
-        """Of each target of a sample the number of its text; some text's where none counts."""
+        """Return the number of the text of each target of a sample.
+
+        For a target that does not count, the number is any text's.
+        """
         numbers = self._numbers(k)
         texts_S1 = np.zeros(self.sequence_length + 1, np.int64)
         of_tokens = np.repeat(np.array(numbers, np.int64), [len(self._texts[number]) for number in numbers])
@@ -86,8 +96,9 @@ class PackedTexts:
 
 
 def open_tasks(config: RunConfig) -> list[Asked]:
-    """The run's tasks as tokens. Raises ConfigError for an option that the model's context or vocabulary cannot
-    hold.
+    """Return the run's tasks as tokens.
+
+    Raises ConfigError if an option does not fit into the model's context or vocabulary.
     """
     if not config.train.eval_tasks:
         return []
@@ -106,8 +117,9 @@ def evaluate_tasks(
     tasks: Sequence[Asked],
     interrupted: Callable[[], bool],
 ) -> dict[str, Mapping[str, float]]:
-    """Accuracies by kind and task; logged. Collective over the world. Empty when `interrupted()`, asked after each
-    global batch, said so.
+    """Return and log accuracies by kind and task. Collective over the world.
+
+    `interrupted()` is called after each global batch. If it returns True, the result is empty.
     """
     scores = log_likelihoods(state, [pair for task in tasks for pair in task.pairs], interrupted)
     if scores is None:
@@ -131,12 +143,13 @@ def evaluate_tasks(
 
 @torch.no_grad()
 def log_likelihoods(state: TrainState, pairs: Sequence[Pair], interrupted: Callable[[], bool]) -> list[float] | None:
-    """log p(continuation | context) of each pair, on every rank; None when `interrupted()`. Collective over the
-    world.
+    """Return log p(continuation | context) of each pair, on every rank. Collective over the world.
+
+    Returns None if `interrupted()` is True after one of the global batches.
     """
     batch = state.config.batch
     mesh = state.mesh
-    # attention over stretches may have been chosen that knows none
+    # the selected op for attention with context parallelism may not support documents
     documents = state.config.data.reset_at_documents or mesh.cp.size == 1
     texts = PackedTexts(pairs, state.config.model.sequence_length, None if documents else 1)
     source = Batches(
@@ -159,6 +172,6 @@ def log_likelihoods(state: TrainState, pairs: Sequence[Pair], interrupted: Calla
         state.evaluator.run(partial(microbatch, step))
         if interrupted():
             return None
-    # the tp ranks of a last stage have the same, those of cp each their tokens' part
+    # the tp ranks of a last stage have equal sums; each cp rank has the sums of its own tokens
     total_T = all_reduce_(sums_T * (mesh.tp.rank == 0), mesh.world)
     return [-loss for loss in total_T.tolist()]

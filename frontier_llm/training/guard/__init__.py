@@ -1,12 +1,14 @@
-"""What keeps a run alive and honest: nothing here trains.
+"""Protection of a run against failures. Nothing here trains.
 
-Watchdog      sees a rank that died, froze or hangs, and has the first to fail named (`cause`)
-Wishes        signals and the files STOP and SAVE, told to all ranks by the step's sum
-SpikePolicy   judges each step's loss and gradient norm; Skips decides what follows, Decisions writes it down
-ReplicaCheck  compares the copies of weights that must be bit-equal
-RouterWatch   says which router sends all tokens to one expert
+Watchdog      detects a rank that died, stopped or hangs; `cause` finds the rank that failed first
+Wishes        stop and save requests: signals and the files STOP and SAVE
+SpikePolicy   compares each step's loss and gradient norm with earlier steps
+Skips         decides how the run continues after a skipped step
+Decisions     records these decisions
+ReplicaCheck  compares copies of weights and state that must be bit-equal
+RouterWatch   reports a router that sends nearly all tokens to one expert
 Recompute     computes one step twice on every replica and compares
-provenance    which code, libraries and device this is
+provenance    records code, libraries and device
 """
 
 from frontier_llm.training.guard.provenance import provenance

@@ -1,9 +1,8 @@
-"""Who failed first? Answered from the notices that all ranks keep posting, and recorded once
-(frontier_llm/run/failure.py).
+"""Finds the rank that failed first, from the heartbeats of all ranks, and records it (frontier_llm/run/failure.py).
 
-A peer that died or froze shows on the others only as a collective that fails or never ends. The rank that posts no
-longer is the dead or stopped one; when all still post, the one whose progress is furthest behind is the one that the
-others wait for.
+On the other ranks, a peer that died or stopped shows only as a collective that fails or never ends. A rank whose
+heartbeats have ended is dead or stopped. If all heartbeats continue, the other ranks wait for the rank with the least
+progress.
 """
 
 from __future__ import annotations
@@ -25,12 +24,14 @@ from frontier_llm.run.failure import Evidence, Failure, lost_a_peer, read_failur
 from frontier_llm.run.threads import in_daemon
 from frontier_llm.training.guard.suspects import WrongResults
 
-PERIOD_S = 0.25  # between two notices of a rank, if the store can take so many
-SILENT_PERIODS = 3  # without a notice, and a rank is taken for dead if it is the only one
-PATIENCE_S = 2.5  # until several are: on a busy machine living ones are late too
-ANSWER_S = 8.0  # how long a rank waits for rank 0 to find the cause
-STORE_S = 3.0  # how long it waits for the store itself: then its process, or its node, is stopped
-POLL_S = 0.25  # between two looks for the answer
+# Shortest period of a rank's heartbeats. It is longer in jobs whose heartbeats would overload the store.
+PERIOD_S = 0.25
+SILENT_PERIODS = 3  # If a single rank is silent for this many periods, it is taken for dead.
+# Time until several silent ranks are taken for dead. Live ranks on a busy machine can be late too.
+PATIENCE_S = 2.5
+ANSWER_S = 8.0  # Time that a rank waits for rank 0 to find the cause.
+STORE_S = 3.0  # Time that a rank waits for the store, whose process or node may be stopped.
+POLL_S = 0.25  # shortest time between two checks for the answer
 T = TypeVar("T")
 _FIRST = "first failure"
 _ALARM = "alarm"
@@ -38,12 +39,12 @@ _STAND_IN = "stand-in for rank 0"
 
 
 def period_s(world_size: int) -> float:
-    """Seconds between two notices of a rank that stands still."""
+    """Return the period of a rank's heartbeats in seconds."""
     return max(PERIOD_S, world_size / STORE_CHECKS_PER_S)
 
 
 class Inquiry:
-    """One rank's access to the notices of all, and to the answer that they have agreed on."""
+    """One rank's access to the heartbeats of all ranks, and to the common record of the first failure."""
 
     def __init__(
         self,
@@ -53,7 +54,10 @@ class Inquiry:
         run_dir: Path,
         own: Callable[[str], Failure],
     ) -> None:
-        """`board` is None in a run of one process. `own(what)`: what this rank has met, and where it stands now."""
+        """`board` is None in a run of one process.
+
+        `own(what)` returns a Failure with `what` and this rank's current position in the run.
+        """
         self._board = board
         self._rank = rank
         self._world_size = world_size
@@ -62,31 +66,34 @@ class Inquiry:
 
     @property
     def alone(self) -> bool:
-        """Nobody to ask: one process, or the store is gone."""
+        """True if there are no heartbeats to read: the run has one process, or the store is gone."""
         return self._board is None
 
     @property
     def needs_rank_0(self) -> bool:
-        """Whether the store ends with rank 0's process."""
+        """True if the store ends with rank 0's process."""
         return self._board is not None and not self._board.outlives_rank_0
 
     def close(self) -> None:
-        """Post no more."""
+        """Stop the heartbeats."""
         if self._board is not None:
             self._board.close()
 
     def post(self, notice: dict[str, Any]) -> None:
-        """Tell the others where this rank is."""
+        """Update this rank's heartbeat."""
         if self._board is not None:
             try:
                 self._board.post(self._rank, notice)
             except RuntimeError as error:
                 if self._board.outlives_rank_0:
                     log.warn(f"from now on no failed rank can be named: {error}")
-                self._board = None  # if its node is gone, the collectives tell the main thread
+                self._board = None  # if the store's node is gone, the main thread's collectives fail
 
     def answer_alarm(self) -> None:
-        """Rank 0: find the cause for a rank whose collective failed, perhaps long before ours do."""
+        """On rank 0, find the cause if another rank has reported a failed collective.
+
+        Collectives of rank 0 may fail only much later.
+        """
         if self._rank == 0 and self._board is not None:
             try:
                 alarm = self._board.claimed(_ALARM)
@@ -96,7 +103,9 @@ class Inquiry:
                 self._board = None
 
     def explain(self, error: BaseException) -> Failure:
-        """Who failed first, given what the main thread of this rank ran into, and recorded; at most a few seconds."""
+        """Return and record the first failure, given an error of this rank's main thread. Takes at most a few
+        seconds.
+        """
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, RankFailure) or (isinstance(error, RuntimeError) and lost_a_peer(what)):
             return self.find(what)
@@ -109,13 +118,13 @@ class Inquiry:
         return failure
 
     def find(self, symptom: str) -> Failure:
-        """Who is to blame for a collective that failed or hangs. Rank 0 looks at everybody's notices, the others ask it
-        to.
+        """Find the rank that caused a collective to fail or hang.
 
-        If rank 0 gives no sign of life, or no answer, one of the others takes its place (only TCPStore outlives rank
-        0).
+        Rank 0 compares the heartbeats of all ranks. The other ranks request this from rank 0 and wait for the result.
+        If rank 0 sends no heartbeats or does not answer, another rank replaces it. This needs a TCPStore, which
+        outlives rank 0.
 
-        Recorded unless all that is known is this rank's own symptom.
+        The failure is recorded, unless only this rank's own symptom is known.
         """
         try:
             if self._board is None:
@@ -134,16 +143,17 @@ class Inquiry:
         return failure
 
     def _store_is_gone(self, symptom: str) -> Failure:
-        """The store was served on rank 0's node."""
+        """Return the failure if the store is gone. It was served on rank 0's node."""
         if self._rank == 0:
             return self._own(f"{symptom}; the store's process on this node is gone or stopped")
         here = self._own("its node, or the process there that serves the store, is gone or stopped")
         return replace(here, evidence=Evidence.NOTICES, rank=0, host="")
 
     def accuse(self, error: WrongResults) -> None:
-        """All ranks know alike who computes wrongly: rank 0 writes it down, and which hosts are used no more.
+        """Record the ranks with wrong results, and exclude their hosts.
 
-        The others stay until it has: with the first to leave, launchers end the rest.
+        All ranks call it with the same error, and rank 0 writes the record. The other ranks wait for the record,
+        because a launcher ends all ranks when the first one exits.
         """
         if self._rank == 0:
             first = error.suspects[0]
@@ -170,11 +180,11 @@ class Inquiry:
                 log.warn(f"cannot write down that {', '.join(hosts)} should no longer be used: {failed.strerror}")
             self._claim(failure)
         elif self._board is not None:
-            with suppress(RuntimeError):  # the store is gone, and rank 0 with it
+            with suppress(RuntimeError):  # the store is gone, and with it rank 0
                 self._answer(self._board)
 
     def _claim(self, failure: Failure) -> Failure:
-        """The first that any rank has claimed."""
+        """Return the first failure that any rank has claimed, which may be this one."""
         if self._board is None:
             return failure
         board = self._board
@@ -191,15 +201,18 @@ class Inquiry:
         return found or self._own(symptom)
 
     def _stand_in(self, board: Board, symptom: str) -> Failure | None:
-        """Rank 0 does not answer: the first rank that claims so investigates instead, and the others wait for it."""
+        """Replace rank 0, which does not answer. The first rank that claims this role investigates, and the others
+        wait.
+        """
         chosen = _within(STORE_S, lambda: board.claim(_STAND_IN, str(self._rank)))
         if chosen == str(self._rank):
             return self._investigate(board, symptom)
         return self._answer(board)
 
     def _answer(self, board: Board, give_up_if_silent: bool = False) -> Failure | None:
-        """The first failure, as soon as a rank has claimed it. None if it takes too long, or if rank 0 gives no sign
-        of life.
+        """Return the first failure as soon as a rank has claimed it.
+
+        Returns None after ANSWER_S. With `give_up_if_silent`, also returns None if rank 0 sends no heartbeats.
         """
         pause_s = max(POLL_S, period_s(self._world_size))
         last: dict[str, Any] | None = None
@@ -234,7 +247,7 @@ class Inquiry:
             if claimed is not None:
                 return Failure.from_json(claimed)
             heard = {rank: board.read(rank) for rank in silent}
-            silent = [rank for rank in silent if heard[rank] == notices[rank]]  # each notice has its number
+            silent = [rank for rank in silent if heard[rank] == notices[rank]]  # each heartbeat has a new number
             notices |= heard
         known = {rank: notice for rank, notice in notices.items() if notice is not None}
         if silent:
@@ -254,7 +267,7 @@ class Inquiry:
 
 
 def _within(limit_s: float, work: Callable[[], T]) -> T:
-    """work(), or RuntimeError after `limit_s`: a store whose process is stopped does not answer."""
+    """Return work(). Raises RuntimeError after `limit_s`, because a store whose process is stopped does not answer."""
     try:
         return in_daemon(work, "store").result(limit_s)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Which code, libraries and device a run uses: recorded in every checkpoint, compared on resume."""
+"""Code, libraries and device of a run. Every checkpoint records them, and a resume compares them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from frontier_llm.files import package_digest
 
 
 def provenance(device: torch.device) -> dict[str, str]:
-    """Versions, a digest of the package's own sources (right also where there is no git), and the device's name."""
+    """Return versions, a digest of the package's sources, and the device's name.
+
+    The digest is also correct without git.
+    """
     return {
         "frontier_llm": __version__,
         "code_sha256": package_digest(),

@@ -1,12 +1,11 @@
-"""Is the arithmetic right? Every so often all replicas compute one and the same step's gradients, twice, and compare
-the bits.
+"""Detects wrong arithmetic: at intervals, all replicas compute the gradients of one step twice and compare the bits.
 
-Two results of a rank that differ: an error that came and went, or an op that is not deterministic. Two equal ones that
-differ from those of the other data-parallel ranks: that rank computes wrongly every time. Llama 3's 54 days on 16,384
-GPUs saw six silent corruptions (Dubey et al. 2024, table 5); a checksum of weights finds them only when replicas
-disagree on weights, which a summed gradient never makes them.
+If the two results of a rank differ, an error was transient, or an op is not deterministic. If they are equal but differ
+from other data-parallel ranks, that rank computes wrongly every time. Llama 3's 54 days on 16,384 GPUs had six silent
+data corruptions (Dubey et al. 2024, table 5). A checksum of weights does not find such errors, because all replicas
+update with the same summed gradient.
 
-With tensor or pipeline parallelism a wrong value spreads within its replica, so all ranks that show it are named.
+With tensor or pipeline parallelism a wrong value spreads within its replica. All ranks that show it are named.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ class WrongArithmetic(WrongResults):
 
 @dataclass(frozen=True)
 class UntrustedRank:
-    """A rank whose results cannot be trusted."""
+    """A rank with wrong results."""
 
     rank: int
     host: str
     kind: str
-    tensor: str  # the first whose gradient shows it
+    tensor: str  # first tensor whose gradient differs
 
     def __str__(self) -> str:
         if self.kind == TRANSIENT:
@@ -50,16 +49,18 @@ class UntrustedRank:
 
 
 class Recompute:
-    """Collective over the world; nothing of the run is changed but the contents of the gradient buffers."""
+    """Check of the arithmetic, collective over the world. It changes only the contents of the gradient buffers."""
 
     def __init__(self, compute: Callable[[], Mapping[str, torch.Tensor]], mesh: Mesh) -> None:
-        """`compute()` gives this rank's unsummed gradients of one step, the same step on every data-parallel rank."""
+        """`compute()` returns this rank's unsummed gradients of one step, which is the same on every data-parallel
+        rank.
+        """
         self._compute = compute
         self._mesh = mesh
-        self._hosts: list[str] = []  # of all ranks
+        self._hosts: list[str] = []  # hosts of all ranks
 
     def findings(self) -> list[UntrustedRank]:
-        """The same on every rank; empty when all is well."""
+        """Return the ranks with wrong results. The list is the same on every rank."""
         first = self._sums()
         again = self._sums()
         mine = torch.stack([*first.values(), *again.values()])
@@ -70,7 +71,9 @@ class Recompute:
         return [UntrustedRank(rank, host, kind, tensor) for rank, (host, kind, tensor) in enumerate(answers) if kind]
 
     def check(self, step: int) -> list[UntrustedRank]:
-        """Findings that the run may go on with. Raises WrongArithmetic for persistent ones."""
+        """Return the transient findings, after which the run may continue. Raises WrongArithmetic for persistent
+        ones.
+        """
         findings = self.findings()
         lasting = [finding for finding in findings if finding.kind == PERSISTENT]
         if lasting:
@@ -91,9 +94,10 @@ class Recompute:
 
 
 def _judge(own: list[list[int]], table: list[list[list[int]]]) -> tuple[str, int]:
-    """(kind of error or '', index of the first sum that shows it) of the replica with the two rows `own`.
+    """Return (kind of error or '', index of the first sum that differs) of the replica with the two rows `own`.
 
-    Persistent: not what most replicas with a stable result have; without a majority none can be trusted.
+    An error is persistent if the result is stable but differs from the result of most replicas with a stable result.
+    Without a majority, no replica can be trusted.
     """
     first, again = own
     if first != again:

@@ -1,12 +1,15 @@
-"""Copies that must stay bit-equal, compared every so often: one flipped bit in one of them otherwise trains on
-unnoticed.
+"""Compares copies that must stay bit-equal. Without this check, training continues unnoticed after a flipped bit.
 
-Weights are held by every data-parallel rank (and with zero=0 the optimizer state too), shares of FSDP's masters and
-their state by every copy (HSDP), norm weights and row-parallel biases by every tensor-parallel rank (with their
-optimizer state), a tied embedding by two stages. BLOOM-176B found after two weeks that the layer norms of its
-tensor-parallel ranks had drifted apart.
+These tensors have copies:
 
-A tensor's checksum is the sum of its bits read as integers: any single flipped bit changes it by a power of two.
+- weights, on every data-parallel rank (with zero=0 their optimizer state too)
+- shards of FSDP's masters and their state, on every copy (HSDP)
+- norm weights and row-parallel biases with their optimizer state, on every tensor-parallel rank
+- a tied embedding, on two stages
+
+In BLOOM-176B's training, the layer norms of tensor-parallel ranks had drifted apart, which was found after two weeks.
+
+A tensor's checksum is the sum of its bits read as integers. Any single flipped bit changes it by a power of two.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaDrift(WrongResults):
-    """Copies of one tensor differ; the message names tensors and ranks."""
+    """Copies of one tensor differ. The message names tensors and ranks."""
 
 
 @dataclass(frozen=True)
@@ -39,31 +42,29 @@ class Drift:
 
     tensor: str
     axis: str
-    ranks: tuple[int, ...]  # those with another value than most; with two copies, or without a majority, all of them
+    ranks: tuple[int, ...]  # ranks with another value than most; all ranks if there are two copies or no majority
 
     def problem(self) -> Problem:
-        """For people."""
+        """Return the difference as a Problem for the user."""
         one = f"rank {self.ranks[0]} differs from the other {self.axis} ranks"
         return Problem(self.tensor, one if len(self.ranks) == 1 else f"{self.axis} ranks {list(self.ranks)} differ")
 
 
 @dataclass(frozen=True)
 class _Copies:
-    """Tensors that are the same on every `apart`-th rank of an axis; between them lie other shares of the same
-    parameters.
-    """
+    """Tensors that are equal on every `apart`-th rank of an axis. The ranks between them hold other shards."""
 
     axis: Axis
     apart: int
     tensors: list[tuple[str, Tensor]]
 
     def drifts(self, device: torch.device) -> Iterator[Drift]:
-        """Those whose copies differ, as this rank sees it. Collective over the axis."""
+        """Yield the tensors of this rank whose copies differ. Collective over the axis."""
         first = self.axis.rank % self.apart
         ranks = self.axis.ranks[self.axis.rank % self.apart :: self.apart]
         if len(ranks) == 1:
             return
-        # a share may have nothing of a parameter
+        # a shard may have no elements of a parameter
         width = len(self.tensors) if self.apart == 1 else maximum([len(self.tensors)], self.axis, device)[0]
         if not width:
             return
@@ -76,18 +77,18 @@ class _Copies:
 
 
 class ReplicaCheck:
-    """Compares all copies; collective over the replicas and every axis that holds copies."""
+    """Compares all copies. Collective over the replicas and over every axis whose ranks hold copies."""
 
     def __init__(self, optimizer: Optimizer, mesh: Mesh) -> None:
         weights = [(f"weights of {spec.name}", spec, values) for spec, values in optimizer.weights()]
         tensors = [(kind, part, values) for part in optimizer.state() for kind, values in part.tensors.items()]
-        # a slice's owner has the statistics of its whole bucket: they are the same on all replicas, however the rest is
-        # sharded
+        # The owner of a slice has the statistics of its complete bucket. They are equal on all replicas, independent of
+        # the sharding of other state.
         common = weights + [
             (f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind == STATISTIC
         ]
-        # the same parameters lie in the same places on all ranks of a stage, and on all replicas that hold the same
-        # share: so the rectangles correspond
+        # All ranks of a stage, and all replicas with the same shard, hold the same parameters in the same places. Their
+        # rectangles therefore correspond.
         shares = [(f"{kind} of {part.name}", part.spec, values) for kind, part, values in tensors if kind != STATISTIC]
         self._copies = [
             _Copies(
@@ -100,7 +101,7 @@ class ReplicaCheck:
         ]
         copied = {axis for _, spec, _ in (*common, *shares) for axis in spec.coordinates if not spec.splits_over(axis)}
         for axis in sorted(copied - {mesh.replicas.name, "edp"}):
-            # tied: ranks of two stages, whose rectangles differ
+            # "tied" joins ranks of two stages, whose rectangles differ
             held = weights if axis == mesh.tied.name else common + shares
             copies = [
                 (name, values) for name, spec, values in held if axis in spec.coordinates and not spec.splits_over(axis)
@@ -110,12 +111,12 @@ class ReplicaCheck:
         self._device = optimizer.device
 
     def drifts(self) -> list[Drift]:
-        """Each tensor whose copies differ, as this rank's groups see it."""
+        """Return the tensors whose copies differ in this rank's groups."""
         self._optimizer.settle()
         return [drift for copies in self._copies for drift in copies.drifts(self._device)]
 
     def check(self, step: int, world: Axis) -> None:
-        """Raises ReplicaDrift on every rank when copies differ anywhere. Collective over the world."""
+        """Raise ReplicaDrift on every rank if copies differ on any rank. Collective over the world."""
         drifts = self.drifts()
         if maximum([len(drifts)], world, self._device)[0]:
             answers = all_gather_json(
@@ -138,8 +139,9 @@ class ReplicaCheck:
 
 
 def checksum(values: Tensor) -> Tensor:
-    """0-dim int64: the sum of the bits, modulo 2^64, in words of eight bytes where they are aligned (four times as
-    fast as by element).
+    """Return the sum of the bits modulo 2^64, as 0-dim int64.
+
+    If the tensor is aligned, words of eight bytes are summed, which is four times as fast as single elements.
     """
     flat = values.reshape(-1)
     narrow = _INTEGERS[values.element_size()]

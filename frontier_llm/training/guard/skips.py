@@ -1,6 +1,6 @@
-"""After a step that changed nothing: write it down, go back if the run says so, stop when nothing but skips happen.
+"""Handles skipped steps: records them, rewinds the run if configured, and stops it after too many in a row.
 
-Going back some 100 steps and leaving out 200-500 batches is PaLM's answer to a spike (Chowdhery et al. 2022).
+PaLM's reaction to a spike was to go back some 100 steps and leave out 200-500 batches (Chowdhery et al. 2022).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from frontier_llm.files import write_atomically
 from frontier_llm.run import run_dir
 from frontier_llm.units import strict_json
 
-MOST_REWINDS = 3  # to one checkpoint: then other data has not helped, and the run must not go in circles
+# largest number of rewinds to one checkpoint; by then other data has not helped, and the run would repeat itself
+MOST_REWINDS = 3
 
 
 class Skips:
-    """Counts skipped steps and decides alike on every rank, because all see the same losses."""
+    """Counts skipped steps. Decides the same on every rank, because all ranks have the same losses."""
 
     def __init__(self, config: GuardConfig, decisions: Decisions, checkpoints: Checkpoints) -> None:
         self._config = config
@@ -30,12 +31,13 @@ class Skips:
         self._in_row = 0
 
     def accepted(self) -> None:
-        """The step was taken."""
+        """Record that a step was not skipped."""
         self._in_row = 0
 
     def skipped(self, step: int, loss: float, gradient_norm: float, spike: bool) -> Progress | None:
-        """Step `step` was not taken. Returns what the run goes back to, loaded already, or None to go on.
+        """Handle the skipped step `step`.
 
+        Returns the progress of the checkpoint to which the run goes back, which is then loaded, or None to continue.
         Raises FrontierError after guard.max_skips_in_row.
         """
         self._in_row += 1
@@ -53,7 +55,7 @@ class Skips:
         return self._rewind(step) if spike and self._config.spike_action == "rewind" else None
 
     def _rewind(self, step: int) -> Progress | None:
-        """Back to a checkpoint from before the spike, past the data that led to it."""
+        """Load a checkpoint from before the spike. Returns None if the step is only skipped."""
         target = self._checkpoints.newest_at_most(step - self._config.rewind_steps)
         if target is not None and self._decisions.rewinds_to(target) >= MOST_REWINDS:
             log.info(f"spike at step {step}: after {MOST_REWINDS} rewinds to step {target} it is skipped instead")
@@ -68,23 +70,24 @@ class Skips:
         return progress
 
     def rewound(self, spike_at: int, step: int, left_out_samples: int, samples: int) -> None:
-        """The run has gone back to `step` and leaves out the next `samples` samples, `left_out_samples` since it
-        began.
+        """Record that the run has gone back to `step` and leaves out the next `samples` samples.
+
+        `left_out_samples` counts the samples left out since the run began.
         """
         self._decisions.add(step, "rewind", spike_at=spike_at, left_out_samples=left_out_samples)
         log.info(f"spike at step {spike_at}: back to step {step}, leaving out {samples} samples of data")
 
 
 class Decisions:
-    """What changed the course of the run, one JSON line each, in `decisions.jsonl`.
+    """Records the decisions that changed the course of the run, one JSON line each, in `decisions.jsonl`.
 
-    Lines of steps that a resumed run does again are dropped at the resume and written again by the same decisions.
+    A resume drops the lines of steps that the run repeats. The same decisions write them again.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """`path` is None on the ranks that only remember."""
+        """`path` is None on ranks that do not write the file."""
         self._path = path
-        # part of the checkpoint: they belong to its course, whenever they were taken
+        # Part of the checkpoint, because rewinds belong to its history.
         self.rewinds: list[dict[str, Any]] = []
 
     def add(self, step: int, action: str, **details: Any) -> None:
@@ -100,11 +103,11 @@ class Decisions:
             run_dir.append_line(self._path, entry)
 
     def rewinds_to(self, step: int) -> int:
-        """How often the run has gone back to that checkpoint."""
+        """Return the number of rewinds to that checkpoint."""
         return sum(entry["step"] == step for entry in self.rewinds)
 
     def resume_at(self, step: int, rewinds: list[dict[str, Any]]) -> None:
-        """Go on from a checkpoint: its rewinds, and the other decisions of the steps before it."""
+        """Continue from a checkpoint: keep its rewinds, and the other decisions of the steps before it."""
         self.rewinds = rewinds
         earlier = [entry for entry in self.entries() if entry["step"] < step and entry["action"] != "rewind"]
         self._write(sorted([*earlier, *rewinds], key=lambda entry: int(entry["step"])))
@@ -114,5 +117,5 @@ class Decisions:
             write_atomically(self._path, "".join(strict_json(entry, indent=None) + "\n" for entry in entries))
 
     def entries(self) -> list[dict[str, Any]]:
-        """All complete lines."""
+        """Return the decisions of all complete lines."""
         return list(run_dir.read_jsonl(self._path)) if self._path is not None else []

@@ -1,8 +1,8 @@
-"""Which step is a loss spike: far outside of what the last ones were. What follows from it is decided in `skips`.
+"""Detects loss spikes: steps with a loss or gradient norm far above the values of the last steps.
 
-Mean + 6 standard deviations over 128 steps is OLMo's rule (2 OLMo 2 Furious, 2025). Loss and gradient norm are the same
-number on every rank, so all ranks decide alike without asking each other; what the rule remembers is part of the
-checkpoint, so a resumed run decides as an undisturbed one.
+Mean + 6 standard deviations over 128 steps is OLMo's rule (2 OLMo 2 Furious, 2025). Loss and gradient norm are equal on
+every rank, so all ranks decide the same without communication. The remembered values are part of the checkpoint, so a
+resumed run decides like an uninterrupted run. `training.guard.skips` decides how a run reacts to spikes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from typing import Any
 
 
 class SpikePolicy:
-    """Judges each step by the accepted ones before it."""
+    """Compares each step with the accepted steps before it."""
 
     def __init__(self, sigmas: float, window: int) -> None:
-        """`sigmas` = 0 switches it off. Nothing is judged until `window` steps have been accepted."""
+        """`sigmas` = 0 disables the detection. Nothing is a spike until `window` steps have been accepted."""
         self._sigmas = sigmas
         self._window = window
         self._losses: deque[float] = deque(maxlen=window)
         self._norms: deque[float] = deque(maxlen=window)
 
     def is_spike(self, loss: float, gradient_norm: float) -> bool:
-        """True when either is more than `sigmas` above the mean; accepted values are remembered, spikes are not."""
+        """Return True if either value is more than `sigmas` standard deviations above its mean.
+
+        Values of accepted steps are remembered. Values of spikes are not.
+        """
         if self._sigmas == 0:
             return False
         if len(self._losses) == self._window and (
@@ -40,10 +43,10 @@ class SpikePolicy:
         return value > fmean(values) + self._sigmas * pstdev(values)
 
     def state(self) -> dict[str, Any]:
-        """For Progress.policy; floats survive JSON exactly."""
+        """Return the remembered values for Progress.policy. JSON stores the floats exactly."""
         return {"losses": list(self._losses), "norms": list(self._norms)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
+        """Restore the values that `state()` returned."""
         self._losses = deque(state.get("losses", ()), maxlen=self._window)
         self._norms = deque(state.get("norms", ()), maxlen=self._window)

@@ -1,6 +1,4 @@
-"""Ranks that compute or remember wrongly, and what follows: every rank stops, failure.json names them, their hosts
-are used no more.
-"""
+"""Ranks with wrong results. Every rank stops, failure.json names the suspects, and their hosts are excluded."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from frontier_llm.run.failure import Suspect
 
 
 class WrongResults(FrontierError):
-    """Replicas that must be bit-equal are not. Every rank raises it alike."""
+    """Replicas that must be bit-equal are not. Every rank raises it with the same content."""
 
     exit_code = 1
 
@@ -22,8 +20,10 @@ class WrongResults(FrontierError):
 
     @property
     def hosts_to_exclude(self) -> list[str]:
-        """The suspects' hosts; none when they are more than half of the run's: then the comparison cannot tell wrong
-        from right.
+        """Hosts of the suspects, to be excluded.
+
+        Empty if they are more than half of the run's hosts. The comparison then cannot tell the wrong hosts from the
+        correct ones.
         """
         named = sorted({suspect.host for suspect in self.suspects})
         if len(named) == 1 or 2 * len(named) <= len(self._all_hosts):

@@ -1,7 +1,7 @@
-"""A thread in each rank that posts its progress, sees when nothing moves any more, and then has the culprit named.
+"""A thread in each rank that sends heartbeats, detects that nothing progresses, and finds the rank that failed first.
 
-Each rank posts (step, section, collectives done) to the rendezvous' store at every step and at least every quarter of a
-second; `cause` reads that.
+Each rank sends (step, section, number of collectives) to the job's store at every step, and at least every 0.25 s. In
+very large jobs the period is longer, to limit the load of the store. `cause` reads these heartbeats.
 """
 
 from __future__ import annotations
@@ -29,20 +29,25 @@ from frontier_llm.run.rank_env import node_name
 from frontier_llm.training.guard.cause import Inquiry, period_s
 from frontier_llm.training.guard.suspects import WrongResults
 
-FIRES_AT = 0.9  # share of the collectives' own timeout: while the others' progress can still be read
-# share of the watchdog's timeout after which stacks are written: before any collective gives up and unwinds them
+# share of the collectives' own timeout; the watchdog must act while heartbeats of other ranks can still be read
+FIRES_AT = 0.9
+# Share of the watchdog's timeout after which stacks are written. No collective has timed out and unwound its stack by
+# then.
 DUMP_AT = 0.75
-LATE_AT = 0.9  # and from C, where the watching thread cannot run: before the others leave, and this rank is ended too
-# of rank 0 if its process serves the store (comm.store=authenticated), until the others have read the answer
+# Share of the watchdog's timeout after which C code writes the stacks, if the watchdog thread cannot run. At the
+# timeout the other ranks exit, and the launcher then ends this rank too.
+LATE_AT = 0.9
+# Time that rank 0 stays if its process serves the store (comm.store=authenticated), so that other ranks can read the
+# answer.
 LINGER_S = 1.0
-SHORTEST_S = 0.05  # between two posts, however short the steps are
+SHORTEST_S = 0.05  # shortest time between two heartbeats, if steps are shorter
 
 
 class Watchdog:
-    """Watches this rank's progress while `guarding`."""
+    """Watches this rank's progress inside `guarding`."""
 
     def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
-        """Nothing moving for most of train.timeout_s means stuck."""
+        """A rank is stuck if nothing progresses for FIRES_AT × train.timeout_s."""
         self._period_s = min(period_s(mesh.world.size), FIRES_AT * train.timeout_s / 10)
         board = Board(period_s=self._period_s) if has_joined() else None
         self._mesh = mesh
@@ -54,7 +59,7 @@ class Watchdog:
         self._inquiry = Inquiry(board, mesh.world.rank, mesh.world.size, self._run_dir, self._here)
         self._step = 0
         self._section = "start"
-        self._step_began_at = self._per_step = 0  # collectives
+        self._step_began_at = self._per_step = 0  # numbers of collectives
         self._moved_s = time.monotonic()
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -62,11 +67,11 @@ class Watchdog:
         self._stacks_path = self._logs / f"stacks_rank_{self._rank:05}.txt"
         self._run_dir.mkdir(parents=True, exist_ok=True)
         stacks = open_below(self._run_dir, f"logs/{self._stacks_path.name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        # faulthandler writes to it even without the interpreter lock
+        # faulthandler can write to this file without the interpreter lock
         self._stacks = os.fdopen(stacks, "w", encoding="utf-8")
 
     def at(self, step: int, section: str) -> None:
-        """Note where the main thread is; cheap."""
+        """Record the main thread's step and section. It is fast enough to call at every step."""
         if step != self._step:
             done = self._collectives()
             self._per_step = done - self._step_began_at
@@ -78,7 +83,7 @@ class Watchdog:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Note a part of the run (evaluate, save) and return to the one before."""
+        """Record a section of the run (evaluate, save), and return to the section before at its end."""
         before = self._section
         self.at(self._step, name)
         try:
@@ -88,7 +93,7 @@ class Watchdog:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Watch the body; when it fails, say who failed first before the error goes on."""
+        """Watch the body. If it fails, record the rank that failed first before the error is raised."""
         if self._rank == 0:
             forget_failure(self._run_dir)
         self._inquiry.post(self._notice())
@@ -104,12 +109,12 @@ class Watchdog:
                         self._run_dir,
                         replace(self._here(str(error)), cause="refused", evidence=Evidence.EXCEPTION),
                     )
-                raise  # all ranks know it alike
+                raise  # all ranks raise the same error
             if self._inquiry.alone:
                 self._inquiry.explain(error)
                 raise
             if time.monotonic() - self._moved_s > DUMP_AT * self._timeout_s:
-                # the watching thread is late: on a busy or paused machine the collective may give up first
+                # The watchdog thread is late: on a busy or paused machine the collective may time out first.
                 self._write_stacks()
             dump_flight_record(self._mesh, self._logs, str(error))
             self._leave(self._inquiry.explain(error))
@@ -121,17 +126,18 @@ class Watchdog:
         self._close_stacks()
 
     def _leave(self, failure: Failure) -> None:
-        """The last words of a rank after an exception, and its end."""
-        with suppress(OSError):  # the log's disk is full
+        """Log the failure and end this process."""
+        with suppress(OSError):  # the log's disk may be full
             traceback.print_exc()
         log.warn(failure.describe() if failure.rank == self._rank else f"secondary failure. {failure.describe()}")
         if self._rank == 0 and self._inquiry.needs_rank_0:
             time.sleep(LINGER_S)
-        self._close_stacks()  # last: the watching thread still writes, and its complaint would hide the cause
-        os._exit(RankFailure.exit_code)  # nothing here may wait for the dead one, not even the groups' destructors
+        # Close last, because the watchdog thread may still write, and its error would hide the cause.
+        self._close_stacks()
+        os._exit(RankFailure.exit_code)  # Do not wait for the dead rank, not even in the destructors of process groups.
 
     def _write_stacks(self) -> None:
-        """Where an exception came from, and where all threads are now."""
+        """Write the exception's traceback and the stacks of all threads."""
         with suppress(OSError):
             traceback.print_exc(file=self._stacks)
             self._stacks.flush()
@@ -158,7 +164,8 @@ class Watchdog:
 
     def _notice(self) -> dict[str, Any]:
         collectives = self._collectives()
-        # stages of a pipeline make different numbers of calls, so progress is counted in shares of the own step
+        # Pipeline stages make different numbers of calls. Progress is therefore the share of this rank's calls per
+        # step.
         progress = self._step + (collectives - self._step_began_at) / max(self._per_step, 1)
         return {
             "host": node_name(), "pid": os.getpid(), "step": self._step, "section": self._section,
@@ -168,7 +175,7 @@ class Watchdog:
     def _watch(self) -> None:
         seen: tuple[Any, ...] = ()
         while not self._stop.wait(SHORTEST_S):
-            # a new step is posted at once, so that a rank's last notice says how far it got
+            # send a heartbeat at once at a new step, so that the last one shows how far the rank got
             self._wake.wait(self._period_s)
             self._wake.clear()
             notice = self._notice()
@@ -177,7 +184,7 @@ class Watchdog:
                 seen = place
                 changed_s = time.monotonic()
                 dumped = False
-                # fires in C, so also when this rank's main thread holds the interpreter lock for ever
+                # The timer runs in C, so it also works if this rank's main thread holds the interpreter lock.
                 faulthandler.dump_traceback_later(LATE_AT * self._timeout_s, file=self._stacks)
             self._inquiry.post(notice)
             self._inquiry.answer_alarm()
@@ -190,7 +197,7 @@ class Watchdog:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Nothing has moved for too long: the suspect named, this process ended; the stacks are on disk already."""
+        """Record the suspect and end this process, because nothing has progressed. The stacks are on disk already."""
         waited = f"nothing has moved for {self._timeout_s:.0f} s"
         try:
             path = dump_flight_record(self._mesh, self._logs, waited)
@@ -199,5 +206,5 @@ class Watchdog:
                 f"{waited}; stacks of all threads in {self._stacks_path}, last collectives in "
                 f"{path}\n{failure.describe()}"
             )
-        finally:  # whatever goes wrong here: nobody else would end this process
+        finally:  # exit even after an error here, because nothing else would end this process
             os._exit(STUCK)

@@ -1,5 +1,6 @@
-"""What people and the scheduler ask of a running job: a signal to any rank, or a file in the run directory. The
-step's one sum tells all.
+"""Stop and save requests of users and the scheduler: a signal to any rank, or a file in the run directory.
+
+The step's sum sends the requests of each rank to all ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from frontier_llm.run.signals import SignalWatcher
 
 @dataclass(frozen=True)
 class Wish:
-    """Of one rank, or of all together."""
+    """Requests of one rank, or of all ranks together."""
 
     stop: bool = False
     save: bool = False
 
 
 class Wishes:
-    """What this rank has been asked for."""
+    """Collects the requests that this rank receives."""
 
     def __init__(self, signals: SignalWatcher, run_dir: Path, world: Axis, device: torch.device) -> None:
         self._signals = signals
@@ -33,7 +34,10 @@ class Wishes:
         self._device = device
 
     def own(self) -> Wish:
-        """Of this rank, now. Rank 0 looks for the files too, and takes SAVE away, so that it is asked for once."""
+        """Return the requests of this rank.
+
+        Rank 0 also checks the files, and deletes SAVE, so that it requests one save only.
+        """
         save_file = self._run_dir / SAVE_FILE
         save = self._world.rank == 0 and save_file.exists()
         if save:
@@ -41,12 +45,12 @@ class Wishes:
         return Wish(self._stop(), save)
 
     def stop(self) -> bool:
-        """Whether any rank has been asked to stop, outside of a step. Collective over the world."""
+        """Return True if any rank has received a stop request, outside of a step. Collective over the world."""
         asked = torch.full((), float(self._stop()), device=self._device)
         return self.heard(Wish(stop=all_reduce_(asked, self._world).item() > 0))
 
     def heard(self, wish: Wish) -> bool:
-        """Whether all ranks' wish is to stop; then it is logged."""
+        """Return True if `wish`, the requests of all ranks together, contains a stop request, and log it."""
         if wish.stop:
             log.info(f"stopping on {self._signals.requested or 'a wish of another rank or the file STOP'}")
         return wish.stop

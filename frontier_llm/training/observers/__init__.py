@@ -1,12 +1,12 @@
-"""Who watches a run from inside: TensorBoard, Weights & Biases, MLflow, the profiler, and whatever a plugin registers.
+"""Observers of a run: TensorBoard, Weights & Biases, MLflow, the profiler, and observers that a plugin registers.
 
     class Plateau(observers.Observer):
         def record(self, kind, step, values):
             ...
     observers.register("plateau", Plateau)               # train.observers: [plateau]
 
-`metrics.jsonl` is the run's own record and no observer: it is always written, and `status`, `report` and `scaling` read
-it.
+`metrics.jsonl` is the run's own record and not an observer. It is always written, and `status`, `report` and `scaling`
+read it.
 """
 
 from __future__ import annotations
@@ -18,49 +18,57 @@ from typing import TYPE_CHECKING, Any
 from frontier_llm.config import RunConfig
 from frontier_llm.errors import ConfigError, suggest
 
-if TYPE_CHECKING:  # both import metrics, which hands its lines on to observers
+if TYPE_CHECKING:  # both import metrics, which sends its lines to observers
     from frontier_llm.training.build import TrainState
     from frontier_llm.training.step import StepResult
 
 
 class Observer:
-    """Watches one process of a run; a method that is left out does nothing. What it raises ends the run, but for
-    OSError in `record`.
+    """Base class of observers of one process of a run. Methods that a subclass leaves out do nothing.
+
+    An exception of an observer ends the run, except for OSError in `record`.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        """Made before the first step."""
+        """Called before the first step."""
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Rank 0: a line of metrics.jsonl. A `start` or `rewind` takes back what was told of steps after `step`."""
+        """Receive a line of metrics.jsonl, on rank 0.
+
+        A `start` or `rewind` invalidates earlier lines about steps after `step`.
+        """
 
     def before_step(self, state: TrainState) -> None:
-        """The next step is `state.current_step`, counted from 0."""
+        """Called before the step with number `state.current_step`, counted from 0."""
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
-        """`state.current_step` steps are done. Weights and gradients may be read, not changed."""
+        """Called after a step, when `state.current_step` steps are done. Weights and gradients may be read, not
+        changed.
+        """
 
     def close(self) -> None:
-        """The run ends here, whatever the reason."""
+        """Called at the end of the run, also after an error."""
 
 
 _MAKERS: dict[str, tuple[Callable[[RunConfig], Observer], bool]] = {}
 
 
 def register(name: str, make: Callable[[RunConfig], Observer], *, every_rank: bool = False) -> None:
-    """Make `train.observers: [name]` mean this one, on rank 0 or on every rank."""
+    """Register an observer, so that `train.observers: [name]` creates it on rank 0 or on every rank."""
     _MAKERS[name] = make, every_rank
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError with the nearest name for one that nobody registered."""
+    """Raise ConfigError with the nearest name if a name of `train.observers` is not registered."""
     for name in config.train.observers:
         if name not in _MAKERS:
             raise ConfigError(f"{name!r} is no observer that was registered", suggest(name, _MAKERS), "train.observers")
 
 
 def make(config: RunConfig, rank: int) -> list[Observer]:
-    """This rank's observers of the run, in the run file's order."""
+    """Return this rank's observers of the run: TensorBoard and the profiler if enabled, then the run file's, in its
+    order.
+    """
     check(config)
     wanted = (
         ("tensorboard",) * config.train.tensorboard
@@ -72,7 +80,7 @@ def make(config: RunConfig, rank: int) -> list[Observer]:
 
 
 def scalars(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line under names such as 'step/loss' and 'step/phases_s/forward'."""
+    """Return the numbers of a line under names such as 'step/loss' and 'step/phases_s/forward'."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
         for part, number in (value if isinstance(value, dict) else {"": value}).items():
@@ -82,7 +90,7 @@ def scalars(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _imported(module: str, name: str) -> Callable[[RunConfig], Observer]:
-    """A maker that imports its observer when a run asks for it: none of their packages is a requirement."""
+    """Return a maker that imports its observer only if a run uses it, because its package is not a requirement."""
     return lambda config: getattr(import_module(f"{__name__}.{module}"), name)(config)
 
 

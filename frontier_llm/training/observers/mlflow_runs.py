@@ -1,4 +1,4 @@
-"""MLflow, into the run directory's `mlflow.db` unless MLFLOW_TRACKING_URI names a server."""
+"""Observer for MLflow. It writes to `mlflow.db` in the run directory unless MLFLOW_TRACKING_URI names a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frontier_llm.training.observers import Observer, scalars
 
 
 class MlflowRun(Observer):
-    """One MLflow run per run directory, however often it is resumed: its id stands in `mlflow_run_id`."""
+    """One MLflow run per run directory, also over resumes. `mlflow_run_id` holds its id."""
 
     def __init__(self, config: RunConfig) -> None:
         from mlflow.tracking import MlflowClient
@@ -35,10 +35,10 @@ class MlflowRun(Observer):
         write_atomically(known, self._run_id)
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """The line's numbers at its step."""
+        """Log the numbers of a line at its step."""
         for name, number in scalars(kind, values).items():
             self._client.log_metric(self._run_id, name, number, step=step)
 
     def close(self) -> None:
-        """An ended run may be resumed: the next start goes on with it."""
+        """Mark the MLflow run as ended. The next start of a resumed run continues it."""
         self._client.set_terminated(self._run_id)

@@ -1,5 +1,6 @@
-"""A torch.profiler trace of some steps, with this program's phases by name, and the device's memory history:
-`train.profile`.
+"""Observer that writes a torch.profiler trace of some steps, and the device's memory history (`train.profile`).
+
+The trace names the pipeline's actions and the optimizer.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class Profiler(Observer):
-    """Writes `profile/steps_10-12_rank_00000.json.gz`, which Perfetto and chrome://tracing open, on each chosen
-    rank.
+    """Writes a trace such as `profile/steps_10-12_rank_00000.json.gz` on each chosen rank.
+
+    Perfetto and chrome://tracing open it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -31,10 +33,10 @@ class Profiler(Observer):
         self._directory = Path(config.train.run_dir) / "profile"
         self._profile: torch.profiler.profile | None = None
         self._phase: Any = None
-        self._watched: Any = None  # who listened to the engine's actions before
+        self._watched: Any = None  # callback of the engine's actions before this one
 
     def before_step(self, state: TrainState) -> None:
-        """Begin with the first chosen step, or with the first after a resume that is among them."""
+        """Start the trace at the first chosen step, or at the first one after a resume."""
         if (
             self._profile is not None
             or state.current_step + 1 not in self._chosen.range
@@ -43,19 +45,19 @@ class Profiler(Observer):
             return
         folder_below(self._directory.parent, self._directory.name)
         if self._chosen.memory_snapshot and state.device.type == "cuda":
-            torch.cuda.memory._record_memory_history()  # torch documents the underscore
+            torch.cuda.memory._record_memory_history()  # torch documents this function with its underscore
         activities = [torch.profiler.ProfilerActivity.CPU]
         if state.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._watched = state.pipeline.on_action
         state.pipeline.on_action = self._on_action
-        # of a pair the forward has one of its own (comm/baton.py)
+        # the forward of a pair runs in a thread of its own (comm/baton.py)
         threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)
         self._profile = torch.profiler.profile(activities=activities, profile_memory=True, experimental_config=threads)
         self._profile.start()
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
-        """Write after the last chosen step."""
+        """Write the trace after the last chosen step."""
         if self._profile is None or state.current_step < self._chosen.range[-1]:
             return
         self._enter(None)
@@ -80,7 +82,7 @@ class Profiler(Observer):
             )
 
     def _enter(self, phase: str | None) -> None:
-        """The phase before ends here."""
+        """End the previous phase and begin `phase`, if it is not None."""
         if self._phase is not None:
             self._phase.__exit__(None, None, None)
         self._phase = None

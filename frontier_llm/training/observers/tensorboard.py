@@ -1,4 +1,4 @@
-"""Events for TensorBoard, in the run directory's `events/`."""
+"""Observer that writes events for TensorBoard to the run directory's `events/`."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from frontier_llm.training.observers import Observer, scalars
 
 
 class Events(Observer):
-    """Nothing is written where the package is missing; `check_start` has said so."""
+    """Writes scalars for TensorBoard. Writes nothing if the package is not installed, which `cli.checks.check`
+    reports.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self._directory = Path(config.train.run_dir) / "events" if find_spec("tensorboard") else None
         self._writer: Any = None
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Scalars; a new writer takes back what an earlier one has told of later steps."""
+        """Write the scalars of a line. After a start or rewind, a new writer purges the events of later steps."""
         if kind in ("start", "rewind") and self._directory is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.close()
             folder_below(self._directory.parent, self._directory.name)
             self._writer = SummaryWriter(str(self._directory), purge_step=step + 1)
-        if self._writer is None or "layout" in values:  # a layout is no curve
+        if self._writer is None or "layout" in values:  # a layout has no scalars to plot
             return
         try:
             for name, number in scalars(kind, values).items():
                 self._writer.add_scalar(name, number, step)
-        except OSError as error:  # of TensorBoard's own writing thread, which has ended with it
+        except OSError as error:  # raised by TensorBoard's own writer thread, which has ended
             log.warn(f"TensorBoard's events end at step {step}: {error.strerror}; metrics.jsonl goes on")
             self._writer = None
 
     def close(self) -> None:
-        """Flush."""
+        """Flush and close."""
         if self._writer is not None:
-            with suppress(OSError):  # a disk that has filled up since the last event
+            with suppress(OSError):  # the disk may have filled up since the last event
                 self._writer.close()
             self._writer = None

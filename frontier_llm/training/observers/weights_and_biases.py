@@ -1,5 +1,6 @@
-"""Weights & Biases, offline unless WANDB_MODE says otherwise: compute nodes have no way out, and `wandb sync` sends
-the run later.
+"""Observer for Weights & Biases. It is offline unless WANDB_MODE sets another mode.
+
+Compute nodes have no internet access. `wandb sync` uploads the run later.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from frontier_llm.training.observers import Observer, scalars
 
 
 class WeightsAndBiases(Observer):
-    """One W&B run per run directory, however often it is resumed."""
+    """One W&B run per run directory, also over resumes."""
 
     def __init__(self, config: RunConfig) -> None:
         import wandb
@@ -26,18 +27,19 @@ class WeightsAndBiases(Observer):
             name=directory.name,
             id=hashlib.sha256(str(directory).encode()).hexdigest()[:16],
             dir=directory,
-            mode=environ("WANDB_MODE") or "offline",  # type: ignore[arg-type]  # W&B says which it knows
+            mode=environ("WANDB_MODE") or "offline",  # type: ignore[arg-type]  # W&B checks the value
             resume="allow",
             config=config.model_dump(mode="json"),
-            # its console capture would double every line of the log
+            # W&B's console capture would repeat every line of the log
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self._run.define_metric("*", step_metric="train_step")  # W&B's own step may never go back, a rewound run does
+        # W&B's own step may never decrease, but the step of a rewound run does
+        self._run.define_metric("*", step_metric="train_step")
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """The line's numbers under the step they belong to."""
+        """Log the numbers of a line with their step."""
         self._run.log({**scalars(kind, values), "train_step": step})
 
     def close(self) -> None:
-        """Flush."""
+        """Flush and close."""
         self._run.finish()
