@@ -1,4 +1,4 @@
-"""Types of the work lists of `blueprint/work.py`: what a rank computes, sends and keeps for a microbatch.
+"""Types of the work lists of `blueprint/work.py`: computation, communication and kept bytes of a microbatch.
 
 A list consists of items. An item has a phase, a cause and one kind of work.
 """
@@ -55,7 +55,7 @@ class Habits:
 
 @dataclass(frozen=True, kw_only=True)
 class Software(Habits):
-    """Software options, and the measured or chosen values that change what is computed, sent and kept."""
+    """Software options, and measured or chosen values that change computation, communication or kept bytes."""
 
     # rate of the layers' products relative to 16 bit (FP8 arithmetic); head and attention stay in 16 bit
     linear_speedup: float = 1.0
