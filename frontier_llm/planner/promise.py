@@ -61,7 +61,7 @@ def size_class(parameters: float) -> int:
 
 
 def basis(machine: Machine, stack: str) -> str:
-    """Return the key of BANDS that describes where a stack's constants were measured.
+    """Return the key of BANDS for the systems on which a stack's constants were measured.
 
     A constant of the machine file whose source begins with 'fitted on' was fitted to measured steps.
     """

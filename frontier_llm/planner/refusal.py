@@ -94,7 +94,7 @@ def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
 
 
 def _plainest(fixed: Mapping[str, Any]) -> Layout:
-    """Return a layout with the fixed choices, and defaults for all others except those that the fixed ones need.
+    """Return a layout with the fixed choices and other values that they need. All other choices have defaults.
 
     The schedule is left out if no chunks are fixed, because it then has valid numbers of chunks and breaks no rule.
     """

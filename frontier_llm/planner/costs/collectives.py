@@ -75,9 +75,9 @@ def flat_s(
 ) -> Number:
     """Return the seconds of a collective over `ranks` in one ring (or RCCL's tree), `per_node` ranks on each node.
 
-    `sharing` groups of this kind use the NICs of a node at the same time. Inside a node the time is that of `node_s`.
-    Across nodes a ring enters and leaves every node once, so a group has 1/sharing of the NICs' bandwidth, at most the
-    bandwidth of the fabric inside the node.
+    `sharing` groups of this kind use the NICs of a node at the same time. Inside a node the time is `node_s`. Across
+    nodes a ring enters and leaves every node once, so a group has 1/sharing of the NICs' bandwidth. The bandwidth of
+    the fabric inside the node is a further limit.
     """
     ranks = np.asarray(ranks, dtype=float)
     per_node = np.asarray(per_node, dtype=float)

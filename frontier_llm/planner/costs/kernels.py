@@ -19,9 +19,9 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (6
 def product_s(product: Product, rates: Rates) -> float:
     """Return the seconds of matrix products in 16 bit, or in 8 bit if the software supports it for them.
 
-    The output is cut into tiles, which run in waves of `compute_units`. A wave takes as long as its longest tile, so
-    the last, partly filled wave costs as much as a full one (tile and wave quantisation). The inner loop reaches
-    k/(k+k_half) of its rate because of prologue and epilogue. The time is never below that of reading the operands and
+    The output is cut into tiles, which run in waves of `compute_units`. A wave takes as long as its longest tile. The
+    last, partly filled wave therefore costs as much as a full one (tile and wave quantisation). The inner loop reaches
+    k/(k+k_half) of its rate because of prologue and epilogue. The minimum is the time of reading the operands and
     writing the result at memory speed. If products were measured on this machine, the formula is scaled by the
     measurements of the nearest shapes.
     """

@@ -1,7 +1,7 @@
 """Tables of layouts: thousands of layouts as columns, so that one numpy formula computes the costs of all.
 
 A formula in numpy is the same for one `Layout` and for a table. The work lists of a block are summed in plain Python,
-once for each distinct block: the 60,000 layouts of a search share some hundreds of blocks.
+once for each distinct block. The 60,000 layouts of a search share some hundreds of blocks.
 
 `Seats` holds the number of ranks of each axis that share a node.
 """
