@@ -35,7 +35,7 @@ DISPATCH = "tokens to experts and back"
 COUNT_BYTES = 8
 CHOICE_BYTES = 4
 # Operations between the host's wait and the sending of the rows (parallel/expert/dispatch.py). They are a copy to the
-# host, which takes as long as two, the indices of the rows, gathering rows and weights, and their two messages.
+# host, the indices of the rows, the gathering of rows and weights, and two messages. The copy counts as two operations.
 LAUNCHES_AFTER_WAIT = 10
 
 
@@ -75,7 +75,10 @@ def nodes_of_a_token(experts: int, top_k: int, nodes: int) -> float:
 
 
 def even_rows(model: ModelConfig, layout: Layout) -> Rows:
-    """Return the rows of a rank if every expert is chosen equally often, times `layout.imbalance` for its experts."""
+    """Return the rows of a rank if every expert is chosen equally often.
+
+    The rows of the rank's experts are multiplied by `layout.imbalance`, up to the capacity limit.
+    """
     assert model.moe is not None
     tokens = rank_tokens(model, layout) // layout.tp
     nodes = layout.expert_nodes

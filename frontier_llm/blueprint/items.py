@@ -14,7 +14,7 @@ from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.config.fields import NonNegativeFloat
 
-ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
+ALIGNMENT = 8  # elements, 16 bytes: the alignment that matrix units and vector loads need
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
 
 # causes: the lines of a plan's breakdown
@@ -39,18 +39,18 @@ class Habits:
 
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
-    fused_softmax: bool = True  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
-    fused: bool = True  # norm, bias+activation, residual in one kernel each
-    fused_cross_entropy: bool = True  # 16-bit logits read once forward; else a chain of kernels over fp32 copies
-    gradient_bytes: Literal[2, 4] = 4  # per element of a gradient that is summed over dp
-    accumulate_bytes: NonNegativeFloat = 8.0  # moved per parameter to add one microbatch's gradient
-    optimizer_bytes: NonNegativeFloat = 30.0  # moved per owned parameter by the optimizer step
-    p2p_split: bool = False  # pipeline messages are cut over tp even without sequence parallelism (scatter-gather)
-    # pipeline messages block the rank (Megatron, DeepSpeed) instead of overlapping its compute
+    fused_softmax: bool = True  # Scale, mask and softmax in one 16-bit kernel. Only for unfused attention.
+    fused: bool = True  # One kernel each for norm, bias+activation, residual.
+    fused_cross_entropy: bool = True  # Reads 16-bit logits once forward. False: a chain of kernels over fp32 copies.
+    gradient_bytes: Literal[2, 4] = 4  # Per element of a gradient that is summed over dp.
+    accumulate_bytes: NonNegativeFloat = 8.0  # Moved per parameter to add one microbatch's gradient.
+    optimizer_bytes: NonNegativeFloat = 30.0  # Moved per owned parameter by the optimizer step.
+    p2p_split: bool = False  # Pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
+    # Pipeline messages block the rank (Megatron, DeepSpeed) instead of overlapping its compute.
     blocking_messages: bool = False
-    # parameters per bucket of the gradient sum over dp; 0 = all parameters in one bucket
+    # Parameters per bucket of the gradient sum over dp. 0 = all parameters in one bucket.
     bucket_parameters: NonNegativeFloat = 0.0
-    hierarchical: bool = False  # collectives that span nodes have two stages if that is faster
+    hierarchical: bool = False  # Collectives that span nodes have two stages if that is faster.
 
 
 @dataclass(frozen=True, kw_only=True)

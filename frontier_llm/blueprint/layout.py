@@ -58,24 +58,24 @@ class Layout:
     cp: int = 1
     pp: int = 1
     dp: int = 1
-    ep: int = 1  # ranks over which the experts are distributed; a part of tp · cp · dp
-    etp: int = 1  # ranks that split each expert's width
-    expert_nodes: int = 1  # nodes of the two-stage all-to-all (first between nodes, then inside); 1 = in one stage
-    imbalance: float = 1.0  # expert rows of the busiest rank, divided by the mean
-    chunks: int = 1  # virtual stages per pipeline rank
+    ep: int = 1  # Ranks over which the experts are distributed. A part of tp · cp · dp.
+    etp: int = 1  # Ranks that split each expert's width.
+    expert_nodes: int = 1  # Nodes of the two-stage all-to-all (first between nodes, then inside). 1 = one stage.
+    imbalance: float = 1.0  # Expert rows of the busiest rank, divided by the mean.
+    chunks: int = 1  # Virtual stages per pipeline rank.
     schedule: str = "1f1b"
-    micro_batch: int = 1  # sequences
-    microbatches: int = 1  # of one replica and step
+    micro_batch: int = 1  # Sequences.
+    microbatches: int = 1  # Microbatches of one replica and step.
     sequence_parallel: bool = False
-    recompute: str = "none"  # a mode of RECOMPUTE, or several ("full,none") that alternate over a stage's layers
-    sharding: str = "optimizer"  # a key of SHARDING
-    data_shard: int = 0  # replicas that shard one copy of the weights (only sharding "weights"); 0 = all replicas
-    axis_order: str = "tp-dp-pp"  # innermost first
+    recompute: str = "none"  # A mode of RECOMPUTE, or several ("full,none") that alternate over a stage's layers.
+    sharding: str = "optimizer"  # A key of SHARDING.
+    data_shard: int = 0  # Replicas that shard one copy of the weights (only sharding "weights"). 0 = all replicas.
+    axis_order: str = "tp-dp-pp"  # Innermost first.
     dtype: str = "bf16"
-    gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = the software's dtype
+    gradient_wire: str = "full"  # Dtype in which gradients are summed over dp. "full" = the software's dtype.
     optimizer: str = "adamw"
-    context_attention: str = "auto"  # an algorithm of WAYS, or auto
-    tensor_chunks: int = 1  # pieces of a tp collective, each of which overlaps a piece of a product
+    context_attention: str = "auto"  # An algorithm of WAYS, or auto.
+    tensor_chunks: int = 1  # Pieces of a tp collective, each of which overlaps a piece of a product.
 
     @property
     def devices(self) -> int:
@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Replicas over which the sharded state is cut once."""
+        """Number of replicas that together hold one copy of the sharded state."""
         return self.data_shard or self.replicas
 
     @property

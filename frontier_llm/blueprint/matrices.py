@@ -20,8 +20,8 @@ class Part(Enum):
     """The part of a matrix that one tp rank holds."""
 
     ALL = "all"
-    LONG = "long"  # the longer side is cut, so the product over it is summed over tp
-    SHORT = "short"  # the shorter side is cut, so the matrix is gathered over tp
+    LONG = "long"  # The longer side is cut, so the product over it is summed over tp.
+    SHORT = "short"  # The shorter side is cut, so the matrix is gathered over tp.
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ class StageSpec:
 VOCABULARY = (
     "embedding.token.weight",
     "head.weight",
-)  # rows are tokens; rows from vocab_size on are padding that no logit reads and no gradient changes
-Number = Any  # int, or a numpy array of ints with one element per layout
+)  # Rows are tokens. Rows from vocab_size on are padding that no logit reads and no gradient changes.
+Number = Any  # An int, or a numpy array of ints with one element per layout.
 
 
 class How(Enum):
@@ -93,9 +93,9 @@ class Parameter:
     pieces: tuple[Piece, ...] = ()
     # gradient contributions per microbatch on a rank; 2 for an embedding that is also the rank's head; 0 = no gradient
     uses: int = 1
-    grouped: bool = False  # dim 0 counts key/value heads, each with its query heads
-    wide: bool = False  # always kept in fp32 (fp64 under fp64)
-    of_training: bool = False  # needed only for training: it does not change outputs, and other formats do not have it
+    grouped: bool = False  # Dim 0 counts key/value heads, each with its query heads.
+    wide: bool = False  # Always kept in fp32 (fp64 under fp64).
+    of_training: bool = False  # Used only in training. It does not change outputs, and other formats do not have it.
 
     @property
     def tensor_axis(self) -> str:

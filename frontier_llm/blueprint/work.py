@@ -81,8 +81,8 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
     forward, backward = elementwise(model, layout, software, F)
     items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
     if model.dropout:
-        # Forward, dropout runs in the kernel that adds the residual, which a norm can then not do: one more kernel.
-        # Backward, the gradient of each dropout needs a pass of its own.
+        # Forward, dropout runs in the kernel that adds the residual. The following norm can then not add the residual
+        # itself, which costs one more kernel. Backward, the gradient of each dropout needs a pass of its own.
         items += [Item(Phase.F, PASSES, Pass(0, 1), FULL), Item(Phase.I, PASSES, Pass(4 * size * T * H / cut, 2))]
     boundary = size * T * H
     # inputs of the norms, and the masks of the two dropouts
@@ -264,7 +264,7 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
-        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # gradients, which return to the rank of their keys
+        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # Gradients return to the rank of their keys.
         # Separate kernels merge the output of each block after the first (weighted sums in fp32) and sum gradients.
         # Half of the blocks concern only half of the queries, so the mean is 0.75.
         merged = (cp - 1) * 0.75 * held * a * B * D * statistics_bytes(layout.dtype)

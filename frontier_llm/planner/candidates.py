@@ -20,8 +20,8 @@ from frontier_llm.topology.plan import tp_limit
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
 V_SHAPED = ("zb-v", "dualpipe-v", "v-half", "v-min")
-SEARCHED = "searched"  # the fastest of all V schedules, not only of V_SHAPED
-MIN_CHUNK = 1024  # tokens; shorter sequences fit on a device, and their attention is too short to hide communication
+SEARCHED = "searched"  # The fastest of all V schedules, not only of V_SHAPED.
+MIN_CHUNK = 1024  # Tokens. Shorter sequences fit on a device, and their attention is too short to hide communication.
 
 # Keys of `--fix` → fields that they fix. They are the keys of a run file that the search varies, and `imbalance`.
 # `expert_all_to_all` keeps its value from the run file, and the search derives `expert_nodes` from it.

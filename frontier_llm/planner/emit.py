@@ -37,9 +37,9 @@ from frontier_llm.units import GIB, plural
 
 SITES = ("frontier", "lumi", "local")
 
-SAID = ("tensor", "pipeline", "schedule", "zero", "axis_order")  # always written, even if they have default values
-FILL_IN = "FILL_IN"  # placeholder of the dataset; training reports it as missing
-# parameters → highest learning rate of GPT-3's sizes (arXiv:2005.14165, table 2.1). Each decays to a tenth by cosine
+SAID = ("tensor", "pipeline", "schedule", "zero", "axis_order")  # Always written, even if they have default values.
+FILL_IN = "FILL_IN"  # Placeholder of the dataset. Training reports it as missing.
+# Parameters → highest learning rate of GPT-3's sizes (arXiv:2005.14165, table 2.1). Each decays to a tenth by cosine
 # after a warm-up of 375 M tokens.
 RATES = {125e6: 6e-4, 350e6: 3e-4, 760e6: 2.5e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4, 175e9: 6e-5}
 WARMUP_TOKENS = 375e6
@@ -56,7 +56,7 @@ class Request:
 
 
 def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
-    """Return the keys that a new run file needs beside its layout: learning rate, steps and save interval."""
+    """Return the keys that a new run file needs in addition to its layout: learning rate, steps and save interval."""
     parameters = total_parameters(plan.model)
     steps = ceil(tokens / plan.step_tokens)
     lr = RATES[min(RATES, key=lambda size: abs(log(parameters / size)))]
@@ -151,7 +151,7 @@ def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[s
     """Return the choice with the number of steps that its batch needs for the requested tokens or the run's tokens."""
     base = load_run(str(request.run))
     tokens = request.tokens or planned_tokens(phases_of(base))
-    # phases count their own steps
+    # phases have their own numbers of steps
     steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
     return {**choice, "train": {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}}
 

@@ -48,17 +48,17 @@ class StageTimes:
 class Played:
     """A simulated step."""
 
-    timeline: Timeline  # of the simulated part of the schedule
-    pipeline_s: float  # makespan of the complete schedule
-    busy_s: tuple[float, ...]  # compute per pipeline rank, complete schedule
-    end_s: tuple[float, ...]  # end of the last action per pipeline rank, complete schedule
-    reduce_s: float  # exposed gradient reduction
+    timeline: Timeline  # Timeline of the simulated part of the schedule.
+    pipeline_s: float  # Makespan of the complete schedule.
+    busy_s: tuple[float, ...]  # Compute per pipeline rank, complete schedule.
+    end_s: tuple[float, ...]  # End of the last action per pipeline rank, complete schedule.
+    reduce_s: float  # Exposed gradient reduction.
     optimizer_s: float
     gather_s: float
-    message_s: float  # one transfer between neighbours
-    # per pipeline rank, expert communication that another microbatch's compute hides; not in busy_s
+    message_s: float  # One transfer between neighbours.
+    # Per pipeline rank, expert communication that another microbatch's compute hides. It is not in busy_s.
     hidden_s: tuple[float, ...]
-    stage_times: tuple[StageTimes, ...]  # by virtual stage
+    stage_times: tuple[StageTimes, ...]  # By virtual stage.
 
     @property
     def step_s(self) -> float:
@@ -188,7 +188,8 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
 def _turns(layout: Layout, rates: Rates) -> str:
     """Return how messages are limited: "many" in flight, "one", or "waiting", if compute also waits for each message.
 
-    Compute waits if it contains collectives, because a message and a collective cannot be in flight together.
+    Compute waits if it contains collectives, because a message and a collective cannot be in flight together. It also
+    waits on a CPU, which executes both.
     """
     if not rates.one_in_flight or rates.blocking_messages or layout.pp == 1:
         return "many"

@@ -81,11 +81,11 @@ def basis(machine: Machine, stack: str) -> str:
 class Promise:
     """Uncertainty of a plan's speed, and the published rates to which it is compared."""
 
-    basis: str  # a key of BANDS
-    tflops: float  # simulated, per device: model FLOPs with full attention
-    device: str  # family
-    best_alike: tuple[float, str] | None  # best published (TFLOP/s, run) for a model of this size on such devices
-    best: tuple[float, str] | None  # best published (TFLOP/s, run) for any model on such devices
+    basis: str  # A key of BANDS.
+    tflops: float  # Simulated, per device: model FLOPs with full attention.
+    device: str  # The family of the device.
+    best_alike: tuple[float, str] | None  # Best published (TFLOP/s, run) for a model of this size on such devices.
+    best: tuple[float, str] | None  # Best published (TFLOP/s, run) for any model on such devices.
 
     @property
     def band(self) -> float:

@@ -32,7 +32,7 @@ from frontier_llm.units import GIB
 TARGET_TOKENS = 16 * 2**20  # tokens of the default global batch
 WARN_SHARE = 0.95  # share of the device's memory above which a plan has a warning
 FINALISTS = 8
-NEAR = 1.06  # finalists are within this factor of the best step in closed form
+NEAR = 1.06  # Finalists are within this factor of the best step in closed form.
 # Share of a step below which a difference between two plans is not significant. Predictions are 3-6 % off
 # (docs/benchmarks/planner.md).
 RESOLUTION = 0.03
@@ -263,8 +263,8 @@ def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
 def preference(plan: Plan) -> float:
     """Return the sort key of a plan: the seconds of its step, times 1 + RESOLUTION if the plan is risky.
 
-    Risky are FSDP, whose overlap is estimated and not simulated, and plans within 5 % of the memory. Such plans may run
-    out of memory if the allocator needs more than estimated.
+    FSDP is risky because its overlap is estimated and not simulated. A plan within 5 % of the memory is risky because
+    it runs out of memory if the allocator needs more than estimated.
     """
     return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)
 

@@ -28,11 +28,11 @@ MOST_PADDING = 1 / 8
 class BucketPlan(Generic[T]):
     """Content of one bucket. Offsets and sizes are in elements."""
 
-    members: list[T]  # in the order of their offsets
+    members: list[T]  # In the order of their offsets.
     offsets: list[int]
-    numel: int  # padding included; a multiple of the number of owners
-    whole: bool  # the optimizer's update needs complete tensors
-    apart: bool  # whole, and no tensor lies in the slices of two owners
+    numel: int  # Padding is included. A multiple of the number of owners.
+    whole: bool  # The optimizer's update needs complete tensors.
+    apart: bool  # `whole` is true, and no tensor lies in the slices of two owners.
 
 
 def plan_buckets(

@@ -112,7 +112,7 @@ def _data_shard_problems(config: RunConfig, shard: int, world_size: int) -> Iter
     """Yield a Problem if `parallel.data_shard` has no effect, or if it does not divide the number of replicas."""
     parallel = config.parallel
     where = "parallel.data_shard"
-    replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))  # of dp x cp
+    replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))  # ranks of dp x cp
     if parallel.data_mode != "fsdp":
         yield Problem(
             where=where,

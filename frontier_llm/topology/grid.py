@@ -23,8 +23,8 @@ AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 class Grid:
     """The mesh of ranks. `order` lists the axes with the innermost first: its first axis has consecutive ranks.
 
-    TP is always innermost, because its collectives run in every layer and must stay on a node's Infinity Fabric
-    (200/100/50 GB/s between GCDs against 12.5 GB/s per GCD through the NICs). CP always follows TP: it also
+    TP is always innermost, because its collectives run in every layer and must stay inside a node. A node's Infinity
+    Fabric has 200/100/50 GB/s between GCDs, and its NICs have 12.5 GB/s per GCD. CP always follows TP: it also
     communicates in every layer, but sends only keys and values.
 
     Raises ConfigError if `order` is not in AXIS_ORDERS.

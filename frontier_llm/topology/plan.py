@@ -19,7 +19,7 @@ from frontier_llm.units import plural
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:
-    """Return the forward FLOPs of the output head divided by those of one layer. Attention counts its causal half."""
+    """Return forward FLOPs of the output head / forward FLOPs of one layer. Attention counts its causal half."""
     layout = Layout()
     software = Software()
     layer = flops(block_work(model, layout, software), causal=True, forward_only=True)

@@ -21,9 +21,9 @@ class ShardSpec:
     """One rank's rectangle of one global parameter. The local tensor has exactly `shape`."""
 
     parameter: Parameter
-    offset: tuple[int, ...]  # of this rank's rectangle in the global tensor
-    shape: tuple[int, ...]  # of this rank's rectangle
-    coordinates: Mapping[str, int]  # of this rank, on each axis that holds the parameter in parts or as copies
+    offset: tuple[int, ...]  # Offset of this rank's rectangle in the global tensor.
+    shape: tuple[int, ...]  # Shape of this rank's rectangle.
+    coordinates: Mapping[str, int]  # This rank's index on each axis that holds the parameter in parts or as copies.
 
     @property
     def name(self) -> str:

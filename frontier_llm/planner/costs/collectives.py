@@ -47,8 +47,9 @@ def node_s(rates: Rates, ranks: Number, size_bytes: Number, operation: str) -> N
     """Return the seconds of a collective inside one node.
 
     `size_bytes` is the complete tensor: the result of an all-gather, the input of a reduce-scatter. If this operation
-    was measured on the machine, its table is used. Otherwise the time is a ring's. If only the all-reduce over nodes
-    was measured, its one-node time beyond the bandwidth term is added, scaled by the ring factor of the group.
+    was measured on the machine, its table is used. Otherwise the time is a ring's bandwidth term plus latency. If there
+    is a table of all-reduces over nodes, its one-node time beyond the bandwidth term is the latency. It is scaled by
+    the ring factor of the group.
     """
     ranks = np.asarray(ranks, dtype=float)
     passes = PASSES[operation]

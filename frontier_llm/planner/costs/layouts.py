@@ -33,7 +33,7 @@ class Layouts(Layout):
 
     @property
     def shards(self) -> Any:
-        """Replicas over which the sharded state is cut once, as a column."""
+        """Number of replicas that together hold one copy of the sharded state, as a column."""
         return np.where(np.asarray(self.data_shard) > 0, self.data_shard, self.replicas)
 
     def where(self, rows: Number) -> Layouts:
@@ -146,10 +146,10 @@ class Seats:
     """Ranks per node of each axis, and the number of groups that share the NICs of a node."""
 
     cp_per_node: Number
-    replicas_per_node: Number  # ranks of dp x cp
-    replicas_sharing: Number  # groups of replicas of one node that reduce at the same time
-    pp_inside: Number  # 1 = pipeline neighbours are in the same node
-    pp_sharing: Number  # devices of a node that send pipeline messages at the same time
+    replicas_per_node: Number  # Ranks of dp x cp.
+    replicas_sharing: Number  # Groups of replicas of one node that reduce at the same time.
+    pp_inside: Number  # 1 = pipeline neighbours are in the same node.
+    pp_sharing: Number  # Devices of a node that send pipeline messages at the same time.
 
 
 def seats(layouts: Layout, rates: Rates) -> Seats:

@@ -239,16 +239,16 @@ class Times(NamedTuple):
     """Seconds of a block, an embedding or a head for one microbatch; numbers, or columns over many layouts."""
 
     forward_s: Number
-    backward_s: Number  # both gradients and the recomputed forward, if weight gradients are written, not added
-    adding_s: Number  # extra time if weight gradients are added, in every microbatch of a step but the first
-    weight_s: Number  # part of backward_s: the weight gradients, which a split backward may run later
-    sent_s: Number  # part of forward_s: communication over tp, which does not hide the host's dispatch
+    backward_s: Number  # Both gradients and the recomputed forward, if weight gradients are written, not added.
+    adding_s: Number  # Extra time if weight gradients are added, in every microbatch of a step but the first.
+    weight_s: Number  # Part of backward_s: the weight gradients, which a split backward may run later.
+    sent_s: Number  # Part of forward_s: communication over tp, which does not hide the host's dispatch.
     sent_backward_s: Number
-    rows_s: Number  # part of forward_s: rows to and from experts, which another microbatch's compute may hide
+    rows_s: Number  # Part of forward_s: rows to and from experts, which another microbatch's compute may hide.
     rows_backward_s: Number
-    host_forward_s: Number  # time of the host to dispatch the operations
+    host_forward_s: Number  # Time of the host to dispatch the operations.
     host_backward_s: Number
-    gather_bytes: Number  # sharded weights, gathered over dp
+    gather_bytes: Number  # Sharded weights, gathered over dp.
     gather_again_bytes: Number
     scatter_bytes: Number
 

@@ -99,10 +99,10 @@ def gradient_reduction_s(
 
 
 def overlap_windows(layouts: Layout) -> Number:
-    """Return the backward work that can hide the gradient sum, in backwards of one microbatch over a complete stage.
+    """Return the backward work that can hide the gradient sum: the work after the first gradients are complete.
 
-    It is the work after the first gradients of the step are complete. Without chunks it is the backward of the last
-    microbatch. With interleaving it is the last round: pp microbatches of every chunk but one.
+    The unit is the backward of one microbatch over a complete stage. Without chunks the result is the backward of the
+    last microbatch. With interleaving it is the last round: pp microbatches of every chunk but one.
     """
     pp = layouts.pp
     v = layouts.chunks
@@ -225,7 +225,7 @@ def plays_pairs(layouts: Layout) -> Number:
 def exposed_s(communication_s: Number, compute_s: Number, overlap: float) -> Number:
     """Return the seconds that communication adds to the compute that it overlaps.
 
-    They are the part that is longer than the compute, at least the share 1 - `overlap` that never overlaps.
+    The result is the part of the communication that is longer than the compute, at least its share 1 - `overlap`.
     """
     return np.maximum(communication_s * (1 - overlap), communication_s - compute_s)
 
