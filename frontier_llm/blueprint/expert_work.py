@@ -168,8 +168,9 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     ) -> Iterator[Item]:
         """Yield the all-to-alls of dispatch and combine along `axis`, forward and backward.
 
-        `numbers` row counts are sent first. Each row carries `weights` weights and `chosen` expert indices. The shared
-        expert overlaps the dispatch and, in backward, the gradient of the dispatch.
+        `numbers` row counts are sent first. Each row carries `weights` weights and `chosen` expert indices. A shared
+        expert, if there is one, overlaps the dispatch in forward and the gradient of the dispatch in backward. With two
+        stages it overlaps only the stage between nodes.
         """
         under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.OTHER
         yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)

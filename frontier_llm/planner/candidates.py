@@ -59,7 +59,7 @@ def tensor_degrees(model: ModelConfig, limit: int) -> list[int]:
 
 
 def context_degrees(model: ModelConfig, devices: int) -> list[int]:
-    """Return the cp degrees that cut the sequence in 2 cp equal chunks of at least MIN_CHUNK tokens, and 1."""
+    """Return 1 and the divisors cp of `devices` that cut the sequence in 2 cp chunks of at least MIN_CHUNK tokens."""
     length = model.sequence_length
     return [cp for cp in divisors(devices) if cp == 1 or (length % (2 * cp) == 0 and length // (2 * cp) >= MIN_CHUNK)]
 

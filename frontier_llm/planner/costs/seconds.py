@@ -178,7 +178,7 @@ def by_cause(
         layout: the layout.
         rates: rates of the machine.
         prices: a cache that several calls may share.
-        modes: recomputation mode → share of the layers. None means equal shares of the layout's modes.
+        modes: recomputation mode → share of the layers. None means the shares in the layout's list of modes.
         split: share of the backwards that are split in input and weight gradients.
     """
     prices = {} if prices is None else prices
