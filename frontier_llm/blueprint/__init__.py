@@ -1,1 +1,1 @@
-"""What a model is made of and what it does, without torch: parameters, work, layouts, optimizer states."""
+"""Description of a model without torch: parameters, work of a step, layouts and optimizer states."""

@@ -1,9 +1,9 @@
-"""What a layer's experts compute, send and keep, as `blueprint/work.py` says it of everything else.
+"""Work lists of a layer's experts: computation, communication and kept bytes. Other work is in `blueprint/work.py`.
 
-How many rows a rank gets is the routers' doing: the lists take the even share, times `imbalance` where the busiest rank
-counts, or the rows that were routed (`Rows`), for which the ledger must agree. With a capacity as many travel as may,
-whatever the routers choose. Letters: T tokens of a microbatch, of which a tensor rank routes T / tp; each makes top_k x
-etp rows.
+A row is one token for one of its experts. The routers decide how many rows a rank receives. The lists assume an even
+share, times `imbalance` for the busiest rank, or use given numbers (`Rows`). Tests compare the latter with the bytes
+that a run has sent. With a capacity limit the number of rows that are sent is fixed. Letters: T tokens of a microbatch.
+A tensor rank routes T / tp of them, and each token makes top_k x etp rows.
 """
 
 from __future__ import annotations
@@ -34,45 +34,51 @@ EXPERTS = "experts' products"
 DISPATCH = "tokens to experts and back"
 COUNT_BYTES = 8
 CHOICE_BYTES = 4
-# between what the host waits for and the rows' departure: a copy to the host, which takes as long as two, the rows'
-# sources, rows and weights gathered,
-# and their two messages (parallel/expert/dispatch.py)
+# Operations between the host's wait and the sending of the rows (parallel/expert/dispatch.py). They are a copy to the
+# host, the indices of the rows, the gathering of rows and weights, and two messages. The copy counts as two operations.
 LAUNCHES_AFTER_WAIT = 10
 
 
 class Rows(NamedTuple):
-    """Of one microbatch and layer on one rank, those included that nobody reads (expert_parallel.dispatch)."""
+    """Numbers of rows of one microbatch and layer on one rank, padding rows included (`parallel/expert/dispatch.py`).
+
+    With the two-stage all-to-all, `sent` and `received` count the second stage, inside the node.
+    """
 
     sent: float
-    received: float  # of which the experts compute `computed`; with a capacity all are held
+    received: float  # with a capacity limit all of them are kept until backward, not only `computed`
     computed: float
-    # where they go in two stages: over how many nodes, and rows along the rail; those above are then the node's
+    # two-stage all-to-all: number of nodes, and rows of the first stage, between nodes
     nodes: int = 1
     to_nodes: float = 0
     from_nodes: float = 0
 
 
 def room_of(moe: MoeConfig, tokens: int) -> int | None:
-    """Rows that an expert takes of a rank's `tokens`; None = all."""
+    """Return the capacity of an expert: the rows that it accepts from a rank's `tokens`. None means no limit."""
     if moe.capacity is None:
         return None
     return ceil(tokens * moe.top_k / moe.experts * moe.capacity)
 
 
 def most_rows(room: int, experts: int, tokens: int, choices: int) -> int:
-    """Rows that `experts` which take `room` each may get of `tokens` with so many choices: as many travel, needed or
-    not.
+    """Return the most rows that `experts` experts may receive from `tokens` tokens with `choices` choices each.
+
+    Each expert accepts `room` rows. With a capacity limit exactly this many rows are sent, padded if necessary.
     """
     return min(room * experts, tokens * min(choices, experts))
 
 
 def nodes_of_a_token(experts: int, top_k: int, nodes: int) -> float:
-    """How many nodes have one of a token's experts, on average, where each choice is equally likely."""
+    """Return the mean number of nodes with at least one expert of a token, if all choices are equally likely."""
     return nodes * (1 - comb(experts - experts // nodes, top_k) / comb(experts, top_k))
 
 
 def even_rows(model: ModelConfig, layout: Layout) -> Rows:
-    """Where every expert is chosen equally often; the busiest rank's with `layout.imbalance`."""
+    """Return the rows of a rank if every expert is chosen equally often.
+
+    The rows of the rank's experts are multiplied by `layout.imbalance`, up to the capacity limit.
+    """
     assert model.moe is not None
     tokens = rank_tokens(model, layout) // layout.tp
     nodes = layout.expert_nodes
@@ -119,7 +125,7 @@ def _bounded_rows(moe: MoeConfig, layout: Layout, tokens: int, computed: float) 
 
 
 def _host_waits(moe: MoeConfig, rows: Rows, ranks: int) -> int:
-    """How often the host waits for numbers of rows."""
+    """Return how often the host waits for the numbers of rows."""
     if moe.capacity is not None:
         return 0
     if rows.nodes > 1:
@@ -128,7 +134,7 @@ def _host_waits(moe: MoeConfig, rows: Rows, ranks: int) -> int:
 
 
 def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Rows | None = None) -> Iterator[Item]:
-    """Router, dispatch, experts, and their way back."""
+    """Yield the work of router, dispatch, experts and combine. `rows` defaults to `even_rows`."""
     moe = model.moe
     assert moe is not None
     rows = rows or even_rows(model, layout)
@@ -160,8 +166,11 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
         weights: int,
         chosen: int = 0,
     ) -> Iterator[Item]:
-        """Rows with so many weights and experts each; `numbers` of them are told before. The way there is beside the
-        shared expert, and its gradients'.
+        """Yield the all-to-alls of dispatch and combine along `axis`, forward and backward.
+
+        `numbers` row counts are sent first. Each row carries `weights` weights and `chosen` expert indices. A shared
+        expert, if there is one, overlaps the dispatch in forward and the gradient of the dispatch in backward. With two
+        stages it overlaps only the stage between nodes.
         """
         under = Under.SHARED if moe.shared_hidden and axis != "ep.node" else Under.OTHER
         yield send(Phase.F, "all_to_all", numbers * COUNT_BYTES, FULL, axis)
@@ -181,7 +190,8 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
         yield send(Phase.I, "all_to_all", received * size * H, axis=axis, under=under)
         yield send(Phase.I, "all_to_all", received * weights * wide, axis=axis)
 
-    for axis in () if moe.balance == "global" else ("tp", "cp"):  # the load of whole sequences
+    # the balance loss needs the load of complete sequences
+    for axis in () if moe.balance == "global" else ("tp", "cp"):
         if getattr(layout, axis) > 1:
             yield send(
                 Phase.F,
@@ -191,7 +201,7 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
                 axis,
                 Under.NOTHING,
             )
-    # each tensor rank cuts its part out, and all get the whole again
+    # without sequence parallelism each tensor rank routes its part of the tokens, and the outputs are gathered
     if layout.tp > 1 and not layout.sequence_parallel:
         yield send(Phase.F, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
         yield send(Phase.I, "all_gather", size * T * H, axis="tp", under=Under.NOTHING)
@@ -220,8 +230,7 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
             E * layout.etp // rows.nodes,
             1,
         )
-    # rows are gathered where they leave, put in order where they arrive, and the other way round when they come back
-    # and are summed
+    # Rows are gathered before the dispatch and reordered after it. The combine reverses both and sums the rows.
     moved = size * H * 2 * (rows.sent + rows.received + rows.to_nodes + rows.from_nodes)
     yield Item(Phase.F, DISPATCH, Pass(2 * moved, 8), FULL)
     yield Item(Phase.I, DISPATCH, Pass(2 * moved, 8))
@@ -236,17 +245,18 @@ def expert_work(model: ModelConfig, layout: Layout, software: Software, rows: Ro
     yield Item(Phase.F, EXPERTS, Pass(size * held * (up + f), 1), FULL)
     yield Item(Phase.I, EXPERTS, Pass(size * held * (2 * up + f), 1))
     kept = size * held * (H + up + f * (1 + 2 * (model.activation == "geglu_tanh"))) + wide * (held + 4 * t * E)
-    yield Item(Phase.F, EXPERTS, Keep(kept + size * t * H, ("none", "selective")))  # the router keeps its input too
+    yield Item(Phase.F, EXPERTS, Keep(kept + size * t * H, ("none", "selective")))  # last term: the router's input
 
 
 def _shared_gate_work(rows: int, H: int, size: int) -> Iterator[Item]:
-    """Scale the shared expert's output by a sigmoid of the token: `rows` tokens of this rank, elements of `size`
-    bytes.
+    """Yield the work of scaling the shared expert's output by a sigmoid of the token, for `rows` tokens of this rank.
+
+    Elements have `size` bytes.
     """
     yield Item(Phase.F, ROUTING, Product(rows, 1, H), FULL)
     yield Item(Phase.I, ROUTING, Product(rows, H, 1))
     yield Item(Phase.W, ROUTING, Product(1, H, rows))
     yield Item(Phase.F, ROUTING, Pass(2 * size * rows * H, 2), FULL)
-    # gradients of the output and of the gate, their sum over H
+    # gradients of the output and of the gate, and the sum of the latter over H
     yield Item(Phase.I, ROUTING, Pass(5 * size * rows * H, 4))
     yield Item(Phase.F, ROUTING, Keep(size * rows * (H + 1), ("none", "selective")))

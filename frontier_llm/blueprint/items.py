@@ -1,5 +1,6 @@
-"""The words in which `blueprint/work.py` says what is computed, sent and kept: items of a phase and a cause, each
-one kind of work.
+"""Types of the work lists of `blueprint/work.py`: computation, communication and kept bytes of a microbatch.
+
+A list consists of items. An item has a phase, a cause and one kind of work.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import RECOMPUTE, ModelConfig
 from frontier_llm.config.fields import NonNegativeFloat
 
-ALIGNMENT = 8  # elements: 16 bytes, what matrix units and vector loads need
+ALIGNMENT = 8  # elements, 16 bytes: the alignment that matrix units and vector loads need
 STATISTICS = 3  # maximum, sum of exponentials and target logit per token
 
-# causes: what an item is listed under in a plan's breakdown
+# causes: the lines of a plan's breakdown
 PRODUCTS = "matrix products"
 ATTENTION = "attention"
 PASSES = "norms, activation, residual"
 SENDING = "tp communication"
 EXCHANGE = "cp communication"
-ADDING = "adding weight gradients"  # every microbatch of a step but the first, which only writes
+ADDING = "adding weight gradients"  # in every microbatch of a step but the first, which writes without adding
 EMBEDDING = "embedding"
 HEAD = "head"
 LOSS = "cross-entropy"
@@ -31,35 +32,38 @@ SHARDS = "sharded weights and gradients"
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """What a training software does, as a machine file's stack says it. The defaults are this package's own."""
+    """Software options: how a training framework executes a step, read from a stack of the machine file.
+
+    The defaults describe this package.
+    """
 
     attention: Literal["flash", "unfused"] = "flash"
     dropout: bool = False
-    fused_softmax: bool = True  # unfused attention only: scale, mask and softmax in one kernel, in 16 bit
-    fused: bool = True  # norm, bias+activation, residual in one kernel each
-    fused_cross_entropy: bool = True  # 16-bit logits read once forward; else a chain of kernels over fp32 copies
-    gradient_bytes: Literal[2, 4] = 4  # in which the gradients are summed over dp
-    accumulate_bytes: NonNegativeFloat = 8.0  # moved per parameter to add one microbatch's gradient
-    optimizer_bytes: NonNegativeFloat = 30.0  # moved per owned parameter by the optimizer step
-    p2p_split: bool = False  # pipeline messages are cut over tp even without sequence parallelism (scatter-gather)
-    # pipeline messages occupy the rank (Megatron, DeepSpeed) instead of flowing beside its compute
+    fused_softmax: bool = True  # Scale, mask and softmax in one 16-bit kernel. Only for unfused attention.
+    fused: bool = True  # One kernel each for norm, bias+activation, residual.
+    fused_cross_entropy: bool = True  # Reads 16-bit logits once forward. False: a chain of kernels over fp32 copies.
+    gradient_bytes: Literal[2, 4] = 4  # Per element of a gradient that is summed over dp.
+    accumulate_bytes: NonNegativeFloat = 8.0  # Moved per parameter to add one microbatch's gradient.
+    optimizer_bytes: NonNegativeFloat = 30.0  # Moved per owned parameter by the optimizer step.
+    p2p_split: bool = False  # Pipeline messages are cut over tp even without sequence parallelism (scatter-gather).
+    # Pipeline messages block the rank (Megatron, DeepSpeed) instead of overlapping its compute.
     blocking_messages: bool = False
-    # gradients are summed over dp in pieces of so many parameters; 0 = all at once
+    # Parameters per bucket of the gradient sum over dp. 0 = all parameters in one bucket.
     bucket_parameters: NonNegativeFloat = 0.0
-    hierarchical: bool = False  # collectives that span nodes may go in two stages, and do where that is faster
+    hierarchical: bool = False  # Collectives that span nodes have two stages if that is faster.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software(Habits):
-    """And what is measured of it or chosen in a run, as far as it decides what is computed, sent and kept."""
+    """Software options, and measured or chosen values that change computation, communication or kept bytes."""
 
-    # rate of the layers' products over that in 16 bit (FP8 arithmetic); head and attention stay in 16 bit
+    # rate of the layers' products relative to 16 bit (FP8 arithmetic); head and attention stay in 16 bit
     linear_speedup: float = 1.0
-    checkpoints_cut: bool = False  # recomputation's checkpoints are cut over tp even without sequence parallelism
+    checkpoints_cut: bool = False  # activation checkpoints are cut over tp even without sequence parallelism
 
 
 class Phase(Enum):
-    """Which action of a schedule an item belongs to."""
+    """The action of a pipeline schedule to which an item belongs."""
 
     F = "forward"
     I = "input gradient"  # noqa: E741
@@ -67,7 +71,7 @@ class Phase(Enum):
 
 
 class Under(Enum):
-    """What runs beside a collective, so that less of it shows."""
+    """The work that overlaps a collective and hides a part of its time."""
 
     NOTHING = "nothing"
     PRODUCT = "the product that it feeds or drains"
@@ -86,26 +90,24 @@ class Product:
     n: int
     k: int
     batch: int = 1
-    parameter: str = ""  # of which weight; "" = of activations
-    fp8: bool = False  # in 8 bits where the software does that
+    parameter: str = ""  # name of the weight; "" = both operands are activations
+    fp8: bool = False  # computed in 8 bits if the software supports it
     aligned: bool = True
 
     @property
     def flops(self) -> float:
-        """A multiplication and an addition each."""
+        """Multiplications and additions, counted separately."""
         return 2.0 * self.m * self.n * self.k * self.batch
 
     @property
     def moved_bytes(self) -> float:
-        """Operands read and result written once, in 16 bit."""
+        """Bytes if the operands are read once and the result is written once, in 16 bit."""
         return 2.0 * self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
 
 
 @dataclass(frozen=True)
 class FlashCore:
-    """Causal flash attention of `queries` positions to a sequence of `keys`, for `heads` local heads of `batch`
-    sequences.
-    """
+    """Causal flash attention of `queries` to `keys` positions, for `heads` local heads of `batch` sequences."""
 
     batch: int
     heads: int
@@ -116,20 +118,24 @@ class FlashCore:
 
     @property
     def flops(self) -> float:
-        """Of the whole rectangle of scores and its weighted sum; backward's own recomputation does not count."""
+        """FLOPs of all queries x keys scores and of the weighted sums, without the causal saving.
+
+        The recomputation inside the backward kernel is not counted.
+        """
         return (8.0 if self.backward else 4.0) * self.batch * self.heads * self.queries * self.keys * self.head_dim
 
     @property
     def moved_bytes(self) -> float:
-        """Queries, outputs, keys and values once, backward with the gradients of all of them; in 16 bit, each head
-        with keys of its own.
+        """Bytes of queries, outputs, keys and values, moved once in 16 bit; in backward also of their gradients.
+
+        Every query head counts its own keys and values, even if heads share them.
         """
         return (8.0 if self.backward else 4.0) * self.batch * self.heads * (self.queries + self.keys) * self.head_dim
 
 
 @dataclass(frozen=True)
 class Pass:
-    """`kernels` memory-bound kernels that together move `moved_bytes` between HBM and the device."""
+    """`kernels` memory-bound kernels that together read and write `moved_bytes` of HBM."""
 
     moved_bytes: float
     kernels: int
@@ -137,22 +143,24 @@ class Pass:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of this rank's group along an axis; bytes as the caller sees them: the whole tensor, gathered
-    or not yet scattered.
+    """One collective of this rank's group along an axis.
+
+    `size_bytes` is the complete tensor: the output of an all-gather, the input of a reduce-scatter.
     """
 
     axis: str
     operation: str
     size_bytes: int
     under: Under = Under.NOTHING
-    beside: Product | None = None  # both go in `comm.tensor_chunks` pieces, those of one under those of the other
-    calls: int = 1  # so many of this size, one after the other
+    beside: Product | None = None  # product that is cut in `comm.tensor_chunks` pieces together with this collective
+    calls: int = 1  # number of equal collectives, one after the other
 
 
 @dataclass(frozen=True)
 class HostWait:
-    """The host waits for numbers of the device, and then the device for the host, until that has launched so many
-    operations.
+    """A wait of the host for values that the device computes.
+
+    Afterwards the device is idle until the host has launched `launches` operations.
     """
 
     launches: int
@@ -160,10 +168,10 @@ class HostWait:
 
 @dataclass(frozen=True)
 class Keep:
-    """Bytes held until backward (phase F), or from the input gradient until the weight gradient (phase W)."""
+    """Bytes held from forward to backward (phase F), or from the input gradient to the weight gradient (phase W)."""
 
     size_bytes: float
-    modes: tuple[str, ...] = RECOMPUTE  # of recomputation, under which they are held
+    modes: tuple[str, ...] = RECOMPUTE  # recomputation modes in which the bytes are held
 
 
 Work = Product | FlashCore | Pass | Collective | HostWait | Keep
@@ -171,16 +179,16 @@ Work = Product | FlashCore | Pass | Collective | HostWait | Keep
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that a rank does for a microbatch."""
+    """One piece of work that a rank executes for a microbatch."""
 
     phase: Phase
     cause: str
     work: Work
-    repeated_by: tuple[str, ...] = ()  # recompute modes that do it once more before backward
-    apart: bool = False  # only where backward is split: the schedule has its weight gradient as an action of its own
+    repeated_by: tuple[str, ...] = ()  # recompute modes that repeat the work before backward
+    apart: bool = False  # only if the schedule splits backward, so that weight gradients are actions of their own
 
     def repeats(self, modes: Mapping[str, float]) -> float:
-        """Times that an average layer does it once more, of layers with these shares of modes."""
+        """Return how often an average layer repeats the work. `modes` maps recompute modes to shares of the layers."""
         return sum(share for mode, share in modes.items() if mode in self.repeated_by)
 
 
@@ -189,5 +197,5 @@ ANY = ("selective", "full")
 
 
 def rank_tokens(model: ModelConfig, layout: Layout) -> int:
-    """Tokens of a microbatch that one context-parallel rank holds."""
+    """Return the number of tokens of a microbatch that one context-parallel rank holds."""
     return model.sequence_length // layout.cp * layout.micro_batch

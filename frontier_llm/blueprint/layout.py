@@ -1,4 +1,4 @@
-"""What a layout is: how one training step is spread over ranks and microbatches, by name."""
+"""Layout: how one training step is distributed over ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from frontier_llm.config import ModelConfig, RunConfig
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
-# What the replicas share out among them → the stage of ZeRO that it is:
-# "gradients" is ZeRO-2 as DeepSpeed has it; "weights" gathers a layer's weights forward and again backward (ZeRO-3,
-# FSDP), and
-# "weights-gathered-once" keeps them from forward to backward (torch's SHARD_GRAD_OP, which other people's runs have)
+# State that is sharded over the replicas → stage of ZeRO. "gradients" is DeepSpeed's ZeRO-2. "weights" gathers the
+# weights of a layer in forward and again in backward (ZeRO-3, FSDP). "weights-gathered-once" keeps them from forward
+# to backward (torch's SHARD_GRAD_OP), which some published runs use.
 SHARDING = {"none": 0, "optimizer": 1, "gradients": 2, "weights": 3, "weights-gathered-once": 3}
 
-# section of a run file → its keys that make a layout, in the order in which they are written → the field of `Layout`
-# that each sets
+# section of a run file → its keys that define a layout, in the order in which they are written → field of `Layout`
 RUN_KEYS = {
     "parallel": {
         "tensor": "tp",
@@ -45,52 +43,53 @@ FIELD_OF_KEY = {key: field for keys in RUN_KEYS.values() for key, field in keys.
 
 
 def statistics_bytes(dtype: str) -> int:
-    """Of what is summed beside a working type, gradients and optimizer state: fp64 under fp64, else fp32
-    (ops.statistics_dtype).
+    """Return the bytes per element of gradients, optimizer state and other sums if the model computes in `dtype`.
+
+    They are kept in fp64 under fp64, otherwise in fp32 (`ops.statistics_dtype`).
     """
     return max(4, DTYPE_BYTES[dtype])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One training step on tp · cp · pp · dp ranks."""
+    """Layout of one training step on tp · cp · pp · dp ranks."""
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp: int = 1
-    ep: int = 1  # ranks that share out the experts, folded out of tp · dp
-    etp: int = 1  # ranks that split each expert's width
-    expert_nodes: int = 1  # over which rows go to experts in two stages: once to a node, and on inside it; 1 = in one
-    imbalance: float = 1.0  # rows of the busiest rank's experts over the mean
-    chunks: int = 1  # virtual stages per pipeline rank
+    ep: int = 1  # Ranks over which the experts are distributed. A part of tp · cp · dp.
+    etp: int = 1  # Ranks that split each expert's width.
+    expert_nodes: int = 1  # Nodes of the two-stage all-to-all (first between nodes, then inside). 1 = one stage.
+    imbalance: float = 1.0  # Expert rows of the busiest rank, divided by the mean.
+    chunks: int = 1  # Virtual stages per pipeline rank.
     schedule: str = "1f1b"
-    micro_batch: int = 1  # sequences
-    microbatches: int = 1  # of one replica and step
+    micro_batch: int = 1  # Sequences.
+    microbatches: int = 1  # Microbatches of one replica and step.
     sequence_parallel: bool = False
-    recompute: str = "none"  # of RECOMPUTE; or several, "full,none", that repeat through each virtual stage's layers
-    sharding: str = "optimizer"  # of SHARDING
-    data_shard: int = 0  # replicas that share out one copy of the weights, where they do; 0 = all
-    axis_order: str = "tp-dp-pp"  # innermost first
+    recompute: str = "none"  # A mode of RECOMPUTE, or several ("full,none") that alternate over a stage's layers.
+    sharding: str = "optimizer"  # A key of SHARDING.
+    data_shard: int = 0  # Replicas that shard one copy of the weights (only sharding "weights"). 0 = all replicas.
+    axis_order: str = "tp-dp-pp"  # Innermost first.
     dtype: str = "bf16"
-    gradient_wire: str = "full"  # dtype in which gradients are summed over dp; full = as the software does
+    gradient_wire: str = "full"  # Dtype in which gradients are summed over dp. "full" = the software's dtype.
     optimizer: str = "adamw"
-    context_attention: str = "auto"  # of blueprint.context.WAYS, or auto
-    tensor_chunks: int = 1  # pieces in which tp gathers, scatters and sums beside its products
+    context_attention: str = "auto"  # An algorithm of WAYS, or auto.
+    tensor_chunks: int = 1  # Pieces of a tp collective, each of which overlaps a piece of a product.
 
     @property
     def devices(self) -> int:
-        """tp · cp · pp · dp."""
+        """Number of ranks, tp · cp · pp · dp."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights: gradients are summed, and optimizer state is shared out, over dp · cp."""
+        """Ranks that hold the same weights, dp · cp: gradients are summed and optimizer state is sharded over them."""
         return self.dp * self.cp
 
     @property
     def shards(self) -> int:
-        """Of them, those that share out what is cut."""
+        """Number of replicas that together hold one copy of the sharded state."""
         return self.data_shard or self.replicas
 
     @property
@@ -105,30 +104,31 @@ class Layout:
 
     @property
     def sequence_shards(self) -> int:
-        """Ranks over which activations between blocks are cut: tp with sequence parallelism, else 1."""
+        """Parts into which activations between blocks are cut: tp with sequence parallelism, else 1."""
         return self.tp if self.sequence_parallel else 1
 
 
 def layer_modes(recompute: str, layers: int) -> tuple[str, ...]:
-    """How each layer of a virtual stage of so many is recomputed."""
+    """Return the recomputation mode of each layer of a virtual stage with `layers` layers."""
     modes = recompute.split(",")
     return tuple(modes[layer % len(modes)] for layer in range(layers))
 
 
 def mode_shares(model: ModelConfig, layout: Layout, layers: int | None = None) -> dict[str, float]:
-    """Of the layers of a virtual stage that has `layers` of them; None: of the fullest, where they are evenly
-    spread.
+    """Return recomputation mode → share of the layers of a virtual stage.
+
+    `layers` is the stage's number of layers. None means the fullest stage of an even split.
     """
     return shares(layer_modes(layout.recompute, layers or -(-model.layers // (layout.pp * layout.chunks))))
 
 
 def shares(modes: Sequence[str]) -> dict[str, float]:
-    """Mode of recomputation → share of the layers."""
+    """Return recomputation mode → share of the layers, for the modes of all layers."""
     return {mode: modes.count(mode) / len(modes) for mode in dict.fromkeys(modes)}
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:
-    """The layout of a run on `world_size` ranks; it must be legal (`topology.make_plan` checks)."""
+    """Return the layout of a run on `world_size` ranks. It must be legal, which `topology.plan.make_plan` checks."""
     parallel = config.parallel
     batch = config.batch
     dp = world_size // parallel.model_ranks
@@ -143,7 +143,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor > 1,
         "sharding": "weights" if parallel.data_mode == "fsdp" else list(SHARDING)[parallel.zero],
         "data_shard": parallel.data_shard or 0,
-        "expert_nodes": 1,  # how many, topology.expert_nodes.over_nodes says
+        "expert_nodes": 1,  # topology.expert_nodes.over_nodes sets the number
         "dtype": config.precision.dtype,
         "optimizer": config.optimizer.name,
     }
@@ -151,8 +151,9 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
 
 
 def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
-    """The sections of a run file that make it this layout, whatever the file says otherwise; stages have as many
-    layers as each other.
+    """Return the sections and keys of a run file that select this layout and override any other layout.
+
+    `stage_layers` is None, so the layers are split evenly.
     """
     sections = {
         section: {key: getattr(layout, field) for key, field in keys.items()} for section, keys in RUN_KEYS.items()
@@ -173,22 +174,22 @@ def run_keys(layout: Layout) -> dict[str, dict[str, Any]]:
         "stage_layers": None,
     }
     if sharded:
-        del parallel["zero"]  # of 0 or 1, it means nothing then
+        del parallel["zero"]  # its values are 0 and 1, and FSDP does not use it
     return sections
 
 
-# gather: keys and values of all ranks; ring: the same from neighbour to neighbour, beside compute; heads: all tokens of
-# some heads (Ulysses)
+# algorithms of context-parallel attention. gather: all-gather of keys and values. ring: exchange of keys and values
+# between neighbours, overlapped with compute. heads: each rank has all tokens of some heads (Ulysses).
 WAYS = ("gather", "ring", "heads")
 
 
 def context_way(model: ModelConfig, tp: int, cp: int, wanted: str = "auto") -> str:
-    """`wanted`, or for `auto` the way that sends fewer bytes per layer: heads where each rank can have some, else
-    gather.
+    """Return `wanted`, or for "auto" the algorithm of context-parallel attention that sends fewer bytes per layer.
 
-    In units of one rank's S / cp tokens of one head, forward and backward: gathering moves keys and values three times
-    (they are gathered again, and their gradients scattered), 6 g (cp - 1); by heads queries, keys, values and outputs
-    move twice, 4 (a + g) (cp - 1) / cp.
+    "heads" needs key/value heads that cp divides, otherwise the result is "gather". The bytes of forward and backward
+    are counted in units of S / cp tokens of one head. "gather" moves keys and values three times: they are gathered
+    twice and their gradients are scattered, 6 g (cp - 1). "heads" moves queries, keys, values and outputs twice,
+    4 (a + g) (cp - 1) / cp.
     """
     if wanted != "auto":
         return wanted

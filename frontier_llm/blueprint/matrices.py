@@ -1,9 +1,8 @@
-"""As which matrices an optimizer sees a parameter: q, k and v, gate and up, each expert by itself; decided by global
-shapes, on any layout.
+"""The matrices of which a parameter consists for an optimizer: q, k and v, gate and up, and each expert separately.
 
-A fused weight must not be orthogonalised as one matrix: that couples what the model keeps apart, and where tensor
-parallelism happened to cut it would then change the update (of keys and values by 95 %, Megatron-LM's pull request
-7117).
+The matrices follow from global shapes, so they are the same on every layout. A fused weight must not be orthogonalised
+as one matrix, because that couples independent matrices. The update would also depend on the cut of tensor parallelism:
+the update of keys and values changed by 95 % (Megatron-LM's pull request 7117).
 """
 
 from __future__ import annotations
@@ -14,30 +13,30 @@ from math import prod
 
 from frontier_llm.blueprint.parameters import Parameter, ParameterKind, Piece, Split
 
-NEWTON_SCHULZ_STEPS = 5  # of Muon's update
+NEWTON_SCHULZ_STEPS = 5  # in one update of Muon
 
 
 class Part(Enum):
-    """What one rank of tp has of a matrix."""
+    """The part of a matrix that one tp rank holds."""
 
     ALL = "all"
-    LONG = "long"  # a part of its longer side: the product of the shorter sides is a sum over tp
-    SHORT = "short"  # a part of its shorter side: it is gathered
+    LONG = "long"  # The longer side is cut, so the product over it is summed over tp.
+    SHORT = "short"  # The shorter side is cut, so the matrix is gathered over tp.
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Equal matrices that make one piece of a parameter; all figures are global."""
+    """Matrices of one shape that form one piece of a parameter. All sizes are global."""
 
-    piece: Piece | None  # None: all of it
+    piece: Piece | None  # None: the complete parameter
     count: int
     rows: int
     columns: int
-    split: int | None  # which of (count, rows, columns) is cut over tp; of experts over etp
+    split: int | None  # index into (count, rows, columns) of the size that is cut over tp (experts: etp)
 
     @property
     def transposed(self) -> bool:
-        """Whether rows are the longer side; of a square the side that tp cuts counts as the longer one."""
+        """True if rows are the longer side. In a square matrix the side that tp cuts counts as the longer one."""
         if self.rows == self.columns:
             return self.split == 1
         return self.rows > self.columns
@@ -53,13 +52,16 @@ class Matrices:
         return max(self.rows, self.columns)
 
     def part(self, tp: int) -> Part:
-        """What one of `tp` ranks has of each."""
+        """Return the part of each matrix that one of `tp` ranks holds."""
         if tp == 1 or self.split in (None, 0):
             return Part.ALL
         return Part.LONG if (self.split == 1) == self.transposed else Part.SHORT
 
     def on_rank(self, tp: int, ep: int = 1) -> tuple[int, int, int]:
-        """(count, shorter side, longer side) of what one of `tp` ranks has, of experts that `ep` ranks share out."""
+        """Return (count, shorter side, longer side) of the matrices on one of `tp` ranks.
+
+        `ep` is the number of ranks over which experts are distributed.
+        """
         part = self.part(tp)
         count = self.count // ep
         short = self.short
@@ -74,13 +76,14 @@ class Matrices:
 
 
 def is_matrix(parameter: Parameter) -> bool:
-    """Whether its pieces are linear maps between activations."""
+    """Return True if the pieces of the parameter are linear maps between activations."""
     return parameter.kind not in (ParameterKind.EMBEDDING, ParameterKind.VECTOR)
 
 
 def matrices_of(parameter: Parameter, by_group: bool = False) -> list[Matrices]:
-    """The matrices of a parameter; `by_group`: one for each key/value head and its queries instead of one for all
-    heads.
+    """Return the matrices of a parameter.
+
+    With `by_group`, q, k and v have one matrix per key/value head, with its queries, instead of one for all heads.
     """
     lead = int(parameter.kind is ParameterKind.EXPERTS or (by_group and parameter.grouped))
     how = parameter.axes.get(parameter.tensor_axis)

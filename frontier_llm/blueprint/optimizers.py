@@ -1,5 +1,6 @@
-"""What each optimizer keeps of each parameter: ZeRO's slices, memory, checkpoints and the comparison of replicas
-read this alone.
+"""The optimizer states of each parameter, for each optimizer.
+
+It is the single source of truth for ZeRO's slices, memory estimates, checkpoints and the comparison of replicas.
 """
 
 from __future__ import annotations
@@ -14,40 +15,42 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.errors import ConfigError, suggest
 
 MASTER = "master"  # the wide copy of the weights, which every optimizer keeps first
-STATISTIC = "statistic"  # what is kept of a tensor that an optimizer declares
+STATISTIC = "statistic"  # the state of a tensor in `OptimizerRule.statistics`
 
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """The states of one optimizer, in fp32 (fp64 under fp64): by name those of the shape of their parameter, and
-    tensors of other shapes.
+    """The states of one optimizer, in fp32 (fp64 under fp64).
+
+    `states` names the states that have the shape of their parameter. `statistics` declares tensors of other shapes.
     """
 
     name: str  # optimizer.name in a run file
-    # beside the master copy, in the order in which a shard file holds them
+    # states in addition to the master copy, in the order in which a shard file holds them
     states: Callable[[Parameter], tuple[str, ...]]
-    # its update needs the whole tensor: ZeRO must not cut it
+    # True if the update needs the complete tensor, so that ZeRO must not cut it
     whole: Callable[[Parameter], bool] = lambda parameter: False
     gathers: bool = (
-        False  # but may cut it where whole tensors would leave gaps: the update gathers them (optim.matrices)
+        False  # ZeRO may cut the tensor if complete tensors leave large gaps; the update gathers it (optim.matrices)
     )
-    # small tensors of other shapes than the parameter's: PARTIAL on the axes over which the update has to sum them.
-    # Every owner of a slice of
-    # the parameter keeps its rank's part of them whole (optim.matrices)
+    # Small tensors with shapes of their own, PARTIAL on the axes over which the update sums them. Every owner of a
+    # slice of the parameter keeps its rank's part of them completely (optim.matrices).
     statistics: Callable[[Parameter], tuple[Parameter, ...]] = lambda parameter: ()
 
     def kinds(self, parameter: Parameter) -> tuple[str, ...]:
-        """Everything that is kept of a parameter: the master copy and the states."""
+        """Return the names of all states of a parameter: the master copy and `states`."""
         return (MASTER, *self.states(parameter))
 
     def bytes_per_element(self, parameter: Parameter, item_bytes: int = 4) -> int:
-        """Of an element of this parameter, the master copy included; `item_bytes` is 8 under fp64."""
+        """Return the bytes of all states per element of this parameter. `item_bytes` is 8 under fp64."""
         return len(self.kinds(parameter)) * item_bytes
 
 
 def matrix_means(parameter: Parameter) -> tuple[Parameter, ...]:
-    """Of each matrix that a parameter is made of the mean of every row, [..., row], and of every column, [piece,
-    expert, column].
+    """Declare the tensors of row and column means of a parameter's matrices, as Adafactor keeps them.
+
+    Row means have the parameter's shape without its last dim. Column means are [piece, expert, column]. The result is
+    empty if the parameter is not a matrix.
     """
     if not is_matrix(parameter):
         return ()
@@ -99,20 +102,21 @@ _RULES = {rule.name: rule for rule in (ADAMW, ADAFACTOR, LION, MUON)}
 
 
 def declare(rule: OptimizerRule) -> None:
-    """Make `optimizer.name: <rule.name>` valid. The names of optimizers that are there already cannot be taken."""
+    """Make `optimizer.name: <rule.name>` valid. Raises AssertionError if another rule has this name."""
     assert _RULES.setdefault(rule.name, rule) is rule, f"there is an optimizer {rule.name!r} already"
 
 
 def optimizer_rule(name: str) -> OptimizerRule:
-    """The rule of an `optimizer.name`. Raises ConfigError with the nearest names."""
+    """Return the rule of an `optimizer.name`. Raises ConfigError with the nearest names if there is none."""
     if name not in _RULES:
         raise ConfigError(f"{name!r} is no optimizer", suggest(name, _RULES), "optimizer.name")
     return _RULES[name]
 
 
 def state_bytes(model: ModelConfig, name: str, dtype: str = "bf16") -> int:
-    """What the optimizer keeps of a whole model that computes in `dtype`, which is also what a checkpoint of it
-    holds.
+    """Return the bytes of the optimizer state of a complete model that computes in `dtype`.
+
+    A checkpoint of the model has this size.
     """
     rule = optimizer_rule(name)
     item_bytes = statistics_bytes(dtype)

@@ -1,8 +1,8 @@
-"""What a model is made of: every parameter's name, global shape, place on the mesh, start and decay, written once.
+"""The parameters of a model: name, global shape, sharding, initialisation and weight decay of each.
 
-The torch modules hold these parameters, costs count them, optimizers slice them, checkpoints and converters name them.
-A fused weight has a global shape in which every tensor-parallel part is a rectangle: QKV is (kv_heads, queries_per_kv +
-2, head_dim, H), gate/up is (2, F, H); `pieces` names what it is fused of.
+It is the single source of truth for torch modules, cost models, optimizers, checkpoints and converters. The global
+shape of a fused weight is chosen so that every tensor-parallel part is a rectangle. QKV is
+(kv_heads, queries_per_kv + 2, head_dim, H), and gate/up is (2, F, H). `pieces` names the tensors of a fused weight.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ from frontier_llm.config import ModelConfig, MoeConfig
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A run of consecutive layers, with the embedding in front of the first one and the head behind the last one."""
+    """A virtual pipeline stage: consecutive layers, and optionally the embedding before or the head after them."""
 
     first_layer: int
     num_layers: int
-    embedding: bool  # token (and learned position) embedding in front
-    head: bool  # final norm, output head and loss behind
+    embedding: bool  # has the token (and learned position) embedding
+    head: bool  # has the final norm, the output head and the loss
 
     @property
     def layers(self) -> range:
-        """Global indices of its layers."""
+        """Global indices of the layers."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 VOCABULARY = (
     "embedding.token.weight",
     "head.weight",
-)  # rows are tokens; past vocab_size padding, which no logit reads and no gradient reaches
-Number = Any  # int, or a numpy array of ints: degrees of many layouts at once
+)  # Rows are tokens. Rows from vocab_size on are padding that no logit reads and no gradient changes.
+Number = Any  # An int, or a numpy array of ints with one element per layout.
 
 
 class How(Enum):
     """How the ranks of an axis share a parameter that is not split over them."""
 
     REPLICATED = "replicated"  # the same tensor and the same gradient on each rank
-    PARTIAL = "partial"  # the same tensor, and each rank's gradient is a summand
+    PARTIAL = "partial"  # the same tensor, but the gradient is the sum of the ranks' gradients
 
 
 @dataclass(frozen=True)
 class Split:
-    """Cut evenly along `dim` over the ranks of an axis."""
+    """The parameter is cut evenly along `dim` over the ranks of an axis."""
 
     dim: int
 
 
 class ParameterKind(Enum):
-    """What a parameter is to an optimizer."""
+    """The role of a parameter for an optimizer."""
 
     MATRIX = "matrix"
-    EXPERTS = "experts"  # a matrix for each expert, one behind the other along dim 0
-    EMBEDDING = "embedding"  # rows are looked up, or scored by the head
+    EXPERTS = "experts"  # one matrix per expert, stacked along dim 0
+    EMBEDDING = "embedding"  # token or position embedding, or the output head
     VECTOR = "vector"  # norms and biases
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One of the tensors that a fused parameter is made of: entries [start, stop) along `dim` of the global shape."""
+    """One tensor of a fused parameter: the entries [start, stop) along `dim` of the global shape."""
 
     name: str
     dim: int
@@ -76,13 +76,13 @@ class Piece:
         return self.stop - self.start
 
     def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Its shape, of a fused parameter of this shape."""
+        """Return the global shape of this piece of a fused parameter of shape `shape`."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One global parameter. Axes of the mesh that `axes` does not name hold it replicated."""
+    """One global parameter. It is replicated over all mesh axes that `axes` does not name."""
 
     name: str  # dotted, unique in the model, the same on every layout: "layers.3.attention.qkv.weight"
     shape: tuple[int, ...]  # global
@@ -91,46 +91,47 @@ class Parameter:
     init_std: float | None = None  # normal(0, std) by (seed, name, position); None = constant `init_value`
     init_value: float = 0.0
     pieces: tuple[Piece, ...] = ()
-    # gradient contributions per microbatch on a rank: 2 for an embedding that is also the rank's head; 0: no gradient
+    # gradient contributions per microbatch on a rank; 2 for an embedding that is also the rank's head; 0 = no gradient
     uses: int = 1
-    grouped: bool = False  # dim 0 counts key/value heads, each with its queries
-    wide: bool = False  # kept in fp32 (fp64 under fp64) whatever the working type
-    of_training: bool = False  # the model computes the same without it: no other format has it
+    grouped: bool = False  # Dim 0 counts key/value heads, each with its query heads.
+    wide: bool = False  # Always kept in fp32 (fp64 under fp64).
+    of_training: bool = False  # Used only in training. It does not change outputs, and other formats do not have it.
 
     @property
     def tensor_axis(self) -> str:
-        """The axis over which tensor parallelism would cut it."""
+        """The tensor-parallel axis of this parameter: "etp" for experts, otherwise "tp"."""
         return "etp" if self.kind is ParameterKind.EXPERTS else "tp"
 
     @property
     def replicas(self) -> str:
-        """The axis whose ranks train the same part of it on other samples: gradients are summed over it, and ZeRO's
-        slices cut over it.
+        """The axis whose ranks train the same part of the parameter on different samples.
+
+        Gradients are summed over this axis, and ZeRO slices the optimizer state over it.
         """
         return "edp" if "ep" in self.axes else "dp"
 
     @property
     def decay(self) -> bool:
-        """Weight decay applies as in Megatron: to matrices and embeddings, not to biases and norms."""
+        """True if weight decay applies. As in Megatron, matrices and embeddings decay, biases and norms do not."""
         return self.kind is not ParameterKind.VECTOR
 
     @property
     def numel(self) -> int:
-        """Elements of the global parameter."""
+        """Number of elements of the global parameter."""
         return prod(self.shape)
 
     def rank_numel(self, degrees: Mapping[str, Number]) -> Number:
-        """Elements that one rank holds; `degrees` may be arrays over many layouts."""
+        """Return the number of elements that one rank holds. `degrees` may be arrays over many layouts."""
         parts = prod(degrees.get(axis, 1) for axis, how in self.axes.items() if isinstance(how, Split))
         return self.numel // parts
 
     def partial_axes(self) -> tuple[str, ...]:
-        """Axes over which the ranks' gradients have to be summed before the sum over its replicas."""
+        """Return the axes over which gradients are summed before the sum over the replicas."""
         return tuple(axis for axis, how in self.axes.items() if how is How.PARTIAL)
 
 
 def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) -> Iterator[Parameter]:
-    """A norm's weight and, for LayerNorm with norm_bias, its bias."""
+    """Yield a norm's weight and, if `model.norm_bias` is set, its bias. `across` is used as their `axes`."""
     yield Parameter(
         f"{name}.weight",
         (model.hidden,),
@@ -143,7 +144,7 @@ def norm_parameters(model: ModelConfig, name: str, across: Mapping[str, How]) ->
 
 
 def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = False) -> Iterator[Parameter]:
-    """One transformer block, in the order in which the forward pass uses it."""
+    """Yield the parameters of one transformer block, in the order in which the forward pass uses them."""
     H = model.hidden
     A = model.heads
     G = model.num_kv_heads
@@ -151,7 +152,7 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
     Q = A // G
     name = f"layers.{layer}"
     across = sequence_axes(sequence_parallel)
-    # of what writes into the residual stream: scaled by depth as in GPT-2 and Megatron
+    # layers that write into the residual stream are scaled by depth, as in GPT-2 and Megatron
     output_std = model.init_std / (2.0 * model.layers) ** 0.5
 
     def column(
@@ -161,7 +162,7 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
         bias: bool,
         pieces: tuple[Piece, ...] = (),
     ) -> Iterator[Parameter]:
-        """Output features (all dims but the last) cut over tp along `dim`."""
+        """Yield a layer whose output features (all dims but the last) are cut over tp along `dim`."""
         split = {"tp": Split(dim)}
         grouped = part == "attention.qkv"
         yield Parameter(
@@ -177,7 +178,7 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
             yield Parameter(f"{name}.{part}.bias", shape[:-1], ParameterKind.VECTOR, split, pieces=pieces)
 
     def row(part: str, shape: tuple[int, int]) -> Iterator[Parameter]:
-        """Input features cut over tp; the bias is added once."""
+        """Yield a layer whose input features are cut over tp. Its bias is not cut and is added once."""
         yield Parameter(f"{name}.{part}.weight", shape, ParameterKind.MATRIX, {"tp": Split(1)}, output_std)
         if model.bias:
             yield Parameter(f"{name}.{part}.bias", shape[:1], ParameterKind.VECTOR, across)
@@ -191,7 +192,7 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
     yield from column("attention.qkv", (G, Q + 2, D, H), 0, model.has_qkv_bias, qkv)
     if model.qk_norm is not None:
         for piece, heads in (("q", A), ("k", G)):
-            # one weight for all heads sees on each tensor rank only that rank's heads
+            # A weight that all heads share gets gradients only from its rank's heads, so they are summed over tp.
             shape, split = ((D,), How.PARTIAL) if model.qk_norm == "head" else ((heads, D), Split(0))
             yield Parameter(
                 f"{name}.attention.{piece}_norm.weight",
@@ -225,10 +226,10 @@ def block_parameters(model: ModelConfig, layer: int, sequence_parallel: bool = F
 
 
 def expert_parameters(model: ModelConfig, moe: MoeConfig, name: str, output_std: float) -> Iterator[Parameter]:
-    """The router and what it chooses from.
+    """Yield the parameters of the router and of the experts.
 
-    Each tensor rank routes its own part of the sequence, with sequence parallelism or without: so the router's gradient
-    is partial.
+    Each tensor rank routes its own part of the sequence, with or without sequence parallelism. The router's gradient
+    is therefore partial.
     """
     E = moe.experts
     H = model.hidden
@@ -274,11 +275,11 @@ def stage_parameters(
     tied_ranks: int = 1,
     embedding_elsewhere: bool = False,
 ) -> Iterator[Parameter]:
-    """Everything that a virtual stage declares, in order.
+    """Yield the parameters of a virtual stage, in the order of the model.
 
-    With tied weights the embedding and the head are one parameter. `tied_ranks` is how many pipeline ranks hold it (2:
-    each has a copy, and gradients are summed over the axis "tied"); `embedding_elsewhere`: another virtual stage of
-    this same rank has declared it.
+    With tied weights the embedding and the head are one parameter, and `tied_ranks` pipeline ranks hold it. If there
+    are two, each has a copy, and gradients are summed over the axis "tied". If `embedding_elsewhere` is set, another
+    virtual stage of the same rank declares the tied parameter.
     """
     across = sequence_axes(sequence_parallel)
     vocabulary = (model.padded_vocab_size, model.hidden)
@@ -315,8 +316,9 @@ def rank_parameters(
     stages: Sequence[StageSpec],
     sequence_parallel: bool = False,
 ) -> Iterator[Parameter]:
-    """Everything that one pipeline rank declares, its virtual stages in model order; an embedding that is also its
-    own head stands once.
+    """Yield the parameters of one pipeline rank, which holds `stages`, in model order.
+
+    If the rank has both the embedding and a tied head, their parameter is yielded once.
     """
     embeds = any(stage.embedding for stage in stages)
     heads = any(stage.head for stage in stages)
@@ -326,25 +328,26 @@ def rank_parameters(
 
 
 def model_parameters(model: ModelConfig) -> dict[str, Parameter]:
-    """All parameters of the model by name, padding rows included, a tied head once."""
+    """Return all parameters of the model by name. Padding rows are included, and a tied head is counted once."""
     everything = StageSpec(0, model.layers, embedding=True, head=True)
     return {parameter.name: parameter for parameter in rank_parameters(model, [everything])}
 
 
 def total_parameters(model: ModelConfig) -> int:
-    """Elements of the model, padding rows included, a tied head once."""
+    """Return the number of elements of the model. Padding rows are included, and a tied head is counted once."""
     return sum(parameter.numel for parameter in model_parameters(model).values())
 
 
 def layer_kinds(model: ModelConfig) -> list[tuple[int, int]]:
-    """(the number of one, how many) of the layers that are alike: dense ones, then those with experts."""
+    """Return (index of the first, count) of each kind of layer: dense layers, then layers with experts."""
     experts = len(model.routed_layers)
     kinds = ((0, model.layers - experts), (model.routed_layers.start, experts))
     return [(layer, count) for layer, count in kinds if count]
 
 
 def sequence_axes(sequence_parallel: bool) -> dict[str, How]:
-    """Of parameters that act between blocks: where the sequence is cut over tp, each rank's gradient sees only its
-    tokens.
+    """Return the `axes` of parameters that act on activations between blocks.
+
+    With sequence parallelism each tp rank's gradient covers only its tokens, so the parameter is partial over tp.
     """
     return {"tp": How.PARTIAL} if sequence_parallel else {}

@@ -1,9 +1,8 @@
-"""What a block, the embedding and the head compute, send and keep on one rank for one microbatch, written once, as
-lists of items.
+"""Work lists of a block, the embedding and the head: the items of one rank for one microbatch.
 
-FLOPs, seconds and bytes kept are folds over these lists (`planner/costs/`), bytes moved one of the tests'
-(`tests/harness/traffic.py`). The recomputed forward is not listed: an item says which modes repeat it in backward, and
-whether it is there only where backward is split. Letters as in `model/dims.py`; T is the tokens of a microbatch, S·B.
+The planner sums the lists to FLOPs, seconds and kept bytes (`planner/costs/`). The tests sum them to bytes sent
+(`tests/harness/traffic.py`). The lists do not repeat items for recomputation: `Item.repeated_by` names the modes that
+execute an item again. Letters as in `model/dims.py`. T = S·B is the number of tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -52,8 +51,10 @@ from frontier_llm.config import ModelConfig
 
 
 def block_work(model: ModelConfig, layout: Layout, software: Software, layer: int | None = None) -> list[Item]:
-    """One transformer block. `layer`: its number, where some have experts and some not; None = the first that has
-    them, if any has.
+    """Return the work of one transformer block.
+
+    `layer` is the index of the block, which decides whether it has experts. None means the first block with experts,
+    or a dense block if the model has no experts.
     """
     layer = layer_kinds(model)[-1][0] if layer is None else layer
     moe = model.moe if layer in model.routed_layers else None
@@ -63,7 +64,7 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
     tp = layout.tp
     size = DTYPE_BYTES[layout.dtype]
     cut = layout.sequence_shards
-    # of a product's input, for its weight gradient; FP8 layers keep one byte
+    # bytes per element of a product's input, kept for its weight gradient; FP8 layers keep one byte
     input_size = size if software.linear_speedup == 1 else 1
     parameters = list(block_parameters(model, layer, layout.sequence_parallel))
     items: list[Item] = []
@@ -80,17 +81,17 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
     forward, backward = elementwise(model, layout, software, F)
     items += [Item(Phase.F, PASSES, forward, FULL), Item(Phase.I, PASSES, backward)]
     if model.dropout:
-        # in the pass that adds the residual, but for one that a norm would share; backward, of the gradient, in one of
-        # its own
+        # Forward, dropout runs in the kernel that adds the residual. The following norm can then not add the residual
+        # itself, which costs one more kernel. Backward, the gradient of each dropout needs a pass of its own.
         items += [Item(Phase.F, PASSES, Pass(0, 1), FULL), Item(Phase.I, PASSES, Pass(4 * size * T * H / cut, 2))]
     boundary = size * T * H
-    # inputs of the norms, and the masks of two dropouts
+    # inputs of the norms, and the masks of the two dropouts
     whole = norms(model) * boundary + (2 * T * H if software.dropout else 0)
     own = size * T * (model.heads + 2 * model.num_kv_heads) * model.dim_per_head / tp  # q, k, v
-    # before the activation; GeGLU also keeps its gate by itself, before and behind GELU
+    # input of the activation; GeGLU also keeps a copy of its gate, before and after GELU
     own += size * T * (1 + model.gated + 2 * (model.activation == "geglu_tanh")) * F / tp
     if software.linear_speedup != 1:
-        own += size * T * model.heads * model.dim_per_head / tp  # attention's output beside its copy in 8 bits
+        own += size * T * model.heads * model.dim_per_head / tp  # attention's output, in addition to its 8-bit copy
     checkpoint = boundary / (tp if software.checkpoints_cut else cut)
     items += [
         Item(Phase.F, PASSES, Keep(whole / cut + own, ("none", "selective"))),
@@ -100,12 +101,12 @@ def block_work(model: ModelConfig, layout: Layout, software: Software, layer: in
 
 
 def norms(model: ModelConfig) -> int:
-    """Of a block, between its parts."""
+    """Return the number of norms of a block. Norms of queries and keys are not counted."""
     return 4 if model.norm_placement == "both" else 2
 
 
 def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
-    """(whether its output features are cut, output features, input features) of a linear layer on one rank."""
+    """Return (output features are cut over tp, output features, input features) of a linear layer on one rank."""
     how = weight.axes["tp"]
     inputs = weight.shape[-1]
     outputs = prod(weight.shape[:-1])
@@ -116,12 +117,12 @@ def local_shape(weight: Parameter, tp: int) -> tuple[bool, int, int]:
 
 
 def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause: str = PRODUCTS) -> Iterator[Item]:
-    """A linear layer: three products, the adding of its weight gradient, and what tensor parallelism sends before or
-    behind it.
+    """Yield the work of a linear layer: three products, the accumulation of its weight gradient, and tp collectives.
 
-    Cut by columns, the gradients of its input are summed; by rows, its outputs. With sequence parallelism each sum is a
-    reduce-scatter, and what it takes in is gathered: forward its input, backward its gradient; under the input gradient
-    the input once more, and where a weight gradient waits for its W the gradient once more.
+    A column-parallel layer sums the gradients of its input over tp, and a row-parallel layer sums its outputs. With
+    sequence parallelism each sum is a reduce-scatter. A column-parallel layer then gathers its input in forward, and
+    again for the weight gradient. A row-parallel layer gathers its output gradient in backward. It gathers it again
+    for the weight gradient if the schedule splits backward.
     """
     head = cause == HEAD
     column, outputs, inputs = local_shape(weight, layout.tp)
@@ -163,8 +164,9 @@ def linear(weight: Parameter, T: int, layout: Layout, software: Software, cause:
 
 
 def attention_core(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
-    """Scores, softmax, dropout and weighted sum for this rank's heads; keys and values of the other context-parallel
-    ranks.
+    """Return the work of scores, softmax, dropout and weighted sum of this rank's heads.
+
+    With flash attention the exchange of keys and values over cp is included.
     """
     S = model.sequence_length
     D = model.dim_per_head
@@ -194,8 +196,8 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
     batch = B * a
     scores, values = (Product(S, n, k, batch, aligned=D % ALIGNMENT == 0) for n, k in ((S, D), (D, S)))
     square = batch * S * S * 2.0  # bytes of the score matrix
-    # passes over the scores in 16 bit; softmax by separate kernels goes through fp32: convert 3, scale 4, mask 4.5,
-    # softmax 4, convert 3
+    # Passes over the scores in 16 bit. Separate softmax kernels compute in fp32: convert 3, scale 4, mask 4.5,
+    # softmax 4, convert 3.
     passes = (2.0 if software.fused_softmax else 18.5) + (2.5 if software.dropout else 0.0)
     forward = [Item(Phase.F, ATTENTION, work, ANY) for work in (scores, values, Pass(passes * square, 2))]
     backward = [
@@ -206,8 +208,9 @@ def attention_core(model: ModelConfig, layout: Layout, software: Software) -> li
 
 
 def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
-    """Norms of queries and keys; over all heads, their mean squares are summed over tp, and so are the gradients of
-    those.
+    """Yield the work of the norms of queries and keys.
+
+    A norm over all heads (`qk_norm="full"`) sums the mean squares over tp in forward, and their gradients in backward.
     """
     if model.qk_norm is None:
         return
@@ -224,8 +227,10 @@ def head_norm_work(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
 
 def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
-    """What attention sends over cp: two halves of all keys and values and their gradients; blocks of them in turn;
-    or some heads for some tokens.
+    """Yield the communication of context-parallel attention, and the copies that it needs.
+
+    "gather" collects all keys and values in two halves. "ring" sends blocks of them from neighbour to neighbour.
+    "heads" exchanges some heads of all tokens for all heads of some tokens.
     """
     if layout.cp == 1:
         return
@@ -234,7 +239,7 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
     B = layout.micro_batch
     a = model.heads // layout.tp
     g = model.num_kv_heads // layout.tp
-    # bytes of a position of one head; positions
+    # bytes of one position of one head, and positions of this rank
     row = B * D * DTYPE_BYTES[layout.dtype]
     held = model.sequence_length // cp
 
@@ -248,39 +253,40 @@ def context_exchange(model: ModelConfig, layout: Layout) -> Iterator[Item]:
 
     way = context_way(model, layout.tp, cp, layout.context_attention)
     if way == "gather":
-        for under in (Under.NOTHING, Under.ATTENTION):  # the second half travels while the first is read
+        for under in (Under.NOTHING, Under.ATTENTION):  # attention to the first half overlaps the second half
             half = held * cp * g * row
             yield send(Phase.F, "all_gather", half, under)
             yield send(Phase.I, "all_gather", half, under)
             yield send(Phase.I, "reduce_scatter", half, under)
-        yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # the back half, which arrives in reverse, put in order
-        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))  # again; both chunks' gradients added up and put in order
+        yield Item(Phase.F, EXCHANGE, Pass(2 * half, 2), ANY)  # reorders the back half, whose chunks arrive in reverse
+        yield Item(Phase.I, EXCHANGE, Pass(12 * half, 8))  # repeats this, and sums and reorders both chunks' gradients
     elif way == "ring":
         both = held * 2 * g * row
         yield send(Phase.F, "exchange", both, Under.ATTENTION, cp - 1)
         yield send(Phase.I, "exchange", both, Under.ATTENTION, cp - 1)
-        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # gradients, which go home
-        # of each block after the first, of which half is all keys of half the queries: weighed sums in fp32 by separate
-        # kernels, and sums of gradients
+        yield send(Phase.I, "exchange", both, Under.ATTENTION, cp)  # Gradients return to the rank of their keys.
+        # Separate kernels merge the output of each block after the first (weighted sums in fp32) and sum gradients.
+        # Half of the blocks concern only half of the queries, so the mean is 0.75.
         merged = (cp - 1) * 0.75 * held * a * B * D * statistics_bytes(layout.dtype)
         yield Item(Phase.F, EXCHANGE, Pass(7 * merged, 6 * (cp - 1)), ANY)
         yield Item(Phase.I, EXCHANGE, Pass(3 * merged * (1 + 2 * g / a), 3 * (cp - 1)))
     else:
-        for phase, again in ((Phase.F, FULL), (Phase.I, ())):  # of the core alone nothing needs the output once more
+        # selective recomputation repeats only the core, which does not need the second exchange
+        for phase, again in ((Phase.F, FULL), (Phase.I, ())):
             yield send(phase, "all_to_all", held * (a + 2 * g) * row)
             yield Item(phase, EXCHANGE, Collective("cp", "all_to_all", held * a * row), again)
-            packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # by rank, and unpacked in order
+            packed = Pass(4 * held * (2 * a + 2 * g) * row, 8)  # packing by rank, and unpacking in order
             yield Item(phase, EXCHANGE, packed, ANY if phase is Phase.F else ())
-        # attention's own output, beside the one that came back
+        # attention's own output, in addition to the exchanged one
         yield Item(Phase.F, ATTENTION, Keep(held * a * row, ("none",)))
 
 
 def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) -> tuple[Pass, Pass]:
-    """(forward, backward) passes of norms, biases, activation of an MLP of width F, rotary, dropout and residual
-    additions.
+    """Return the (forward, backward) passes of the memory-bound operations of a block with an MLP of width F.
 
-    Bytes in passes over S·B·H: per norm 2, per residual 3 (+1.5 with dropout and its mask); these are cut over the
-    sequence only with sequence parallelism. Per tp part: the qkv split and merge, 4 passes over F of the activation.
+    These are norms, biases, activation, rotary embedding, dropout and residual additions. Bytes are counted in passes
+    over S·B·H: 2 per norm, 3 per residual addition (+1.5 with dropout and its mask). Only sequence parallelism cuts
+    these passes. The qkv split and merge and the passes over F of the activation are always cut over tp.
     """
     token_bytes = 2.0 * rank_tokens(model, layout)
     residual = 3.0 + (1.5 if software.dropout else 0.0)
@@ -299,8 +305,9 @@ def elementwise(model: ModelConfig, layout: Layout, software: Software, F: int) 
 
 
 def sharded_weights(parameters: Iterable[Parameter], layout: Layout, software: Software) -> list[Item]:
-    """Of replicas that share out a block's weights: gathered forward, again backward unless they are kept, and
-    gradients scattered.
+    """Return the collectives of sharded weights of a block. The list is empty if weights are not sharded.
+
+    Weights are gathered in forward, and again in backward unless they are kept. Gradients are reduce-scattered.
     """
     if not layout.sharding.startswith("weights"):
         return []
@@ -312,7 +319,10 @@ def sharded_weights(parameters: Iterable[Parameter], layout: Layout, software: S
 
 
 def embedding_work(model: ModelConfig, layout: Layout) -> list[Item]:
-    """The vocabulary-parallel embedding: gather rows, sum over tp; backward scatters into the gradient."""
+    """Return the work of the vocabulary-parallel embedding.
+
+    Forward looks up rows and sums them over tp. Backward adds the output gradient to the rows of the weight gradient.
+    """
     size = rank_tokens(model, layout) * model.hidden * DTYPE_BYTES[layout.dtype]
     items = [Item(Phase.F, EMBEDDING, Pass(3 * size, 4)), Item(Phase.W, EMBEDDING, Pass(4 * size, 4))]
     if model.dropout:
@@ -330,10 +340,11 @@ def embedding_work(model: ModelConfig, layout: Layout) -> list[Item]:
 
 
 def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[Item]:
-    """Output head and cross-entropy over 16-bit logits.
+    """Return the work of the output head and the cross-entropy over 16-bit logits.
 
-    Fused: read once forward, read and overwritten backward. By separate kernels, as Megatron has them (bytes per
-    logit): to fp32 6, maximum 4, subtract 8, exponential 8, sum 4, divide 8; backward multiply 8, to 16 bit 6.
+    A fused cross-entropy reads the logits once in forward, and reads and overwrites them in backward. Separate kernels,
+    as in Megatron, move these bytes per logit: to fp32 6, maximum 4, subtract 8, exponential 8, sum 4, divide 8.
+    In backward they are: multiply 8, to 16 bit 6.
     """
     T = rank_tokens(model, layout)
     size = DTYPE_BYTES[layout.dtype]
@@ -347,9 +358,9 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
         Item(Phase.F, LOSS, Pass(forward * logits, 6)),
         Item(Phase.I, LOSS, Pass(backward * logits, 3)),
         Item(Phase.F, LOSS, Keep(logits * (size if in_place else size + 4))),
-        Item(Phase.W, LOSS, Keep(logits * size)),  # the head's weight gradient waits with the gradient of its logits
+        Item(Phase.W, LOSS, Keep(logits * size)),  # the head's weight gradient needs the gradient of the logits
     ]
-    if model.logit_softcap is not None:  # division, tanh, which is kept, and product
+    if model.logit_softcap is not None:  # division, tanh and product; the output of tanh is kept
         items += [Item(Phase.F, LOSS, Pass(6 * size * logits, 3)), Item(Phase.I, LOSS, Pass(7 * size * logits, 3))]
         items.append(Item(Phase.F, LOSS, Keep(size * logits)))
     if layout.tp > 1:
@@ -359,7 +370,7 @@ def head_work(model: ModelConfig, layout: Layout, software: Software) -> list[It
 
 
 def flops(items: Iterable[Item], causal: bool = False, forward_only: bool = False) -> float:
-    """Of the products and attention; `causal` counts the half of attention's square that is needed."""
+    """Return the FLOPs of the matrix products and of attention. With `causal` only half of attention's is counted."""
     total = 0.0
     for item in items:
         if isinstance(item.work, Product | FlashCore) and (item.phase is Phase.F or not forward_only):
@@ -368,19 +379,22 @@ def flops(items: Iterable[Item], causal: bool = False, forward_only: bool = Fals
 
 
 def model_flops_per_token(model: ModelConfig, causal: bool = False) -> float:
-    """Forward and backward of the true vocabulary; recomputation does not count.
+    """Return the FLOPs per token of forward and backward, without recomputation and without padding of the vocabulary.
 
-    2 FLOPs per weight and token, and 4·S·A·D per layer for the scores and their weighted sum; backward computes two
-    gradients for every product. `causal=False` counts the full S x S square, as the field's MFU does (PaLM,
-    arXiv:2204.02311 appendix B; Megatron's 72·B·s·L·h²(1 + s/6h + V/12Lh)); `causal=True` counts the half that is
-    computed.
+    Forward has 2 FLOPs per weight and token, and 4·S·A·D per layer and token for the scores and their weighted sum.
+    Backward computes two gradients for every product. `causal=False` counts the full S x S square, as is usual for MFU
+    (PaLM, arXiv:2204.02311 appendix B; Megatron's 72·B·s·L·h²(1 + s/6h + V/12Lh)). `causal=True` counts the half that
+    is computed.
     """
     unpadded = model.model_copy(update={"vocab_multiple": 1})
     return hardware_flops_per_token(unpadded, Layout(), causal)
 
 
 def hardware_flops_per_token(model: ModelConfig, layout: Layout, causal: bool = False) -> float:
-    """What the devices execute per token: the model's FLOPs, padding rows of the head, and the recomputed forward."""
+    """Return the FLOPs that the devices execute per token.
+
+    They are the FLOPs of the model, of the head's padding rows and of the recomputed forward.
+    """
     software = Software()
     modes = mode_shares(model, layout)
     whole = flops(head_work(model, layout, software), causal)
@@ -392,10 +406,9 @@ def hardware_flops_per_token(model: ModelConfig, layout: Layout, causal: bool = 
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the layers' matrices and the output head (tied or not), no lookup,
-    no padding rows.
+    """Return the number of weights that a token is multiplied with: the layers' matrices and the output head.
 
-    Only the `top_k` experts that process a token are counted.
+    The embedding lookup and padding rows are not counted. Only the `top_k` experts that process a token are counted.
     """
 
     def each(layer: int) -> int:

@@ -1,5 +1,6 @@
-"""Which collective algorithm the gradients take: one ring (or RCCL's tree) against two stages, by message size and
-by nodes.
+"""Comparison of the collective algorithms for gradients: one ring (or RCCL's tree) and two stages.
+
+Their times depend on the message size and on the number of nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from frontier_llm.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Choice:
-    """One collective of a gradient bucket, priced both ways."""
+    """One collective of a gradient bucket, with its predicted seconds by both algorithms."""
 
     operation: str
     ranks: int
@@ -28,12 +29,12 @@ class Choice:
     size_bytes: float  # of one bucket on one rank
     flat_s: float
     hierarchical_s: float
-    # fewest nodes of the machine, by doubling, from which two stages stay faster; None = never
+    # fewest nodes (a power of two or the complete machine) from which on two stages are faster; None = never
     wins_from_nodes: int | None
 
     @property
     def words(self) -> str:
-        """'reduce-scatter in two stages 30 ms (ring 45 ms; ahead from 4 nodes on)'."""
+        """The choice as text: 'reduce-scatter in two stages 30 ms (one ring 45 ms; ahead from 4 nodes on)'."""
         name = self.operation.replace("_", "-")
         if self.hierarchical_s >= self.flat_s:
             return (
@@ -47,7 +48,7 @@ class Choice:
 
 
 def node_counts(rates: Rates) -> np.ndarray:
-    """2, 4, 8 … and the whole machine."""
+    """Return 2, 4, 8 … and the number of nodes of the machine."""
     doubled = [2**power for power in range(1, 15) if 2**power < rates.nodes]
     return np.array([*doubled, rates.nodes], dtype=float)
 
@@ -59,15 +60,19 @@ def times_by_nodes(
     size_bytes: float,
     operation: str,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(nodes, seconds as one ring, seconds in two stages) of groups with `per_node` ranks on each of their nodes."""
+    """Return (nodes, seconds as one ring, seconds in two stages) for groups with `per_node` ranks on each node.
+
+    `sharing` such groups use the NICs of a node at the same time.
+    """
     nodes = node_counts(rates)
     args = (rates, nodes * per_node, per_node, sharing, size_bytes, operation)
     return nodes, np.asarray(flat_s(*args), dtype=float), np.asarray(hierarchical_s(*args), dtype=float)
 
 
 def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
-    """Bytes that one bucket (with FSDP one layer) moves by operation: the gradients' sum, and unless ZeRO is off the
-    weights' gather.
+    """Return operation → bytes of one bucket (FSDP: one layer).
+
+    The operations are the sum of the gradients and, with ZeRO, the gather of the weights.
     """
     model = plan.model
     layout = plan.layout
@@ -84,8 +89,9 @@ def bucket_bytes(plan: Plan, rates: Rates) -> dict[str, float]:
 
 
 def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
-    """Both prices of every collective over the replicas; empty where they stay inside a node or the stack has one
-    algorithm only.
+    """Return a Choice for every collective over the replicas.
+
+    The list is empty if the replicas are in one node, or if the stack has only one algorithm.
     """
     replicas = plan.layout.replicas
     place = seats(plan.layout, rates)
@@ -115,7 +121,7 @@ def gradient_choices(plan: Plan, rates: Rates) -> list[Choice]:
 
 
 def gradient_words(plan: Plan, rates: Rates) -> list[str]:
-    """One line for the report, or none."""
+    """Return the line for the report, or an empty list if there is no choice."""
     choices = gradient_choices(plan, rates)
     if not choices:
         return []
@@ -125,5 +131,5 @@ def gradient_words(plan: Plan, rates: Rates) -> list[str]:
 
 
 def uses_hierarchical(plan: Plan, rates: Rates) -> bool:
-    """Whether some collective of this plan is faster in two stages."""
+    """Return whether a collective of this plan is faster in two stages."""
     return any(one.hierarchical_s < one.flat_s for one in gradient_choices(plan, rates))

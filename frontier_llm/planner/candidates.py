@@ -1,4 +1,4 @@
-"""Every legal layout of a model on a number of devices, as a table."""
+"""Enumeration of the legal layouts of a model on a number of devices, as a table."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from frontier_llm.topology.plan import tp_limit
 MAX_MICROBATCH = 64
 MAX_CHUNKS = 8
 V_SHAPED = ("zb-v", "dualpipe-v", "v-half", "v-min")
-SEARCHED = "searched"  # the fastest V of all, not only of those
-MIN_CHUNK = 1024  # tokens; shorter sequences fit a device, and their attention is too little work to send keys for
+SEARCHED = "searched"  # The fastest of all V schedules, not only of V_SHAPED.
+MIN_CHUNK = 1024  # Tokens. Shorter sequences fit on a device, and their attention is too short to hide communication.
 
-# what `--fix` takes → what it fixes: fields of a layout by the keys of a run file, but for those that the search does
-# not choose; of rows on their way
-# to experts the run file's own word, of which the search makes a number of nodes; and what no run file says
+# Keys of `--fix` → fields that they fix. They are the keys of a run file that the search varies, and `imbalance`.
+# `expert_all_to_all` keeps its value from the run file, and the search derives `expert_nodes` from it.
 FIXABLE = {
     **{key: field for key, field in FIELD_OF_KEY.items() if key not in ("expert_tensor", "tensor_chunks")},
     "expert_all_to_all": "expert_all_to_all",
@@ -34,12 +33,12 @@ FIXABLE = {
 
 
 def _choices(section: type[BaseModel], key: str) -> dict[str, Any]:
-    """The words that a run file may hold there."""
+    """Return the values that a run file may have for this key."""
     return {word: word for word in get_args(section.model_fields[key].annotation)}
 
 
-BY_STAGE = dict(zip("0123", SHARDING, strict=False))  # parallel.zero → what is shared out
-# what the words for a choice mean, where they are no numbers
+BY_STAGE = dict(zip("0123", SHARDING, strict=False))  # parallel.zero → sharding
+# values of `--fix` keys that are no numbers → values of the field
 MEANINGS: dict[str, Mapping[str, Any]] = {
     "expert_all_to_all": _choices(ParallelConfig, "expert_all_to_all"),
     "sequence_parallel": {"true": True, "false": False, "1": True, "0": False},
@@ -54,20 +53,22 @@ MEANINGS: dict[str, Mapping[str, Any]] = {
 
 
 def tensor_degrees(model: ModelConfig, limit: int) -> list[int]:
-    """tp that divides heads, key/value heads, MLP width and padded vocabulary, up to `limit` devices."""
+    """Return the tp degrees up to `limit` that divide heads, key/value heads, MLP width and padded vocabulary."""
     sizes = (model.heads, tp_limit(model), model.ffn_hidden, model.padded_vocab_size)
     return [tp for tp in divisors(tp_limit(model)) if tp <= limit and all(size % tp == 0 for size in sizes)]
 
 
 def context_degrees(model: ModelConfig, devices: int) -> list[int]:
-    """cp that cuts the sequence in 2 cp chunks, of MIN_CHUNK tokens or more where there are several ranks."""
+    """Return 1 and the divisors cp of `devices` that cut the sequence in 2 cp chunks of at least MIN_CHUNK tokens."""
     length = model.sequence_length
     return [cp for cp in divisors(devices) if cp == 1 or (length % (2 * cp) == 0 and length // (2 * cp) >= MIN_CHUNK)]
 
 
 def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None) -> list[str]:
-    """Ways of attention over cp that the model's heads allow and GPUs have kernels for: over stretches in windows
-    only where scores are bounded.
+    """Return the algorithms of attention over cp that the model's heads allow and for which GPUs have kernels.
+
+    Sliding windows without a score softcap have no kernel for "gather" and "ring". `wanted` restricts the result to
+    one algorithm.
     """
     if cp == 1:
         return ["auto"]
@@ -82,7 +83,7 @@ def context_ways(model: ModelConfig, tp: int, cp: int, wanted: str | None = None
 
 
 def expert_degrees(model: ModelConfig, ranks: int) -> list[int]:
-    """ep that shares out the experts evenly among the ranks of a stage."""
+    """Return the ep degrees that divide the experts and the `ranks` of a stage."""
     if model.moe is None:
         return [1]
     return [ep for ep in divisors(model.moe.experts) if ranks % ep == 0]
@@ -96,11 +97,15 @@ def enumerate_layouts(
     fixed: Mapping[str, Any] | None = None,
     **shared: Any,
 ) -> Layouts:
-    """All layouts that `topology.make_plan` accepts on `devices`, restricted to `fixed` (parsed by `parse_fixed`).
+    """Return all layouts that `topology.plan.make_plan` accepts on `devices`, as a table that may be empty.
 
-    `shared` is what all of them have: dtype, optimizer.
-
-    Empty when there are none; the caller says what to change.
+    Args:
+        model: the model.
+        devices: number of ranks.
+        global_batch: sequences per step.
+        tp_max: highest tensor-parallel degree; also the devices of a node for FSDP inside a node (HSDP).
+        fixed: values of fields that all layouts must have, parsed by `parse_fixed`.
+        shared: further fields that all layouts have, for example dtype and optimizer.
     """
     fixed = dict(fixed or {})
     none = as_table([Layout()]).where(np.zeros(1, dtype=bool))
@@ -134,11 +139,11 @@ def enumerate_layouts(
 
 
 def _plays(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """(schedule, virtual stages per rank) that a pipeline of this depth may play."""
+    """Return the pairs (schedule, virtual stages per rank) that a pipeline of `pp` ranks may use."""
     wanted: str | None = fixed.get("schedule")
     most = min(model.layers // pp, MAX_CHUNKS)
     plays = [("1f1b", 1)]
-    if pp > 1 or wanted == "gpipe":  # without a pipeline all schedules are one
+    if pp > 1 or wanted == "gpipe":  # without a pipeline all schedules are equal
         plays += [("gpipe", 1)]
     if pp > 1:
         plays += [
@@ -149,8 +154,8 @@ def _plays(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[
     if wanted == SEARCHED:
         plays = [(name, v) for name, v in plays if name in V_SHAPED]
     elif wanted and pp > 1 and wanted not in (name for name, _ in plays):
-        # more of a kind that is there: ZB-H2 pays only where steps overlap, interleaved ZB keeps most of all. Simulated
-        # where they are asked for
+        # The other schedules are tried only on request. ZB-H2 is faster only if steps overlap, and interleaved ZB needs
+        # the most memory.
         plays = [
             (wanted, v)
             for v in range(1, most + 1)
@@ -160,14 +165,15 @@ def _plays(model: ModelConfig, pp: int, fixed: Mapping[str, Any]) -> list[tuple[
 
 
 def _shardings(model: ModelConfig, degrees: Layout, node: int, fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """(what replicas share out, how many of them share out one copy of the weights): all of them, or neighbours
-    inside a node (HSDP).
+    """Return the pairs (sharding, data_shard) of a layout.
+
+    Weights are sharded over all replicas (data_shard 0) or over replicas inside a node of `node` devices (HSDP).
     """
     replicas = degrees.replicas
     only = fixed.get("data_shard")
     choices = [("none", 0), ("optimizer", 0)] if replicas > 1 else [("optimizer", 0)]
-    # topology.plan refuses sharded weights with a pipeline (they are gathered once per microbatch, and it needs many)
-    # or narrow gradients
+    # topology.plan refuses sharded weights with narrow gradients. It also refuses them with a pipeline, because a
+    # pipeline needs many microbatches and would gather the weights for each of them.
     if replicas > 1 and degrees.pp == 1 and model.moe is None and fixed.get("gradient_wire", "full") == "full":
         inside = [shard for shard in divisors(replicas) if 1 < shard < replicas and shard * degrees.tp <= node]
         choices += [("weights", shard) for shard in (divisors(replicas) if only else [0, *inside])]
@@ -181,7 +187,7 @@ def _options(
     node: int,
     fixed: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
-    """Columns of everything that is left to choose for one (tp, cp, pp, dp)."""
+    """Return the columns of all layouts with the degrees of `degrees`, which `fixed` does not exclude."""
     tp = degrees.tp
     cp = degrees.cp
     pp = degrees.pp
@@ -222,19 +228,20 @@ def _options(
     columns["chunks"] = np.array([v for _, v in plays], dtype=int)[picks["schedule"]]
     columns["data_shard"] = np.array([shard for _, shard in shardings], dtype=int)[picks["sharding"]]
     columns["microbatches"] = per_replica // columns["micro_batch"]
-    columns["expert_nodes"] = np.ones_like(columns["ep"])  # two stages are the search's to price
+    columns["expert_nodes"] = np.ones_like(columns["ep"])  # topology.expert_nodes.over_nodes sets the number
     return columns
 
 
 def parse_fixed(words: list[str]) -> dict[str, Any]:
-    """['tensor=8', 'recompute=full'] → {'tp': 8, 'recompute': 'full'}. Raises ConfigError for all wrong words at
-    once.
+    """Parse the values of `--fix`: ['tensor=8', 'recompute=full'] → {'tp': 8, 'recompute': 'full'}.
+
+    Raises one ConfigError that lists all invalid words.
     """
     fixed: dict[str, Any] = {}
     problems = []
     for word in words:
         key, separator, text = word.partition("=")
-        name = key.rsplit(".", 1)[-1]  # parallel.tensor=8 is fine too
+        name = key.rsplit(".", 1)[-1]  # parallel.tensor=8 is valid too
         if not separator or name not in FIXABLE:
             problems.append(Problem(where=word, what="is not a choice that can be fixed", fix=suggest(name, FIXABLE)))
             continue
@@ -252,13 +259,13 @@ def parse_fixed(words: list[str]) -> dict[str, Any]:
 
 
 def choices_of(layout: Layout) -> dict[str, Any]:
-    """A layout as `parse_fixed` would have read it."""
+    """Return the choices of a layout in the form that `parse_fixed` returns."""
     choices = {field: getattr(layout, field) for key, field in FIXABLE.items() if key != "expert_all_to_all"}
     return {**choices, "expert_all_to_all": run_keys(layout)["parallel"]["expert_all_to_all"]}
 
 
 def fixed_words(fixed: Mapping[str, Any]) -> str:
-    """What `parse_fixed` has read, as it was typed or nearly so."""
+    """Return parsed choices as text for messages, in the form of `--fix`."""
     names = {field: name for name, field in FIXABLE.items() if name != "data_mode"}
     stages = {sharding: stage for stage, sharding in BY_STAGE.items()}
     return " ".join(
@@ -267,7 +274,7 @@ def fixed_words(fixed: Mapping[str, Any]) -> str:
 
 
 def _whole(text: str) -> int:
-    """A positive whole number, or ValueError."""
+    """Return a positive integer, or raise ValueError."""
     value = int(text)
     if value < 1:
         raise ValueError(text)
@@ -281,7 +288,7 @@ def legal_node_counts(
     global_batch: int,
     fixed: Mapping[str, Any],
 ) -> list[int]:
-    """The nearest node counts, below and above, that admit a layout."""
+    """Return the nearest node counts, below and above `nodes`, that have a legal layout."""
 
     def legal(number: int) -> bool:
         only = {"sharding": "optimizer", "recompute": "full", **fixed}

@@ -1,4 +1,4 @@
-"""`--what-if`: the choice beside the best plan that differs from it in what the user names."""
+"""`--what-if`: comparison of the chosen plan with the best plans that have the values that the user names."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from frontier_llm.units import GIB
 
 
 def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Sequence[str], width: int = WIDTH) -> str:
-    """The choice with only these fields changed, if that is legal and fits; and the best plan that has them, all
-    else free.
+    """Return a report that compares the choice with two other plans.
+
+    The first has only the fields in `words` changed, if this layout is legal and fits. The second is the best plan with
+    these fields, with all other fields free.
     """
     changes = parse_fixed(list(words))
     best = outcome.best
     chosen = choices_of(best.layout)
     if changes.items() <= chosen.items():
         return f"what if {' '.join(words)}: the choice has that already"
-    # what follows from a choice may change with it
+    # fields that depend on the changed ones may change too
     follows = {"dp"}
     if {"tp", "pp"} & changes.keys():
         follows.add("chunks")
@@ -47,7 +49,7 @@ def what_if(outcome: Search, numbers: Rates, fixed: Mapping[str, Any], words: Se
 
 
 def _against(best: Plan, other: Plan) -> str:
-    """Step, memory and bubble of a plan, with what the first two are more than the choice's."""
+    """Return step, memory and bubble of a plan, with the differences of step and memory from the choice."""
     time = f"{step_words(other.step_s)} per step ({100 * (other.step_s / best.step_s - 1):+.1f} %)"
     memory = f"{other.peak_bytes / GIB:.1f} GiB ({(other.peak_bytes - best.peak_bytes) / GIB:+.1f})"
     return f"{time}, {memory}, bubble {100 * other.played.bubble:.1f} %"

@@ -1,4 +1,4 @@
-"""A plan as a run file that is complete but for the data, and the command that queues it."""
+"""Conversion of a plan to a run file, complete except for the data, and to the command that submits it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from frontier_llm.units import GIB, plural
 
 SITES = ("frontier", "lumi", "local")
 
-SAID = ("tensor", "pipeline", "schedule", "zero", "axis_order")  # whatever their values
-FILL_IN = "FILL_IN"  # no dataset: training with it names it
-# parameters → highest learning rate of GPT-3's sizes, each decaying to a tenth by cosine after 375 M tokens
-# (arXiv:2005.14165, table 2.1)
+SAID = ("tensor", "pipeline", "schedule", "zero", "axis_order")  # Always written, even if they have default values.
+FILL_IN = "FILL_IN"  # Placeholder of the dataset. Training reports it as missing.
+# Parameters → highest learning rate of GPT-3's sizes (arXiv:2005.14165, table 2.1). Each decays to a tenth by cosine
+# after a warm-up of 375 M tokens.
 RATES = {125e6: 6e-4, 350e6: 3e-4, 760e6: 2.5e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4, 175e9: 6e-5}
 WARMUP_TOKENS = 375e6
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user typed: names of shipped files, or paths; a token budget."""
+    """The user's arguments: names of shipped files or paths, and a token budget."""
 
     model: str
     machine: str
@@ -56,7 +56,7 @@ class Request:
 
 
 def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
-    """What a run from nothing still needs: learning rate and length; saves as the campaign has them."""
+    """Return the keys that a new run file needs in addition to its layout: learning rate, steps and save interval."""
     parameters = total_parameters(plan.model)
     steps = ceil(tokens / plan.step_tokens)
     lr = RATES[min(RATES, key=lambda size: abs(log(parameters / size)))]
@@ -69,7 +69,10 @@ def recipe(plan: Plan, tokens: float, saves: Campaign | None) -> dict[str, Any]:
 
 
 def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rates, name: str) -> dict[str, Any]:
-    """The run file's mapping for the search's choice, each key of the layout; what it trains is the caller's to say."""
+    """Return the content of a run file for the search's choice, with all keys of the layout.
+
+    The caller adds the model and the data.
+    """
     plan = outcome.best
     keys = run_keys(plan.layout)
     counts = tuple(stage.num_layers for stage in plan.stages)
@@ -83,15 +86,13 @@ def run_content(machine_name: str, machine: Machine, outcome: Search, rates: Rat
 
 
 def _shortened(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what a run file that starts from nothing need not say: keys at their default, unless they are the
-    layout's first five.
-    """
+    """Return the content without keys that have their default values, except the keys in SAID."""
     defaults = {"parallel": ParallelConfig(), "precision": PrecisionConfig(), "comm": CommConfig()}
     short = {
         section: {
             key: value
             for key, value in content[section].items()
-            # replicas follow from the number of devices
+            # `data` follows from the number of devices
             if key in SAID or (key != "data" and value != getattr(default, key))
         }
         for section, default in defaults.items()
@@ -107,11 +108,13 @@ def emit(
     rates: Rates,
     saves: Campaign | None,
 ) -> str:
-    """Write the run file, check that it loads and that its layout is legal, and return what to fill in and the command
-    that starts or submits it.
+    """Write the run file and check that it loads and that its layout is legal.
 
-    On top of a run the file says every choice of the layout, so that none of the run's own is left, and as many steps
-    as keep the run's tokens; else it is complete but for the data.
+    If the request names a run, the file is based on it. It then overrides all keys of the layout, and has the number of
+    steps that keeps the run's tokens. Otherwise it is complete except for the data.
+
+    Returns the text for the user: the file, the keys to fill in, and the command that starts or submits the run.
+    Raises ConfigError if the file does not load or the layout is not legal.
     """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem)
     best = outcome.best
@@ -145,17 +148,18 @@ def emit(
 
 
 def _on_top(choice: dict[str, Any], request: Request, outcome: Search) -> dict[str, Any]:
-    """The choice, and the steps that its batch needs for the run's tokens or for those asked for."""
+    """Return the choice with the number of steps that its batch needs for the requested tokens or the run's tokens."""
     base = load_run(str(request.run))
     tokens = request.tokens or planned_tokens(phases_of(base))
-    # phases count their own steps
+    # phases have their own numbers of steps
     steps = base.train.steps if base.train.phases else ceil(tokens / outcome.best.step_tokens)
     return {**choice, "train": {**choice["train"], **({"steps": steps} if steps != base.train.steps else {})}}
 
 
 def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devices: int) -> None:
-    """Write a run file under these lines. Raises ConfigError where it does not load, or its layout is not legal on
-    so many devices.
+    """Write a run file with the lines `head` as comments.
+
+    Raises ConfigError if it does not load, or if its layout is not legal on `devices` devices.
     """
     text = yaml.safe_dump(
         content,
@@ -168,13 +172,15 @@ def write_run(path: Path, head: Sequence[str], content: Mapping[str, Any], devic
 
 
 def reference(run: str, folder: Path) -> str:
-    """How a file in `folder` names the run it starts from: shipped ones by name, others by the way there."""
+    """Return the reference from a file in `folder` to its base run: a shipped run's name, or a relative path."""
     return run if run in available("runs") else os.path.relpath(run, folder)
 
 
 def submit_command(path: Path, machine: Machine, nodes: int, content: Mapping[str, Any]) -> str:
-    """What to type to queue the run. `submit` renders the site's sbatch script around the file; where a ready-made
-    script exists for the model, the same layout as overrides of it.
+    """Return the commands that submit the run.
+
+    `submit` renders the site's sbatch script for the file. If the model has a ready-made script for Frontier, a second
+    command passes the same layout to it as overrides.
     """
     site = machine.name if machine.name in SITES else "generic"
     lines = [f"frontier-llm submit {path} --site {site} --nodes {nodes} --account PROJECT"]

@@ -1,4 +1,4 @@
-"""Figures of a search on one self-contained page, and the simulated pipeline as Chrome trace events."""
+"""Figures of a search as one self-contained page, and the simulated pipeline as Chrome trace events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from frontier_llm.units import GIB, format_bytes, strict_json
 
 @dataclass(frozen=True)
 class Published:
-    """An efficiency that others have measured."""
+    """A published scaling efficiency."""
 
     mode: str  # weak | strong
     model: str
@@ -41,8 +41,7 @@ class Published:
     source: str
 
 
-# arXiv 2312.12705 (ORNL, Frontier): weak 100 % and strong 89 % and 87 % in the abstract; the further digits stand in
-# the body
+# arXiv 2312.12705 (ORNL, Frontier): the abstract has weak 100 % and strong 89 % and 87 %, the text has more digits
 PUBLISHED = (
     Published(
         mode="weak",
@@ -80,7 +79,7 @@ PUBLISHED = (
 
 
 def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, numbers: Rates) -> Path:
-    """Write the page of a search. Raises ConfigError where Plotly is missing."""
+    """Write the page of a search and return its path. Raises ConfigError if Plotly is not installed."""
     if not can_draw():
         raise ConfigError([not_installed("plotly", "--figures")])
     words = (
@@ -103,13 +102,13 @@ def write_figures(path: Path, outcome: Search, machine: Machine, stack: str, num
 
 
 def pipeline_chart(plan: Plan) -> Chart:
-    """The played part of the schedule, one row per pipeline rank."""
+    """Return the timeline of the simulated part of the schedule, one row per pipeline rank."""
     chart = timeline_chart(plan.played.timeline, "seconds (simulated)")
     return replace(chart, title=report.layout_words(plan) + played_part(plan))
 
 
 def played_part(plan: Plan) -> str:
-    """How much of the step is drawn, where it is not the whole."""
+    """Return a note with the number of simulated microbatches, or "" if they are the complete step."""
     played = plan.played.timeline.schedule.microbatches
     whole = plan.layout.microbatches
     if played < whole:
@@ -118,7 +117,7 @@ def played_part(plan: Plan) -> str:
 
 
 def memory_chart(plan: Plan) -> Chart:
-    """Stacked memory lines per pipeline rank against the device's limit."""
+    """Return a chart of the stacked memory lines per pipeline rank, with the device's limit."""
     ranks = list(range(len(plan.memory)))
     sizes = {name: [lines[name] / GIB for lines in plan.memory] for name in plan.memory[0]}
     traces = [
@@ -144,11 +143,10 @@ def _name_of_work(work: Product | FlashCore) -> str:
 
 
 def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
-    """What a block's kernels reach, by their FLOPs per byte of memory traffic, under the roofs of memory and matrix
-    units; as ORNL drew its models.
+    """Return a roofline chart: FLOP/s of a block's kernels by their FLOPs per byte of memory traffic.
 
-    The star is the whole block, forward and backward of a microbatch, with everything that it waits for and sends. Of
-    attention's square the causal half counts.
+    The roofs are memory bandwidth and matrix units, as in ORNL's figures. The star is the complete block, forward and
+    backward of a microbatch, including communication and waiting. Only the causal half of attention's FLOPs is counted.
     """
     items = block_work(plan.model, plan.layout, numbers)
     prices: Prices = {}
@@ -186,13 +184,14 @@ def roofline_chart(plan: Plan, numbers: Rates) -> Chart:
 
 
 def intensity(executed: float, moved_bytes: float) -> float:
-    """FLOPs per byte, to three digits."""
+    """Return FLOPs per byte, rounded to three digits."""
     return float(f"{executed / moved_bytes:.3g}")
 
 
 def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
-    """Best throughput of the layouts that fit, against TP, PP and microbatches; closed form, so that every layout is
-    there.
+    """Yield charts of the best throughput of the layouts that fit, by TP, PP and microbatches.
+
+    The throughput is computed in closed form, so that all layouts are included.
     """
     layouts = enumerate_layouts(
         outcome.model,
@@ -214,8 +213,9 @@ def throughput_charts(outcome: Search, numbers: Rates) -> Iterator[Chart]:
 
 
 def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
-    """Each collective of a gradient bucket against the nodes of its group, up to the whole machine: one ring and two
-    stages.
+    """Yield a chart for each collective of a gradient bucket: its time by both algorithms over the number of nodes.
+
+    The number of nodes goes up to the complete machine.
     """
     place = seats(plan.layout, numbers)
     sizes = bucket_bytes(plan, numbers)
@@ -253,10 +253,10 @@ def collective_charts(plan: Plan, numbers: Rates) -> Iterator[Chart]:
 
 
 def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(devices, efficiency) of the chosen layout with more and fewer replicas; weak keeps the batch per replica, strong
-    the whole.
+    """Return (devices, efficiency) of the chosen layout with more and fewer replicas.
 
-    Relative to the fewest devices shown. Strong scaling keeps the global batch, so the microbatches per replica shrink.
+    The efficiency is relative to the fewest devices. Weak scaling keeps the batch per replica. Strong scaling keeps the
+    global batch, so that a replica has fewer microbatches.
     """
     layout = outcome.best.layout
     total = layout.microbatches * layout.dp
@@ -270,7 +270,7 @@ def scaling_points(outcome: Search, numbers: Rates, weak: bool) -> tuple[np.ndar
 
 
 def scaling_charts(outcome: Search, machine: Machine, numbers: Rates) -> Iterator[Chart]:
-    """Predicted weak and strong scaling, with ORNL's published efficiencies where the model is theirs."""
+    """Yield charts of predicted weak and strong scaling, with ORNL's published efficiencies of the same model."""
     ornl = rates(machine, "megatron-deepspeed") if machine.name == "frontier" else None
     for weak in (True, False):
         traces = [line("predicted, this plan", *scaling_points(outcome, numbers, weak), 0, marks="circle")]
@@ -305,7 +305,7 @@ COLOURS = {Kind.FORWARD: "good", Kind.BACKWARD: "bad", Kind.BACKWARD_INPUT: "ter
 
 
 def chrome_trace(plan: Plan) -> dict[str, Any]:
-    """Trace events of the part of the step that was played; microseconds."""
+    """Return Chrome trace events of the simulated part of the step. Times are in microseconds."""
     timeline = plan.played.timeline
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": stage, "name": "thread_name", "args": {"name": f"pipeline rank {stage}"}}
@@ -333,5 +333,5 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
 
 
 def write_chrome_trace(path: Path, plan: Plan) -> None:
-    """Write the events as JSON."""
+    """Write the trace events of a plan as JSON."""
     write_atomically(path, strict_json(chrome_trace(plan), indent=None))

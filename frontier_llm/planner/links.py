@@ -1,6 +1,6 @@
-"""Which link bounds each axis of a layout: where its ranks sit, what connects them, and with whom they share it.
+"""The link that limits each axis of a layout: the placement of its ranks, their links, and the groups that share them.
 
-Also what a limit of one communication in flight (`comm.in_flight`) costs a plan.
+The module also computes the cost of one communication in flight (`comm.in_flight`) for a plan.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from frontier_llm.units import plural
 
 
 def axis_links(plan: Plan, machine: Machine, rates: Rates) -> dict[str, str]:
-    """{'tensor': …, 'pipeline': …, 'data': …} for the axes with more than one rank; bandwidths in GB/s, per direction.
+    """Return axis → description of its link, for axes with more than one rank: {'tensor': …, 'pipeline': …, 'data': …}.
 
-    Ranks fill a node with tensor innermost, so the first group of an axis stands for all of them.
+    Bandwidths are in GB/s per direction. Ranks fill a node with tensor innermost, so the first group of an axis
+    represents all groups.
     """
     layout = plan.layout
     place = seats(plan.layout, rates)
@@ -90,9 +91,7 @@ def _nics(machine: Machine, rates: Rates) -> str:
 
 
 def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:
-    """Bus bandwidth that collectives of these neighbours reach; on MI250X also what the links between them would
-    allow.
-    """
+    """Return text with the bus bandwidth of collectives of these devices and, on MI250X, the limit of their links."""
     reached = float(fabric_bandwidth(rates, len(devices))) / 1e9
     words = f"{reached:.0f} GB/s bus bandwidth"
     if machine.node.links != "mi250x" or len(devices) > len(NODE):
@@ -103,8 +102,9 @@ def _fabric(devices: tuple[int, ...], machine: Machine, rates: Rates) -> str:
 
 
 def cost_of_one(plan: Plan, rates: Rates) -> float | None:
-    """Share by which the step is longer than with many in flight, both simulated; None where many are, or nothing
-    could be.
+    """Return by which share one communication in flight makes the step longer, compared with many. Both are simulated.
+
+    The result is None if many may be in flight, or if there is one device.
     """
     if not rates.one_in_flight or plan.layout.devices == 1:
         return None
@@ -113,7 +113,7 @@ def cost_of_one(plan: Plan, rates: Rates) -> float | None:
 
 
 def safety_words(plan: Plan, machine: Machine, rates: Rates) -> list[str]:
-    """A line for the report."""
+    """Return a line for the report, or an empty list if many communications may be in flight."""
     cost = cost_of_one(plan, rates)
     if cost is None:
         return []

@@ -1,4 +1,4 @@
-"""A plan as a campaign: days, node-hours, checkpoint interval, expected share of useful time, queue bin."""
+"""Campaign of a plan: days, node-hours, checkpoint interval, expected share of useful time, queue bin."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from frontier_llm.blueprint.parameters import total_parameters
 from frontier_llm.machine.schema import Machine, QueueBin
 from frontier_llm.planner.search import Plan
 
-TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, when no budget is given
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, if no budget is given
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """What a training run of `tokens` means on a site."""
+    """Duration and losses of a training run of `tokens` tokens on a site."""
 
     tokens: float
-    days: float  # computing only
-    node_hours: float  # computing only
-    mtbf_hours: float  # of the whole job
+    days: float  # without losses
+    node_hours: float  # without losses
+    mtbf_hours: float  # mean time between failures of the complete job
     save_s: float  # one checkpoint
-    interval_s: float  # Young/Daly
+    interval_s: float  # between checkpoints, by Young/Daly
     interval_steps: int
     effective: float  # share of the wall clock that advances training
-    calendar_days: float  # days / effective, queueing left out
+    calendar_days: float  # days / effective, without the time in the queue
     queue: QueueBin | None
 
     @property
     def jobs(self) -> int:
-        """Jobs one after the other under the bin's walltime (1 without a limit)."""
+        """Number of consecutive jobs under the walltime of the queue bin (1 without a limit)."""
         if self.queue is None:
             return 1
         return max(1, round(self.calendar_days * 24 / self.queue.max_hours + 0.5))
 
 
 def campaign(machine: Machine, plan: Plan, tokens: float | None) -> Campaign | None:
-    """Days and losses of a run, or None for a machine without operations data.
+    """Return days and losses of a run, or None if the machine file has no operations data.
 
-    Young (1974), Daly (2006): the interval sqrt(2·t_save·MTBF) minimises the expected loss t_save/interval +
-    interval/(2·MTBF). A failure costs half an interval and a restart; a job's end by walltime costs a save and a
-    restart.
+    `tokens` defaults to TOKENS_PER_PARAMETER per parameter. The interval sqrt(2·t_save·MTBF) minimises the expected
+    loss t_save/interval + interval/(2·MTBF) (Young 1974, Daly 2006). A failure costs half an interval and a restart.
+    The end of a job by walltime costs a save and a restart.
     """
     site = machine.operations
     if site is None:

@@ -1,8 +1,8 @@
-"""The step simulated: the very action list that the engine plays, with a time for every stage, chunk and action.
+"""Simulation of a step: the action list that the engine executes, with a time for every stage, chunk and action.
 
-Long schedules are played short and extended: once every stage repeats the same pattern from microbatch to microbatch
-(from round to round when interleaved), each further microbatch adds exactly one period. `play` checks that the pattern
-has set in and plays longer until it has; a test compares with the full list.
+Only a part of a long schedule is simulated. As soon as every stage repeats a pattern with each microbatch (interleaved:
+with each round), each further microbatch adds exactly one period. `play` simulates more microbatches until the pattern
+repeats. A test compares the result with the full list.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from frontier_llm.schedule import (
     simulate_in_turn,
 )
 
-STEADY_MICROBATCHES = 24  # played beyond the warm-up before the pattern is looked for
+STEADY_MICROBATCHES = 24  # simulated after the warm-up before the pattern is searched
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,25 @@ class StageTimes:
 
     forward_s: float
     backward_s: float  # input and weight gradient
-    weight_s: float  # of which the weight gradient
-    pair_s: float = 0.0  # what both take less as a pair
+    weight_s: float  # part of backward_s: the weight gradient
+    pair_s: float = 0.0  # seconds that forward and backward save if they run as a pair
 
 
 @dataclass(frozen=True)
 class Played:
     """A simulated step."""
 
-    timeline: Timeline  # of the part that was played
-    pipeline_s: float  # makespan of the whole schedule
-    busy_s: tuple[float, ...]  # compute per pipeline rank, whole schedule
-    end_s: tuple[float, ...]  # last action per pipeline rank, whole schedule
-    reduce_s: float  # exposed gradient reduction
+    timeline: Timeline  # Timeline of the simulated part of the schedule.
+    pipeline_s: float  # Makespan of the complete schedule.
+    busy_s: tuple[float, ...]  # Compute per pipeline rank, complete schedule.
+    end_s: tuple[float, ...]  # End of the last action per pipeline rank, complete schedule.
+    reduce_s: float  # Exposed gradient reduction.
     optimizer_s: float
     gather_s: float
-    message_s: float  # one transfer between neighbours
-    # per pipeline rank, rows to experts that travel beside another microbatch's compute: not in busy_s
+    message_s: float  # One transfer between neighbours.
+    # Per pipeline rank, expert communication that another microbatch's compute hides. It is not in busy_s.
     hidden_s: tuple[float, ...]
-    stage_times: tuple[StageTimes, ...]  # by virtual stage
+    stage_times: tuple[StageTimes, ...]  # By virtual stage.
 
     @property
     def step_s(self) -> float:
@@ -67,7 +67,7 @@ class Played:
 
     @property
     def bubble(self) -> float:
-        """Share of the pipeline's time in which an average rank waits, messages included."""
+        """Share of the pipeline's time in which an average rank waits. Messages are included."""
         return max(1 - float(np.mean(self.busy_s)) / self.pipeline_s, 0.0)
 
 
@@ -77,11 +77,11 @@ def stage_times(
     rates: Rates,
     stages: tuple[StageSpec, ...],
 ) -> tuple[StageTimes, ...]:
-    """Times of every virtual stage: its layers, and the embedding or the head where it has them."""
+    """Return the times of every virtual stage: its layers, and the embedding or the head if the stage has them."""
     parts = times(model, layout, rates)
     m = layout.microbatches
     blocks = {stage.num_layers: parts.block for stage in stages}
-    if "," in layout.recompute:  # of each stage another share
+    if "," in layout.recompute:  # the shares of the modes depend on a stage's number of layers
         blocks = {length: times(model, layout, rates, length).block for length in blocks}
     layer = {length: layer_s(block, layout, rates) for length, block in blocks.items()}
     weight = float(parts.block.weights(m))
@@ -122,10 +122,10 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
     stage_s = stage_times(model, layout, rates, stages)
     message = 0.0 if rates.blocking_messages else float(p2p_s(model, layout, rates))
     round_size = pp if v > 1 and not one_end(name) else 1
-    repeats = name != "gpipe" and not rates.contention  # GPipe's phases do not alternate: played whole
+    repeats = name != "gpipe" and not rates.contention  # GPipe has no repeating pattern, so all of it is simulated
     length = m
     if repeats and m > pp + 2 * STEADY_MICROBATCHES + round_size:
-        # 1F1B is in its stride after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
+        # 1F1B repeats its pattern after pp microbatches, an interleaved schedule after pp·v chunks and two rounds
         wanted = (pp + STEADY_MICROBATCHES) if v == 1 else 4 * pp
         length = min(m, wanted + (m - wanted) % round_size)
     while True:
@@ -146,14 +146,14 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
         if period is not None:
             break
         length = min(m, length + round_size * max(1, length // round_size))
-    # a further microbatch adds a pair down the ranks and one up
+    # with pairs, each further microbatch adds two pairs on a rank, one per direction of the V
     pairs = [len(beside(timeline.schedule, rank)) for rank in range(pp)]
     each_s = _pairs_s(timeline.schedule, stage_s)
     hidden_s = [each * (count + 2 * (m - length) * (count > 0)) for each, count in zip(each_s, pairs, strict=True)]
     busy_s = [(timeline.busy_s(rank) + each_s[rank] * pairs[rank]) * m / length - hidden_s[rank] for rank in range(pp)]
     added = (m - length) / round_size * period
     ends = np.array([stage_ends[-1] + added for stage_ends in timeline.end_s])
-    # every rank reduces its own stage's gradients when its last backward is done
+    # every rank reduces the gradients of its own stages after its last backward
     layers, embeds, heads = stage_columns(stages)
     parameters = stage_numel(model, layout.tp, layers, embeds > 0, heads > 0)
     forward_s, backward_s = np.array([(one.forward_s, one.backward_s) for one in stage_s]).T
@@ -186,8 +186,10 @@ def play(model: ModelConfig, layout: Layout, rates: Rates, stages: tuple[StageSp
 
 
 def _turns(layout: Layout, rates: Rates) -> str:
-    """How messages take turns: not, one after the other, or so that compute waits for each (collectives inside it
-    take their turn too).
+    """Return how messages are limited: "many" in flight, "one", or "waiting", if compute also waits for each message.
+
+    Compute waits if it contains collectives, because a message and a collective cannot be in flight together. It also
+    waits on a CPU, which executes both.
     """
     if not rates.one_in_flight or rates.blocking_messages or layout.pp == 1:
         return "many"
@@ -195,9 +197,7 @@ def _turns(layout: Layout, rates: Rates) -> str:
 
 
 def _pairs_s(schedule: Schedule, times: tuple[StageTimes, ...]) -> list[float]:
-    """By rank, what a pair takes less than its halves one after the other: as much as both its virtual stages can
-    hide.
-    """
+    """Return for each rank the seconds that a pair saves: the minimum over the rank's virtual stages."""
     positions_of = schedule.placement.positions_of
     return [min(times[position].pair_s for position in positions_of(rank)) for rank in range(schedule.stages)]
 
@@ -238,10 +238,10 @@ def _simulate(
 
 
 def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
-    """The timeline on devices that slow each other down: at each moment all that are busy lose the same factor, so time
-    is stretched.
+    """Return the timeline on devices that slow each other down, for example CPU ranks that share cores.
 
-    Durations are those with all devices of the node busy; `Rates.contention` says what they are with fewer.
+    At each moment all busy devices are slowed by the same factor, so the time axis is stretched. The given durations
+    are those with all devices of the node busy. `Rates.contention` gives the factors for fewer busy devices.
     """
     if not rates.contention:
         return timeline
@@ -260,11 +260,11 @@ def _contended(timeline: Timeline, layout: Layout, rates: Rates) -> Timeline:
 
 
 def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_size: int) -> float | None:
-    """Seconds that one more round adds, or None while no pattern has set in.
+    """Return the seconds that one more round adds, or None if the timeline has no repeating pattern yet.
 
-    Either the rank with most work is saturated - its backwards follow each other as fast as its own compute allows, so
-    it alone sets the pace from here on - or first, middle and last rank advance at one and the same pace (messages set
-    it).
+    There are two cases. Either the rank with most work is saturated: its backwards follow each other as fast as its
+    compute allows, so it alone sets the pace. Or the first, middle and last rank advance at the same pace, which
+    messages set.
     """
     pp = timeline.schedule.stages
     seconds = [one.forward_s + one.backward_s for one in times]
@@ -279,14 +279,14 @@ def _period(timeline: Timeline, times: tuple[StageTimes, ...], v: int, round_siz
 
 
 def _common(paces: list[np.ndarray]) -> float | None:
-    """The pace that all ranks keep, or None."""
+    """Return the common pace of all ranks, or None if their paces differ or are not steady."""
     if all(_is_steady(pace) for pace in paces) and np.ptp([pace[-1] for pace in paces]) <= 1e-9 * paces[0][-1]:
         return float(paces[0][-1])
     return None
 
 
 def _pace(timeline: Timeline, rank: int, v: int, round_size: int) -> np.ndarray:
-    """Distances between the ends of one round's and the next round's backwards of a rank, just before the drain."""
+    """Return the seconds between the backwards of successive rounds on a rank, for the last rounds before the drain."""
     kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
     first = timeline.schedule.placement.positions_of(rank)[0]
     ends = np.array(

@@ -1,4 +1,4 @@
-"""What the planner says about a point: the simulated step, its throughput and its memory."""
+"""Prediction of one run configuration: the simulated step, its throughput and its memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from frontier_llm.planner.search import Plan, simulate_layout
 from frontier_llm.topology.expert_nodes import run_layout
 from frontier_llm.units import GIB
 
-START_S = 600.0  # of a job, until its first step: environment, imports, rendezvous, weights (assumed)
+START_S = 600.0  # from a job's start to its first step: environment, imports, rendezvous, weights (assumed)
 
 
 @dataclass(frozen=True)
 class PointPrediction:
-    """One point, simulated on a machine file; never a measurement. Of a run with phases: its mean step, and its
-    fullest phase's memory.
+    """Prediction of a run, simulated with the numbers of a machine file.
+
+    A run with phases has the mean of its steps and the memory of its fullest phase.
     """
 
     step_time_s: float
@@ -29,7 +30,7 @@ class PointPrediction:
     machine: str
 
     def memory_problems(self) -> list[Problem]:
-        """A problem when the predicted memory exceeds the device's."""
+        """Return a Problem if the predicted memory exceeds the device's memory."""
         if self.peak_bytes <= self.limit_bytes:
             return []
         what = (
@@ -44,7 +45,7 @@ class PointPrediction:
 
 
 def predict(config: RunConfig, devices: int, machine: str | None = None) -> PointPrediction:
-    """The planner's prediction of a legal layout. Raises FrontierError for an unknown machine."""
+    """Return the planner's prediction of a legal layout. Raises FrontierError for an unknown machine."""
     machine = machine or config.machine
     numbers = rates(load_machine(machine))
     phases = phases_of(config)
@@ -56,10 +57,10 @@ def predict(config: RunConfig, devices: int, machine: str | None = None) -> Poin
 
 
 def planned_saves(config: RunConfig, devices: int, machine: str | None = None) -> Campaign | None:
-    """The planner's campaign of a legal layout: how long a save takes and after how many steps one pays. None without
-    operations data.
+    """Return the planner's campaign of a legal layout, with the seconds of a save and the best save interval in steps.
 
-    Of a run with phases: as in its last one. Raises FrontierError for an unknown machine.
+    A run with phases has the values of its last phase. Returns None if the machine file has no operations data. Raises
+    FrontierError for an unknown machine.
     """
     numbers = load_machine(machine or config.machine)
     last = phases_of(config)[-1]

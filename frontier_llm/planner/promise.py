@@ -1,5 +1,6 @@
-"""How far a plan's figures may be trusted: a band by what its constants were measured on, and the best rate that
-anybody has published.
+"""Uncertainty of a plan's predicted speed, and the best published rates on such devices.
+
+The width of the prediction interval (band) depends on the systems on which the machine file's constants were measured.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ SAME = "same machine and stack"
 OTHER = "other stack"
 ESTIMATED = "estimated"
 
-# basis → half width: nine of ten measured steps lie within a factor 1 + this of the predicted one. The first two hold
-# on the published runs whose layout is stated and that no constant was fitted on (benchmarks/tests/test_promise.py).
-# Nothing is measured of the third, so it is twice the second.
+# Basis → half width: nine of ten measured steps lie within a factor 1 + half width of the predicted step. The first two
+# hold for published runs with a stated layout on which no constant was fitted (benchmarks/tests/test_promise.py).
+# The third has no measurements, so it is twice the second.
 BANDS = {SAME: 0.17, OTHER: 0.28, ESTIMATED: 0.56}
 
-# {family of devices: {size class of the model: [model TFLOP/s per device, which run]}}: the best published runs in 16
-# bits, with full attention counted. `python -m benchmarks.published.best` writes it.
+# The best published runs in 16 bits, with full attention counted. The file maps a family of devices and a size class of
+# the model to [model TFLOP/s per device, name of the run]. `python -m benchmarks.published.best` writes it.
 BEST_PUBLISHED = Path(__file__).with_name("best_published.json")
 
 
 @cache
 def best_published() -> dict[str, dict[int, tuple[float, str]]]:
-    """Family of devices → size class of the model → (model TFLOP/s per device, which run)."""
+    """Return family of devices → size class of the model → (model TFLOP/s per device, name of the run)."""
     content = json.loads(BEST_PUBLISHED.read_text(encoding="utf-8"))
     best: dict[str, dict[int, tuple[float, str]]] = {}
     for device, sizes in content.items():
@@ -46,21 +47,25 @@ def best_published() -> dict[str, dict[int, tuple[float, str]]]:
 
 
 def family(device: str) -> str:
-    """'MI250' of 'MI250X GCD', 'A100' of 'A100-SXM4-80GB'; the name itself where it has no such form."""
+    """Return the family of a device: 'MI250' for 'MI250X GCD', 'A100' for 'A100-SXM4-80GB'.
+
+    A name without leading capital letters and digits is its own family.
+    """
     match = re.match(r"[A-Z]+\d+", device)
     return match.group() if match else device
 
 
 def size_class(parameters: float) -> int:
-    """Models of one class are within a factor of four of each other."""
+    """Return the size class of a model. Models of one class differ in size by less than a factor of four."""
     return int(log(parameters, 4))
 
 
 def basis(machine: Machine, stack: str) -> str:
-    """What the constants of a stack were measured on, as the machine file says: a source that begins with 'fitted
-    on' is a measured step.
+    """Return the key of BANDS for the systems on which a stack's constants were measured.
+
+    A constant of the machine file whose source begins with 'fitted on' was fitted to measured steps.
     """
-    if machine.device.gemm_shapes is not None:  # calibrated on this very computer with this program
+    if machine.device.gemm_shapes is not None:  # `calibrate` measured this computer with this package
         return SAME
     fitted = {
         name
@@ -74,37 +79,38 @@ def basis(machine: Machine, stack: str) -> str:
 
 @dataclass(frozen=True)
 class Promise:
-    """What may be said of a plan's speed."""
+    """Uncertainty of a plan's speed, and the published rates to which it is compared."""
 
-    basis: str  # of BANDS
-    tflops: float  # per device, as simulated: model FLOPs with full attention
-    device: str  # family
-    best_alike: tuple[float, str] | None  # published, of a model of this size on such devices
-    best: tuple[float, str] | None  # of any model
+    basis: str  # A key of BANDS.
+    tflops: float  # Simulated, per device: model FLOPs with full attention.
+    device: str  # The family of the device.
+    best_alike: tuple[float, str] | None  # Best published (TFLOP/s, run) for a model of this size on such devices.
+    best: tuple[float, str] | None  # Best published (TFLOP/s, run) for any model on such devices.
 
     @property
     def band(self) -> float:
-        """Half width: nine times in ten the truth is within a factor 1 + band."""
+        """Half width of the band: in nine of ten cases the measured value is within a factor 1 + band."""
         return BANDS[self.basis]
 
     @property
     def untried(self) -> bool:
-        """This stack has not run on this machine: what leads is the slow end of the band."""
+        """True if this stack has not run on this machine. Reports then print the slow end of the band first."""
         return self.basis != SAME
 
     @property
     def above_published(self) -> bool:
-        """Nobody has published a rate like the simulated one on such devices."""
+        """True if the simulated rate is above every rate published on such devices."""
         return self.best is not None and self.tflops > self.best[0]
 
     def ends(self, value: float) -> tuple[float, float]:
-        """(low, high) of the band about a time, a rate or a share."""
+        """Return (low, high) of the band around a time, a rate or a share."""
         return value / (1 + self.band), value * (1 + self.band)
 
     def about(self, value: float, words: Callable[[float], str], slow: int) -> str:
-        """'17.5 s (15.0 s … 20.5 s)', or for an untried stack the slow end first: '22.4 s … 13.7 s (simulated 17.5 s)'.
+        """Return a value with its band, for example '17.5 s (15.0 s … 20.5 s)'.
 
-        `slow` is the end of the band at which the run is slower: 1 of a time, 0 of a rate.
+        For an untried stack the slow end is first: '22.4 s … 13.7 s (simulated 17.5 s)'. `slow` is the index of the
+        slower end in `ends(value)`: 1 for a time, 0 for a rate.
         """
         ends = [words(end) for end in self.ends(value)]
         if self.untried:
@@ -112,7 +118,7 @@ class Promise:
         return f"{words(value)} ({ends[0]} … {ends[1]})"
 
     def words(self) -> list[str]:
-        """For the report: what the band rests on, and what others have reached."""
+        """Return lines for the report: the band and its basis, and the best published rates."""
         lines = [
             f"  90 % band: a factor {1 + self.band:.2f} either way, also on the times and shares below (constants: "
             f"{self.basis})"
@@ -134,7 +140,7 @@ class Promise:
         return lines
 
     def as_dict(self, plan: Plan) -> dict[str, Any]:
-        """For programs."""
+        """Return the content for `--json`."""
         return {
             "basis": self.basis,
             "band": self.band,
@@ -149,7 +155,7 @@ class Promise:
 
 
 def promise_of(plan: Plan, machine: Machine, stack: str) -> Promise:
-    """What may be said of this plan's speed."""
+    """Return the uncertainty of this plan's speed."""
     device = family(machine.device.name)
     published = best_published().get(device, {})
     return Promise(

@@ -1,4 +1,4 @@
-"""Why a search has no plan to offer, and what to change: the errors of `frontier-llm plan`."""
+"""Errors of `frontier-llm plan` if a search has found no plan: the reason and the change that helps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from frontier_llm.units import GIB, plural
 
 
 def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
-    """Raise LayoutError when nothing is legal or nothing fits, with what to change."""
+    """Raise LayoutError if no layout is legal or none fits into memory. The error names the change that helps."""
     if outcome.plans:
         return
     if not outcome.legal:
@@ -47,7 +47,10 @@ def check_found(outcome: Search, machine: Machine, numbers: Rates) -> None:
 
 
 def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
-    """With the nearest numbers of nodes and global batches that admit a layout."""
+    """Return the error for a search without legal layouts.
+
+    It names the nearest numbers of nodes and global batches that have one.
+    """
     model = outcome.model
     fixed = fixed_words(outcome.fixed)
     near = legal_node_counts(model, machine.devices_per_node, outcome.nodes, outcome.global_batch, outcome.fixed)
@@ -69,15 +72,16 @@ def _nothing_legal(outcome: Search, machine: Machine) -> LayoutError:
 
 
 def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
-    """What a run would be told of the fixed choices, and not without them; nothing where they only contradict the
-    search's bounds.
+    """Return the problems that a run with the fixed choices has, and that a run without them does not have.
+
+    The list is empty if the choices only exceed the bounds of the search.
     """
     devices = outcome.nodes * machine.devices_per_node
     given = {"model": outcome.model.model_dump(), "batch": {"global_batch": outcome.global_batch}}
 
     def problems(fixed: Mapping[str, Any]) -> list[Problem]:
         keys = run_keys(_plainest(fixed))
-        keys["parallel"]["data"] = fixed.get("dp")  # else as many as there are devices for
+        keys["parallel"]["data"] = fixed.get("dp")  # None: follows from the number of devices
         try:
             return plan_problems(build(RunConfig, merge(given, keys)), devices)
         except ConfigError as error:
@@ -90,8 +94,9 @@ def _broken_rules(outcome: Search, machine: Machine) -> list[Problem]:
 
 
 def _plainest(fixed: Mapping[str, Any]) -> Layout:
-    """A layout with these choices and, of the others, only what they cannot do without. Of itself a schedule breaks
-    no rule: it has chunks as it likes.
+    """Return a layout with the fixed choices and other values that they need. All other choices have defaults.
+
+    The schedule is left out if no chunks are fixed, because it then has valid numbers of chunks and breaks no rule.
     """
     free = {"expert_all_to_all"}
     if "chunks" not in fixed or fixed.get("schedule") == SEARCHED:
@@ -104,7 +109,10 @@ def _plainest(fixed: Mapping[str, Any]) -> Layout:
 
 
 def too_big(model: ModelConfig, machine: Machine, numbers: Rates) -> LayoutError:
-    """The error for a model that no size of this machine holds, naming the smallest of the others that does."""
+    """Return the error for a model that does not fit on all nodes of this machine.
+
+    It names the smallest other machine on which the model fits.
+    """
     homes = []
     for name in machine_names():
         other = load_machine(name)

@@ -1,4 +1,4 @@
-"""A search as text and as JSON: the choice, the runner-up, what binds each plan, where the time and the memory go."""
+"""Report of a search as text and as JSON: the choice, the runner-up, the limits of each plan, its time and memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from frontier_llm.units import GIB, format_count, format_seconds, plural
 
 WIDTH = 140  # columns of a report that is not shown on a terminal
 
-# which numbers of the machine file each line of the breakdown rests on
+# line of the breakdown → numbers of the machine file on which it depends
 SOURCES = {
     PRODUCTS: ("gemm_efficiency", "peak_flops", "speed_variation"),
     ATTENTION: ("flash_efficiency", "peak_flops"),
@@ -65,7 +65,7 @@ SOURCES = {
 
 
 def layout_words(plan: Plan) -> str:
-    """'TP8 PP32 DP12, microbatch 1 x 800, zb-h1, sequence parallel, no recompute, ZeRO-1, tp-dp-pp'."""
+    """Return the layout as text: 'TP8 PP32 DP12, microbatch 1 x 800, zb-h1, sequence parallel, recompute none, …'."""
     layout = plan.layout
     chunks = f" x {layout.chunks} chunks" if layout.chunks > 1 else ""
     context = f" CP{layout.cp}" if layout.cp > 1 else ""
@@ -95,16 +95,17 @@ def _sharding_words(layout: Layout) -> str:
 
 
 def step_words(seconds: float) -> str:
-    """Three digits, in seconds however many: steps are compared with each other."""
+    """Format the seconds of a step with three digits. Long steps are in seconds too, so that steps can be compared."""
     if seconds < 10:
         return format_seconds(seconds)
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
-    """Seconds of the step by cause, on the busiest pipeline rank; they add up to the step.
+    """Return cause → seconds of the step. The values add up to the step.
 
-    Compute terms are those of the rank with most work; what is left of the pipeline's time is bubble and messages.
+    Compute times are taken from the pipeline rank with the most work. The rest of the pipeline's time is bubble and
+    messages.
     """
     model = plan.model
     layout = plan.layout
@@ -120,7 +121,7 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
     parts: dict[str, float] = {}
 
     def add(items: Sequence[Item], number: float, adding: str) -> None:
-        """Add `number` times these items; the time of adding gradients counts under the name `adding`."""
+        """Add `number` times these items. The time of adding gradients is added to the line `adding`."""
         if not number:
             return
         for cause, both in by_cause(items, layout, rates, modes=modes, split=split).items():
@@ -150,8 +151,9 @@ def breakdown(plan: Plan, rates: Rates) -> dict[str, float]:
 
 
 def explain(plan: Plan, machine: Machine, stack: str | None, rates: Rates, width: int = WIDTH) -> str:
-    """The step as a table: seconds, share, and the numbers behind each line with tag and source; then the memory
-    lines.
+    """Return the step as a table: seconds, share, and the numbers of each line with tag and source.
+
+    The memory lines of the fullest rank follow.
     """
     lines = [
         "where the step goes (busiest pipeline rank, simulated), and the numbers of the machine file behind each line"
@@ -198,13 +200,13 @@ _COLUMNS = (
     ">GiB",
     "bound by",
 )
-# how many of them stand in a plan's line, the first that the terminal is wide enough for → what a second line says of
-# the others
+# Number of columns in a plan's line → format of a second line for the other columns. The first entry that fits the
+# terminal is used.
 _SECOND_LINES = {17: "", 16: "     bound by {16}", 13: "     {13} tok/s/dev, bubble {14}, {15} GiB; bound by {16}"}
 
 
 def table(plans: Sequence[Plan], width: int = WIDTH) -> str:
-    """One line per plan; rates and what binds it go on a line of their own where `width` columns do not hold them."""
+    """Return one line per plan. If `width` columns are too few, a second line has the plan's rates and its limit."""
     cells = [_cells(index, plan) for index, plan in enumerate(plans, 1)]
     for columns, second in _SECOND_LINES.items():
         head, *lines = aligned(_COLUMNS[:columns], (row[:columns] for row in cells), indent="  ").splitlines()
@@ -246,7 +248,7 @@ def _cells(index: int, plan: Plan) -> tuple[object, ...]:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most `width` columns; what is carried over stands four columns further in."""
+    """Return the text with lines of at most `width` columns. Continuation lines are indented by four more columns."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
@@ -265,7 +267,7 @@ def text(
     run: Campaign | None,
     width: int = WIDTH,
 ) -> str:
-    """The report that people read, in `width` columns."""
+    """Return the report as text in `width` columns."""
     best = outcome.best
     model = outcome.model
     use = utilisations(best, rates)
@@ -306,8 +308,9 @@ def text(
 
 
 def speed_lines(plan: Plan, use: Mapping[str, float], promise: Promise) -> list[str]:
-    """Time, rate and shares of the peak, each with its band; for a stack that never ran the slow end of the band
-    stands first.
+    """Return lines with time, rates and shares of the peak, each with its band.
+
+    For a stack that never ran on this machine the slow end of the band is first.
     """
     speed = plan.tokens_per_s_per_device
     devices = plan.layout.devices
@@ -327,20 +330,20 @@ def speed_lines(plan: Plan, use: Mapping[str, float], promise: Promise) -> list[
 
 
 def _tflops(value: float) -> str:
-    """A CPU's rate has its figures behind the point."""
+    """Format TFLOP/s. Rates below 1, as of a CPU, have two significant digits."""
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _days(value: float) -> str:
-    """Tenths of a day where they are seen: '64.5', '10,177'."""
+    """Format days, with tenths below 100 days: '64.5', '10,177'."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _why(best: Plan, other: Plan) -> str:
-    """The largest difference between two plans, in a few words."""
+    """Return the reason why `best` is preferred to `other`: a risk of the latter, or its largest loss of time."""
     a = best.played
     b = other.played
-    if other.step_s < best.step_s:  # as search._preference decides
+    if other.step_s < best.step_s:  # `search.preference` has put the slower plan first
         risks = {
             "its overlap is an estimate": other.layout.sharding == "weights",
             "it fills memory to within 5 %": other.tight,
@@ -362,7 +365,7 @@ def _why(best: Plan, other: Plan) -> str:
 
 
 def campaign_lines(run: Campaign, promise: Promise) -> list[str]:
-    """Days, node-hours, checkpoints, walltime."""
+    """Return lines with days, node-hours, checkpoints and walltime of a campaign."""
     lines = [
         f"{format_count(run.tokens)} tokens: {promise.about(run.days, _days, slow=1)} days of computing, "
         f"{promise.about(run.node_hours, '{:,.0f}'.format, slow=1)} node-hours",
@@ -380,7 +383,7 @@ def campaign_lines(run: Campaign, promise: Promise) -> list[str]:
 
 
 def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
-    """One plan for programs."""
+    """Return one plan for `--json`."""
     layout = plan.layout
     return {
         **{key: value for section in run_keys(layout).values() for key, value in section.items()},
@@ -405,7 +408,7 @@ def as_dict(plan: Plan, rates: Rates) -> dict[str, Any]:
 
 
 def search_as_dict(outcome: Search, machine: Machine, stack: str, rates: Rates, run: Campaign | None) -> dict[str, Any]:
-    """The whole report for programs."""
+    """Return the complete report for `--json`."""
     return {
         "model": outcome.model.name,
         "parameters": total_parameters(outcome.model),

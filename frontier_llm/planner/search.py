@@ -1,4 +1,8 @@
-"""Enumerate, price in closed form, refuse what does not fit, simulate the finalists, and say what binds each."""
+"""Search for the fastest layouts.
+
+The search enumerates legal layouts, drops layouts that do not fit into memory, and computes the time of the others in
+closed form. It simulates the finalists and reports the limit of each.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,14 @@ from frontier_llm.topology.grid import AXIS_ORDERS
 from frontier_llm.topology.plan import split_layers
 from frontier_llm.units import GIB
 
-TARGET_TOKENS = 16 * 2**20  # of the default global batch
-WARN_SHARE = 0.95  # of the device's memory
+TARGET_TOKENS = 16 * 2**20  # tokens of the default global batch
+WARN_SHARE = 0.95  # share of the device's memory above which a plan has a warning
 FINALISTS = 8
-NEAR = 1.06  # finalists lie within this factor of the closed form's best
-# of a step: the data sets do not separate plans that are closer than this (3-6 % off, docs/benchmarks/planner.md)
+NEAR = 1.06  # Finalists are within this factor of the best step in closed form.
+# Share of a step below which a difference between two plans is not significant. Predictions are 3-6 % off
+# (docs/benchmarks/planner.md).
 RESOLUTION = 0.03
-# pieces of a tensor-parallel product that are worth a look: eighths are too small for the matrix units
+# numbers of pieces of a tensor-parallel product that are tried; eighths are too small for the matrix units
 TENSOR_CHUNKS = (1, 2, 4)
 ACTION_BUDGET = 260_000  # compute actions that may be simulated in one search
 
@@ -71,13 +76,13 @@ class Plan:
 
     @property
     def tight(self) -> bool:
-        """Within 5 % of the device's memory: worth a warning."""
+        """True if the memory of the fullest rank is within 5 % of the device's memory, which causes a warning."""
         return self.peak_bytes > WARN_SHARE * self.limit_bytes
 
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found."""
+    """Result of a search."""
 
     model: ModelConfig
     nodes: int
@@ -85,12 +90,12 @@ class Search:
     legal: int
     fitting: int
     dominated: int
-    plans: tuple[Plan, ...]  # best first; empty when nothing fits
-    smallest_bytes: float  # of the legal layouts, per device
+    plans: tuple[Plan, ...]  # best first; empty if nothing fits
+    smallest_bytes: float  # lowest memory per device of a legal layout
     rejected: tuple[str, ...] = ()
-    across: Plan | None = None  # best layout with tp beyond the node, when that was asked for
+    across: Plan | None = None  # best layout whose tp spans nodes, if requested
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    finalists: int = 0  # that were simulated; `plans` may be cut to those that are shown
+    finalists: int = 0  # number of simulated plans; `plans` may be cut to the plans of the report
 
     @property
     def best(self) -> Plan:
@@ -99,15 +104,19 @@ class Search:
 
 
 def default_global_batch(model: ModelConfig, nodes: int) -> int:
-    """Sequences per step when the user names none: about 16 Mi tokens, as nodes x a power of two so that most dp
-    divide it.
+    """Return the default number of sequences per step, about 16 Mi tokens.
+
+    It is nodes x a power of two, so that most dp degrees divide it.
     """
     per_node = TARGET_TOKENS / model.sequence_length / nodes
     return int(nodes * 2 ** max(0, round(float(np.log2(per_node)))))
 
 
 def simulate_layout(model: ModelConfig, layout: Layout, rates: Rates, counts: tuple[int, ...] | None = None) -> Plan:
-    """One layout with its exact stages: simulated step, memory by rank."""
+    """Return the plan of one layout with its exact stages: simulated step and memory by rank.
+
+    `counts` are the layers of each virtual stage. None means the balanced split.
+    """
     stages = split_layers(model, layout.pp * layout.chunks, counts)
     played = play(model, layout, rates, stages)
     memory = memory_by_rank(model, layout, rates, stages)
@@ -132,8 +141,18 @@ def search(
     cross_node: bool = False,
     **shared: str,
 ) -> Search:
-    """The best layouts of `model` on `nodes` nodes; `shared` is what all have: dtype, optimizer. `plans` is empty
-    when nothing legal fits; `legal` 0 when nothing is legal.
+    """Search for the best layouts of `model` on `nodes` nodes.
+
+    `Search.legal` is 0 if no layout is legal, and `Search.plans` is empty if no legal layout fits.
+
+    Args:
+        model: the model.
+        rates: rates of the machine and its stack.
+        nodes: number of nodes.
+        global_batch: sequences per step.
+        fixed: values of fields that all layouts must have, as from `parse_fixed`.
+        cross_node: also search for the best layout whose tensor group spans nodes.
+        shared: further fields that all layouts have, for example dtype and optimizer.
     """
     fixed = dict(fixed or {})
     devices = nodes * rates.node_devices
@@ -149,7 +168,7 @@ def search(
             **shared,
         )
         layouts = over_nodes(model, layouts, rates, fixed.get("expert_all_to_all", "auto"))
-        # topology.plan refuses FSDP where one communication may be in flight: it issues its own
+        # topology.plan refuses FSDP with one communication in flight, because FSDP starts its own collectives
         if rates.one_in_flight and not {"sharding", "data_shard"} & fixed.keys():
             layouts = layouts.where(layouts.sharding != "weights")
         return layouts
@@ -202,8 +221,10 @@ def _finalists(
     tight: np.ndarray,
     rates: Rates,
 ) -> list[Plan]:
-    """Simulate the closed form's best of each (tp, pp, microbatch, schedule, tight or roomy), best first, within the
-    action budget.
+    """Return the simulated finalists, best first.
+
+    Candidates are the best layouts in closed form for each combination of tp, pp, microbatch size, schedule and
+    tightness of memory. The simulation stops at FINALISTS or at ACTION_BUDGET.
     """
     recompute = np.select([fitting.recompute == name for name in RECOMPUTE], range(len(RECOMPUTE)))
     order = np.lexsort((np.equal(fitting.axis_order, AXIS_ORDERS[1]), recompute, np.asarray(fitting.chunks), seconds))
@@ -221,16 +242,16 @@ def _finalists(
             break
         plan = simulate_layout(model, in_chunks(model, layout, rates), rates)
         if plan.peak_bytes > rates.memory_bytes:
-            continue  # exact stages hold more than the even spread assumed
+            continue  # exact stages can need more memory than the even split that the closed form assumes
         spent += plan.played.timeline.schedule.length
         plans.append(plan)
     return sorted(plans, key=preference)
 
 
 def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
-    """The layout with the pieces of its tensor-parallel products that make its layers fastest.
+    """Return the layout with the `tensor_chunks` that make its layers fastest.
 
-    One, unless the machine file says what pieces hide there: `bench comm --machine-file` measures it.
+    They are 1 if the machine file has no `chunk_overlap`, which `bench comm --machine-file` measures.
     """
     if layout.tp == 1 or not rates.chunk_overlap:
         return layout
@@ -240,32 +261,38 @@ def in_chunks(model: ModelConfig, layout: Layout, rates: Rates) -> Layout:
 
 
 def preference(plan: Plan) -> float:
-    """Seconds of the step. A plan that is riskier must win by more than the model resolves: FSDP, whose overlap is an
-    estimate and
-    not simulated, and a plan that fills memory to within 5 %, where an allocator's whim ends the run."""
+    """Return the sort key of a plan: the seconds of its step, times 1 + RESOLUTION if the plan is risky.
+
+    FSDP is risky because its overlap is estimated and not simulated. A plan within 5 % of the memory is risky because
+    it runs out of memory if the allocator needs more than estimated.
+    """
     return plan.step_s * (1 + RESOLUTION if plan.layout.sharding == "weights" or plan.tight else 1.0)
 
 
 def _searched(plan: Plan, rates: Rates) -> Plan:
-    """The layout of a V-shaped plan with the fastest of all Vs that fit.
+    """Return a V-shaped plan with the fastest of all V schedules that fit.
 
-    The papers choose V-Min, V-Half and ZB-V for equal passes; with a plan's own times another distance between
-    neighbours' passes may be faster. What is found is a name, `v:2,2,2,2`, which the run file holds: nothing is
-    searched again when the run starts.
+    The papers derive V-Min, V-Half and ZB-V for passes of equal time. With the times of a plan, another distance
+    between the passes of neighbours may be faster. The run file stores the name of the schedule, for example
+    `v:2,2,2,2`, so the run does not search again.
     """
     others = (simulate_layout(plan.model, replace(plan.layout, schedule=name), rates) for name in v_names())
     return min([plan, *(one for one in others if one.peak_bytes <= rates.memory_bytes)], key=preference)
 
 
 def _dominated(seconds: np.ndarray, memory: np.ndarray) -> int:
-    """Layouts for which another one is at least as fast and needs less memory, or is faster and needs no more."""
+    """Return the number of dominated layouts.
+
+    A layout is dominated if another layout is at least as fast and needs at most as much memory. One of several equal
+    layouts is not counted.
+    """
     order = np.lexsort((memory, seconds))
     best_before = np.minimum.accumulate(np.concatenate([[np.inf], memory[order][:-1]]))
     return int((memory[order] >= best_before).sum())
 
 
 def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
-    """What holds this plan back: the memory wall, or the largest cost that is not arithmetic."""
+    """Return the limits of a plan: degrees that memory forces, and the largest cost that is not arithmetic."""
     reasons = []
     for axis in ("tp", "cp"):
         degree = getattr(plan.layout, axis)
@@ -280,7 +307,7 @@ def _binding(plan: Plan, legal: Layouts, fitting: Layouts) -> str:
 
 
 def overheads(plan: Plan) -> dict[str, float]:
-    """Shares of the step that are not the model's arithmetic."""
+    """Return the shares of the step that are not the model's arithmetic, by cause."""
     played = plan.played
     layout = plan.layout
     messages = 2 * played.message_s * layout.microbatches * layout.chunks if layout.pp > 1 else 0.0
@@ -294,7 +321,7 @@ def overheads(plan: Plan) -> dict[str, float]:
 
 
 def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: Rates) -> list[str]:
-    """Why whole families of layouts are out."""
+    """Return lines that explain why groups of layouts do not fit."""
     lines = []
     for axis in ("tp", "cp"):
         for degree in np.unique(getattr(layouts, axis)):
@@ -318,8 +345,9 @@ def _rejections(layouts: Layouts, memory: np.ndarray, fits: np.ndarray, rates: R
 
 
 def _other_contexts(fitting: Layouts, seconds: np.ndarray) -> list[str]:
-    """What it would cost to attend in another way, or to leave each sequence on one tensor-parallel group, where the
-    best layout splits sequences.
+    """Return the costs of other algorithms of context-parallel attention, and of no context parallelism.
+
+    The list is empty if the best layout has no context parallelism.
     """
     best = fitting.row(int(np.argmin(seconds)))
     if best.cp == 1:
@@ -338,7 +366,7 @@ def _other_contexts(fitting: Layouts, seconds: np.ndarray) -> list[str]:
 
 
 def _best_across(model: ModelConfig, rates: Rates, layouts: Layouts) -> Plan | None:
-    """The best layout whose tensor group spans nodes."""
+    """Return the best layout whose tensor group spans nodes, or None if none fits."""
     layouts = layouts.where(layouts.tp > rates.node_devices)
     if len(layouts) == 0:
         return None
@@ -349,7 +377,7 @@ def _best_across(model: ModelConfig, rates: Rates, layouts: Layouts) -> Plan | N
 
 
 def utilisations(plan: Plan, rates: Rates) -> dict[str, float]:
-    """MFU and HFU with attention counted in full (Megatron's convention) and causally."""
+    """Return MFU and HFU with full attention (Megatron's convention), and MFU with causal attention."""
     speed = plan.tokens_per_s_per_device / rates.peak_flops
     return {
         "mfu": model_flops_per_token(plan.model) * speed,
@@ -359,14 +387,15 @@ def utilisations(plan: Plan, rates: Rates) -> dict[str, float]:
 
 
 def memory_summary(plan: Plan) -> tuple[int, dict[str, float]]:
-    """(pipeline rank, lines) of the fullest rank."""
+    """Return (pipeline rank, memory lines) of the fullest rank."""
     rank = max(range(len(plan.memory)), key=lambda index: sum(plan.memory[index].values()))
     return rank, plan.memory[rank]
 
 
 def smallest_machine(model: ModelConfig, rates: Rates) -> int | None:
-    """The fewest nodes, of the powers of two up to the whole machine, on which some layout fits; None when none
-    does.
+    """Return the fewest nodes on which a layout fits, or None if none fits.
+
+    Powers of two up to the size of the machine are tried.
     """
     for number in (2**power for power in range(15) if 2**power <= rates.nodes):
         batch = default_global_batch(model, number)

@@ -1,1 +1,1 @@
-"""rank ↔ (pp, dp, cp, tp), groups as tuples of ranks, layers → stages, and what each rank owns."""
+"""Layout of a run: ranks ↔ mesh coordinates, groups of ranks, layers → stages, and the shards of each rank."""

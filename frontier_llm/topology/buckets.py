@@ -1,7 +1,8 @@
-"""Where parameters lie in flat buckets: what is alike travels together, and owners' slices of a bucket are of one
-length.
+"""Assignment of parameters to flat buckets.
 
-The runtime fills its buckets by this plan (`optim/buckets.py`) and the planner counts their bytes and padding by it.
+A bucket holds parameters that are reduced and updated in the same way. It is cut into slices of equal length, one per
+owner. The runtime (`optim/buckets.py`) allocates its buckets by this plan, and the planner computes their bytes and
+padding from it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from frontier_llm.topology.shards import BUCKET_ALIGNMENT
 
 T = TypeVar("T")
 
-# share of a bucket that may be padding before an optimizer that can gather tensors from cut slices does so: padding
-# costs memory for
-# weights and gradients and time for their sums, gathering costs the sending of the tensors' 16 bits once more
+# Limit of padding, relative to a bucket without gaps, for optimizers that can gather tensors that slices cut. Above
+# the limit the tensors are cut. Padding costs memory and reduction time for weights and gradients. Gathering costs one
+# more transfer of the tensors in 16 bits.
 MOST_PADDING = 1 / 8
 
 
 @dataclass(frozen=True)
 class BucketPlan(Generic[T]):
-    """One bucket."""
+    """Content of one bucket. Offsets and sizes are in elements."""
 
-    members: list[T]  # by offset
+    members: list[T]  # In the order of their offsets.
     offsets: list[int]
-    numel: int  # padding included; a multiple of the owners
-    whole: bool  # the optimizer wants its tensors whole
-    apart: bool  # and no tensor lies in two owners' slices
+    numel: int  # Padding is included. A multiple of the number of owners.
+    whole: bool  # The optimizer's update needs complete tensors.
+    apart: bool  # `whole` is true, and no tensor lies in the slices of two owners.
 
 
 def plan_buckets(
@@ -42,10 +43,19 @@ def plan_buckets(
     sharded: bool,
     limit: int,
 ) -> Iterator[BucketPlan[T]]:
-    """Buckets of at most `limit` elements of `members`, in the order in which backward completes them.
+    """Yield buckets of at most `limit` elements. Parameters that are reduced and updated alike share buckets.
 
-    `of` says a member's parameter and how many of its elements are here; `replicas`, how many ranks an axis of replicas
-    has. Each computes a part of a bucket's norm, and, where the optimizer is `sharded` (ZeRO), owns a slice of it.
+    Buckets of one sort of parameters follow the order of `members`. A bucket may be longer than `limit` if a member is
+    longer, or if `rule` needs complete tensors.
+
+    Args:
+        members: the tensors of this rank.
+        of: maps a member to its parameter and to the number of its elements on this rank.
+        rule: the optimizer.
+        replicas: maps an axis of replicas ("dp", "edp") to its number of ranks. Each of these ranks computes a part of
+            the bucket's gradient norm.
+        sharded: whether each replica owns a slice of the bucket (ZeRO).
+        limit: elements of a bucket.
     """
 
     def alike(member: T) -> tuple[Any, ...]:
@@ -72,7 +82,7 @@ def plan_buckets(
         whole = rule.whole(parameter)
         parts = replicas(parameter.replicas)
         owners = parts if sharded else 1
-        # whole parameters need room for one in each owner's slice, or most of a bucket would be padding
+        # a smaller bucket of complete tensors would leave some owners without a tensor, so it would be mostly padding
         most = max(limit, owners * max(map(numel, same))) if whole else limit
         for group in packed(same, numel, most):
             row = _in_a_row(group, room, parts)
@@ -87,13 +97,13 @@ def _aligned(count: int, multiple: int) -> int:
 
 
 def _in_a_row(members: list[T], room: Callable[[T], int], parts: int) -> BucketPlan[T]:
-    """Without gaps; owners' slices begin anywhere."""
+    """Place the members without gaps. The slices of the owners may cut a member."""
     ends = list(accumulate(map(room, members)))
     return BucketPlan(members, [0, *ends[:-1]], _aligned(ends[-1], BUCKET_ALIGNMENT * parts), False, False)
 
 
 def _apart(members: list[T], room: Callable[[T], int], owners: int, parts: int) -> BucketPlan[T]:
-    """With no member in two owners' slices: the largest first, each to the owner who has least."""
+    """Place each member inside one owner's slice: the largest first, each in the slice that is least filled."""
     filled = [0] * owners
     places = list[tuple[int, int, T]]()
     for member in sorted(members, key=room, reverse=True):
@@ -112,7 +122,7 @@ def _apart(members: list[T], room: Callable[[T], int], owners: int, parts: int) 
 
 
 def packed(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Groups of neighbours of at most `limit` together, in their order; a larger item stands alone."""
+    """Yield groups of consecutive items of at most `limit` in total. An item larger than `limit` is a group alone."""
     group: list[T] = []
     held = 0
     for item in items:

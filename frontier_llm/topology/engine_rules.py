@@ -1,4 +1,4 @@
-"""What each engine of the data parallelism, native, FSDP or DeepSpeed, cannot do beside it, and why."""
+"""Limits of the data-parallel engines (native, FSDP, DeepSpeed): the settings that each engine does not support."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from frontier_llm.machine.load import load_machine
 
 
 def in_flight(config: RunConfig) -> str:
-    """'one' or 'many' communications of a rank at a time: the run's own word, else that of its machine."""
+    """Return 'one' or 'many': the communications that a rank may have in flight at a time.
+
+    With `comm.in_flight=auto` the machine file decides.
+    """
     chosen = config.comm.in_flight
     return load_machine(config.machine).in_flight.mode if chosen == "auto" else chosen
 
 
 def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What the engines that bring their own data parallelism cannot do, and why."""
+    """Yield a Problem for each setting that the engine of this run does not support."""
     parallel = config.parallel
     precision = config.precision
     deepspeed = config.optimizer.engine == "deepspeed"
@@ -94,7 +97,7 @@ def engine_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _optimizer_problems(config: RunConfig, native: bool, who: str) -> Iterator[Problem]:
-    """One that nobody knows, or that needs whole what the engine cuts."""
+    """Yield a Problem for an unknown optimizer, or for one that needs complete matrices if the engine cuts them."""
     try:
         rule = optimizer_rule(config.optimizer.name)
     except ConfigError as error:
@@ -106,10 +109,10 @@ def _optimizer_problems(config: RunConfig, native: bool, who: str) -> Iterator[P
 
 
 def _data_shard_problems(config: RunConfig, shard: int, world_size: int) -> Iterator[Problem]:
-    """Replicas that share out the weights, of those that there are."""
+    """Yield a Problem if `parallel.data_shard` has no effect, or if it does not divide the number of replicas."""
     parallel = config.parallel
     where = "parallel.data_shard"
-    replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))  # of dp x cp
+    replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))  # ranks of dp x cp
     if parallel.data_mode != "fsdp":
         yield Problem(
             where=where,

@@ -1,5 +1,7 @@
-"""Seconds of rows on their way to experts and back: where the ranks of experts sit, and whether rows go in one stage
-or in two.
+"""Seconds of the expert all-to-all, by the placement of the expert ranks on nodes, in one stage or in two stages.
+
+A row is one token for one of its experts. In two stages a token's row crosses the network once per node and is
+distributed inside the node.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ OneOrMany = TypeVar("OneOrMany", bound=Layout)
 
 
 def experts_inside(layouts: Layout, rates: Rates) -> Number:
-    """Ranks of ep, and of etp in it, that share a node: they follow tp and cp, and then the replicas, which a
-    pipeline may stand between.
+    """Return the number of ep · etp ranks that share a node.
+
+    Expert ranks are consecutive along tp, cp and dp. With the axis order "tp-pp-dp" the pipeline ranks lie between
+    the replicas, so a node holds fewer of them.
     """
     inner = layouts.tp * layouts.cp
     node = rates.node_devices
@@ -30,7 +34,10 @@ def experts_inside(layouts: Layout, rates: Rates) -> Number:
 
 
 def experts_s(collective: Collective, layout: Layout, rates: Rates) -> float:
-    """An all-to-all of rows, nothing beside it: among all ranks, among those of a node, or along a rail."""
+    """Return the seconds of an all-to-all of rows without any overlap.
+
+    The axis is "ep" (all expert ranks), "ep.node" (the expert ranks of one node) or "ep.rail" (one rank per node).
+    """
     ranks = layout.ep * layout.etp
     inside = int(experts_inside(layout, rates))
     among, together = {"ep": (ranks, inside), "ep.node": (inside, inside), "ep.rail": (layout.expert_nodes, 1)}[
@@ -40,9 +47,10 @@ def experts_s(collective: Collective, layout: Layout, rates: Rates) -> float:
 
 
 def all_to_all_s(size_bytes: Number, ranks: Number, inside: Number, rates: Rates) -> Number:
-    """Among ranks that fill nodes: what stays inside takes the fabric while the rest takes this rank's NICs.
+    """Return the seconds of an all-to-all of `size_bytes` per rank among `ranks`, `inside` of them on each node.
 
-    Every rank has a message for every other; those that are small pay for their number.
+    Traffic inside the node uses the fabric, and at the same time the rest uses this rank's share of the NICs. Every
+    rank sends a message to every other rank, and each message adds a fixed time.
     """
     near_s = (
         size_bytes * (inside - 1) / ranks / fabric_bandwidth(rates, inside)
@@ -56,8 +64,10 @@ def all_to_all_s(size_bytes: Number, ranks: Number, inside: Number, rates: Rates
 
 
 def over_nodes(model: ModelConfig, layouts: OneOrMany, rates: Rates, wanted: str = "auto") -> OneOrMany:
-    """With `expert_nodes` as `parallel.expert_all_to_all` asks; for auto in two stages where a microbatch's rows
-    travel faster so.
+    """Return the layouts with `expert_nodes` set by `wanted`, a value of `parallel.expert_all_to_all`.
+
+    With "auto" the two-stage all-to-all is chosen if it is faster for the rows of one microbatch. With "hierarchical"
+    it is chosen if the expert ranks fill several nodes evenly.
     """
     moe = model.moe
     if moe is None:
@@ -72,7 +82,7 @@ def over_nodes(model: ModelConfig, layouts: OneOrMany, rates: Rates, wanted: str
             (nodes == number) * nodes_of_a_token(moe.experts, moe.top_k, number) for number in np.unique(nodes).tolist()
         )
         rows_bytes = token_bytes * moe.top_k * layouts.etp
-        if moe.capacity is not None:  # as many travel as may
+        if moe.capacity is not None:  # with a capacity limit, at most this many rows are sent
             travelling = np.minimum(nodes, moe.top_k * moe.capacity)
             rows_bytes = rows_bytes * moe.capacity
         in_two_s = all_to_all_s(token_bytes * travelling, nodes, 1, rates) + all_to_all_s(
@@ -87,5 +97,5 @@ def over_nodes(model: ModelConfig, layouts: OneOrMany, rates: Rates, wanted: str
 
 
 def run_layout(config: RunConfig, world_size: int, rates: Rates) -> Layout:
-    """The layout of a run on nodes like these."""
+    """Return the layout of a run. `rates` gives the nodes' size and speed, which decide its `expert_nodes`."""
     return over_nodes(config.model, layout_of(config, world_size), rates, config.parallel.expert_all_to_all)

@@ -1,10 +1,9 @@
-"""global rank ↔ (pp, dp, cp, tp): the bijection, and the groups that it implies, as plain tuples of ranks.
+"""The bijection between global ranks and coordinates (pp, dp, cp, tp), and the groups of ranks, as plain tuples.
 
-Experts fold the ranks of one pipeline rank anew: where attention has tp x cp x dp, they have etp x ep x edp. The
-innermost of both are neighbours, so the ranks that share out the experts stay within a node for as long as they fit
-there.
+Attention uses the ranks of one pipeline rank as tp x cp x dp. Experts use the same ranks as etp x ep x edp. The
+innermost axes of both are consecutive ranks, so expert-parallel ranks share a node if they fit into one.
 
-Also the tokens of a sequence that each context-parallel rank holds.
+`held_positions` gives the tokens of a sequence that each context-parallel rank holds.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ AXIS_ORDERS = ("tp-dp-pp", "tp-pp-dp")
 
 @dataclass(frozen=True)
 class Grid:
-    """The mesh of ranks. `order` is innermost first: ranks that differ in its first axis are neighbours.
+    """The mesh of ranks. `order` lists the axes with the innermost first: its first axis has consecutive ranks.
 
-    TP is always innermost, because its collectives run in every layer and must stay on a node's Infinity Fabric
-    (200/100/50 GB/s between GCDs against 12.5 GB/s per GCD through the NICs). CP, which runs in every layer too, but
-    moves only keys and values, stands next to it whatever the order says of the others.
+    TP is always innermost, because its collectives run in every layer and must stay inside a node. A node's Infinity
+    Fabric has 200/100/50 GB/s between GCDs, and its NICs have 12.5 GB/s per GCD. CP always follows TP: it also
+    communicates in every layer, but sends only keys and values.
+
+    Raises ConfigError if `order` is not in AXIS_ORDERS.
     """
 
     tp: int
@@ -51,7 +52,7 @@ class Grid:
         return [first, "cp", *others]
 
     def describe(self, chunks: int = 1) -> str:
-        """'TP2 x CP2 x PP4 x 2 chunks x DP8', without what is not there."""
+        """Return for example 'TP2 x CP2 x PP4 x 2 chunks x DP8'. CP and chunks are omitted if they are 1."""
         degrees = [f"TP{self.tp}"]
         if self.cp > 1:
             degrees.append(f"CP{self.cp}")
@@ -68,8 +69,8 @@ class Grid:
 
     @property
     def replicas(self) -> str:
-        """The joint axis of all ranks that hold the same weights: over it gradients are summed and optimizer state
-        is shared out.
+        """Name of the joint axis of all ranks with the same weights: gradients are summed over it, and ZeRO shards
+        the optimizer state over it.
         """
         return "dp.cp" if self.cp > 1 else "dp"
 
@@ -79,11 +80,11 @@ class Grid:
         return self.world_size // (self.pp * self.ep * self.etp)
 
     def degree(self, axis: str) -> int:
-        """Size of an axis by name; of a joint axis like "dp.cp" the product."""
+        """Return the size of an axis. The size of a joint axis like "dp.cp" is the product of its parts."""
         return prod(int(getattr(self, part)) for part in axis.split("."))
 
     def plane(self, global_rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same layers: all coordinates but pp's, innermost first."""
+        """Return the ranks that hold the same layers: all ranks with the same pp coordinate, in ascending order."""
         inner = [axis for axis in self._innermost_first if axis != "pp"]
         place = self.coordinates(global_rank)
         places = product(*(range(self.degree(axis)) for axis in reversed(inner)))
@@ -92,33 +93,33 @@ class Grid:
         )
 
     def experts_group(self, global_rank: int) -> tuple[int, ...]:
-        """The ranks that hold one copy of all experts, etp innermost: tokens travel among them."""
+        """Return the ranks that together hold one copy of all experts, etp innermost. They exchange tokens."""
         plane = self.plane(global_rank)
         size = self.etp * self.ep
         first = plane.index(global_rank) // size * size
         return plane[first : first + size]
 
     def split_experts_group(self, global_rank: int) -> tuple[int, ...]:
-        """The ranks that split the width of the same experts."""
+        """Return the ranks that split the width of the same experts (etp)."""
         together = self.experts_group(global_rank)
         first = together.index(global_rank) // self.etp * self.etp
         return together[first : first + self.etp]
 
     def replicas_group(self, global_rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same part of the same experts."""
+        """Return the ranks that hold the same part of the same experts (edp)."""
         plane = self.plane(global_rank)
         size = self.etp * self.ep
         return plane[plane.index(global_rank) % size :: size]
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
-        """{'tp': …, 'cp': …, 'dp': …, 'pp': …} of a rank."""
+        """Return {'tp': …, 'cp': …, 'dp': …, 'pp': …} of a rank."""
         place = {}
         for axis in self._innermost_first:
             global_rank, place[axis] = divmod(global_rank, self.degree(axis))
         return place
 
     def global_rank(self, place: Mapping[str, int]) -> int:
-        """The rank at the given coordinates."""
+        """Return the rank at the given coordinates."""
         rank = 0
         stride = 1
         for axis in self._innermost_first:
@@ -127,8 +128,9 @@ class Grid:
         return rank
 
     def group(self, axis: str, global_rank: int) -> tuple[int, ...]:
-        """The ranks that share every coordinate with `global_rank` but `axis`, ordered along that axis; along a
-        joint one its first part is outermost.
+        """Return the ranks that differ from `global_rank` only along `axis`, ordered along that axis.
+
+        The first part of a joint axis like "dp.cp" is outermost.
         """
         place = self.coordinates(global_rank)
         parts = axis.split(".")
@@ -137,11 +139,11 @@ class Grid:
 
 
 def held_positions(length: int, cp: int, rank: int) -> tuple[range, ...]:
-    """Positions of `rank` in stretches, in ascending order.
+    """Return the positions of a sequence that context-parallel rank `rank` holds, as ranges in ascending order.
 
-    The sequence is cut in 2·cp chunks, and rank r holds chunks r and 2·cp − 1 − r. A query of chunk c scores the keys
-    of about c + 1/2 chunks, so each rank has as many scores to compute as any other; cut in cp chunks, the last rank
-    would have 2·cp − 1 times the work of the first.
+    The sequence is cut into 2·cp chunks, and rank r holds chunks r and 2·cp − 1 − r. A query of chunk c scores the keys
+    of about c + 1/2 chunks, so all ranks compute equally many scores. With cp chunks, the last rank would have 2·cp − 1
+    times the work of the first.
     """
     if cp == 1:
         return (range(length),)

@@ -1,6 +1,4 @@
-"""RunConfig + world size → ParallelPlan: every rule of the layout checked in one place, before anything expensive
-starts.
-"""
+"""RunConfig + world size → ParallelPlan. All rules of a layout are checked here, before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from frontier_llm.units import plural
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:
-    """FLOPs of the output head over FLOPs of one layer, attention counted causally."""
+    """Return forward FLOPs of the output head / forward FLOPs of one layer. Attention counts its causal half."""
     layout = Layout()
     software = Software()
     layer = flops(block_work(model, layout, software), causal=True, forward_only=True)
@@ -29,11 +27,12 @@ def head_cost_in_layers(model: ModelConfig) -> float:
 
 
 def balanced(model: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
-    """Layers of each virtual stage so that the busiest has as little to do as possible, the head counted on the last.
+    """Return the number of layers of each virtual stage that minimises the work of the busiest one, head included.
 
-    Leftovers fill the front; then layers leave the head's stage while that makes the busiest stage lighter. Large
-    models stay even (the head is V/12h layers: 0.17 for the 1T model, 0.69 for 22B); a small model with a large
-    vocabulary does not (L8 H384 V8192 on two stages: 5 + 3 layers, because the head costs as much as 1.7).
+    Leftover layers go to the first stages. Then layers move from the head's stage to others as long as this reduces the
+    work of the busiest stage. Large models stay even: the head costs V/12h layers, 0.17 for the 1T model and 0.69 for
+    22B. A small model with a large vocabulary does not: L8 H384 V8192 on two stages gets 5 + 3 layers, because its
+    head costs as much as 1.7 layers.
     """
     base, remainder = divmod(model.layers, virtual_stages)
     counts = [base + (stage < remainder) for stage in range(virtual_stages)]
@@ -52,7 +51,7 @@ def split_layers(
     virtual_stages: int,
     counts: tuple[int, ...] | None = None,
 ) -> tuple[StageSpec, ...]:
-    """One StageSpec per virtual stage in model order; `counts` overrides the balanced split."""
+    """Return one StageSpec per virtual stage in model order. `counts` overrides the balanced split."""
     counts = counts or balanced(model, virtual_stages)
     last = virtual_stages - 1
     first_layers = [sum(counts[:index]) for index in range(virtual_stages)]
@@ -64,7 +63,7 @@ def split_layers(
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The layout of a run, derived once and passed to every room that needs it."""
+    """The layout of a run. It is derived once and passed to every module that needs it."""
 
     grid: Grid
     placement: Placement  # which pipeline rank holds which virtual stage
@@ -80,11 +79,11 @@ class ParallelPlan:
         return self.placement.chunks
 
     def stages_of(self, pp_rank: int) -> tuple[StageSpec, ...]:
-        """The virtual stages that a pipeline rank holds, in the order of the model."""
+        """Return the virtual stages that a pipeline rank holds, in the order of the model."""
         return tuple(self.stages[position] for position in self.placement.positions_of(pp_rank))
 
     def describe(self) -> str:
-        """'TP2 x PP2 x DP1, 1f1b, 4 microbatches' for logs."""
+        """Return for example 'TP2 x PP2 x DP1, 1f1b, 4 microbatches', for logs."""
         degrees = self.grid.describe(self.chunks)
         if self.grid.ep > 1 or self.grid.etp > 1:
             split = f"ETP{self.grid.etp} x " if self.grid.etp > 1 else ""
@@ -94,8 +93,9 @@ class ParallelPlan:
 
 
 def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """Every rule that this config violates on `world_size` ranks, in any of its phases; empty when the layout is
-    legal.
+    """Return a Problem for every rule that this config violates on `world_size` ranks, in any of its phases.
+
+    The list is empty if the layout is legal.
     """
     if config.train.phases:
         return _phase_problems(config, world_size)
@@ -113,10 +113,10 @@ def plan_problems(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
-    """The layout of this config on `world_size` ranks.
+    """Return the layout of this config on `world_size` ranks.
 
-    Of a run with phases that of the first; the others differ in the number of microbatches. Raises LayoutError with
-    every violated rule, its value and the nearest valid values.
+    A run with phases has the layout of its first phase. The other phases differ in the number of microbatches. Raises
+    LayoutError with every violated rule, its value and the nearest valid values.
     """
     problems = plan_problems(config, world_size)
     if problems:
@@ -125,7 +125,7 @@ def make_plan(config: RunConfig, world_size: int) -> ParallelPlan:
 
 
 def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
-    """The layout without looking for problems: of a run that has taken place."""
+    """Return the layout without checking its rules, for a run that has taken place."""
     parallel = config.parallel
     batch = config.batch
     dp = world_size // parallel.model_ranks
@@ -143,14 +143,14 @@ def plan_as_given(config: RunConfig, world_size: int) -> ParallelPlan:
         schedule=parallel.schedule,
         microbatches=batch.global_batch // (batch.micro_batch * dp),
         stages=split_layers(config.model, parallel.pipeline * parallel.chunks, parallel.stage_layers),
-        # one tp rank holds the whole sequence either way, so the flag means nothing there
+        # a single tp rank holds the complete sequence either way, so the flag has no effect
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         zero=parallel.zero,
     )
 
 
 def _phase_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """What is wrong with any phase, each thing once, and what no phase can change."""
+    """Return the problems of all phases, each once, and the settings that do not allow phases."""
     problems: dict[Problem, int] = {}
     phases = phases_of(config)
     for phase in phases:
@@ -252,7 +252,9 @@ def _tensor_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _context_problems(config: RunConfig) -> Iterator[Problem]:
-    """parallel.context cuts each sequence in two chunks per rank, or shares out the key/value heads."""
+    """Yield a Problem if cp does not divide the sequence into two chunks per rank, or does not divide the key/value
+    heads that context_attention=heads distributes.
+    """
     cp = config.parallel.context
     length = config.model.sequence_length
     kv_heads = config.model.num_kv_heads // config.parallel.tensor
@@ -281,7 +283,7 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tensor_chunk_problems(config: RunConfig) -> Iterator[Problem]:
-    """comm.tensor_chunks cuts the sequence, or each rank's part of it, into equal pieces."""
+    """Yield a Problem if comm.tensor_chunks does not cut a rank's part of the sequence into equal pieces."""
     chunks = config.comm.tensor_chunks
     tp = config.parallel.tensor
     length = config.model.sequence_length
@@ -295,9 +297,7 @@ def _tensor_chunk_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The experts' own degrees, folded out of the ranks of one pipeline rank; and what models with experts cannot
-    do.
-    """
+    """Yield a Problem for invalid expert-parallel degrees and for settings that models with experts do not support."""
     model = config.model
     parallel = config.parallel
     moe = config.model.moe
@@ -360,7 +360,7 @@ def _expert_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def tp_limit(model: ModelConfig) -> int:
-    """The largest tensor degree the attention allows: each rank needs a whole key/value head."""
+    """Return the largest tensor-parallel degree of the attention: each rank needs a complete key/value head."""
     return model.num_kv_heads
 
 

@@ -1,7 +1,7 @@
-"""Rectangles of global tensors: how ZeRO's flat runs become them, and how saved ones are cut to those that another
-layout needs.
+"""Rectangles of global tensors: conversion of ZeRO's flat runs to rectangles, and intersection of saved rectangles
+with the rectangles that another layout needs.
 
-Everything here is arithmetic on tuples: no torch, no files.
+The module is arithmetic on tuples. It uses neither torch nor files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rectangle:
-    """offset[d] ≤ index[d] < offset[d] + shape[d] in every dim of a global tensor."""
+    """The elements of a global tensor with offset[d] ≤ index[d] < offset[d] + shape[d] in every dim d."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -26,11 +26,11 @@ class Rectangle:
         return prod(self.shape)
 
     def shifted(self, by: tuple[int, ...]) -> Rectangle:
-        """The same shape, moved."""
+        """Return the rectangle with `by` added to its offset."""
         return Rectangle(tuple(start + step for start, step in zip(self.offset, by, strict=True)), self.shape)
 
     def intersect(self, other: Rectangle) -> Rectangle | None:
-        """What both have, or None."""
+        """Return the common part of both rectangles, or None if there is none."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -39,16 +39,16 @@ class Rectangle:
         return Rectangle(offset, shape) if min(shape, default=1) > 0 else None
 
     def within(self, outer: Rectangle) -> tuple[slice, ...]:
-        """Indices of this rectangle in an array that holds `outer`."""
+        """Return the indices of this rectangle in an array that holds `outer`."""
         starts = (mine - its for mine, its in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 def rectangles_of_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
-    """Cut elements [start, stop) of a row-major array into rectangles, in flat order; each is contiguous in that array.
+    """Cut elements [start, stop) of a row-major array into rectangles, in flat order.
 
-    At most 2 * dims - 1 of them: the end of a first row, whole rows, the start of a last row, and so on within those
-    two rows.
+    Each rectangle is contiguous in the array. There are at most 2 * dims - 1: the end of the first row, the complete
+    rows and the start of the last row. The incomplete rows are cut in the same manner.
     """
     if start >= stop:
         return
@@ -74,15 +74,17 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
 
 
 def contiguous_runs(outer: Rectangle, part: Rectangle) -> tuple[np.ndarray, int]:
-    """(flat indices at which the runs of `part` start in a row-major array holding `outer`, i64; the elements of
-    each run).
+    """Return the contiguous runs of `part` in a row-major array that holds `outer`.
+
+    The first value holds the flat indices at which the runs start (int64). The second is the length of each run in
+    elements.
     """
     dims = len(outer.shape)
     if dims == 0:
         return np.zeros(1, np.int64), 1
     strides = [prod(outer.shape[dim + 1 :]) for dim in range(dims)]
     begin = [mine - its for mine, its in zip(part.offset, outer.offset, strict=True)]
-    # dims after the last cut one are whole, so a run spans them and the cut dim itself
+    # `part` covers the dims after the last cut dim completely, so a run spans them and the cut dim
     cut = max((dim for dim in range(dims) if part.shape[dim] != outer.shape[dim]), default=0)
     starts = np.zeros(1, np.int64)
     for dim in range(cut):
@@ -91,9 +93,10 @@ def contiguous_runs(outer: Rectangle, part: Rectangle) -> tuple[np.ndarray, int]
 
 
 def spans(outer: Rectangle, part: Rectangle, merge_gap: int, limit: int) -> list[tuple[int, int]]:
-    """Flat ranges of a row-major array holding `outer` that cover `part`, in order, each at most `limit` elements.
+    """Return flat ranges (start, stop) that cover `part` in a row-major array that holds `outer`.
 
-    Ranges closer than `merge_gap` elements are read as one: a short gap costs less than another read.
+    The ranges are in order, and each has at most `limit` elements. Gaps of at most `merge_gap` elements are read too,
+    because a short gap costs less than another read.
     """
     starts, run = contiguous_runs(outer, part)
     breaks = np.flatnonzero(np.diff(starts) - run > merge_gap) + 1

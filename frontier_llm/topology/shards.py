@@ -1,5 +1,6 @@
-"""ShardSpec: what a rank owns of a parameter. ZeRO, gradient norm, tied weights, initialisation and checkpoints read
-only this.
+"""ShardSpec: the part of a parameter that a rank holds.
+
+It is the single source of truth for ZeRO, the gradient norm, tied weights, initialisation and checkpoints.
 """
 
 from __future__ import annotations
@@ -10,37 +11,35 @@ from math import prod
 
 from frontier_llm.blueprint.parameters import Parameter, Split
 
-# elements: each parameter in a flat bucket, and each rank's slice of one, starts on a multiple; 256 bytes in bf16, the
-# width that RCCL and
-# vector loads like
+# Elements. Each parameter in a flat bucket, and each rank's slice of a bucket, starts at a multiple. In bf16 this is
+# 256 bytes, the alignment at which RCCL and vector loads are fast.
 BUCKET_ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """One rank's rectangle of one global parameter. The local tensor has exactly `shape`; layers view it as they
-    need.
-    """
+    """One rank's rectangle of one global parameter. The local tensor has exactly `shape`."""
 
     parameter: Parameter
-    offset: tuple[int, ...]  # of this rank's rectangle in the global tensor
-    shape: tuple[int, ...]  # of this rank's rectangle
-    coordinates: Mapping[str, int]  # this rank's, on each axis whose ranks hold the parameter, in parts or as copies
+    offset: tuple[int, ...]  # Offset of this rank's rectangle in the global tensor.
+    shape: tuple[int, ...]  # Shape of this rank's rectangle.
+    coordinates: Mapping[str, int]  # This rank's index on each axis that holds the parameter in parts or as copies.
 
     @property
     def name(self) -> str:
-        """Of the global parameter."""
+        """Name of the global parameter."""
         return self.parameter.name
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Of the global parameter."""
+        """Shape of the global parameter."""
         return self.parameter.shape
 
     @property
     def counted(self) -> bool:
-        """True on the one copy that enters the gradient norm and the checkpoint: the first on every axis that does
-        not split it.
+        """True for the one copy that enters the gradient norm and the checkpoint.
+
+        It is the first copy on every axis that does not split the parameter.
         """
         return not any(self.coordinates[axis] for axis in self.coordinates if not self.splits_over(axis))
 
@@ -50,7 +49,7 @@ class ShardSpec:
         return prod(self.shape)
 
     def splits_over(self, axis: str) -> bool:
-        """True where the ranks of `axis` hold different parts; otherwise those that hold it hold copies."""
+        """Return True if the ranks of `axis` hold different parts of the parameter, False if they hold copies."""
         return isinstance(self.parameter.axes.get(axis), Split)
 
 
@@ -59,10 +58,10 @@ def shard(
     degrees: Mapping[str, int] | None = None,
     coordinates: Mapping[str, int] | None = None,
 ) -> ShardSpec:
-    """The part of a parameter at `coordinates` of a mesh with these degrees, cut along every axis that splits it; by
-    default all of it.
+    """Return the part of a parameter at `coordinates` of a mesh with these degrees.
 
-    The caller has checked divisibility (topology.plan does, for every layer).
+    The parameter is cut along every axis that splits it. Without degrees the part is the complete parameter. Each
+    degree must divide its dim, which `topology.plan` checks for every layer.
     """
     degrees = degrees or {}
     coordinates = coordinates or {}

@@ -1,3 +1,1 @@
-"""FLOPs, bytes and seconds in closed form or by table: per rank, per stage, per action; for one layout or for
-thousands at once.
-"""
+"""Cost models: FLOPs, bytes and seconds in closed form or from tables, for one layout or for thousands at once."""

@@ -1,7 +1,7 @@
-"""Seconds of one collective or message, by the ranks that take part, where they sit, and how many share the NICs.
+"""Seconds of one collective or message, by its ranks, their placement on nodes and the groups that share the NICs.
 
-A collective is flat (one ring or tree) or hierarchical (a stage in each node, a stage between nodes, as
-comm/hierarchical.py executes it).
+A collective is flat (one ring or tree) or hierarchical. A hierarchical collective has a stage inside each node and a
+stage between nodes, as `comm/hierarchical.py` executes it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from frontier_llm.machine.rates import Rates, Table, fabric_bandwidth
 from frontier_llm.planner.costs.layouts import Number
 
 # how often a ring moves the tensor: an all-reduce is a reduce-scatter and an all-gather
-PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # an all-to-all of its own input
+PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # all-to-all: the rank's own input
 
 
 def table_s(table: Table, row: Number, size_bytes: Number) -> Number:
-    """Measured seconds, interpolated in the logarithms of row (nodes or ranks) and bytes; linear in bytes beyond the
-    largest message.
+    """Return measured seconds, interpolated in the logarithms of the row (nodes or ranks) and of the bytes.
 
-    A line latency + bytes / bandwidth misses Frontier's medians by 17-46 % (docs/benchmarks/log.md).
-    Hence they stay a table.
+    Above the largest measured message the time is proportional to the bytes. A table is used because the formula
+    latency + bytes / bandwidth misses Frontier's medians by 17-46 % (docs/benchmarks/log.md).
     """
     log_rows = np.log(table.rows)
     log_bytes = np.log(table.sizes_bytes)
@@ -36,7 +35,7 @@ def table_s(table: Table, row: Number, size_bytes: Number) -> Number:
 
 
 def _between(grid: np.ndarray, at: Number) -> tuple[Number, Number]:
-    """(index of the grid point below, share of the way to the next one), held to the grid's ends."""
+    """Return (index of the grid point below, fraction of the distance to the next one), clipped to the grid."""
     if len(grid) == 1:
         return np.zeros(np.shape(at), dtype=int), np.zeros(np.shape(at))
     at = np.clip(at, grid[0], grid[-1])
@@ -45,11 +44,12 @@ def _between(grid: np.ndarray, at: Number) -> tuple[Number, Number]:
 
 
 def node_s(rates: Rates, ranks: Number, size_bytes: Number, operation: str) -> Number:
-    """A collective inside one node, over a tensor of `size_bytes` (the gathered result, the full input of a
-    reduce-scatter).
+    """Return the seconds of a collective inside one node.
 
-    Measured on this machine where it was; else a ring. With a measured one-node all-reduce table its shape over message
-    size is kept and scaled by the group's bandwidth and ring factor.
+    `size_bytes` is the complete tensor: the result of an all-gather, the input of a reduce-scatter. If this operation
+    was measured on the machine, its table is used. Otherwise the time is a ring's bandwidth term plus latency. If there
+    is a table of all-reduces over nodes, its one-node time beyond the bandwidth term is the latency. It is scaled by
+    the ring factor of the group.
     """
     ranks = np.asarray(ranks, dtype=float)
     passes = PASSES[operation]
@@ -74,11 +74,11 @@ def flat_s(
     size_bytes: Number,
     operation: str,
 ) -> Number:
-    """A collective over `ranks`, `per_node` of them on each node, in one ring (or RCCL's tree), while `sharing` such
-    groups use the node's NICs.
+    """Return the seconds of a collective over `ranks` in one ring (or RCCL's tree), `per_node` ranks on each node.
 
-    One formula for both tiers: inside a node see `node_s`; across nodes each ring enters and leaves every node once, so
-    a group gets 1/sharing of the NICs, and never more than the fabric inside the node carries.
+    `sharing` groups of this kind use the NICs of a node at the same time. Inside a node the time is `node_s`. Across
+    nodes a ring enters and leaves every node once, so a group has 1/sharing of the NICs' bandwidth. The bandwidth of
+    the fabric inside the node is a further limit.
     """
     ranks = np.asarray(ranks, dtype=float)
     per_node = np.asarray(per_node, dtype=float)
@@ -91,9 +91,9 @@ def flat_s(
     fabric = np.where(per_node > 1, fabric_bandwidth(rates, per_node), np.inf)
     ring = passes * share * size_bytes / np.minimum(wire, fabric)
     if rates.all_reduce_table:
-        total = size_bytes * sharing  # what the NICs of a node carry, as if by one communicator that spans the node
+        total = size_bytes * sharing  # bytes through the NICs of a node; the table has one communicator per node
         across = table_s(rates.all_reduce_table, nodes, total) * passes / 2
-        if passes == 1:  # RCCL has only rings for these: a hop per rank, and no tree to hide it
+        if passes == 1:  # RCCL has only rings for these operations, so each rank adds a hop
             across = np.maximum(across, ring + rates.network_latency_s) + (ranks - 1) * rates.network_hop_s
     else:
         across = ring + rates.network_latency_s + passes * (nodes - 1) * rates.network_hop_s
@@ -101,8 +101,9 @@ def flat_s(
 
 
 def message_s(rates: Rates, size_bytes: Number, inside: Number, sharing: Number) -> Number:
-    """A point-to-point message; `inside` 1 = within the node, `sharing` = devices of the node that send at the same
-    time.
+    """Return the seconds of a point-to-point message.
+
+    `inside` is 1 if both ranks are in one node. `sharing` is the number of devices of a node that send at a time.
     """
     near = rates.fabric_latency_s + size_bytes / fabric_bandwidth(rates, 2)
     far = rates.network_latency_s + size_bytes / (rates.node_network_bytes_s * rates.network_efficiency / sharing)
@@ -110,12 +111,15 @@ def message_s(rates: Rates, size_bytes: Number, inside: Number, sharing: Number)
 
 
 def rail_rounds(nodes: Number) -> Number:
-    """Dependent messages of one reduce-scatter or all-gather between nodes: ceil(log2 N), for any N."""
+    """Return the dependent messages of one reduce-scatter or all-gather between N nodes: ceil(log2 N), for any N."""
     return np.ceil(np.log2(np.maximum(np.asarray(nodes, dtype=float), 1.0)))
 
 
 def rail_bytes(nodes: Number, per_node: Number, size_bytes: Number) -> Number:
-    """Bytes that a rank sends between nodes for one of them: N - 1 blocks of 1/(N k) of the tensor."""
+    """Return the bytes that a rank sends between nodes in one reduce-scatter or all-gather.
+
+    With N nodes and k ranks per node these are N - 1 blocks of 1/(N k) of the tensor.
+    """
     return (np.asarray(nodes, dtype=float) - 1) * size_bytes / (nodes * per_node)
 
 
@@ -127,11 +131,10 @@ def hierarchical_s(
     size_bytes: Number,
     operation: str,
 ) -> Number:
-    """Seconds of a two-stage collective over `ranks`, `per_node` on each node, while `sharing` such groups use each
-    node's NICs.
+    """Return the seconds of a two-stage collective over `ranks`, `per_node` ranks on each node.
 
-    Each rail gets 1/(per_node x sharing) of the node's NICs; the stages follow each other (the engine overlaps them
-    chunk by chunk, which this does not credit).
+    `sharing` groups of this kind use the NICs of a node at the same time, so each rail has 1/(per_node x sharing) of
+    their bandwidth. The stages are added. The engine overlaps them chunk by chunk, which this estimate ignores.
     """
     per_node = np.minimum(np.asarray(per_node, dtype=float), ranks)
     passes = PASSES[operation]
@@ -151,7 +154,10 @@ def collective_s(
     size_bytes: Number,
     operation: str,
 ) -> Number:
-    """The faster algorithm for this message size; flat where the software stack has no other (`Rates.hierarchical`)."""
+    """Return the seconds of the faster algorithm for this message size.
+
+    It is the flat one if the software stack has no two-stage collectives (`Rates.hierarchical`).
+    """
     flat = flat_s(
         rates=rates,
         ranks=ranks,

@@ -1,4 +1,4 @@
-"""Seconds of one kernel on one device: matrix products by shape, attention, memory-bound operations by bytes."""
+"""Seconds of one kernel on one device: matrix products and attention by shape, memory-bound kernels by bytes."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from typing import Any
 from frontier_llm.blueprint.items import FlashCore, Product
 from frontier_llm.machine.rates import Rates
 
-# Output tiles that vendor libraries choose from, and what each reaches of the best tile's rate: a smaller tile re-reads
-# its
-# operands more often (arithmetic intensity 2·m·n/(m+n) per element). The library takes whichever finishes first.
+# Output tiles (rows, columns) from which vendor libraries choose, and their rates relative to the best tile. A smaller
+# tile re-reads its operands more often (arithmetic intensity 2·m·n/(m+n) per element). The library is assumed to take
+# the fastest tile.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 64, 0.66))
 
 
 def product_s(product: Product, rates: Rates) -> float:
-    """Seconds of matrix products in 16 bit, or in 8 where the software has that for them.
+    """Return the seconds of matrix products in 16 bit, or in 8 bit if the software supports it for them.
 
-    Work is cut into output tiles; tiles run in waves of `compute_units`; a wave takes as long as its longest tile, so
-    the last, partly filled wave costs a whole one (tile and wave quantisation). The inner loop reaches k/(k+k_half) of
-    its rate (prologue, epilogue). Not faster than reading the operands and writing the result at memory speed.
+    The output is cut into tiles, which run in waves of `compute_units`. A wave takes as long as its longest tile. The
+    last, partly filled wave therefore costs as much as a full one (tile and wave quantisation). The inner loop reaches
+    k/(k+k_half) of its rate because of prologue and epilogue. The minimum is the time of reading the operands and
+    writing the result at memory speed. If products were measured on this machine, the formula is scaled by the
+    measurements of the nearest shapes.
     """
     m = product.m
     n = product.n
     k = product.k
     batch = product.batch
     units = rates.compute_units
-    # of one compute unit
+    # FLOP/s of one compute unit
     rate = rates.peak_flops * (rates.linear_speedup if product.fp8 else 1.0) * rates.gemm_efficiency / units
     inner = ceil(k / 32) * 32 + rates.gemm_k_half
     best = float("inf")
     for rows, columns, relative in TILES:
         tiles = batch * ceil(m / rows) * ceil(n / columns)
-        # split-K and stream-K kernels fill up a ragged last wave when there are only a few waves: half of the loss
-        # stays
+        # split-K and stream-K kernels fill a partly filled last wave, so only half of its loss is counted
         waves = 0.5 * (ceil(tiles / units) + max(tiles / units, 1.0))
         best = min(best, waves * 2 * rows * columns * inner / (rate * relative))
     slow = 1.0 if product.aligned else rates.unaligned_penalty
@@ -46,10 +47,10 @@ def product_s(product: Product, rates: Rates) -> float:
 
 
 def _measured_over_formula(product: Product, rates: Rates) -> float:
-    """How the products that were measured nearest to this shape compare with the formula: 1 far from all of them.
+    """Return measured time / formula, averaged over the measured products with the nearest shapes.
 
-    Weights fall with the squared distance in log2 of the three sizes; the formula itself counts as a sample two
-    doublings away.
+    Weights fall with the squared distance in log2 of the three sizes. The formula itself is one sample with ratio 1, at
+    a distance of two doublings, so the result approaches 1 far from all measurements.
     """
     formula = replace(rates, gemm_shapes=())
     total = 0.0
@@ -63,11 +64,10 @@ def _measured_over_formula(product: Product, rates: Rates) -> float:
 
 
 def pace(devices: int, rates: Rates) -> float:
-    """Time of a product on the slowest of `devices` over that on the slowest of one node, where efficiencies are
-    measured.
+    """Return the time of a product on the slowest of `devices`, relative to the slowest device of one node.
 
-    Like devices differ in clock and power, all wait for the slowest in every step, and of more devices the slowest is
-    slower.
+    Devices of one type differ in clock and power, and in every step all wait for the slowest. With more devices the
+    slowest one is slower. Efficiencies are measured on one node, hence the reference.
     """
     if not rates.speed_variation or devices <= rates.node_devices:
         return 1.0
@@ -75,24 +75,23 @@ def pace(devices: int, rates: Rates) -> float:
 
 
 def _largest(samples: int) -> float:
-    """Expected largest of so many normally distributed numbers, in standard deviations (Blom 1958)."""
+    """Return the expected maximum of `samples` normally distributed numbers, in standard deviations (Blom 1958)."""
     return NormalDist().inv_cdf((samples - 0.375) / (samples + 0.25))
 
 
 def memory_s(moved_bytes: Any, kernels: int, rates: Rates) -> Any:
-    """Seconds of memory-bound kernels that together move `moved_bytes` (a number or an array) between HBM and the
-    device.
-    """
+    """Return the seconds of memory-bound kernels that together read and write `moved_bytes` of HBM."""
     return moved_bytes / (rates.hbm_bytes_s * rates.hbm_efficiency) + kernels * rates.kernel_s
 
 
 def flash_s(core: FlashCore, rates: Rates) -> float:
-    """Seconds of causal flash attention, forward or backward.
+    """Return the seconds of causal flash attention, forward or backward.
 
-    4·S²·D FLOPs per head forward, halved by causality; backward recomputes the scores: 2.5x. Efficiency falls for heads
-    narrower than 128 (softmax work per FLOP doubles at 64) and for sequences of a few blocks.
+    Forward has 4·S²·D FLOPs per head, of which causality saves half. Backward recomputes the scores and has 2.5 times
+    as much. Efficiency falls for heads narrower than 128 (softmax work per FLOP doubles at 64) and for sequences of a
+    few blocks.
     """
-    # 1 at 128, 0.83 at 64
+    # the factor for the head dimension, `width`, is 1 at 128 and 0.83 at 64
     keys = core.keys
     width = core.head_dim / (core.head_dim + 32) * 1.25
     forward_flops = 2.0 * core.batch * core.heads * core.queries * keys * core.head_dim

@@ -1,9 +1,9 @@
-"""Thousands of layouts as a table of columns, and folds over what they compute, done once for each distinct case.
+"""Tables of layouts: thousands of layouts as columns, so that one numpy formula computes the costs of all.
 
-A formula in numpy reads the same for one `Layout` and for a table of them. What a block does is folded in plain
-Python; a search's 60,000 layouts share some hundreds of blocks.
+A formula in numpy is the same for one `Layout` and for a table. The work lists of a block are summed in plain Python,
+once for each distinct block. The 60,000 layouts of a search share some hundreds of blocks.
 
-Also how many ranks of an axis share a node (`Seats`).
+`Seats` holds the number of ranks of each axis that share a node.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from frontier_llm.schedule import rule
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts(Layout):
-    """A table of layouts: a `Layout` whose fields are numpy columns of one length, and a name or a number where all
-    share it.
+    """A table of layouts: a `Layout` whose fields are numpy columns of one length.
 
-    Whatever takes a `Layout` and says `layouts` takes a table too; what follows from columns, `devices` say, is a
-    column.
+    A field that is equal for all layouts is a plain name or number. Functions with a parameter `layouts` accept one
+    `Layout` or a table. Properties that depend on columns, for example `devices`, are columns.
     """
 
     def __len__(self) -> int:
@@ -34,18 +33,18 @@ class Layouts(Layout):
 
     @property
     def shards(self) -> Any:
-        """See Layout."""
+        """Number of replicas that together hold one copy of the sharded state, as a column."""
         return np.where(np.asarray(self.data_shard) > 0, self.data_shard, self.replicas)
 
     def where(self, rows: Number) -> Layouts:
-        """The layouts at a mask or at indices."""
+        """Return the table of the layouts that a mask or an array of indices selects."""
         columns: dict[str, Any] = {
             name: column[rows] for name, column in vars(self).items() if isinstance(column, np.ndarray)
         }
         return replace(self, **columns)
 
     def row(self, index: int) -> Layout:
-        """One layout."""
+        """Return the layout at `index`."""
         return Layout(
             **{
                 name: column[index].item() if isinstance(column, np.ndarray) else column
@@ -55,7 +54,7 @@ class Layouts(Layout):
 
 
 def as_table(layouts: Sequence[Layout]) -> Layouts:
-    """Layouts that agree in what a table does not tell apart, as a table."""
+    """Return a table of the layouts, which must agree in the fields that are no columns of a table (`alike`)."""
     alike = ("dtype", "gradient_wire", "optimizer", "etp", "imbalance", "tensor_chunks")
     shared = {name: getattr(layouts[0], name) for name in alike}
     columns: dict[str, Any] = {
@@ -67,11 +66,12 @@ def as_table(layouts: Sequence[Layout]) -> Layouts:
 
 
 def over_layouts(layouts: Layout, fold: Callable[[Layout], Any], *also: Number) -> Any:
-    """`fold` of a layout; or of every layout of a table, with columns instead of numbers.
+    """Return `fold(layout)`, or for a table its results for every layout, with columns instead of numbers.
 
-    `fold` may read what decides the work of a block, the embedding and the head: tp, cp and its way, ep, the
-    microbatch, sequence parallelism, recomputation, and what the columns `also` tell apart; it is called once for each
-    combination. It returns a named tuple of numbers, or of such tuples.
+    `fold` is called once per combination of the fields that decide the work of a block, the embedding and the head.
+    These are tp, ep, expert_nodes, cp and its attention algorithm, the microbatch size, sequence parallelism and
+    recomputation. Columns in `also` are further fields. `fold` must not depend on other fields. It returns a named
+    tuple of numbers, or of such tuples.
     """
     if not isinstance(layouts, Layouts):
         return fold(layouts)
@@ -94,14 +94,14 @@ def over_layouts(layouts: Layout, fold: Callable[[Layout], Any], *also: Number) 
 
 
 def _columns(results: Sequence[Any], inverse: np.ndarray) -> Any:
-    """A sequence of equal tuples as one tuple of columns."""
+    """Convert a sequence of tuples of one type to one tuple of columns."""
     if isinstance(results[0], tuple):
         return type(results[0])(*(_columns(values, inverse) for values in zip(*results, strict=True)))
     return np.array(results, dtype=float)[inverse]
 
 
 def distinct(column: Any) -> list[Any]:
-    """The few values of a column, by first occurrence; faster than sorting it."""
+    """Return the distinct values of a column by first occurrence. For few values this is faster than sorting."""
     values = []
     left = np.ones(len(column), dtype=bool)
     while left.any():
@@ -111,8 +111,9 @@ def distinct(column: Any) -> list[Any]:
 
 
 def stage_length(layers: int, layouts: Layout) -> Number:
-    """Layers of the fullest virtual stage where modes of recomputation repeat through them; 0 where it does not
-    matter how many there are.
+    """Return the layers of the fullest virtual stage if a table has layouts that alternate recomputation modes.
+
+    Otherwise the work of an average layer does not depend on the number of layers, and the result is 0.
     """
     if not isinstance(layouts, Layouts) or not any("," in modes for modes in distinct(layouts.recompute)):
         return 0 * layouts.pp
@@ -120,19 +121,20 @@ def stage_length(layers: int, layouts: Layout) -> Number:
 
 
 def split(layouts: Layout) -> Any:
-    """Whether the schedule runs weight gradients as actions of their own: a bool, or a column."""
+    """Return whether the schedule runs weight gradients as separate actions: a bool, or a column."""
     return by_schedule(layouts, lambda name: rule(name).splits_backward)
 
 
 def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage: Number | None = None) -> Number:
-    """`of(name, ...)` of each layout's schedule, with these fields of the layout and the pipeline rank behind the
-    name.
+    """Return `of(name, ...)` for the schedule of each layout.
+
+    The arguments after the name are the fields `columns` of the layout and, if given, the pipeline rank `stage`.
     """
     stages = () if stage is None else (stage,)
     if not isinstance(layouts, Layouts):
         return of(layouts.schedule, *(getattr(layouts, name) for name in columns), *stages)
     fields = np.broadcast_arrays(np.zeros(len(layouts)), *(getattr(layouts, column) for column in columns), *stages)
-    result = np.zeros(fields[0].shape)  # the last axis is that of the layouts
+    result = np.zeros(fields[0].shape)  # the last axis counts layouts
     for name in distinct(layouts.schedule):
         rows = layouts.schedule == name
         result[..., rows] = of(name, *(field[..., rows] for field in fields[1:]))
@@ -141,17 +143,17 @@ def by_schedule(layouts: Layout, of: Callable[..., Number], *columns: str, stage
 
 @dataclass(frozen=True)
 class Seats:
-    """Where the ranks of each axis sit: how many share a node, and who shares the NICs."""
+    """Ranks per node of each axis, and the number of groups that share the NICs of a node."""
 
     cp_per_node: Number
-    replicas_per_node: Number  # of dp x cp
-    replicas_sharing: Number  # groups of replicas of one node that reduce at the same time
-    pp_inside: Number  # 1 = pipeline neighbours sit in the same node
-    pp_sharing: Number  # devices of a node that send at the same time
+    replicas_per_node: Number  # Ranks of dp x cp.
+    replicas_sharing: Number  # Groups of replicas of one node that reduce at the same time.
+    pp_inside: Number  # 1 = pipeline neighbours are in the same node.
+    pp_sharing: Number  # Devices of a node that send pipeline messages at the same time.
 
 
 def seats(layouts: Layout, rates: Rates) -> Seats:
-    """tp innermost, then cp; then dp (tp-dp-pp) or pp (tp-pp-dp). A node is filled in that order."""
+    """Return the placement of ranks on nodes: tp innermost, then cp, then dp (tp-dp-pp) or pp (tp-pp-dp)."""
     node = rates.node_devices
     tp = layouts.tp
     cp = layouts.cp
@@ -173,7 +175,7 @@ def seats(layouts: Layout, rates: Rates) -> Seats:
 
 
 def cut(layouts: Layout, stage: int) -> Number:
-    """Whether replicas share out what this stage of ZeRO does: 1 optimizer state, 2 gradients, 3 weights."""
+    """Return whether the layout has ZeRO of at least this stage: 1 optimizer state, 2 gradients, 3 weights."""
     if not isinstance(layouts, Layouts):
         return SHARDING[layouts.sharding] >= stage
     return np.logical_or.reduce([layouts.sharding == name for name, reached in SHARDING.items() if reached >= stage])

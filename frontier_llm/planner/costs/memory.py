@@ -1,7 +1,7 @@
 """Bytes per rank and stage: weights, gradients, optimizer, activations in flight, logits, buffers, reserve.
 
-Each line is returned by name, so that a plan can say what fills the device. All figures are for one pipeline rank,
-which holds `chunks` virtual stages.
+The lines are returned by name, so that a plan can list them. All values are for one pipeline rank, which holds
+`chunks` virtual stages.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from frontier_llm.schedule import one_end, peak_in_flight, peak_waiting
 
 Lines = dict[str, Number]
 
-# in backward: keys and values of the whole sequence, their gradients, and a half of each in the other order
+# in backward: keys and values of the complete sequence, their gradients, and a reordered half of each
 EXCHANGE_COPIES = 3
 BUCKET_BYTES = 2 * 160 * 2**20  # two gradient buckets in flight at 40 M parameters each
 
 
 def kept_bytes(items: Iterable[Item], recompute: str, phase: Phase = Phase.F) -> float:
-    """What a list of work holds for one microbatch until its backward; with phase W, from its input to its weight
-    gradient.
+    """Return the bytes that a work list keeps for one microbatch from forward to backward.
+
+    With phase W: from the input gradient to the weight gradient.
     """
     return sum(
         item.work.size_bytes
@@ -47,20 +48,21 @@ def kept_bytes(items: Iterable[Item], recompute: str, phase: Phase = Phase.F) ->
 
 
 class Held(NamedTuple):
-    """Bytes that the parts of a layout hold for one microbatch; numbers, or columns over many layouts."""
+    """Bytes that the parts of a stage keep for one microbatch: numbers, or columns over many layouts."""
 
     block: Number
-    # of a block whose weight gradients wait: its products' factors, so all but the attention core
+    # a block between input and weight gradient: the operands of its products, so everything but the attention core
     block_waiting: Number
-    block_working: Number  # of a block while it is recomputed
+    block_working: Number  # a block while it is recomputed
     logits: Number
     logits_waiting: Number
-    exchanged: Number  # keys and values of a whole sequence, which context parallelism brings together
+    exchanged: Number  # keys and values of a complete sequence, which context parallelism gathers
 
 
 def held(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Held:
-    """Compare Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks. `layers`: of the virtual
-    stage, see `mode_shares`.
+    """Return the bytes that a block and the head keep per microbatch. `layers` is passed to `mode_shares`.
+
+    They correspond to Korthikanti et al. 2022, table 2: S·B·H·(10 + 24/t) with dropout's two masks.
     """
 
     @cache
@@ -112,12 +114,15 @@ def stage_memory(
     embedding: Number,
     head: Number,
 ) -> Lines:
-    """Lines of one pipeline rank, or of several (arrays), that holds `layers` layers in all its chunks."""
+    """Return the memory lines of one pipeline rank, or of several (arrays).
+
+    A rank holds `layers` layers in all its chunks, and the embedding or the head if the flags are true.
+    """
     dense = stage_numel(model, layouts.tp, layers, embedding, head)
     experts = expert_numel(model, layouts, layers)
     parameters = dense + experts
     parts = held(model, layouts, rates)
-    if not isinstance(layouts, Layouts) and "," in layouts.recompute:  # of its own layers
+    if not isinstance(layouts, Layouts) and "," in layouts.recompute:  # shares of modes depend on a stage's layers
         of_stages = [
             held(model, layouts, rates, math.ceil(number / layouts.chunks)).block for number in np.ravel(layers)
         ]
@@ -127,15 +132,14 @@ def stage_memory(
     chunks = layouts.chunks
     cut_weights = cut(layouts, 3)
     cut_gradients = cut(layouts, 2)
-    # gradients that are cut are whole for one chunk of a pipeline, while its backwards add to them
+    # with a pipeline, sharded gradients (ZeRO-2) exist completely for the one chunk whose backwards accumulate them
     whole = np.where(cut_weights | (layouts.pp == 1), 0.0, 1 / chunks)
     gradients = (
         parameters * rates.gradient_bytes * np.where(cut_gradients, np.minimum(1 / layouts.shards + whole, 1.0), 1.0)
     )
-    # fully sharded: a layer's gradients on their way out, this layer's and the next one's weights, and of its own
-    # weights only the fp32
-    # master copy; otherwise the 16-bit ones stand beside it, gathered from forward to backward where they are gathered
-    # once
+    # Buffers of fully sharded weights: the gradients of one layer, and the weights of this layer and the next one. A
+    # rank keeps its own weights only as the fp32 master copy. With "weights-gathered-once" the gathered 16-bit weights
+    # exist from forward to backward.
     twice = layouts.sharding == "weights"
     gathered = stage_numel(model, layouts.tp, 1, False, False) * (rates.gradient_bytes + np.where(twice, 2 * size, 0))
     wide = statistics_bytes(layouts.dtype)
@@ -203,15 +207,14 @@ def stage_memory(
         "reserve": rates.reserve_bytes + 0.0 * parameters,
     }
     if np.any(statistics > 0):
-        # plain passes over one bucket at a time: the scaled gradient, and of one parameter the squares or the second
-        # moment
+        # the update processes one bucket at a time: the scaled gradient, and a parameter's squares or second moment
         bucket = np.minimum(np.maximum(_largest_block_numel(model, layouts), BUCKET_ELEMENTS), parameters)
         lines["update of a bucket"] = 2 * wide * bucket / np.where(cut(layouts, 1), replicas, 1)
     if rule.gathers:
         update = whole_update(model, layouts, rates, layers)
         owned = np.where(cut(layouts, 1), replicas, 1)
-        # slices' padding holds weights, gradients and state; of one bucket at a time there are 16 bits gathered, and 32
-        # of the direction
+        # Padding has weights, gradients and state too. For one bucket at a time there are the gathered 16-bit tensors
+        # and the update direction in 32 bits.
         padded = update.padding * (size + rates.gradient_bytes + 2 * wide / owned)
         gathered = np.where(update.gathered > 0, update.largest * size, 0.0)
         lines["whole matrices"] = padded + gathered + update.largest * wide / owned
@@ -219,7 +222,7 @@ def stage_memory(
 
 
 def _largest_block_numel(model: ModelConfig, layouts: Layout) -> Number:
-    """Of a rank's parts of a block's parameters."""
+    """Return the elements of the largest parameter of a block on one rank."""
     degrees = {"tp": layouts.tp, "ep": layouts.ep, "etp": layouts.etp}
     return reduce(
         np.maximum,
@@ -233,7 +236,7 @@ def memory_by_rank(
     rates: Rates,
     stages: tuple[StageSpec, ...],
 ) -> tuple[dict[str, float], ...]:
-    """Lines of every pipeline rank of one layout with exactly these virtual stages."""
+    """Return the memory lines of every pipeline rank of one layout with exactly these virtual stages."""
     ranks = np.arange(layout.pp)
     layers, embeds, ends = (by_rank(column, layout) for column in stage_columns(stages))
     lines = stage_memory(
@@ -250,13 +253,14 @@ def memory_by_rank(
 
 
 def total(lines: Lines) -> Number:
-    """Sum of the lines."""
+    """Return the sum of the lines."""
     return sum(lines.values())
 
 
 def peak_memory(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
-    """The fullest rank of the layout with evenly spread layers: the first stage (embedding, most in flight) or the
-    last (head, logits).
+    """Return the bytes of the fullest rank if layers are spread evenly.
+
+    It is the first stage (embedding, most microbatches in flight) or the last stage (head, logits).
     """
     layers = np.stack(stage_layers(model, layouts))
     alone = layouts.pp == 1

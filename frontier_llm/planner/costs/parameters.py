@@ -1,5 +1,6 @@
-"""Parameters of a stage and tensor-parallel rank, of one layout or of thousands at once, counted on what the
-blueprint declares.
+"""Number of parameters of a stage on one tensor-parallel rank, counted from the blueprint's declarations.
+
+All functions take one layout or thousands at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.planner.costs.layouts import Number
 from frontier_llm.schedule import rule
 
-Size = Callable[[Parameter, Mapping[str, Number]], Number]  # of what a rank holds of a parameter at these degrees
+Size = Callable[[Parameter, Mapping[str, Number]], Number]  # size of a rank's part of a parameter at these degrees
 
 
 def stage_numel(
@@ -32,17 +33,17 @@ def stage_numel(
     head: Number,
     size: Size = Parameter.rank_numel,
 ) -> Number:
-    """Elements that a rank holds of `layers` layers, with the embedding and/or the head where true; all but the model
-    may be arrays.
+    """Return the elements that a rank holds of `layers` layers, with the embedding and the head if the flags are true.
 
-    Without experts, which other ranks share out (`expert_numel`). Layers of two kinds count as their mean. A tied head
-    on another rank than the embedding is a second copy. `size` may count something else of a parameter, say bytes.
+    All arguments but the model and `size` may be arrays. Experts are not included, because they are distributed over
+    other ranks (`expert_numel`). Each layer counts as the mean of all layers. A tied head on another rank than the
+    embedding is a second copy. `size` may return another size of a parameter, for example bytes.
     """
 
     def held(parameters: Iterable[Parameter]) -> Number:
         return sum(size(one, {"tp": values}) for one in parameters)
 
-    values, each = np.unique(tp, return_inverse=True)  # thousands of layouts have a handful of degrees
+    values, each = np.unique(tp, return_inverse=True)  # thousands of layouts have only a few distinct degrees
     ends = StageSpec(0, 0, embedding=False, head=True)
     layer_numel = [
         (list(block_parameters(model, layer, False)), count / model.layers) for layer, count in layer_kinds(model)
@@ -60,7 +61,7 @@ def stage_numel(
 
 
 def expert_numel(model: ModelConfig, layouts: Layout, layers: Number, size: Size = Parameter.rank_numel) -> Number:
-    """Elements of experts that a rank holds in `layers` layers; see `stage_numel`."""
+    """Return the elements of experts that a rank holds in `layers` layers. `size` is used as in `stage_numel`."""
     total = sum(
         count / model.layers * size(one, {"ep": layouts.ep, "etp": layouts.etp})
         for layer, count in layer_kinds(model)
@@ -71,11 +72,11 @@ def expert_numel(model: ModelConfig, layouts: Layout, layers: Number, size: Size
 
 
 def stage_columns(stages: tuple[StageSpec, ...]) -> np.ndarray:
-    """Rows layers, embedding, head over virtual stages."""
+    """Return an array with the rows layers, embedding and head, and one column per virtual stage."""
     return np.array([(stage.num_layers, stage.embedding, stage.head) for stage in stages], dtype=float).T
 
 
 def by_rank(values: Sequence[float] | np.ndarray, layout: Layout) -> np.ndarray:
-    """Sums over the virtual stages of each pipeline rank."""
+    """Return the sum of `values`, one per virtual stage, for each pipeline rank."""
     holders = np.array(rule(layout.schedule).placement(layout.pp, layout.chunks).rank_of)
     return np.bincount(holders, weights=np.asarray(values, dtype=float), minlength=layout.pp)

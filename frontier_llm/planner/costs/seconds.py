@@ -1,8 +1,7 @@
-"""Seconds of what a block, the embedding and the head do for one microbatch on one rank: the fold of their work in
-time.
+"""Seconds of a block, the embedding and the head for one microbatch on one rank, summed over their work lists.
 
-By cause, so that `plan --explain` prints the very numbers that were added; and as `Times`, for one layout or in columns
-for thousands.
+`by_cause` returns them by cause, so that `plan --explain` prints the numbers that were added. `times` returns them as
+`Times`, for one layout or as columns for thousands.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ from frontier_llm.planner.costs.layouts import Number, by_schedule, over_layouts
 from frontier_llm.schedule import split_share
 from frontier_llm.topology.expert_nodes import experts_inside, experts_s
 
-# operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives); backward
-# issues two
-# products per weight and an accumulation, and what is recomputed
+# Operations that the host dispatches per layer in eager PyTorch (kernels, views, autograd nodes, collectives). Backward
+# has two products and an accumulation per weight, and the recomputed operations.
 FORWARD_OPS = 24
 BACKWARD_OPS = 40
 RECOMPUTED_OPS = {"none": 0, "selective": 6, "full": FORWARD_OPS}
@@ -50,13 +48,12 @@ WAITING = "waiting for tp ranks"
 RECOMPUTED = "recompute"
 LAUNCHES = "launch-bound"
 
-# by work, devices, tp, cp, ep, how many of its ranks share a node and tp's pieces, for the time of one fold: layouts
-# share most of it
+# cache of seconds by work, devices, tp, cp, ep, expert ranks per node and tensor_chunks: layouts share most work
 Prices = dict[tuple[Work, int, int, int, int, int, int], float]
 
 
 def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
-    """Seconds of one item's work, as far as it shows."""
+    """Return the exposed seconds of one item's work: its time without the part that other work hides."""
     key = (
         work,
         layout.devices,
@@ -82,10 +79,10 @@ def work_s(work: Work, layout: Layout, rates: Rates, prices: Prices) -> float:
 
 
 def tensor_s(collective: Collective, layout: Layout, rates: Rates) -> float:
-    """What shows of a collective over tp."""
+    """Return the exposed seconds of a collective over tp."""
     if layout.tensor_chunks > 1 and collective.beside:
         return in_pieces_s(collective, collective.beside, layout, rates)
-    beside_other = 1.0 if rates.host_executes else 0.5  # where what moves the bytes is what computes, nothing hides
+    beside_other = 1.0 if rates.host_executes else 0.5  # a CPU's cores both send and compute, so this hides nothing
     shown = {
         Under.NOTHING: 1.0,
         Under.PRODUCT: 1 - rates.tp_overlap,
@@ -97,8 +94,9 @@ def tensor_s(collective: Collective, layout: Layout, rates: Rates) -> float:
 
 
 def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
-    """A collective over tp with nothing beside it. A group beyond the node pays the network, where a gather or a
-    scatter is half a sum.
+    """Return the seconds of a collective over tp without any overlap.
+
+    If the group spans nodes, a gather or a scatter takes half as long as an all-reduce.
     """
     if tp <= rates.node_devices:
         return float(node_s(rates, tp, collective.size_bytes, collective.operation))
@@ -114,12 +112,11 @@ def alone_s(collective: Collective, tp: int, rates: Rates) -> float:
 
 
 def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates: Rates) -> float:
-    """What a collective adds to its product where both go in pieces, each piece of one under the next of the other
-    (parallel/tensor/linear.py).
+    """Return the seconds that a collective adds to its product if both are cut in pieces (parallel/tensor/linear.py).
 
-    n products of 1/n of the rows and n messages of 1/n of the bytes are slower than one of each; of a piece's shorter
-    half `chunk_overlap` hides, n - 1 times; and rows are put back in their places, those of a scatter before the
-    product.
+    Each piece of the collective overlaps the next piece of the product, or the reverse. n products of 1/n of the rows
+    and n messages of 1/n of the bytes are slower than one of each. The share `chunk_overlap` of the shorter of the two
+    is hidden n - 1 times. The rows are also copied into their order, for a reduce-scatter before the product.
     """
     pieces = layout.tensor_chunks
     product_part_s = product_s(replace(product, m=product.m // pieces), rates)
@@ -131,17 +128,17 @@ def in_pieces_s(collective: Collective, product: Product, layout: Layout, rates:
 
 
 def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
-    """What shows of a collective over cp, whose ranks stand tp apart: in one node, or by as many rails as a node has
-    groups.
+    """Return the exposed seconds of a collective over cp.
 
-    What travels beside attention hides there as gradients do beside backward.
+    Its ranks have a stride of tp. They share a node, or each group of a node has a rail of its own. Communication that
+    overlaps attention is hidden to the share `dp_overlap`, like gradients under backward.
     """
     node = rates.node_devices
     tp = layout.tp
     cp = layout.cp
     inside = min(cp, max(node // tp, 1))
     beside = 0.0 if rates.host_executes or collective.under is Under.NOTHING else rates.dp_overlap
-    sharing = node // inside  # groups of a node, each with a rail of its own
+    sharing = node // inside  # groups of a node that share its NICs
     if collective.operation == "exchange":
         near = cp <= inside
         return (
@@ -149,7 +146,7 @@ def context_s(collective: Collective, layout: Layout, rates: Rates) -> float:
             * collective.calls
             * float(message_s(rates, collective.size_bytes, near, 1 if near else sharing))
         )
-    if cp <= inside:  # a ring through every tp-th device is no faster than one through all of them
+    if cp <= inside:  # a ring through every tp-th device is at most as fast as one through all devices
         reach = float(fabric_bandwidth(rates, cp)) / float(fabric_bandwidth(rates, min(tp * cp, node)))
         return (1 - beside) * float(node_s(rates, cp, collective.size_bytes, collective.operation)) * max(reach, 1.0)
     return (1 - beside) * float(
@@ -172,11 +169,17 @@ def by_cause(
     modes: Mapping[str, float] | None = None,
     split: float = 0.0,
 ) -> dict[str, tuple[float, float]]:
-    """Cause → (forward, backward) seconds, the recomputed forward among the latter; weights that are gathered over dp
-    left out.
+    """Return cause → (forward, backward) seconds. The recomputed forward is the cause RECOMPUTED, in backward.
 
-    `modes`: shares of the layers that are recomputed so; None = the layout's, of many layers. `split`: share of the
-    backwards that are split.
+    Collectives of sharded weights (SHARDS) are not included.
+
+    Args:
+        items: the work list.
+        layout: the layout.
+        rates: rates of the machine.
+        prices: a cache that several calls may share.
+        modes: recomputation mode → share of the layers. None means the shares in the layout's list of modes.
+        split: share of the backwards that are split in input and weight gradients.
     """
     prices = {} if prices is None else prices
     modes = modes or shares(layout.recompute.split(","))
@@ -207,11 +210,10 @@ def by_cause(
 
 
 def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) -> tuple[list[float], list[float]]:
-    """Of rows, and the host's wait for their numbers: (forward, backward) seconds that hide under the shared expert,
-    and those that show.
+    """Return the hidden and the exposed seconds of rows sent to experts and back, each as [forward, backward].
 
-    Of the second what another microbatch computes beside them hides, where the schedule plays pairs
-    (costs.time.pair_s).
+    The shared expert hides the former. The latter include the host's wait for the numbers of rows. If the schedule
+    runs pairs of microbatches, the other microbatch hides a part of the latter (`costs.time.pair_s`).
     """
     ways = {under: [0.0, 0.0] for under in (Under.SHARED, Under.OTHER)}
     shared_s = [0.0, 0.0]
@@ -229,7 +231,7 @@ def rows_s(items: Sequence[Item], layout: Layout, rates: Rates, prices: Prices) 
 
 
 def waiting_s(meetings: Number, compute_s: Number, rates: Rates) -> Number:
-    """What ranks wait for each other at `meetings` that cut `compute_s` into pieces."""
+    """Return the seconds that ranks wait for each other at `meetings` collectives in `compute_s` of compute."""
     return meetings * rates.meeting_s + compute_s * rates.spread
 
 
@@ -237,24 +239,24 @@ class Times(NamedTuple):
     """Seconds of a block, an embedding or a head for one microbatch; numbers, or columns over many layouts."""
 
     forward_s: Number
-    backward_s: Number  # both gradients and the recomputed forward; the weight gradients written, not added
-    adding_s: Number  # more where they are added: in every microbatch of a step but the first
-    weight_s: Number  # of which products and passes of the weight gradients: what a split backward may run later
-    sent_s: Number  # of forward_s, communication over tp, under which the host gets ahead
+    backward_s: Number  # Both gradients and the recomputed forward, if weight gradients are written, not added.
+    adding_s: Number  # Extra time if weight gradients are added, in every microbatch of a step but the first.
+    weight_s: Number  # Part of backward_s: the weight gradients, which a split backward may run later.
+    sent_s: Number  # Part of forward_s: communication over tp, which does not hide the host's dispatch.
     sent_backward_s: Number
-    rows_s: Number  # of forward_s, rows on their way to experts and back, which another microbatch's compute may hide
+    rows_s: Number  # Part of forward_s: rows to and from experts, which another microbatch's compute may hide.
     rows_backward_s: Number
-    host_forward_s: Number  # what the host takes to dispatch it
+    host_forward_s: Number  # Time of the host to dispatch the operations.
     host_backward_s: Number
-    gather_bytes: Number  # over dp, of sharded weights
+    gather_bytes: Number  # Sharded weights, gathered over dp.
     gather_again_bytes: Number
     scatter_bytes: Number
 
     def both(self, microbatches: Number, rates: Rates) -> tuple[Number, Number]:
-        """(forward, backward) seconds of an average microbatch.
+        """Return the (forward, backward) seconds of an average microbatch.
 
-        The host dispatches ahead of the device; where it cannot keep up, the host's time counts. A CPU does one after
-        the other.
+        On a GPU the host dispatches while the device computes, so only its time beyond the compute is added. On a CPU
+        all of its time is added.
         """
         backward_s = self.backward_s + self.adding_s * added_share(microbatches)
         if rates.host_executes:
@@ -267,28 +269,26 @@ class Times(NamedTuple):
         )
 
     def weights(self, microbatches: Number) -> Number:
-        """Seconds of an average microbatch's weight gradients."""
+        """Return the seconds of an average microbatch's weight gradients."""
         return self.weight_s + self.adding_s * added_share(microbatches)
 
 
 class Parts(NamedTuple):
-    """What the stages of a layout are made of."""
+    """Times of the parts of which stages consist."""
 
-    block: Times  # of the schedule's average backward
-    split: Times  # where every backward is split
+    block: Times  # with the schedule's share of split backwards
+    split: Times  # if every backward is split
     embedding: Times
     head: Times
 
 
 def added_share(microbatches: Number) -> Number:
-    """Microbatches of a step whose weight gradients are added, not just written."""
+    """Return the share of the microbatches whose weight gradients are added: all but the first of a step."""
     return 1 - 1 / np.maximum(microbatches, 1)
 
 
 def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None = None) -> Parts:
-    """Seconds of the parts of one layout, or of a whole table as columns. `layers`: of the virtual stage, see
-    `mode_shares`.
-    """
+    """Return the times of the parts of one layout, or of a table as columns. `layers` is passed to `mode_shares`."""
     prices: Prices = {}
 
     def fold(layout: Layout) -> Parts:
@@ -312,7 +312,7 @@ def times(model: ModelConfig, layouts: Layout, rates: Rates, layers: int | None 
 
         whole = block(0.0)
         ends = (embedding_work(model, layout), head_work(model, layout, rates))
-        split = block(1.0) if layout.sequence_parallel else whole  # nothing else tells them apart
+        split = block(1.0) if layout.sequence_parallel else whole  # otherwise both are equal
         return Parts(whole, split, *(part(items, layout, rates, prices) for items in ends))
 
     sharded = (layouts.sharding == name for name in ("weights", "weights-gathered-once"))
@@ -335,7 +335,7 @@ Result = TypeVar("Result", bound="NamedTuple")
 
 
 def mean_of_layers(model: ModelConfig, of_layer: Callable[[int], Result]) -> Result:
-    """A named tuple of numbers of a layer; of several kinds of layers their mean, each as often as the model has it."""
+    """Return the mean of `of_layer`, a named tuple of numbers, over all layers of the model."""
     kinds = [(of_layer(layer), count / model.layers) for layer, count in layer_kinds(model)]
     first = kinds[0][0]
     if len(kinds) == 1:
@@ -352,7 +352,7 @@ def part(
     modes: Mapping[str, float] = MappingProxyType({"none": 1.0}),
     split: float = 0.0,
 ) -> Times:
-    """The seconds of one list."""
+    """Return the times of one work list. `host_s` is the host's dispatch time in (forward, backward)."""
     causes = by_cause(
         items=items,
         layout=layout,

@@ -1,13 +1,12 @@
-"""Seconds of a step in closed form, for one layout or thousands at once; the simulator refines the finalists.
+"""Seconds of a step in closed form, for one layout or thousands at once. The simulator refines the finalists.
 
-The closed form of a pipeline: with stage i taking t_i = f_i + b_i per microbatch and d for a message,
+Stage i takes t_i = f_i + b_i per microbatch, and a message takes d. The step of a pipeline is then
 
     step = m · T + (sum_i (t_i + 2 d) - T) / v + …,   T = max_i t_i + 2 d       (1F1B: v = 1; interleaved: the ramp
     shrinks by v)
 
-which is exact for equal stages (bubble (p-1)/(v·m)) and within a few percent for unequal ones (tests compare it with
-the simulation). Where messages flow beside the compute, T is the slowest stage, or the next slower one plus its
-messages.
+This is exact for equal stages (bubble (p-1)/(v·m)) and within a few percent for unequal ones. Tests compare it with the
+simulation. If messages overlap compute, T is the slowest stage, or the second slowest stage plus its messages.
 """
 
 from __future__ import annotations
@@ -29,15 +28,16 @@ from frontier_llm.schedule import idle_share, one_end, rule
 
 
 def p2p_bytes(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
-    """One activation between stages as each tp rank sends it: S·B·H / cp, cut over tp with sequence parallelism or
-    scatter-gather.
+    """Return the bytes of one activation that a tp rank sends to the next stage.
+
+    They are S·B·H / cp elements, cut over tp with sequence parallelism or scatter-gather.
     """
     size = model.sequence_length / layouts.cp * layouts.micro_batch * model.hidden * DTYPE_BYTES[layouts.dtype]
     return np.where(layouts.sequence_parallel | rates.p2p_split, size / layouts.tp, size)
 
 
 def p2p_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
-    """Seconds of one message between pipeline neighbours (0 without a pipeline)."""
+    """Return the seconds of one message between pipeline neighbours, 0 without a pipeline."""
     place = seats(layouts, rates)
     return np.where(
         layouts.pp > 1,
@@ -48,7 +48,7 @@ def p2p_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
 
 @dataclass(frozen=True)
 class StepTail:
-    """What follows the pipeline: gradient sum, optimizer, weight gather; exposed seconds."""
+    """Exposed seconds of the work after the pipeline: gradient sum, optimizer update, weight gather."""
 
     reduce_s: Number
     optimizer_s: Number
@@ -61,15 +61,15 @@ def gradient_reduction_s(
     parameters: Number,
     experts: Number = 0.0,
 ) -> tuple[Number, Number]:
-    """(reduce, gather) seconds of one stage's gradients over the replicas, bucket by bucket: all-reduce, or
-    reduce-scatter and all-gather with ZeRO.
+    """Return the (reduce, gather) seconds of one stage's `parameters` over the replicas, bucket by bucket.
 
-    Those of `experts` follow, over replicas of their own.
+    With ZeRO they are a reduce-scatter and an all-gather, otherwise an all-reduce and 0. The elements of `experts`
+    are reduced afterwards, over the experts' replicas.
     """
     place = seats(layouts, rates)
     node = rates.node_devices
     together = layouts.ep * layouts.etp
-    apart = np.minimum(together, node)  # a node's groups of experts' replicas
+    apart = np.minimum(together, node)  # number of groups of expert replicas in a node
     inside = np.clip(node // apart, 1, layouts.edp)
     seats_of = (
         (parameters, layouts.replicas, place.replicas_per_node, place.replicas_sharing),
@@ -99,10 +99,10 @@ def gradient_reduction_s(
 
 
 def overlap_windows(layouts: Layout) -> Number:
-    """Backwards of a whole stage that run after the first gradients of the step are complete, in units of one
-    microbatch's.
+    """Return the backward work that can hide the gradient sum: the work after the first gradients are complete.
 
-    Without chunks the last microbatch's backward; interleaved, the last round: pp microbatches of every chunk but one.
+    The unit is the backward of one microbatch over a complete stage. Without chunks the result is the backward of the
+    last microbatch. With interleaving it is the last round: pp microbatches of every chunk but one.
     """
     pp = layouts.pp
     v = layouts.chunks
@@ -118,13 +118,18 @@ def tail(
     experts: Number = 0.0,
     whole: WholeUpdate | None = None,
 ) -> StepTail:
-    """The step's end for a stage of `parameters` (this rank's part), beside those of `experts`; the seconds are one
-    microbatch's over the whole stage.
+    """Return the exposed seconds after the pipeline.
 
-    `whole` is what an update of whole matrices adds.
+    With ZeRO-2 and without a pipeline, gradients are reduce-scattered after each microbatch, not once per step.
 
-    Gradients that are cut (ZeRO-2) and have no pipeline between their microbatches are scattered after each of them,
-    not once.
+    Args:
+        layouts: one layout or a table.
+        rates: rates of the machine.
+        parameters: elements of the stage on this rank, without experts.
+        last_backward_s: seconds of the last microbatch's backward over the complete stage.
+        first_forward_s: seconds of the first microbatch's forward over the complete stage.
+        experts: elements of experts of the stage on this rank.
+        whole: additional costs of an optimizer that updates complete matrices.
     """
     parameters = parameters + (whole.padding if whole else 0)
     reduce_s, gather_s = gradient_reduction_s(layouts, rates, parameters, experts)
@@ -135,7 +140,7 @@ def tail(
         1,
     )
     every = (layouts.sharding == "gradients") & (layouts.pp == 1)
-    sharded = cut(layouts, 3)  # gradients are cut like the state, and what moves has moved layer by layer
+    sharded = cut(layouts, 3)  # gradients are sharded like the state and were communicated layer by layer
     held = np.where(sharded | every, owned, parameters + experts)
     update_s = memory_s(owned * rates.optimizer_bytes, 4, rates) + memory_s(held * 2.0 * rates.gradient_bytes, 2, rates)
     shown_s = exposed_s(reduce_s, windows * last_backward_s, rates.dp_overlap) * np.where(
@@ -151,15 +156,17 @@ def tail(
 
 
 def sharding_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of a block's all-gathers and reduce-scatter where weights are sharded too; and of
-    a microbatch's part of the sum over copies.
+    """Return the (forward, backward) seconds of the collectives of a block with sharded weights.
+
+    They are all-gathers, a reduce-scatter and, if there are several copies of the weights (HSDP), a microbatch's part
+    of the all-reduce over the copies.
     """
     place = seats(layouts, rates)
     shards = layouts.shards
     inside = np.minimum(place.replicas_per_node, shards)
     across = np.maximum(place.replicas_per_node // shards, 1)
     copies = layouts.replicas // shards
-    devices = place.replicas_per_node * place.replicas_sharing  # of a node
+    devices = place.replicas_per_node * place.replicas_sharing  # devices of a node
 
     def seconds(size_bytes: Number, operation: str, ranks: Number = shards, per_node: Number = inside) -> Number:
         moved_s = collective_s(
@@ -178,14 +185,12 @@ def sharding_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Num
 
 
 def layer_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number]:
-    """(forward, backward) seconds of a layer; where weights are sharded, with what shows of gathering and scattering
-    them beside it.
-    """
+    """Return the (forward, backward) seconds of a layer, including the exposed collectives of sharded weights."""
     computed_s = block.both(layouts.microbatches, rates)
     sharded = cut(layouts, 3)
     if not np.any(sharded):
         return computed_s
-    overlap = 0.0 if rates.host_executes else rates.dp_overlap  # what moves the bytes is what computes
+    overlap = 0.0 if rates.host_executes else rates.dp_overlap  # a CPU's cores both send and compute
     forward_s, backward_s = (
         compute_s
         + np.where(sharded, exposed_s(moved_s, compute_s, overlap) + waiting_s(meetings, compute_s, rates), 0.0)
@@ -195,11 +200,11 @@ def layer_s(block: Times, layouts: Layout, rates: Rates) -> tuple[Number, Number
 
 
 def pair_s(block: Times, layouts: Layout, rates: Rates) -> Number:
-    """Seconds that a forward and a backward of a layer take less as a pair: the rows of each travel while the other
-    computes (schedule/actions.py).
+    """Return the seconds that a forward and a backward of a layer save as a pair (schedule/actions.py).
 
-    Of four ways two are beside attention and two beside experts. With one communication in flight attention's own
-    collectives wait for the rows: those two are then counted as shown.
+    The rows of each microbatch are sent while the other one computes. Two of the four all-to-alls overlap attention,
+    and two overlap experts. With one communication in flight, attention's own collectives wait for the rows. The two
+    that overlap attention are then counted as exposed.
     """
     overlap = 0.0 if rates.host_executes else rates.dp_overlap
     ways = np.where(rates.one_in_flight & ((layouts.tp > 1) | (layouts.cp > 1)), 0.5, 1.0)
@@ -213,19 +218,20 @@ def pair_s(block: Times, layouts: Layout, rates: Rates) -> Number:
 
 
 def plays_pairs(layouts: Layout) -> Number:
-    """Whether microbatches are played in pairs (comm.overlap_experts)."""
+    """Return whether the schedule runs microbatches in pairs (comm.overlap_experts)."""
     return (by_schedule(layouts, lambda name: float(rule(name).pairs)) > 0) & (layouts.ep > 1) & (layouts.pp > 1)
 
 
 def exposed_s(communication_s: Number, compute_s: Number, overlap: float) -> Number:
-    """What communication adds to the compute beside it: what does not fit under it, and at least the share that
-    never overlaps.
+    """Return the seconds that communication adds to the compute that it overlaps.
+
+    The result is the part of the communication that is longer than the compute, at least its share 1 - `overlap`.
     """
     return np.maximum(communication_s * (1 - overlap), communication_s - compute_s)
 
 
 def stage_layers(model: ModelConfig, layouts: Layout) -> tuple[Number, Number]:
-    """(most, last stage's) layers of a pipeline rank when layers are spread evenly and leftovers stand in front."""
+    """Return the layers of (the fullest, the last) pipeline rank of an even split with leftovers on the first ranks."""
     pp = layouts.pp
     layers = model.layers
     most = np.ceil(layers / pp)
@@ -233,16 +239,15 @@ def stage_layers(model: ModelConfig, layouts: Layout) -> tuple[Number, Number]:
 
 
 def meets_inside(layouts: Layout) -> Number:
-    """Whether ranks communicate inside a layer: over tp, cp or ep."""
+    """Return whether ranks communicate inside a layer: over tp, cp or ep."""
     return (layouts.tp > 1) | (layouts.cp > 1) | (layouts.ep > 1)
 
 
 def _turns(layouts: Layout, rates: Rates) -> Number:
-    """Messages there and back that a microbatch of a rank waits for where they take turns: fitted to
-    `schedule.simulate_in_turn`.
+    """Return the round trips of messages for which a microbatch waits with one communication in flight.
 
-    With collectives inside compute, which take their turn too, all four messages of a chunk show and chunks wait for
-    each other.
+    The numbers are fitted to `schedule.simulate_in_turn`. If layers contain collectives, all four messages of a chunk
+    are exposed, and chunks wait for each other.
     """
     chunks = layouts.chunks
     waits = meets_inside(layouts) | rates.host_executes
@@ -251,14 +256,14 @@ def _turns(layouts: Layout, rates: Rates) -> Number:
     def waits_of_chunks(name: str) -> float:
         if not one_end(name):
             return 3.5
-        return 2.0 if rule(name).idle < 1 / 4 else 3.0  # a full V has more slack
+        return 2.0 if rule(name).idle < 1 / 4 else 3.0  # ZB-V, which keeps as much memory as 1F1B, has more slack
 
     deep = by_schedule(layouts, waits_of_chunks)
     return np.where(chunks > 1, chunks * np.where(waits, deep, 2.0), np.where(waits, 2.0, few))
 
 
 def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
-    """Seconds of one training step in closed form."""
+    """Return the seconds of one training step in closed form."""
     parts = times(model, layouts, rates)
     m = layouts.microbatches
     pp = layouts.pp
@@ -271,7 +276,7 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     last_layers = np.maximum(last_layers, np.minimum(least_last, most))
     message = 2 * p2p_s(model, layouts, rates)
     host = rates.microbatch_s
-    beside = (pp == 1) | (by_schedule(layouts, one_end) > 0)  # the head, of the embedding
+    beside = (pp == 1) | (by_schedule(layouts, one_end) > 0)  # embedding and head are on one rank
     paired = both - pair_s(parts.block, layouts, rates)
     first = most * paired + ends[0] + np.where(beside, ends[1], 0.0)
     last = last_layers * paired + np.where(beside, 0.0, ends[1])
@@ -280,9 +285,8 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
     if rates.blocking_messages:
         busiest = slowest + message * v
     else:
-        # two neighbours of 1F1B wait for each other's messages unless one of them has that much less to do; with chunks
-        # a
-        # message has a whole chunk's compute to hide under, and GPipe's messages of one phase follow each other
+        # Two neighbours of 1F1B wait for each other's messages, unless one of them has enough idle time. With chunks a
+        # complete chunk's compute hides a message. In GPipe all messages of a phase have the same direction.
         hidden = (v > 1) | (layouts.schedule == "gpipe")
         lighter = np.where(pp > 2, middle, np.minimum(first, last)) + host
         busiest = np.maximum(slowest, np.where(hidden, 0.0, lighter + message))
@@ -292,8 +296,8 @@ def step_s(model: ModelConfig, layouts: Layout, rates: Rates) -> Number:
             ends_turns = np.where(split(layouts), turns, turns / 2)
             busiest = np.maximum(slowest + ends_turns, np.where(pp > 1, lighter, 0.0) + turns)
     ramp = model.layers * both + ends[0] + ends[1] + pp * host + (pp - 1) * message * v - busiest
-    # of a bubble of three equal passes, what weight gradients fill (Qi et al. 2023, 2024); a single microbatch can
-    # defer only its own
+    # The part of a bubble of three equal passes that weight gradients fill (Qi et al. 2023, 2024). A single microbatch
+    # can defer only its own weight gradients.
     idle = by_schedule(layouts, idle_share, "chunks")
     deferred = 3 * (1 - idle) * (pp - 1) * most * parts.block.weights(m) * (1 + np.minimum((m - 1) / pp, 1.0)) / 2
     ramp = np.where(split(layouts), ramp - np.minimum(deferred, ramp), ramp * idle)

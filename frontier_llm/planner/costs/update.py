@@ -1,5 +1,6 @@
-"""What an optimizer that works on whole matrices adds to a step: products, collectives, padding and buffers, by the
-very plan of the buckets.
+"""Costs of an optimizer that updates complete matrices (Muon): products, collectives, padding and buffers of a step.
+
+They are computed from the plan of the buckets that the runtime uses too (`topology/buckets.py`).
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from frontier_llm.planner.costs.kernels import product_s
 from frontier_llm.planner.costs.layouts import Number, cut, seats
 from frontier_llm.topology.buckets import plan_buckets
 
-BUCKET_ELEMENTS = CommConfig().bucket_elements  # of a run file that names none
+BUCKET_ELEMENTS = CommConfig().bucket_elements  # the default of a run file
 
 
 class WholeUpdate(NamedTuple):
-    """Of one pipeline rank; numbers, or columns over many layouts."""
+    """Costs of updating complete matrices on one pipeline rank: numbers, or columns over many layouts."""
 
-    seconds: Number  # of the owner with most to do, its collectives included
+    seconds: Number  # of the owner with the most work, collectives included
     flops: Number
-    padding: Number  # elements that slices are longer than their tensors
+    padding: Number  # elements of buckets that belong to no tensor
     gathered: Number  # elements that are gathered over dp because slices cut tensors
-    largest: Number  # elements of the largest bucket of these
+    largest: Number  # elements of the largest bucket
 
 
 def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Number) -> WholeUpdate:
-    """Of a rank that holds `layers` layers; all zero for an optimizer that gathers nothing."""
+    """Return the costs for a rank that holds `layers` layers. All are 0 if the optimizer gathers nothing."""
     rule = optimizer_rule(layouts.optimizer)
     if not rule.gathers:
         return WholeUpdate(*[0.0 * np.asarray(layers)] * len(WholeUpdate._fields))
@@ -65,7 +66,7 @@ def whole_update(model: ModelConfig, layouts: Layout, rates: Rates, layers: Numb
 
 
 class _Ranks(NamedTuple):
-    """What decides a pipeline rank's matrices."""
+    """The numbers that decide which matrices a pipeline rank holds."""
 
     tp: int
     ep: int
@@ -119,7 +120,7 @@ def _one(model: ModelConfig, rule: OptimizerRule, rates: Rates, bytes_each: int,
 
 
 def products(matrices: Matrices, tp: int, ep: int = 1) -> list[Product]:
-    """Of one Newton-Schulz step on one of `tp` ranks."""
+    """Return the matrix products of one Newton-Schulz step on one of `tp` ranks."""
     count, short, long = matrices.on_rank(tp, ep)
     if matrices.part(tp) is Part.SHORT:
         short = matrices.short
@@ -127,7 +128,7 @@ def products(matrices: Matrices, tp: int, ep: int = 1) -> list[Product]:
 
 
 def update_flops(parameter: Parameter, degrees: Mapping[str, int]) -> float:
-    """Of one parameter's orthogonal update on one rank."""
+    """Return the FLOPs of one parameter's orthogonal update on one rank."""
     tp, ep = _degrees_of(parameter, degrees)
     return NEWTON_SCHULZ_STEPS * sum(
         product.flops for one in matrices_of(parameter) for product in products(one, tp, ep)
@@ -135,7 +136,10 @@ def update_flops(parameter: Parameter, degrees: Mapping[str, int]) -> float:
 
 
 def parameter_s(parameter: Parameter, degrees: Mapping[str, int], rates: Rates, bytes_each: int) -> float:
-    """Seconds of the same, with what it sends over tp, or of experts over etp."""
+    """Return the seconds of one parameter's orthogonal update on one rank.
+
+    Collectives over tp (experts: etp) are included.
+    """
     total = 0.0
     tp, ep = _degrees_of(parameter, degrees)
     for one in matrices_of(parameter):
@@ -149,6 +153,6 @@ def parameter_s(parameter: Parameter, degrees: Mapping[str, int], rates: Rates, 
 
 
 def _degrees_of(parameter: Parameter, degrees: Mapping[str, int]) -> tuple[int, int]:
-    """(ranks that cut its matrices, ranks that share them out)."""
+    """Return (ranks that cut the parameter's matrices, ranks over which they are distributed)."""
     sharing = degrees.get("ep", 1) if parameter.tensor_axis == "etp" else 1
     return degrees.get(parameter.tensor_axis, 1), sharing
