@@ -15,7 +15,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages about other software, history, and generated text.
-LEFT_OUT = ("docs/coming_from.md", "benchmarks/findability.md", "docs/log.md", "docs/benchmarks/", "docs/generated/", "CHANGELOG.md")
+LEFT_OUT = (
+    "CHANGELOG.md",
+    "benchmarks/findability.md",
+    "docs/benchmarks/",
+    "docs/coming_from.md",
+    "docs/generated/",
+    "docs/log.md",
+)
 PATH = re.compile(r"[\w./-]*\w\.(?:py|md|sh|cpp|h|yaml|sbatch|json)")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 OPTION = re.compile(r"(?<!\S)--[a-z][\w-]+")
