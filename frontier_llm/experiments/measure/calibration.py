@@ -47,9 +47,8 @@ class Samples:
     contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks, time of the same products
     # microbatch, microbatches, time: a training step on one rank; all ranks run it independently
     steps: list[tuple[int, int, float]] = field(default_factory=list)
-    tensor_steps: list[tuple[int, int, float]] = field(
-        default_factory=list
-    )  # the same, tensor-parallel over `tensor` ranks
+    # the same, tensor-parallel over `tensor` ranks
+    tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)
     # the same on all ranks with sharded weights (FSDP)
     sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)
 
