@@ -1,8 +1,8 @@
 """Read and write sharded safetensors with an index, one tensor at a time. Memory never exceeds the largest tensor.
 
 A file begins with the length of the header (u64, little-endian). The JSON header maps name → dtype, shape, [begin, end)
-in the data. The data follows in row-major order without holes. Several files are listed in model.safetensors.index.json: {"metadata":
-{"total_size"}, "weight_map": {name: file}}.
+in the data. The data follows in row-major order without holes. Several files are listed in
+model.safetensors.index.json: {"metadata": {"total_size"}, "weight_map": {name: file}}.
 """
 
 from __future__ import annotations

@@ -73,7 +73,10 @@ def read_model(arguments: dict[str, Any], where: str, vocab_size: int | None) ->
 
 
 def _activation(f: Fields, bias: bool) -> str:
-    """Return our activation. Megatron's fused bias and GELU (default) is the tanh approximation, unfused GELU is exact."""
+    """Return our activation.
+
+    Megatron's default, the fused bias and GELU, is the tanh approximation. Without the fusion GELU is exact.
+    """
     if f.get("swiglu", False):
         return "swiglu"
     return "gelu_tanh" if f.get("openai_gelu", False) or (bias and f.get("bias_gelu_fusion", True)) else "gelu"
