@@ -39,7 +39,7 @@ class KeyValueCache:
         self.is_prefill = self.is_empty  # the tokens have positions 0, 1, … and attend only to each other
         self._positions_SB = positions_SB
         self._layer = 0
-        self._biases: dict[int, Tensor] = {}  # key: window
+        self._biases: dict[int, Tensor] = {}  # by window size
         low, high = (int(place) for place in positions_SB.aminmax())
         self._length = max(self._length, high + 1)
         # rows at equal positions fill one block of the store; a single last token attends to all filled slots

@@ -37,7 +37,8 @@ def score(
 ) -> list[Likelihood]:
     """Return log p(continuation | context) of every (context, continuation), also split into `parts` equal parts.
 
-    Collective over the world. Every rank returns all scores. Tokens beyond the context window S are cut from the left.
+    Collective over the world. Every rank returns all scores. A context that exceeds S + 1 tokens together with its
+    continuation is cut from the left.
     Batches are distributed over the dp replicas. Except for rounding, the result does not depend on the batch size.
     Raises ConfigError if a context or continuation is empty, or a continuation is longer than S.
     """

@@ -43,7 +43,10 @@ class Fields:
         return default if value is None else value
 
     def values(self, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """Return our field → value of their key. Each entry has their key and, unless it is required, its default."""
+        """Return our field → value.
+
+        `keys` maps our field to (their key, default), or to (their key,) if the key is required.
+        """
         return {ours: self.get(*key) if len(key) > 1 else self.need(*key) for ours, key in keys.items()}
 
     def only(self, key: str, *allowed: Any, default: Any = None) -> Any:
@@ -54,7 +57,7 @@ class Fields:
         return value
 
     def fixed(self, **values: Any) -> None:
-        """Record a problem for each key whose value is not the given one, which is also the key's default."""
+        """Record a problem for each key that has another value. A missing key is taken to have the given value."""
         for key, value in values.items():
             self.only(key, value, default=value)
 

@@ -33,13 +33,13 @@ class Samples:
     device: str
     dtype: str
     memory_bytes: float  # of the device; on a CPU this rank's part of the computer's memory
-    # M, N, K; weight gradients include their accumulation
+    # M, N, K, time; weight gradients include their accumulation
     gemm: list[tuple[int, int, int, float]] = field(default_factory=list)
-    # B, heads, S, D, forward, backward
+    # B, heads, S, D, forward time, backward time
     attention: list[tuple[int, int, int, int, float, float]] = field(default_factory=list)
     elementwise_s: float = 0.0  # forward norms, activation and residual of one layer, with tp = `tensor`
     tensor: int = 1
-    copy: tuple[float, float] = (1.0, 1.0)  # bytes read and written
+    copy: tuple[float, float] = (1.0, 1.0)  # bytes read and written, time
     dispatch_s: float = 0.0  # one tiny operation
     adamw: tuple[float, float] = (1.0, 1.0)  # elements, time
     # operation, ranks, bytes of the complete tensor, time
@@ -196,8 +196,8 @@ def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
     """Fit the time of multi-rank steps beyond compute and collectives, which were measured with a common start.
 
     Ranks of a tensor-parallel step wait for each other many times in a layer. Two constants describe the waiting: a
-    time per meeting, and a share of the compute between two meetings. Ranks drift apart, and if there are more ranks
-    than cores, they also wait for each other's time slices.
+    time per synchronisation, and a share of the compute between two synchronisations. The share exists because ranks
+    compute at unequal speed. If there are more ranks than cores, they also wait for each other's time slices.
 
     In steps with sharded weights the rest is attributed to their collectives. Torch runs these collectives, not the
     transport that the table was measured with.

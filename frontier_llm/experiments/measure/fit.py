@@ -3,7 +3,8 @@
 `calibrate`, `tune` and benchmarks/planner/fit_machines.py use this module.
 
 Each constant is its start value times exp(x). The fit minimises the squared log errors of the predicted times, softened
-beyond a knee, plus a weak prior that holds x at 0. The prior keeps constants that the measurements do not determine.
+beyond a knee, plus a weak prior that pulls x towards 0. Constants that the measurements do not determine keep their
+start values.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ class Measurements:
     ceilings: Mapping[str, float] = field(default_factory=dict)
 
     def rates(self, x: np.ndarray) -> Rates:
-        """The constants at a point of the fit."""
+        """Return the constants at a point of the fit."""
         return scaled(self.start, self.constants, x, self.ceilings)
 
     def log_errors(self, x: np.ndarray) -> np.ndarray:
-        """log(predicted / measured) of each time."""
+        """Return log(predicted / measured) of each time."""
         return np.log(self.predicted_s(self.rates(x)) / self.measured_s)
 
 
 def scaled(start: Rates, constants: Sequence[str], x: np.ndarray, ceilings: Mapping[str, float] | None = None) -> Rates:
-    """`start` with each constant times exp(its x), at most its ceiling."""
+    """Return `start` with each constant multiplied by exp(its x), at most its ceiling."""
     limits = {**dict.fromkeys(SHARES, 1.0), **(ceilings or {})}
     changes: dict[str, Any] = {}
     for constant, shift in zip(constants, x, strict=True):
@@ -74,7 +75,7 @@ def scaled(start: Rates, constants: Sequence[str], x: np.ndarray, ceilings: Mapp
 
 
 def soften(errors: np.ndarray, knee: float) -> np.ndarray:
-    """Residuals whose squares are Huber's loss: squares below the knee, linear beyond."""
+    """Return residuals whose squares are Huber's loss: quadratic below the knee, linear beyond."""
     size = np.abs(errors)
     return np.sign(errors) * np.where(size < knee, size, np.sqrt(np.maximum(2 * knee * size - knee**2, 0.0)))
 

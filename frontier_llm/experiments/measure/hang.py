@@ -31,7 +31,7 @@ ABOUT = {
     "many-waiting": "several communicators, without overlap",
     "one": "one communication in flight",
 }
-START_S = 240.0  # time until all ranks have connected and built their parts
+START_S = 240.0  # seconds until all ranks have connected and built their parts
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Verdict:
 
     @property
     def safe(self) -> bool:
-        """Every step ended."""
+        """True if every step ended."""
         return self.steps == self.wanted and not self.fault
 
     def describe(self) -> str:
-        """'many: safe, 200 steps in 12 s (several communications …)'."""
+        """Return text such as 'many: safe, 200 steps in 12 s (several communications …)'."""
         if self.safe:
             result = f"safe, {plural(self.steps, 'step')} in {self.seconds:.0f} s"
         else:
@@ -105,7 +105,7 @@ def watch(
 ) -> Verdict:
     """Run `command`, which starts the ranks of a mode, until it ends or hangs.
 
-    The run hangs if no step ends for `limit_s`. The first step may begin up to START_S after the start.
+    The run counts as hanging if no step ends within `limit_s` seconds. Before the first step the limit is START_S.
     """
     progress = folder / "progress"
     log = folder / f"{mode}.log"
@@ -153,9 +153,9 @@ def _steps(progress: Path) -> int:
 
 
 def in_flight_of(verdicts: Sequence[Verdict]) -> str | None:
-    """Return the value of `comm.in_flight` for this machine: the faster of "many" and "one" that is safe, else None.
+    """Return the value of `comm.in_flight` for this machine: "many" if safe, else "one" if safe, else None.
 
-    "many" needs the mode with overlap to be safe, because runs use it that way.
+    "many" is only returned if the mode with overlap is safe, because runs overlap messages and gradients.
     """
     safe = {verdict.mode for verdict in verdicts if verdict.safe}
     return next((mode for mode in ("many", "one") if mode in safe), None)

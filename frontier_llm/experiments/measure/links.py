@@ -142,13 +142,13 @@ def operation_on(axis: Axis, operation: str, size_bytes: int, device: torch.devi
 
 
 def _nothing() -> None:
-    """Run instead of the operation on ranks that are not measured."""
+    """Do nothing. Ranks that are not measured call this function instead of the operation."""
 
 
 def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budget_s: float) -> float:
     """Return the median over repetitions, then the maximum over ranks, in seconds.
 
-    All ranks run the same number of repetitions, which the slowest rank can run in about `budget_s` (3 to 50).
+    All ranks run the same number of repetitions (3 to 50), for which the slowest rank needs about `budget_s`.
     """
 
     def agreed(value: float) -> float:

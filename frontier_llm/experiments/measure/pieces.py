@@ -1,6 +1,6 @@
-"""Measure how much of tensor parallelism's communication overlaps if it is split into pieces (comm.tensor_chunks).
+"""Measure how much of tensor parallelism's communication overlaps with compute if both are split into pieces.
 
-The run's own products and collectives are measured.
+The run's own products and collectives are measured (comm.tensor_chunks).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PiecesTime:
 
     @property
     def overlap(self) -> float:
-        """Share of a piece's product or collective, the shorter one, that overlaps: 0 (none) to 1."""
+        """Share of the shorter of a piece's product and collective that is overlapped: 0 (none) to 1."""
         hidden_s = self.pieces * (self.product_s + self.collective_s) + self.copy_s - self.together_s
         return min(max(hidden_s / ((self.pieces - 1) * min(self.product_s, self.collective_s)), 0.0), 1.0)
 
@@ -49,7 +49,7 @@ class PiecesTime:
 
 
 def bench_pieces(mesh: Mesh, model: ModelConfig, layout: Layout, device: torch.device) -> list[PiecesTime]:
-    """Measure every forward product of a block that runs beside a collective, split into each count of `PIECES`.
+    """Measure each forward product of a block that can overlap with a collective, split into each count of `PIECES`.
 
     Collective over the world. Returns an empty list without tensor parallelism.
     """

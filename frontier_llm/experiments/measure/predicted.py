@@ -40,7 +40,7 @@ def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = 
     `plugins` is passed to `read_run`. Raises DataError if the directory holds no run or no step times.
     """
     record = read_run(directory, plugins)
-    last = record.parts[-1]  # the configuration has the last layout
+    last = record.parts[-1]  # record.config has the layout of the last part
     times = [
         float(row["step_time_s"]) for row in record.steps if row["step"] > last.after_step and "step_time_s" in row
     ]

@@ -126,7 +126,8 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
             for number, held_out in enumerate(_held_out(record)):
                 rows = [row for row in record.evaluations if held_out in row]
                 name = held_out if held_out != "loss" else "held out"
-                shape = SHAPES[(index + number) % len(SHAPES)]  # points that coincide stay visible
+                # different shapes, so that coinciding points of several runs stay visible
+                shape = SHAPES[(index + number) % len(SHAPES)]
                 traces.append(
                     points(f"{name}, {record.name}", _steps(rows), [row[held_out] for row in rows], index, shape=shape)
                 )

@@ -26,7 +26,7 @@ class LayoutSpan:
 
     @property
     def name(self) -> str:
-        """'TP2 x PP2 x DP1'."""
+        """Layout as text, such as 'TP2 x PP2 x DP1'."""
         return self.plan.grid.describe()
 
 

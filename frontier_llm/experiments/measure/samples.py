@@ -31,9 +31,9 @@ from frontier_llm.training.step import train_step
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
 COPY_ELEMENTS = 8 * 2**20
-# (share of the run's microbatch, microbatches): the three cases differ in tokens, microbatches and steps
+# (share of the run's microbatch, microbatches): together they separate the time per token, microbatch and step
 STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))
-JOINT_STEPS = ((1.0, 1), (0.25, 2))  # for steps over several ranks; they differ in the compute between two meetings
+JOINT_STEPS = ((1.0, 1), (0.25, 2))  # for steps over several ranks; with unequal compute between synchronisations
 LONG_S = 0.06  # long enough that a scheduler's time slices (3 ms) are shared fairly
 
 

@@ -113,7 +113,7 @@ class Tuner:
 
 
 class Everything(Tuner):
-    """Measurement of every layout of the space once, instead of a search.
+    """Replacement of the search that measures every layout of the space once.
 
     The order is random, so that slow hours of the machine are spread over the space.
     """

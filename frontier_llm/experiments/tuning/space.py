@@ -65,9 +65,10 @@ def make_space(
     most: int = MOST_LAYOUTS,
     within: float = WITHIN,
 ) -> Space:
-    """Return the legal layouts that fit into memory: the `most` best, predicted `within` times the best step.
+    """Return the space of legal layouts that fit into memory.
 
-    Raises ConfigError if there is none.
+    It has at most `most` layouts. Their predicted steps take at most `within` times the best one. Raises ConfigError
+    if there is none.
     """
     fixed = {"gradient_wire": config.precision.gradient_wire, **fixed}
     shared = {
@@ -108,11 +109,11 @@ def features(plans: Sequence[Plan]) -> np.ndarray:
     """Return one row per layout: its choices and the parts of its simulated step. Columns have mean 0 and deviation 1.
 
     The parts let one trial inform about many layouts. For example, if messages cost more than the machine file says,
-    every layout is slower in proportion to its part of messages. The predicted step is a column too, so that a wrong
-    order of the planner is one number to learn.
+    every layout is slower in proportion to its share of messages. The predicted step is a column too. One number can
+    then correct a planner that orders the layouts wrongly.
 
-    The pipeline bubble enters as -log(1 - bubble), so that a machine without a cost of the bubble is one number. The
-    passes per step enter as a logarithm too, for the host's cost per pass.
+    The pipeline bubble enters as -log(1 - bubble). One number then describes a machine on which the bubble costs
+    nothing. The number of passes per step enters as a logarithm, for the host's cost per pass.
     """
     columns: list[np.ndarray] = []
     for name in CHOICES:

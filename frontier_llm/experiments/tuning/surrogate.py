@@ -1,8 +1,8 @@
-"""Prediction of layouts that were not tried: a Gaussian process over log(measured / predicted).
+"""Predict the step times of untried layouts with a Gaussian process over log(measured / predicted).
 
-The process learns the planner's error, not the step time. Without a trial it returns the planner's prediction, and
-after one trial the prediction times that trial's error. Coordinates are the layouts' choices and the planner's parts
-of the step (`space.features`). The kernel is fixed, because ten trials do not determine its parameters.
+The process learns the planner's error, not the step time. Without a trial it returns the planner's prediction. After
+one trial it returns this prediction multiplied by the trial's error. Coordinates are the layouts' choices and the
+planner's parts of the step (`space.features`). The kernel is fixed, because ten trials do not determine its parameters.
 docs/benchmarks/tuning.md compares kernels.
 """
 

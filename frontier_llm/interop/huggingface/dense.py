@@ -1,7 +1,7 @@
 """Configuration of families without experts, beyond the keys that families.py lists.
 
 A reading function returns fields of our model and refuses values that the model does not compute. A writing function
-keys of a config.json.
+returns keys of a config.json.
 """
 
 from __future__ import annotations

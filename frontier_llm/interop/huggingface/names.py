@@ -82,7 +82,7 @@ class TensorRule:
 class Names:
     """Tensor names of one family: our parameter without ".weight" and ".bias" → one name, or one name per piece.
 
-    A `#` stands for an expert's number. If our name has its ending, their name is complete too.
+    A `#` stands for an expert's number. A key with an ending (".weight" or ".bias") maps to complete names.
     """
 
     theirs: Mapping[str, str | tuple[str, ...]]

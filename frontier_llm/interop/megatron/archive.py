@@ -32,7 +32,7 @@ from frontier_llm.units import MIB
 MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the tensors' values are in other members
 # For other compression methods, zipfile may decompress more data than was requested.
 _BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-MAX_DIRECTORY_BYTES = 16 * MIB  # of the zip: about 150,000 members
+MAX_DIRECTORY_BYTES = 16 * MIB  # of the zip's list of about 150,000 members
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # of a zip member, before the name, the extra field and the data
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -115,7 +115,11 @@ class TorchArchive:
     """One file. `content` is the saved object, with a StoredTensor for every tensor."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if the file is missing, truncated or in another format, or names unknown code."""
+        """Read the file.
+
+        Raises CheckpointError if the file is missing, truncated or in another format, or if its pickle has a name that
+        is not known to be harmless.
+        """
         self.path = path
         try:
             _check_directory(path)
@@ -227,7 +231,7 @@ def _check_directory(path: Path) -> None:
 
 
 def _check_pickle(content: bytes) -> None:
-    """Read the operations without running them. Raises ValueError for a missing operand or a too high memo number.
+    """Read the operations without running them. Raises ValueError if a stated length or memo number is too large.
 
     The unpickler allocates the sizes that a pickle states before it reads the data: frames, strings, and a table up to
     the highest memo number. Every stated length must therefore be in the file, and a memo number may not exceed the

@@ -168,7 +168,7 @@ def _complete(
 
 
 def _expect_degree(key: str, arguments: Mapping[str, Any], count: int, folder: Path) -> None:
-    """Raise CheckpointError if the last ranks' files were not copied. Their absence shows only in the degree."""
+    """Raise CheckpointError if the degree in the arguments is not `count`, because the last ranks' files are missing."""
     if arguments.get(key, count) != count:
         raise CheckpointError(
             f"was written with {key} {arguments[key]}, files of {count} are there",
