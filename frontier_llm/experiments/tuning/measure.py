@@ -37,7 +37,7 @@ class Bench:
         return tuple(words)
 
     def measure(self, search: Tuner, proposal: Proposal, limit_s: float) -> Trial:
-        """Run a trial. If it says nothing about the layout (failed node, walltime), its status is one of RETRIED."""
+        """Run a trial. A trial without a result for the layout (failed node, walltime) has a status in RETRIED."""
         number = len(search.trials) + 1
         directory = self.directory / f"trial_{number:04}"
         words = self.words(search, proposal.number, directory)

@@ -45,7 +45,7 @@ class Tuner:
 
     @property
     def tried(self) -> dict[int, Trial]:
-        """Latest trial of each layout of the space, without trials that say nothing about the layout."""
+        """Latest trial of each layout of the space, without trials that gave no result for the layout."""
         numbers = ((self.space.index(trial.layout), trial) for trial in self.trials if trial.status not in RETRIED)
         return {number: trial for number, trial in numbers if number is not None}
 

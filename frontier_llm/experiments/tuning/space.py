@@ -24,8 +24,8 @@ from frontier_llm.planner.search import Plan, preference, simulate_layout
 from frontier_llm.topology.plan import plan_problems
 
 MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 ms each)
-# Times the best predicted step. A layout beyond this limit is only the best one if the planner's error differs by a
-# factor of 2 between two layouts of one model.
+# Times the best predicted step. A layout beyond this limit can only be the best one if the planner's error
+# differs by a factor of 2 between two layouts.
 WITHIN = 2.0
 
 CHOICES = tuple(dict.fromkeys(FIELD_OF_KEY.values()))  # fields that distinguish the layouts of a table of trials
@@ -76,7 +76,7 @@ def make_space(
         "optimizer": config.optimizer.name,
     }
     layouts = enumerate_layouts(config.model, devices, config.batch.global_batch, tp_max, fixed, **shared)
-    # a table of trials has no column for copies of optimizer shards
+    # the search does not vary `data_shard`
     layouts = layouts.where(layouts.data_shard == fixed.get("data_shard", 0))
     fitting = (
         layouts.where(peak_memory(config.model, layouts, rates) <= rates.memory_bytes) if len(layouts) else layouts
@@ -108,7 +108,7 @@ def laid_out(config: RunConfig, layout: Layout) -> RunConfig:
 def features(plans: Sequence[Plan]) -> np.ndarray:
     """Return one row per layout: its choices and the parts of its simulated step. Columns have mean 0 and deviation 1.
 
-    The parts let one trial inform about many layouts. For example, if messages cost more than the machine file says,
+    The parts let one trial inform about many layouts. For example, if messages cost more than predicted,
     every layout is slower in proportion to its share of messages. The predicted step is a column too. One number can
     then correct a planner that orders the layouts wrongly.
 

@@ -15,7 +15,7 @@ from frontier_llm.experiments.tuning.space import CHOICES
 from frontier_llm.files import write_atomically
 
 TRIALS_FILE = "trials.csv"
-RETRIED = ("node failure", "interrupted")  # statuses that say nothing about the layout
+RETRIED = ("node failure", "interrupted")  # statuses that give no result for the layout
 
 
 @dataclass(frozen=True)

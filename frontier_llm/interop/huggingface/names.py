@@ -29,7 +29,7 @@ class TensorRule:
 
     parameter: Parameter
     theirs: tuple[str, ...]  # one tensor, or one for each of our pieces
-    # rows of our first dim that the other format also has: all but the vocabulary's padding, which is zeros here
+    # Rows of our first dim that the other format also has. Our padding rows of the vocabulary are zeros.
     rows: int
     stacked: bool  # their fused tensor stacks our pieces, instead of having rows in our order
     turned: bool  # their tensor is stored as (in, out)

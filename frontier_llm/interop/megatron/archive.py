@@ -48,7 +48,8 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_STORAGES.values(), torch.complex64)}
-# packages whose records (enums, generator states, optimizer bookkeeping) are in training checkpoints beside the weights
+# packages whose records (enums, generator states, optimizer bookkeeping) are stored with the weights in training
+# checkpoints
 _RECORDS = ("megatron.", "deepspeed.", "transformer_engine.", "apex.", "numpy.", "pathlib.")
 _RECORD_NAMES = {"torch.device", "torch.Generator", "_io.BytesIO", "io.BytesIO"}
 
@@ -117,8 +118,8 @@ class TorchArchive:
     def __init__(self, path: Path) -> None:
         """Read the file.
 
-        Raises CheckpointError if the file is missing, truncated or in another format, or if its pickle has a name that
-        is not known to be harmless.
+        Raises CheckpointError if the file is missing, truncated or in another format. Also raises CheckpointError if
+        its pickle has a name that is not known to be harmless.
         """
         self.path = path
         try:

@@ -23,7 +23,7 @@ _RANK = re.compile(r"mp_rank_([0-9]{1,8})(?:_([0-9]{1,8}))?")
 _LAYER_FILE = re.compile(r"layer_([0-9]{1,8})-model_([0-9]{1,8})-model_states\.pt")
 _TRACKER_BYTES = 256
 _REPORTED = 8
-# the second is written beside a distributed optimizer's file
+# the second is written together with a distributed optimizer's file
 _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")
 _IN_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,8})\.(.*)")
 # their name within a layer, in the spellings of several years → our name
@@ -168,7 +168,7 @@ def _complete(
 
 
 def _expect_degree(key: str, arguments: Mapping[str, Any], count: int, folder: Path) -> None:
-    """Raise CheckpointError if the degree in the arguments is not `count`, because the last ranks' files are missing."""
+    """Raise CheckpointError if the degree in the arguments is not `count`: the last ranks' files are missing then."""
     if arguments.get(key, count) != count:
         raise CheckpointError(
             f"was written with {key} {arguments[key]}, files of {count} are there",
