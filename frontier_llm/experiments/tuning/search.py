@@ -30,7 +30,7 @@ class Proposal:
     """Layout to try next."""
 
     number: int  # index in the space's plans
-    why: str  # planner | spread | model
+    why: str  # planner | spread | model | exhaustive
     expected_s: float  # seconds per step
 
 

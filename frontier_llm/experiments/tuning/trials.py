@@ -24,9 +24,9 @@ class Trial:
 
     number: int
     layout: Layout
-    why: str  # planner | spread | model
+    why: str  # planner | spread | model | exhaustive
     predicted_s: float  # per step, from the planner
-    status: str  # ok, or a failure of `scaling.launch.judge`
+    status: str  # a status of `scaling.launch.judge`, or interrupted
     step_s: float | None  # median of the measured steps
     steps: int  # measured steps
     wall_s: float
