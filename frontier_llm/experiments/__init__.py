@@ -1,1 +1,1 @@
-"""Observes runs from outside: measurements, calibration, measured search, scaling series, reports."""
+"""Tools that observe runs: measurements, calibration, measured search, scaling series and reports."""

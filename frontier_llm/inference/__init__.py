@@ -1,1 +1,1 @@
-"""Generate and score with a trained model, on any layout: the training stages themselves, fed token by token."""
+"""Generate text and score tokens with a trained model on any layout. The training stages run token by token."""

@@ -1,10 +1,9 @@
-"""Attention that remembers: keys and values of earlier tokens stay in a cache, so that a new token costs one row of
-work.
+"""Attention with a key/value cache, so that a new token costs one row of work.
 
-It stands in the model's place for the attention op (`Ops.attention`), so the transformer itself is the one that trains.
-Slot t of a row holds the token at position t. Prompts of unequal length are padded on the right: a padded slot is seen
-by no earlier position, and is overwritten when its row's generation reaches it, before any query may look at it. So no
-mask for padding exists at all.
+`RememberingAttention` replaces the attention op of the model (`Ops.attention`), so the transformer is the same as in
+training. Slot t of a row holds the token at position t. Prompts of unequal length are padded on the right. The causal
+mask hides a padded slot from all earlier positions. When the generation of its row reaches the slot, the slot is
+overwritten before a query may read it. Padding therefore needs no mask.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class KeyValueCache:
     def __init__(self, store: Tensor) -> None:
         self._store = store
         self._rows_B = torch.arange(store.shape[2], device=store.device)
-        self._length = 0  # positions that are filled
+        self._length = 0  # number of filled positions
 
     @property
     def is_empty(self) -> bool:
@@ -33,21 +32,22 @@ class KeyValueCache:
         return self._length == 0
 
     def begin(self, positions_SB: Tensor) -> None:
-        """Start a forward pass over tokens at these positions, consecutive in each row; each layer then calls
-        `extend` once, in order.
+        """Start a forward pass over tokens at these positions, which are consecutive in each row.
+
+        Each layer then calls `extend` once, in order.
         """
-        self.is_prefill = self.is_empty  # its tokens stand at positions 0, 1, … and see only each other
+        self.is_prefill = self.is_empty  # the tokens have positions 0, 1, … and attend only to each other
         self._positions_SB = positions_SB
         self._layer = 0
-        self._biases: dict[int, Tensor] = {}  # by window
+        self._biases: dict[int, Tensor] = {}  # by window size
         low, high = (int(place) for place in positions_SB.aminmax())
         self._length = max(self._length, high + 1)
-        # rows that stand at the same positions: one block of the store; and a single token sees all that is there
+        # rows at equal positions fill one block of the store; a single last token attends to all filled slots
         self._block = slice(low, high + 1) if high - low + 1 == len(positions_SB) else None
         self._sees_all = self._block is not None and low == high == self._length - 1
 
     def extend(self, k_SBgD: Tensor, v_SBgD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the tokens' keys and values. Returns k_BgTD, v_BgTD of all positions so far."""
+        """Store the tokens' keys and values. Returns k_BgTD and v_BgTD of all positions so far."""
         keys, values = self._store[self._layer]
         self._layer += 1
         for kept_BgTD, new_SBgD in ((keys, k_SBgD), (values, v_SBgD)):
@@ -58,8 +58,9 @@ class KeyValueCache:
         return keys[:, :, : self._length], values[:, :, : self._length]
 
     def bias(self, scores: Scores, dtype: torch.dtype) -> Tensor | None:
-        """What is added to a pass's scores, (B, 1 or a, S, T), made once for all of its layers with one window; None
-        where nothing is.
+        """Return the bias of this pass's scores, (B, 1 or a, S, T), or None if no bias is needed.
+
+        The bias is computed once per pass for all layers with the same window.
         """
         alibi_slopes_a = scores.alibi_slopes_a
         window = scores.window or self._length
@@ -75,17 +76,16 @@ class KeyValueCache:
 
 
 class RememberingAttention:
-    """The attention op of an inference model: with a cache it sees earlier tokens, without one it is the training
-    op.
-    """
+    """Attention op of an inference model. Queries attend to cached tokens; without a cache it is the training op."""
 
     def __init__(self, attention: Callable[[Tensor, Tensor, Tensor, Scores], Tensor]) -> None:
         self._attention = attention
         self.cache: KeyValueCache | None = None
 
     def __call__(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
-        """o_SBaD; see ops.reference.attention. Documents are a matter of training: a cache holds one document per
-        row.
+        """Return o_SBaD as ops.reference.attention does.
+
+        A cache holds one document per row, so `scores.documents_BS` must be None with a cache.
         """
         if self.cache is not None:
             assert scores.documents_BS is None
@@ -96,10 +96,10 @@ class RememberingAttention:
 
 
 def attend(q_SBaD: Tensor, k_BgTD: Tensor, v_BgTD: Tensor, scores: Scores, bias: Tensor | None) -> Tensor:
-    """Attention of queries to all slots, with `bias` (B, 1 or a, S, T) added to the scores; o_SBaD."""
+    """Return the attention of queries to all slots, o_SBaD. `bias` (B, 1 or a, S, T) is added to the scores."""
     queries = q_SBaD.shape[2] // k_BgTD.shape[1]
     q_BaSD = q_SBaD.permute(1, 2, 0, 3)
-    if scores.softcap:  # torch's kernel has none
+    if scores.softcap:  # torch's kernel has no score capping
         k_BaTD, v_BaTD = (x.repeat_interleave(queries, dim=1) for x in (k_BgTD, v_BgTD))
         capped_BaST = softcapped(scores.scale * (q_BaSD @ k_BaTD.transpose(-2, -1)), scores.softcap)
         o_BaSD = torch.softmax(capped_BaST if bias is None else capped_BaST + bias, dim=-1) @ v_BaTD

@@ -1,4 +1,4 @@
-"""Score a task: the option with the highest log-probability is the model's answer."""
+"""Evaluate a task. The model's answer is the option with the highest log-probability."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from frontier_llm.inference.tasks import Task, TaskOption, requests
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Accuracies of one task; None where a normalisation has no meaning."""
+    """Accuracies of one task. None for a normalisation that has no meaning."""
 
     task: str
     format: str
     shots: int
     items: int
-    acc: float  # highest summed log-probability, as lm_eval's acc
-    acc_norm: float | None  # per character of the choice, as lm_eval's acc_norm
-    acc_token: float  # per token, as LLM Foundry's accuracy
+    acc: float  # by summed log-probability, as lm_eval's acc
+    acc_norm: float | None  # by log-probability per character of the choice, as lm_eval's acc_norm
+    acc_token: float  # by log-probability per token, as LLM Foundry's accuracy
 
     @property
     def stderr(self) -> float:
@@ -34,10 +34,10 @@ class TaskResult:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Tokens of a context and of its continuation, cut where the context's own tokens end.
+    """Return the tokens of a context and of its continuation, split at the length of the context's own tokens.
 
-    They are encoded together, as in lm_eval, so that the boundary is one the model has seen; spaces at the context's
-    end belong to the continuation. An empty context is the end of a document.
+    Both are encoded together, as in lm_eval, so that the text at the boundary is tokenized as in training. Spaces at
+    the context's end belong to the continuation. An empty context is replaced by the end-of-document token.
     """
     spaces = len(context) - len(context.rstrip())
     if spaces:
@@ -52,7 +52,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 
 @dataclass(frozen=True)
 class Asked:
-    """A task as it is put to a model: each option of each question as tokens."""
+    """Task in the form in which a model scores it: each option of each question as tokens."""
 
     task: Task
     shots: int
@@ -60,7 +60,7 @@ class Asked:
     pairs: Sequence[Pair]
 
     def judge(self, scores: Sequence[float]) -> TaskResult:
-        """What a model gets right that finds the options so likely: their log-probabilities."""
+        """Return the accuracies of a model from the log-probabilities of the options."""
         task = self.task
 
         def accuracy(sizes: Iterable[int]) -> float:
@@ -81,7 +81,7 @@ class Asked:
 
 
 def ask(tokenizer: Tokenizer, task: Task, shots: int = 0, pool: Task | None = None) -> Asked:
-    """The task behind `shots` solved examples of the `pool`, or of itself."""
+    """Return the task with `shots` solved examples before each question, drawn from `pool` or from the task itself."""
     options = requests(task, shots, pool)
     return Asked(
         task,
@@ -100,13 +100,13 @@ def evaluate_task(
     batch_size: int = 8,
     on_batch: Callable[[int], object] = lambda done: None,
 ) -> TaskResult:
-    """Collective over the world; every rank returns the same."""
+    """Score a task. Collective over the world. Every rank returns the same result."""
     asked = ask(tokenizer, task, shots, pool)
     return asked.judge([entry.log_probability for entry in score(model, asked.pairs, batch_size, on_batch)])
 
 
 def _accuracy(task: Task, asked: Sequence[TaskOption], values: Sequence[float]) -> float:
-    """Share of questions whose first best option is the right one."""
+    """Return the share of questions whose first option with the highest value is correct."""
     right = 0
     for item, group in groupby(zip(asked, values, strict=True), key=lambda pair: pair[0].item):
         options = [value for _, value in group]

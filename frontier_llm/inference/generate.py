@@ -1,4 +1,4 @@
-"""Generation: the prompt in one pass, then one token per row and pass, until every row has ended."""
+"""Generation: one pass over the prompt, then one token per row and pass until every row has ended."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def stream(
     use_cache: bool = True,
     first_row: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Yield each new token of every row as it is chosen (None for rows that have ended); a stop token is yielded too.
+    """Yield the new tokens of all rows, one list per pass. The entry of a row that has ended is None.
 
-    Row n draws what row `first_row` + n of one great batch would draw.
-    Raises ConfigError for an empty prompt, one that fills the context, or a token outside the vocabulary.
+    A stop token is yielded too. Row n draws the same random numbers as row `first_row` + n of one large batch.
+    Raises ConfigError if a prompt is empty, fills the context, or holds a token outside the vocabulary.
     """
     check_prompts(model.config, prompts)
     batch = _Batch(model, prompts, sampling)
@@ -60,8 +60,9 @@ class _Batch:
             self.seen_BV[row, list(prompt)] = True
 
     def last_hidden(self, cache: KeyValueCache | None) -> Tensor | None:
-        """Hidden state (B, H) of each row's last token, on the last stage; with a filled cache only those tokens
-        pass the model.
+        """Return the hidden state (B, H) of each row's last token on the last stage, None on other stages.
+
+        With a filled cache only these tokens pass through the model.
         """
         device = self.model.device
         last_B = torch.tensor(self.lengths) - 1
@@ -75,7 +76,7 @@ class _Batch:
         return None if x_SBH is None else x_SBH[last_B, torch.arange(len(self.lengths))]
 
     def append(self, tokens_B: Tensor) -> list[int | None]:
-        """Add one token to each row that goes on."""
+        """Add one token to each row that has not ended. Returns the added token of each row, None for ended rows."""
         new = [None if ended else token for ended, token in zip(self.ended, tokens_B.tolist(), strict=True)]
         for row, token in enumerate(new):
             if token is not None:
@@ -87,7 +88,7 @@ class _Batch:
 
 
 def check_prompts(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises ConfigError with every prompt that is empty, fills the context or holds a token outside the vocabulary."""
+    """Raise ConfigError with every prompt that is empty, fills the context, or has a token outside the vocabulary."""
     problems = []
     S = model.sequence_length
     V = model.vocab_size

@@ -21,14 +21,14 @@ class HeldOut:
     """Means over the dataset's targets."""
 
     dataset: str
-    tokens: int  # targets that were scored
+    tokens: int  # number of scored targets
     loss: float  # nats per token
-    bits_per_byte: float | None  # None where the text's size was not recorded with the dataset
-    by_position: tuple[float, ...] = ()  # loss in equal stretches of the window, from its beginning to its end
+    bits_per_byte: float | None  # None if the text's size was not recorded with the dataset
+    by_position: tuple[float, ...] = ()  # loss in equal parts of the window, first to last
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); inf where that overflows."""
+        """exp(loss), or inf if it overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
@@ -40,12 +40,11 @@ def held_out(
     on_batch: Callable[[int], object] = lambda done: None,
     positions: int = 1,
 ) -> HeldOut:
-    """Score a dataset's tokens in their order, in windows of S targets that see only their own window; `windows` 0 =
-    all of them.
+    """Score a dataset's tokens in order, in windows of S targets. A target's context is its own window.
 
-    The windows are evenly spaced over the dataset when not all are taken; the loss is also given in `positions` equal
-    stretches of them. Collective over the world. Raises DataError for a dataset without a single window or with tokens
-    outside the vocabulary.
+    `windows` is the number of windows (0: all). Fewer windows are evenly spaced over the dataset. The loss is also
+    returned for `positions` equal parts of the windows. Collective over the world. Raises DataError if the dataset has
+    less than one window or tokens outside the vocabulary.
     """
     dataset = IndexedDataset(prefix)
     S = model.config.sequence_length
@@ -78,7 +77,7 @@ def held_out(
 
 
 def draw_by_position(losses: Sequence[HeldOut], window: int, path: Path) -> None:
-    """Loss against the place of a token in the window, a line for each dataset."""
+    """Draw the loss against a token's position in the window, with one line per dataset."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.4), layout="constrained")

@@ -1,9 +1,11 @@
 """A model class for lm-evaluation-harness: `lm_eval run --model frontier-llm --model_args path=runs/mine --tasks …`.
 
-Releases of lm_eval after 0.4.13 find it by the entry point `lm_eval.models` that this package declares. 0.4.13 and
-older know their own table alone; the command `frontier-lm-eval` (`main` here) is their command line, with all its
-options and models, in a process where ours is registered. Arguments: path (run directory, checkpoint or Hugging Face
-directory), tokenizer, dtype, device, batch_size. In Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
+Releases of lm_eval after 0.4.13 find the class by the entry point `lm_eval.models` that this package declares. Releases
+up to 0.4.13 only have their own table. For these, the command `frontier-lm-eval` (`main` here) runs lm_eval's command
+line, with all its options and models, in a process that has registered this class.
+
+Arguments: path (run directory, checkpoint or Hugging Face directory), tokenizer, dtype, device, batch_size, plugin. In
+Python: `lm_eval.simple_evaluate(model=FrontierLM(path), …)`.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from frontier_llm.inference.sampling import Sampling
 from frontier_llm.inference.score import score
 from frontier_llm.inference.text import complete
 
-DEFAULT_NEW_TOKENS = 256  # lm_eval's own default
+DEFAULT_NEW_TOKENS = 256  # lm_eval's default
 
 
 @register_model("frontier-llm")
 class FrontierLM(TemplateLM):
-    """One process, one device. For models larger than that: `frontier-llm evaluate` runs tensor-, pipeline- and
-    data-parallel.
+    """Model on one device in one process.
+
+    `frontier-llm evaluate` runs larger models with tensor, pipeline and data parallelism.
     """
 
     def __init__(
@@ -61,27 +64,27 @@ class FrontierLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Ends a document, and stands for an empty context."""
+        """Token that ends a document. It also replaces an empty context."""
         return self.tokens.eod
 
     @property
     def max_length(self) -> int:
-        """Context in tokens."""
+        """Context length in tokens."""
         return self.model.config.sequence_length
 
     @property
     def tokenizer_name(self) -> str:
-        """For lm_eval's caches."""
+        """Name of the tokenizer in lm_eval's caches."""
         return self.tokens.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text; never with special ids at its ends."""
+        """Return the ids of a text, never with special ids at its ends."""
         return self.tokens.encode(string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """(sum of log-probabilities, greedy) per (texts, context ids, continuation ids)."""
+        """Return (sum of log-probabilities, greedy) for each (texts, context ids, continuation ids)."""
         scores = score(
             self.model,
             [(context, continuation) for _, context, continuation in requests],
@@ -90,7 +93,7 @@ class FrontierLM(TemplateLM):
         return [(entry.log_probability, entry.greedy) for entry in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, each token predicted once."""
+        """Return the log-probability of each complete text, with each token predicted once."""
         totals = []
         for request in requests:
             ids = self.tok_encode(request.args[0])
@@ -100,8 +103,9 @@ class FrontierLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Text up to a stop string, per (context, generation arguments); those of equal arguments are continued in
-        batches.
+        """Return the generated text, up to a stop string, for each (context, generation arguments).
+
+        Requests with equal arguments are continued in batches.
         """
         asked = [_generation(request.args[1]) for request in requests]
         texts = [""] * len(requests)
@@ -122,14 +126,14 @@ class FrontierLM(TemplateLM):
         return texts
 
     def _fitting(self, context: str, new_tokens: int) -> str:
-        """The end of a context that leaves room for what is wanted."""
+        """Return the end of a context that leaves room for the requested new tokens."""
         room = self.max_length - min(new_tokens, self.max_length - 1)
         ids = self.tok_encode(context)
         return context if len(ids) <= room else self.tokens.decode(ids[-room:])
 
 
 def _generation(options: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
-    """lm_eval's generation arguments: how to sample, and the strings that end a text."""
+    """Return the sampling and the stop strings from lm_eval's generation arguments."""
     until = options.get("until") or []
     wanted = int(options.get("max_gen_toks", options.get("max_new_tokens", DEFAULT_NEW_TOKENS)))
     temperature = float(options.get("temperature", 1.0)) if options.get("do_sample", False) else 0.0
@@ -145,8 +149,9 @@ def _generation(options: Mapping[str, Any]) -> tuple[Sampling, tuple[str, ...]]:
 
 
 def _device(wanted: str | None) -> torch.device:
-    """lm_eval's command line asks for cuda:0 when its user names no device, so that cannot be an error without a
-    GPU.
+    """Return the device, which is the CPU if there is no GPU.
+
+    lm_eval's command line passes cuda:0 if its user names no device, so cuda:0 without a GPU must not be an error.
     """
     if torch.cuda.is_available():
         return torch.device(wanted or "cuda")
@@ -156,7 +161,7 @@ def _device(wanted: str | None) -> torch.device:
 
 
 def main() -> None:
-    """lm_eval's own command line, in a process that knows `--model frontier-llm`."""
+    """Run lm_eval's command line in a process that has registered `--model frontier-llm`."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

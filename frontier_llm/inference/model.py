@@ -1,6 +1,4 @@
-"""One rank's part of a model that only infers: the training stage with weights alone, no gradients, no optimizer
-state.
-"""
+"""One rank's part of a model for inference: the training stage with weights, without gradients or optimizer state."""
 
 from __future__ import annotations
 
@@ -29,8 +27,9 @@ def inference_run(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     expert: int = 1,
 ) -> RunConfig:
-    """A run whose layout is that of inference; data-parallel replicas share the requests. Raises ConfigError for
-    experts that replicas would share.
+    """Return a run configuration with the layout of inference. Data-parallel replicas share the requests.
+
+    Raises ConfigError if the expert degree does not divide the tensor degree, because replicas do not share experts.
     """
     if tensor % expert:
         what = (
@@ -48,14 +47,15 @@ def inference_run(
 
 
 def inference_plan(model: ModelConfig, tensor: int, pipeline: int, world_size: int, expert: int = 1) -> ParallelPlan:
-    """The layout. Raises LayoutError as training does."""
+    """Return the layout. Raises LayoutError as training does."""
     return make_plan(inference_run(model, tensor, pipeline, world_size, expert=expert), world_size)
 
 
 @dataclass
 class InferenceModel:
-    """What one rank needs to run its stage. Every method is collective over tp and pp; each dp replica works for
-    itself.
+    """One rank's stage and the objects that it needs.
+
+    Every method is collective over tp and pp. Each dp replica works independently.
     """
 
     config: ModelConfig
@@ -66,7 +66,7 @@ class InferenceModel:
     attention: RememberingAttention
 
     def new_cache(self, rows: int, slots: int) -> KeyValueCache:
-        """An empty cache for this rank's layers and heads."""
+        """Return an empty cache for this rank's layers and heads."""
         kv_heads = self.config.num_kv_heads // self.mesh.tp.size
         shape = (self.stage.spec.num_layers, 2, rows, kv_heads, slots, self.config.dim_per_head)
         return KeyValueCache(torch.zeros(shape, dtype=self.dtype, device=self.device))
@@ -77,10 +77,10 @@ class InferenceModel:
         positions_SB: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor | None:
-        """Play the pipeline once, stage after stage. Returns (S, B, H) before the final norm on the last stage, None on
-        others.
+        """Run the pipeline once, stage after stage.
 
-        `positions_SB` are given with a cache; without one the tokens are whole sequences.
+        Returns (S, B, H) before the final norm on the last stage, None on other stages. `positions_SB` is needed with a
+        cache. Without a cache the tokens are complete sequences.
         """
         batch = Microbatch(tokens_SB, tokens_SB, positions_SB=positions_SB)
         self.attention.cache = cache
@@ -101,7 +101,7 @@ class InferenceModel:
         return None
 
     def whole_logits(self, x_SBH: Tensor) -> Tensor:
-        """(S, B, V) in fp32 (fp64 under fp64), the same on every tp rank; last stage only."""
+        """Return logits (S, B, V) in fp32 (fp64 under fp64), equal on every tp rank. Only for the last stage."""
         logits_SBv = self.stage.logits(x_SBH)
         rows = self.config.padded_vocab_size // self.mesh.tp.size
         padded_vSB = torch.nn.functional.pad(logits_SBv, (0, rows - logits_SBv.shape[-1])).permute(2, 0, 1)
@@ -117,8 +117,9 @@ def build_inference_model(
     dtype: str,
     ops: OpsConfig,
 ) -> InferenceModel:
-    """Allocate this rank's stage and fill it from `source`, rectangle by rectangle. Raises BackendError for a
-    missing op.
+    """Allocate this rank's stage and load its weights from `source`, one rectangle at a time.
+
+    Raises BackendError if an op is missing.
     """
     working = working_dtype(dtype)
     needs = AttentionNeeds(

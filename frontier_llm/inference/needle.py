@@ -1,7 +1,8 @@
-"""Does a model find again what it has read far back? Random tokens are hidden in held-out text, their first half stands
-once more at its end, and the model is asked for the second half.
+"""Test how well a model recalls text far back: a needle of random tokens is hidden in held-out text.
 
-No tokenizer and no language are needed, and no answer can be guessed: what a model recalls it has attended to.
+The needle's first half is repeated at the end of the text, and the model predicts the second half. The test needs no
+tokenizer and no language. The answer cannot be guessed. A correct answer therefore shows that the model attended to the
+needle.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from frontier_llm.errors import DataError
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.score import score
 
-HALF = 4  # tokens of a needle's key, and of its value
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: at the beginning of the text, 1: right before the question
+HALF = 4  # tokens of a needle's key and of its value
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: at the beginning of the text, 1: directly before the question
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Of the needles at one depth of texts of one length."""
+    """Recall of the needles at one depth in texts of one length."""
 
-    length: int  # tokens, question and answer included
+    length: int  # tokens, with question and answer
     depth: float
     needles: int
-    found: float  # share whose every token was the model's first choice
-    loss: float  # nats per token of the answers; log(vocabulary) is chance
+    found: float  # share of needles whose tokens all were the model's first choice
+    loss: float  # nats per token of the answers; log(vocabulary) for random guesses
 
 
 def lengths_up_to(window: int) -> list[int]:
-    """The window, and its halves down to 1024 tokens; of a smaller one itself alone."""
+    """Return the window and its halves down to 1024 tokens, smallest first. A smaller window is returned alone."""
     lengths = [window]
     while lengths[-1] // 2 >= 1024:
         lengths.append(lengths[-1] // 2)
@@ -47,8 +48,9 @@ def needles(
     batch_size: int = 1,
     on_batch: Callable[[int], object] = lambda done: None,
 ) -> list[Recall]:
-    """Recall by length and depth, `samples` needles each in other text. Collective over the world. Raises DataError
-    for too little text.
+    """Return the recall by length and depth, from `samples` needles each, in different texts.
+
+    Collective over the world. Raises DataError if the dataset has too little text.
     """
     dataset = IndexedDataset(prefix)
     window = model.config.sequence_length
@@ -77,7 +79,7 @@ def _request(
     cell: tuple[int, float],
     sample: int,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """(text with a needle and its key once more, value): a function of length, depth and number alone."""
+    """Return (text with a needle and the repeated key, value). It depends on length, depth and `sample` alone."""
     length, depth = cell
     filler = length - 4 * HALF
     draw = np.random.default_rng([length, round(100 * depth), sample])

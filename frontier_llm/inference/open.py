@@ -1,4 +1,4 @@
-"""What a user names as "the model": a run directory, one of its checkpoints, or a Hugging Face directory."""
+"""Open a model that a user names: a run directory, one of its checkpoints, or a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from frontier_llm.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_fil
 from frontier_llm.errors import CheckpointError, DataError
 from frontier_llm.interop.huggingface import CONFIG, HuggingFaceModel
 
-COMPARED_TOKENS = 4096  # of a dataset, by which two tokenizer files are told apart
+COMPARED_TOKENS = 4096  # tokens of a dataset that are decoded to compare two tokenizers
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """Weights, and what is known of their run."""
+    """Weights of a model, and the known facts about its run."""
 
     path: Path
     source: WeightSource
     run: RunConfig | None  # None for a Hugging Face directory
-    dtype: str  # working precision that it was trained in; fp32 where that is not known
+    dtype: str  # working precision of the training; fp32 if unknown
     tokenizer_spec: str | None
 
 
 def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] = ()) -> OpenedModel:
-    """Open what `path` names; of a run directory its newest checkpoint. `verified` reads every shard whole against its
-    digest.
+    """Open the model at `path`. A run directory stands for its newest checkpoint.
 
-    Plugins that a checkpoint was trained with are imported from `plugins`, which the user named, or as the user's own
-    run directory names them. Raises CheckpointError saying what was expected there, ConfigError for a plugin that is
-    needed and not named.
+    If `verified`, every shard is read completely and compared with its digest. The plugins that a checkpoint was
+    trained with are imported if `plugins` or the user's own run directory names them. Raises CheckpointError if `path`
+    is not a model, ConfigError if a plugin is needed but not named.
     """
     path = Path(path)
     if (path / CONFIG).is_file():
@@ -46,7 +45,7 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
         return OpenedModel(path, HuggingFaceModel(path), None, "fp32", tokenizer_in(path))
     if checkpoints := checkpoints_at(path):
         source = CheckpointWeights(checkpoints[0], verified)
-        # else a checkpoint alone, which may bring a run file of its own
+        # If `path` is a checkpoint, a run file inside it may not name plugins.
         is_run_directory = checkpoints[0].parent == path / "checkpoints"
         own = own_plugins(path) if is_run_directory else ()
         import_recorded(
@@ -71,8 +70,9 @@ def open_model(path: str | Path, verified: bool = False, plugins: Sequence[str] 
 
 
 def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
-    """The tokenizer that was `given`, else the run's own. Raises DataError when there is none or it has more ids
-    than the model.
+    """Return the tokenizer `given`, or else the run's own.
+
+    Raises DataError if there is none or if it has more ids than the model.
     """
     spec = given or opened.tokenizer_spec
     if spec is None:
@@ -82,7 +82,8 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
             where=str(opened.path),
         )
     if given is None and spec.startswith(HUB) and recorded_tokenizer(str(opened.path), spec) is None:
-        what = f"names the tokenizer {spec[:200]}, which was never fetched here"  # a checkpoint may be a stranger's
+        # a checkpoint may come from an untrusted source
+        what = f"names the tokenizer {spec[:200]}, which was never fetched here"
         raise DataError(
             what,
             where=str(opened.path),
@@ -94,18 +95,17 @@ def open_tokenizer(opened: OpenedModel, given: str | None) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Raises DataError for a tokenizer with ids that the model has no row for."""
+    """Raise DataError if the tokenizer has ids for which the model has no row."""
     if tokenizer.vocab_size > model.vocab_size:
         what = f"has {tokenizer.vocab_size} ids, the model's vocabulary {model.vocab_size}"
         raise DataError(what, fix="give the tokenizer that the model was trained with", where=tokenizer.name)
 
 
 def check_dataset(prefix: str, tokenizer: Tokenizer) -> None:
-    """Raises DataError for tokens that another tokenizer made; a dataset without a record passes unchecked, as in
-    training.
+    """Raise DataError if another tokenizer made the dataset's tokens. A dataset without a record is accepted.
 
-    An exported model's tokenizer has another file than the one that made the data: it passes where both read the same
-    text.
+    The tokenizer file of an exported model differs from the file that made the data. It is accepted if both tokenizers
+    decode the dataset's first tokens to the same text.
     """
     meta = read_meta(prefix)
     dataset = IndexedDataset(prefix)
@@ -123,5 +123,5 @@ def check_dataset(prefix: str, tokenizer: Tokenizer) -> None:
 
 
 def tokenizer_in(directory: Path) -> str | None:
-    """The directory itself where it holds a tokenizer's file."""
+    """Return the directory as a tokenizer name, or None if it holds no tokenizer file."""
     return str(directory) if tokenizer_file(directory) else None

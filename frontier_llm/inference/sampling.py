@@ -1,4 +1,4 @@
-"""From logits to the next token: repetition penalty, temperature, top-k, top-p, min-p, then one draw."""
+"""Choose the next token from logits: repetition penalty, temperature, top-k, top-p, min-p, then one draw."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from frontier_llm.errors import ConfigError, Problem
 
-CANDIDATES = 1024  # tokens that are put in order at first, and 16 times as many while a filter keeps them all
+CANDIDATES = 1024  # number of tokens that are sorted first; 16 times more in each further step while a filter keeps all
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch these filters off."""
+    """Rules by which tokens are chosen. temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 disable the filters."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # arXiv:1909.05858: > 1 makes tokens that were seen less likely
+    repetition_penalty: float = 1.0  # arXiv:1909.05858; a value > 1 makes seen tokens less likely
     seed: int = 0
-    stop_tokens: tuple[int, ...] = ()  # end a row; not part of its text
+    stop_tokens: tuple[int, ...] = ()  # these tokens end a row and are not part of its text
 
     def __post_init__(self) -> None:
         rules = [
@@ -46,9 +46,7 @@ class Sampling:
 
 
 class Sampler:
-    """Draws for B rows. A row's draws depend on the seed and its own number alone, not on its neighbours in the
-    batch.
-    """
+    """Random draws for B rows. A row's draws depend only on the seed and the row's number, not on the batch."""
 
     def __init__(self, sampling: Sampling, row_ids: Sequence[int]) -> None:
         self._sampling = sampling
@@ -56,7 +54,7 @@ class Sampler:
         self._generators = [torch.Generator().manual_seed(int.from_bytes(digest, "little")) for digest in digests]
 
     def choose(self, logits_BV: Tensor, seen_BV: Tensor) -> Tensor:
-        """Next tokens (B), int64. `seen_BV` marks the tokens of each row's context."""
+        """Return the next tokens (B), int64. `seen_BV` marks the tokens in each row's context."""
         sampling = self._sampling
         logits_BV = penalise(logits_BV, seen_BV, sampling.repetition_penalty)
         if sampling.temperature == 0:
@@ -66,14 +64,15 @@ class Sampler:
         draws_B = torch.stack(
             [torch.rand((), generator=generator, dtype=torch.float64) for generator in self._generators]
         )
-        # below the last kept token's cumulative sum, so that rounding cannot choose a token of probability 0
+        # below the cumulative sum of the last kept token, so that rounding cannot choose a token of probability 0
         thresholds_B1 = draws_B.to(cumulative_BK)[:, None] * cumulative_BK[:, -1:]
         place_B1 = torch.searchsorted(cumulative_BK, thresholds_B1, right=True)
         return order_BK.gather(1, place_B1.minimum(_last(probabilities_BK)))[:, 0]
 
     def _kept(self, scaled_BV: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids of the K likeliest tokens, likeliest first; their probabilities, 0 where a filter drops them), none
-        that is kept beyond K.
+        """Return the ids of the K most likely tokens, most likely first, and their probabilities.
+
+        Tokens that a filter drops have probability 0. K is large enough to contain all kept tokens.
         """
         sampling = self._sampling
         V = scaled_BV.shape[1]
@@ -83,19 +82,19 @@ class Sampler:
             order_BK = _likeliest(scaled_BV, min(width, V))
             ordered_BK = scaled_BV.gather(1, order_BK)
             probabilities_BK = keep_likely(ordered_BK, sampling.top_k, sampling.top_p, sampling.min_p, log_total_B1)
-            # else among those left out there may be kept ones, or equals of the last kept one
+            # otherwise tokens beyond K may be kept too, or may equal the last kept one
             if width >= V or bool((ordered_BK.gather(1, _last(probabilities_BK)) > ordered_BK[:, -1:]).all()):
                 return order_BK, probabilities_BK
             width *= 16
 
 
 def _last(probabilities_BK: Tensor) -> Tensor:
-    """Place of the last token with a probability, (B, 1)."""
+    """Return the place of the last token with a probability above 0, (B, 1)."""
     return (probabilities_BK > 0).sum(-1, keepdim=True) - 1
 
 
 def _likeliest(logits_BV: Tensor, count: int) -> Tensor:
-    """Ids of the `count` highest logits, highest first, of equal ones the lowest id first."""
+    """Return the ids of the `count` highest logits, highest first. Equal logits are ordered by id."""
     if count == logits_BV.shape[1]:
         return logits_BV.argsort(dim=-1, descending=True, stable=True)
     ids_BK = logits_BV.topk(count).indices.sort(-1).values
@@ -103,18 +102,19 @@ def _likeliest(logits_BV: Tensor, count: int) -> Tensor:
 
 
 def penalise(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Logits of seen tokens divided by the penalty where positive, multiplied by it where negative
-    (arXiv:1909.05858).
-    """
+    """Divide positive logits of seen tokens by the penalty and multiply negative ones by it (arXiv:1909.05858)."""
     if penalty == 1.0:
         return logits_BV
     return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
 def keep_likely(ordered_BK: Tensor, top_k: int, top_p: float, min_p: float, log_total_B1: Tensor) -> Tensor:
-    """Probabilities, highest first, with 0 for all but the top k, of these the smallest head whose mass reaches p
-    (arXiv:1904.09751), and of these the ones at least min_p times as likely as the first (arXiv:2407.01082).
-    `log_total_B1` is the logarithm of the sum of all logits' exponentials, of which `ordered_BK` are the highest.
+    """Return probabilities, highest first, with 0 for the dropped tokens.
+
+    The first filter keeps the top k tokens. The second keeps the fewest tokens whose mass reaches top_p
+    (arXiv:1904.09751). The third keeps tokens at least min_p times as likely as the first (arXiv:2407.01082).
+    `ordered_BK` holds the highest logits in order.
+    `log_total_B1` is the logsumexp of all logits.
     """
     if top_k:
         ordered_BK = ordered_BK.clone()

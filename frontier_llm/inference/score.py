@@ -1,6 +1,4 @@
-"""Log-probabilities: of each token of a text, of continuations of contexts; shared by held-out evaluation, tasks and
-lm_eval.
-"""
+"""Log-probabilities of tokens and of continuations, for held-out evaluation, tasks and lm_eval."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ from frontier_llm.parallel.tensor import vocab_parallel_cross_entropy
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Of one continuation given its context."""
+    """Log-probability of one continuation given its context."""
 
-    log_probability: float  # summed over the continuation's tokens, nats
-    greedy: bool  # each of its tokens is the most likely one
+    log_probability: float  # in nats, summed over the continuation's tokens
+    greedy: bool  # True if each token of the continuation is the most likely one
     tokens: int
-    parts: tuple[float, ...]  # log_probability by equal stretches of the continuation
+    parts: tuple[float, ...]  # log_probability of equal parts of the continuation
 
 
 Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a context and of its continuation
@@ -37,20 +35,20 @@ def score(
     on_batch: Callable[[int], object] = lambda done: None,
     parts: int = 1,
 ) -> list[Likelihood]:
-    """log p(continuation | context) for every (context, continuation), in `parts` equal stretches of the latter.
-    Collective over the world; every rank returns all scores.
+    """Return log p(continuation | context) of every (context, continuation), also split into `parts` equal parts.
 
-    What does not fit the context window S is cut from the left. Batches go to the dp replicas in turn; the numbers do
-    not depend on the batch size beyond rounding. Raises ConfigError for an empty context or continuation, or a
-    continuation longer than S.
+    Collective over the world. Every rank returns all scores. A context that exceeds S + 1 tokens together with its
+    continuation is cut from the left.
+    Batches are distributed over the dp replicas. Except for rounding, the result does not depend on the batch size.
+    Raises ConfigError if a context or continuation is empty, or a continuation is longer than S.
     """
     check_requests(model.config, requests)
     window = model.config.sequence_length + 1
     texts = [([*context, *continuation][-window:], len(continuation)) for context, continuation in requests]
-    # long ones first: rows of a batch are of like length, and running out of memory happens at once
+    # longest first: rows of a batch have similar lengths, and a lack of memory shows in the first batch
     order = sorted(range(len(texts)), key=lambda index: (-len(texts[index][0]), index))
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    sums_NP = torch.zeros(len(texts), 1 + parts, dtype=torch.float64)  # whether greedy, and the stretches
+    sums_NP = torch.zeros(len(texts), 1 + parts, dtype=torch.float64)  # greedy flag, log-probability of each part
     for number, batch in enumerate(batches):
         if number % model.mesh.dp.size != model.mesh.dp.rank:
             continue
@@ -75,12 +73,11 @@ def token_scores(
     texts: Sequence[Sequence[int]],
     counts: Sequence[int] | None = None,
 ) -> list[tuple[Tensor, Tensor]] | None:
-    """For the last tokens of each text: log p given those before, and whether each was the most likely; (count,) on the
-    CPU.
+    """Return log p and whether the token was the most likely, for the last tokens of each text.
 
-    `counts` None = all but the first token. Logits are made from the first place on that any row needs, not for the
-    contexts. Collective over tp and pp; None where no logits come out. Texts have 2 to S + 1 tokens; rows are padded on
-    the right, where causal attention never looks.
+    Both tensors have the shape (count,) and are on the CPU. `counts` None means all but the first token. Logits are
+    computed only from the first position that a row needs. Collective over tp and pp. Stages without logits return
+    None. Texts have 2 to S + 1 tokens. Rows are padded on the right, to which causal attention never attends.
     """
     longest = max(map(len, texts))
     padded_BS1 = torch.zeros(len(texts), longest, dtype=torch.int64)
@@ -96,7 +93,7 @@ def token_scores(
         return None
     logits_SBv = model.stage.logits(x_SBH[first:])
     first_vocab = model.config.padded_vocab_size // model.mesh.tp.size * model.mesh.tp.rank
-    best_SB = _most_likely(model, logits_SBv, first_vocab)  # before the loss, which may use the logits' memory
+    best_SB = _most_likely(model, logits_SBv, first_vocab)  # before the loss, which may overwrite the logits
     loss_SB, _ = vocab_parallel_cross_entropy(logits_SBv, targets_SB, first_vocab, model.stage.context)
     log_probabilities_BS = -loss_SB.T.cpu()
     greedy_BS = (best_SB == targets_SB).T.cpu()
@@ -107,8 +104,9 @@ def token_scores(
 
 
 def _most_likely(model: InferenceModel, logits_SBv: Tensor, first_vocab: int) -> Tensor:
-    """Vocabulary id of the highest logit, (S, B); of equal ones the lowest id, as argmax over the whole vocabulary
-    has it.
+    """Return the vocabulary id of the highest logit, (S, B).
+
+    If logits are equal, the lowest id is returned, as by an argmax over the complete vocabulary.
     """
     value_SB, index_SB = logits_SBv.max(-1)
     values_tSB = all_gather(value_SB[None].contiguous(), model.mesh.tp)
@@ -117,9 +115,7 @@ def _most_likely(model: InferenceModel, logits_SBv: Tensor, first_vocab: int) ->
 
 
 def check_requests(model: ModelConfig, requests: Sequence[Pair]) -> None:
-    """Raises ConfigError for an empty context or continuation, and for what the model's context or vocabulary cannot
-    hold.
-    """
+    """Raise ConfigError if a context or continuation is empty or does not fit the model's context or vocabulary."""
     S = model.sequence_length
     V = model.vocab_size
     for number, (context, continuation) in enumerate(requests):
@@ -137,5 +133,5 @@ def check_requests(model: ModelConfig, requests: Sequence[Pair]) -> None:
 
 
 def outside(tokens: Sequence[int], vocabulary: int) -> int | None:
-    """A token that a vocabulary of this size does not have; None when it has them all."""
+    """Return a token outside a vocabulary of this size, or None if there is none."""
     return next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary), None)

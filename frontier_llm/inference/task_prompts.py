@@ -1,8 +1,7 @@
-"""The seven tasks of the MI250 runs in lm-evaluation-harness's form: fields of the hub's data sets → contexts and
-continuations.
+"""Prompts of the seven tasks of the MI250 runs, from the fields of the Hugging Face hub's datasets.
 
-Prompts follow the task files of lm-evaluation-harness 0.4.13 (arc, boolq of SuperGLUE, hellaswag, piqa, winogrande,
-wsc273); a test compares the texts and the scores with its own.
+The prompts follow the task files of lm-evaluation-harness 0.4.13 (arc, boolq of SuperGLUE, hellaswag, piqa, winogrande,
+wsc273). A test compares texts and scores with lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question: one context and one continuation per option."""
+    """One question, with a context and a continuation for each option."""
 
     contexts: tuple[str, ...]
     continuations: tuple[str, ...]
@@ -24,9 +23,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class KnownTask:
-    """Where a task's data comes from and how a line becomes a prompt."""
+    """Source of a task's data and conversion of a line to a prompt."""
 
-    source: str  # data set on the Hugging Face hub, and its evaluation split; or whose format it is
+    source: str  # data set on the Hugging Face hub with its evaluation split, or the program that defined the format
     fields: tuple[str, ...]
     convert: Callable[[dict[str, Any]], Prompt]
     is_schema: bool = False
@@ -64,7 +63,7 @@ def _boolq(line: dict[str, Any]) -> Prompt:
 
 
 def _wikihow(text: str) -> str:
-    """HellaSwag's WikiHow part carries marks such as [title] and [step]."""
+    """Remove marks such as [title] and [step], which HellaSwag's WikiHow part contains."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -88,7 +87,7 @@ _POSSESSIVE = frozenset(("my", "his", "her", "our", "their"))
 
 
 def _winograd(line: dict[str, Any]) -> Prompt:
-    """Each candidate takes the pronoun's place; what follows the pronoun is scored."""
+    """Replace the pronoun by each candidate. The text after the pronoun is scored."""
     text = line["text"].replace("  ", " ")
     place = line["pronoun_loc"]
     pronoun = line["pronoun"]

@@ -1,9 +1,8 @@
-"""In-context tasks from local JSONL: which option does the model find most likely?
+"""In-context tasks from local JSONL files. A model answers by the option that it finds most likely.
 
-Two formats. LLM Foundry's: {"query", "choices", "gold"}, or {"context_options", "continuation", "gold"} where the
-options differ in the context. lm-evaluation-harness's: the fields of the data sets on the Hugging Face hub, with the
-prompts of its task files (0.4.13). Both become the same thing: for each option a context, a delimiter and a
-continuation.
+Two formats are read. LLM Foundry's format is {"query", "choices", "gold"}, or {"context_options", "continuation",
+"gold"} if the options are contexts. lm-evaluation-harness's format has the fields of the data sets on the Hugging Face
+hub, with the prompts of its task files (0.4.13). Each option becomes a context, a delimiter and a continuation.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from frontier_llm.data.documents import json_object
 from frontier_llm.errors import DataError, Problem, first_of, suggest
 from frontier_llm.inference.task_prompts import FOUNDRY_CHOICES, FOUNDRY_SCHEMA, LM_EVAL, KnownTask, Prompt
 
-# LLM Foundry's scripts/eval/yamls/tasks.yaml: these put the answer on a line of its own, the others after a space
+# LLM Foundry's scripts/eval/yamls/tasks.yaml: these tasks put the answer on its own line, other tasks after a space
 _FOUNDRY_ANSWER_LINE = ("arc_easy", "arc_challenge", "boolq", "piqa")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task file, read."""
+    """Content of a task file."""
 
     name: str
     path: str
@@ -31,7 +30,7 @@ class Task:
     prompts: tuple[Prompt, ...]
     delimiter: str  # between context and continuation
     joiner: str  # between solved examples
-    is_schema: bool  # the options are contexts: normalising by their length would mean nothing
+    is_schema: bool  # options are contexts; normalising by the length of a continuation has no meaning
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,14 @@ class TaskOption:
     item: int
     option: int
     context: str
-    continuation: str  # delimiter included
+    continuation: str  # with the delimiter
 
 
 def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
-    """Read a task file; `limit` 0 = all of it.
+    """Read a task file. `limit` is the number of questions (0: all).
 
-    Raises DataError: no such file (with what to download), a line that is not JSON, a missing field (with the fields
-    expected), a gold that is no option.
+    Raises DataError if the file does not exist, a line is not JSON, a field is missing, or the gold answer is not an
+    option. The message names the download or the expected fields.
     """
     path = Path(path)
     if not path.is_file():
@@ -94,11 +93,11 @@ def read_task(name: str, path: str | Path, limit: int = 0) -> Task:
 
 
 def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1234) -> list[TaskOption]:
-    """Every option of every question, after `shots` solved examples.
+    """Return every option of every question, after `shots` solved examples.
 
-    The examples come from `pool`, or from the task itself without the question in hand. They are drawn as lm_eval draws
-    them (one generator for the whole task, one more than needed where the question itself must be left out), so that
-    equal files and seeds give equal prompts. Raises DataError when there are too few.
+    The examples come from `pool`, or from the task itself without the current question. They are drawn as in lm_eval:
+    one generator for the complete task, and one additional example if the question itself must be left out. Equal files
+    and seeds therefore give equal prompts. Raises DataError if there are too few examples.
     """
     examples = (pool or task).prompts
     if shots and len(examples) < shots + (pool is None):
@@ -120,7 +119,7 @@ def requests(task: Task, shots: int = 0, pool: Task | None = None, seed: int = 1
 
 
 def solved(task: Task, prompt: Prompt) -> str:
-    """A question with its answer."""
+    """Return a question with its answer."""
     return prompt.contexts[prompt.gold] + task.delimiter + prompt.continuations[prompt.gold]
 
 
@@ -138,7 +137,7 @@ def _read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _convert(documents: list[tuple[int, dict[str, Any]]], path: Path, known: KnownTask) -> tuple[Prompt, ...]:
-    """All lines as prompts; raises DataError naming the first lines that cannot be."""
+    """Return all lines as prompts. Raises DataError with the first lines that cannot be converted."""
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     for number, document in documents:

@@ -1,4 +1,4 @@
-"""Text in, text out: prompts become tokens, tokens become text as they come, stop strings end it."""
+"""Complete text: encode prompts, decode tokens as they arrive, and end at stop strings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from frontier_llm.inference.generate import check_prompts, stream
 from frontier_llm.inference.model import InferenceModel
 from frontier_llm.inference.sampling import Sampling
 
-_UNFINISHED = "\ufffd"  # what a character decodes to whose last bytes are still to come
+_UNFINISHED = "\ufffd"  # replacement for a character whose last bytes are not decoded yet
 
 
 @dataclass(frozen=True)
 class TextCompletion:
-    """The text that follows a prompt."""
+    """Text that follows a prompt."""
 
     prompt: str
     text: str
-    finish_reason: str  # "stop": end of document or a stop string; "length": number of tokens, or the context is full
+    finish_reason: str  # "stop": end of document or a stop string; "length": token limit reached or context full
     num_tokens: int
 
 
@@ -35,12 +35,11 @@ def complete(
     use_cache: bool = True,
     batch_size: int = 8,
 ) -> list[TextCompletion]:
-    """Complete every prompt, `batch_size` at once; `on_text` is told each new piece of a row's text, whole characters
-    only.
+    """Complete every prompt, `batch_size` at a time.
 
-    An empty prompt starts a new document. What a row becomes does not depend on its batch: each has draws of its own.
-    Collective over tp and pp; every rank returns the same. Raises ConfigError, before the first token, for a prompt
-    that does not fit.
+    `on_text` receives each new piece of a row's text, in complete characters. An empty prompt starts a new document.
+    The result of a row does not depend on its batch, because each row has its own random draws. Collective over tp and
+    pp. Every rank returns the same. Raises ConfigError before the first token if a prompt does not fit.
     """
     rows = [_Row(tokenizer, stops, prompt) for prompt in prompts]
     sampling = replace(sampling, stop_tokens=(*sampling.stop_tokens, tokenizer.eod))
@@ -67,14 +66,13 @@ def complete(
 
 
 class _Row:
-    """One prompt's text as it grows."""
+    """Growing text of one prompt."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: str) -> None:
         self.prompt = prompt
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
-        # decoded together with the prompt: tokenizers that mark word starts drop the space in front of the very first
-        # word
+        # The prompt is decoded too, because tokenizers that mark word starts drop the space before the first word.
         self._prefix = tokenizer.encode(prompt)
         self._prefix_text = tokenizer.decode(self._prefix)
         self.tokens: list[int] = []
@@ -83,7 +81,7 @@ class _Row:
         self._told = 0
 
     def add(self, token: int, is_last: bool) -> None:
-        """Take one more token, or the one that ends the row."""
+        """Add one token, or end the row."""
         if is_last:
             self.stopped = True
             return
@@ -95,7 +93,7 @@ class _Row:
             self.stopped = True
 
     def report(self, number: int, on_text: Callable[[int, str], object], last: bool = False) -> None:
-        """Tell what is new, holding back what may still change: half a character, or the beginning of a stop string."""
+        """Report new text, except an incomplete character or the possible start of a stop string."""
         end = len(self.text) if last or self.stopped else len(self.text) - self._held_back()
         if end > self._told:
             on_text(number, self.text[self._told : end])

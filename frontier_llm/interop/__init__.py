@@ -1,1 +1,1 @@
-"""Reads and writes checkpoints of Hugging Face and Megatron."""
+"""Read and write checkpoints of Hugging Face and Megatron."""

@@ -1,4 +1,4 @@
-"""Reader of another program's configuration. It collects each key that is missing or has no counterpart here."""
+"""Reader of another program's configuration, which collects problems instead of raising at the first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 from frontier_llm.config import ModelConfig, build, model_problems
 from frontier_llm.errors import CheckpointError, Problem
 
-# no model is larger in any of these; so nothing is laid out or listed from a number that only a stranger's file states
+# Limits above any model's values. Memory is therefore never allocated for a number in an untrusted file.
 _LARGEST = {
     "layers": 1 << 16,
     "hidden": 1 << 20,
@@ -21,7 +21,7 @@ _LARGEST_OTHERS = 1 << 31
 
 
 class Fields:
-    """A configuration of another program. Collects the keys that are missing or that our model does not compute."""
+    """Configuration of another program. Collects keys that are missing or have no counterpart in ModelConfig."""
 
     def __init__(self, content: dict[str, Any], where: str) -> None:
         self.content = content
@@ -29,7 +29,7 @@ class Fields:
         self.problems: list[Problem] = []
 
     def need(self, key: str) -> Any:
-        """A value that must be there; 1 in its place when it is not, so that reading goes on and finds the rest."""
+        """Return a required value. If it is missing, record a problem and return 1, so that reading can continue."""
         if self.content.get(key) is None:
             self.problems.append(
                 Problem(f"{self.where}: {key}", "is missing", "restore the configuration that came with the weights")
@@ -38,40 +38,43 @@ class Fields:
         return self.content[key]
 
     def get(self, key: str, default: Any) -> Any:
-        """A value, or its default there."""
+        """Return a value, or `default` if the key is missing or null."""
         value = self.content.get(key)
         return default if value is None else value
 
     def values(self, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """Our field → the value of their key, where that has no default one that must be there."""
+        """Return our field → value.
+
+        `keys` maps our field to (their key, default), or to (their key,) if the key is required.
+        """
         return {ours: self.get(*key) if len(key) > 1 else self.need(*key) for ours, key in keys.items()}
 
     def only(self, key: str, *allowed: Any, default: Any = None) -> Any:
-        """A value of which only some are computed here."""
+        """Return a value. Record a problem if it is not one of the `allowed` values."""
         value = self.get(key, default)
         if value not in allowed:
             self.refuse(key, value, " or ".join(map(repr, allowed)))
         return value
 
     def fixed(self, **values: Any) -> None:
-        """Keys that may only have their default there."""
+        """Record a problem for each key that has another value. A missing key is taken to have the given value."""
         for key, value in values.items():
             self.only(key, value, default=value)
 
     def section(self, key: str, content: dict[str, Any] | None = None) -> Self:
-        """A part of the configuration, whose problems are this one's; by default what stands under `key`."""
+        """Return a part of the configuration, by default the value of `key`. Its problems are recorded here too."""
         part = type(self)(self.get(key, {}) if content is None else content, f"{self.where}: {key}")
         part.problems = self.problems
         return part
 
     def refuse(self, key: str, value: Any, supported: str) -> None:
-        """Note a value that has no counterpart."""
+        """Record a value that has no counterpart."""
         self.problems.append(
             Problem(f"{self.where}: {key}", f"{value!r} has no counterpart here", f"supported: {supported}")
         )
 
     def model(self, **values: Any) -> ModelConfig:
-        """The shape that was read. Raises CheckpointError with everything that was wrong."""
+        """Return the model's configuration. Raises CheckpointError with all recorded problems."""
         for field, value in values.items():
             most = _LARGEST.get(field, _LARGEST_OTHERS)
             if isinstance(value, (int, float)) and abs(value) > most:

@@ -1,5 +1,6 @@
-"""`ops tune`: every attention back-end that is here, timed at a model's shapes, taking turns; the order is what
-`ops.attention: auto` then follows.
+"""`ops tune`: time every available attention back-end at a model's shapes and write the table of the fastest.
+
+`ops.attention: auto` follows the order in this table. The back-ends are timed alternately, one call each per round.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def tune(
     device: str,
     rounds: int = 5,
 ) -> dict[str, Any]:
-    """Write the table: a rule without and one with ALiBi. Returns what each back-end took in seconds, or why it did
-    not run.
+    """Write the attention table to `table`: one rule without ALiBi and one with ALiBi.
+
+    Returns the best time of each back-end in seconds, and the reason for each back-end that did not run.
     """
     architecture = architecture_of_device() if device == "cuda" else "cpu"
     shapes = Shapes(model, micro_batch, working_dtype(dtype_name), torch.device(device))
@@ -54,7 +56,7 @@ def tune(
 
 
 def _timed(case: str, shapes: Shapes, device: str, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Best seconds by back-end; what could not run, and why."""
+    """Return the best seconds of each back-end, and the reason for each back-end that could not run."""
     refusals = {name: PROVIDERS[name].refusal("attention", device, shapes.dtype) for name in get_args(Backend)}
     faces: dict[str, Any] = {
         name: SimpleNamespace(attention=PROVIDERS[name].load()["attention"])

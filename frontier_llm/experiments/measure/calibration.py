@@ -1,4 +1,4 @@
-"""Micro-benchmarks → constants: each from the sample that shows it. `machine_file` writes them down."""
+"""Determine a machine's constants from micro-benchmarks. `machine_file` writes them to a machine file."""
 
 from __future__ import annotations
 
@@ -18,46 +18,53 @@ from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.planner.costs.kernels import flash_s, memory_s, product_s
 from frontier_llm.planner.costs.time import step_s
 
-KNEE = 0.03  # of log time: a sample further off counts linearly
-PRIOR = 0.05**2  # weight of (log constant - log start)² against one sample
+KNEE = 0.03  # log error beyond which a sample counts linearly
+PRIOR = 0.05**2  # weight of (log constant - log start)² against one squared log error
 
 
 @dataclass
 class Samples:
-    """What was measured, in seconds; the fields' tuples end with the time. Kernel times are as when all ranks are
-    busy.
+    """Measured times in seconds. The last entries of each tuple are times.
+
+    Kernel times are those with all ranks busy.
     """
 
     ranks: int
     device: str
     dtype: str
-    memory_bytes: float  # of the device, or this rank's part of the computer's memory
-    # M, N, K; weight gradients include their accumulation
+    memory_bytes: float  # of the device; on a CPU this rank's part of the computer's memory
+    # M, N, K, time; weight gradients include their accumulation
     gemm: list[tuple[int, int, int, float]] = field(default_factory=list)
-    # B, heads, S, D, forward, backward
+    # B, heads, S, D, forward time, backward time
     attention: list[tuple[int, int, int, int, float, float]] = field(default_factory=list)
-    elementwise_s: float = 0.0  # forward norms, activation and residual of one layer, tp = `tensor`
+    elementwise_s: float = 0.0  # forward norms, activation and residual of one layer, with tp = `tensor`
     tensor: int = 1
-    copy: tuple[float, float] = (1.0, 1.0)  # bytes read and written
+    copy: tuple[float, float] = (1.0, 1.0)  # bytes read and written, time
     dispatch_s: float = 0.0  # one tiny operation
-    adamw: tuple[float, float] = (1.0, 1.0)  # elements
-    # operation, ranks, bytes of the whole tensor
+    adamw: tuple[float, float] = (1.0, 1.0)  # elements, time
+    # operation, ranks, bytes of the complete tensor, time
     collectives: list[tuple[str, int, int, float]] = field(default_factory=list)
-    contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks → seconds of the same products
-    # microbatch, microbatches: a training step, every rank for itself
+    contention: list[tuple[int, float]] = field(default_factory=list)  # busy ranks, time of the same products
+    # microbatch, microbatches, time: a training step on one rank; all ranks run it independently
     steps: list[tuple[int, int, float]] = field(default_factory=list)
-    tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)  # the same, by groups of `tensor` ranks
-    # the same, by all ranks with sharded weights
+    # the same, tensor-parallel over `tensor` ranks
+    tensor_steps: list[tuple[int, int, float]] = field(default_factory=list)
+    # the same on all ranks with sharded weights (FSDP)
     sharded_steps: list[tuple[int, int, float]] = field(default_factory=list)
 
 
 def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates:
-    """`start` with every constant that the samples show.
+    """Return `start` with each constant that the samples determine replaced by its fitted value.
 
-    Products: the measured shapes themselves, and for others the best rate seen with efficiency and k-half by least
-    squares. Attention, elementwise, optimizer: the efficiency that makes the formula give the measured time.
-    Collectives: tables, and the latency and bandwidth of messages from the smallest and the largest all-reduce. Whole
-    steps: see `_fit_steps`.
+    Products: measured shapes keep their measured times. For other shapes, the best measured rate is the peak, and
+    efficiency and k-half are fitted by least squares.
+
+    Attention, elementwise ops and optimizer: the efficiency with which the formula gives the measured time.
+
+    Collectives: tables of the measured times. Latency and bandwidth of messages come from the smallest and the largest
+    all-reduce.
+
+    Training steps: `_fit_steps` and `_fit_waiting`.
     """
     shapes: dict[tuple[int, int, int], list[float]] = {}
     for rows, columns, inner, seconds in samples.gemm:
@@ -91,14 +98,14 @@ def calibrated_rates(samples: Samples, config: RunConfig, start: Rates) -> Rates
 
 
 def _shares(samples: Samples) -> tuple[tuple[int, float], ...]:
-    """Busy ranks → time of their kernels over the time when all are busy; never shorter with more of them busy."""
+    """Return (busy ranks, kernel time relative to all ranks busy). More busy ranks never make the time shorter."""
     busy, seconds = zip(*sorted(samples.contention), strict=True)
     rising = np.maximum.accumulate(seconds)
     return tuple((count, float(one / rising[-1])) for count, one in zip(busy, rising, strict=True))
 
 
 def _fit_products(start: Rates, M: np.ndarray, N: np.ndarray, K: np.ndarray, seconds: np.ndarray) -> Rates:
-    """Efficiency and k-half, with an outlier counting by its size and not by its square."""
+    """Fit efficiency and k-half. The loss is linear in an outlier's log error, not quadratic."""
     products = [Product(int(m), int(n), int(k)) for m, n, k in zip(M, N, K, strict=True)]
     measurements = Measurements(
         start=replace(start, gemm_efficiency=1.0, gemm_k_half=64.0),
@@ -147,8 +154,9 @@ def _fit_collectives(fitted: Rates, samples: Samples) -> Rates:
 
 
 def tables_of(collectives: Sequence[tuple[str, int, int, float]]) -> dict[str, Table]:
-    """By operation, over all ranks, and the sizes that every number of ranks was measured at. Of equal rows the
-    first counts.
+    """Return a table for each operation, over all group sizes and the message sizes measured for every group size.
+
+    If a case was measured twice, the first time counts.
     """
     times = {(operation, ranks, size): seconds for operation, ranks, size, seconds in reversed(collectives)}
     groups = sorted({ranks for _, ranks, _ in times})
@@ -164,11 +172,11 @@ def tables_of(collectives: Sequence[tuple[str, int, int, float]]) -> dict[str, T
 
 
 def _fit_steps(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
-    """What whole steps on one rank take beyond the sum of their kernels, as three constants that act differently.
+    """Fit the time of one-rank steps beyond the sum of their kernels with three non-negative constants.
 
-    A share of the kernels' time (operands that a loop of one kernel finds in the cache, a step must fetch), the host's
-    time per operation (grows with microbatches, not with their size), and a fixed time per step. Least squares, none
-    below zero.
+    The first is a share of the kernels' time: a benchmark loop finds its operands in the cache, a step must fetch them.
+    The second is the host's time per operation, which grows with the number of microbatches but not with their size.
+    The third is a fixed time per step.
     """
     columns = (lambda layout, bare: bare, _more(config.model, fitted, launch_s=1e-5), lambda layout, bare: 1e-2)
     share, launch, step = _fill(config.model, whole_steps(samples, config)[0], fitted, columns)
@@ -185,12 +193,14 @@ def _fit_steps(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
 
 
 def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
-    """What steps of several ranks take beyond compute and collectives that were measured apart, where all start
-    together.
+    """Fit the time of multi-rank steps beyond compute and collectives, which were measured with a common start.
 
-    Tensor-parallel steps meet many times in a layer: a time for each meeting and a share of the compute between them
-    (ranks that drift apart, and where they outnumber the cores wait for each other's time slices). Of steps with
-    sharded weights the rest is their collectives, which torch carries and not the transport of the table.
+    Ranks of a tensor-parallel step wait for each other many times in a layer. Two constants describe the waiting: a
+    time per synchronisation, and a share of the compute between two synchronisations. The share exists because ranks
+    compute at unequal speed. If there are more ranks than cores, they also wait for each other's time slices.
+
+    In steps with sharded weights the rest is attributed to their collectives. Torch runs these collectives, not the
+    transport that the table was measured with.
     """
     _, tensor_steps, sharded_steps = whole_steps(samples, config)
     if tensor_steps:
@@ -205,25 +215,26 @@ def _fit_waiting(fitted: Rates, samples: Samples, config: RunConfig) -> Rates:
         (slowdown,) = _fill(
             config.model, sharded_steps, replace(fitted, sharded_slowdown=0.0), (_more(config.model, fitted),)
         )
-        # not below 1: nothing that torch sends through sockets beats the table's transport, only a disturbed sample
-        # says so
+        # At least 1: torch's sockets are never faster than the table's transport. A lower fit comes from a disturbed
+        # sample.
         fitted = replace(fitted, sharded_slowdown=max(slowdown, 1.0))
     return fitted
 
 
-Step = tuple[str, Layout, float]  # what it is in words, how it is laid out, seconds measured
-Extra = Callable[[Layout, float], float]  # (a step, its seconds as known) → seconds of one unit of something more
+Step = tuple[str, Layout, float]  # description, layout, measured seconds
+Extra = Callable[[Layout, float], float]  # (layout, seconds without it) → seconds of one unit of a cost
 
 
 def _more(model: ModelConfig, numbers: Rates, **change: float) -> Extra:
-    """What a step takes longer under `numbers` with this change."""
+    """Return a function that gives the increase of a step's time if `change` is applied to `numbers`."""
     changed = replace(numbers, **change)  # type: ignore[arg-type]
     return lambda layout, bare: float(step_s(model, layout, changed)) - bare
 
 
 def _fill(model: ModelConfig, steps: Sequence[Step], known: Rates, extras: Sequence[Extra]) -> tuple[float, ...]:
-    """How many units of each extra fill best what the steps took beyond the `known` rates: relative least squares,
-    none below zero.
+    """Return how many units of each extra best explain the measured time beyond the time from the `known` rates.
+
+    Relative least squares with non-negative results.
     """
     bare = [float(step_s(model, layout, known)) for _, layout, _ in steps]
     columns = [
@@ -235,8 +246,9 @@ def _fill(model: ModelConfig, steps: Sequence[Step], known: Rates, extras: Seque
 
 
 def non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """argmin |a x - b| over x >= 0: the best of the least-squares solutions on every subset of columns that is
-    non-negative.
+    """Return argmin |a x - b| over x >= 0.
+
+    Computes the least-squares solution of every subset of columns and returns the best non-negative one.
     """
     columns = a.shape[1]
     best = np.zeros(columns)
@@ -252,9 +264,7 @@ def non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def whole_steps(samples: Samples, config: RunConfig) -> tuple[list[Step], list[Step], list[Step]]:
-    """Every step that was measured: on each rank for itself, on groups of tensor-parallel ranks, on all ranks with
-    sharded weights.
-    """
+    """Return the steps measured on one rank, on tensor-parallel groups, and on all ranks with sharded weights."""
     tensor = ParallelConfig(tensor=samples.tensor)
     sharded = ParallelConfig(data=samples.ranks, data_mode="fsdp")
     return (
@@ -274,13 +284,14 @@ def whole_steps(samples: Samples, config: RunConfig) -> tuple[list[Step], list[S
 
 
 def steps_config(config: RunConfig, parallel: ParallelConfig, B: int, m: int) -> RunConfig:
-    """The run on one tensor-parallel group or on `parallel.data` ranks, `m` microbatches of `B` sequences on each
-    per step.
+    """Return the configuration of a benchmark step on one tensor-parallel group or on `parallel.data` ranks.
+
+    Each replica processes `m` microbatches of `B` sequences per step.
     """
     batch = config.batch.model_copy(update={"micro_batch": B, "global_batch": B * m * (parallel.data or 1)})
     return config.model_copy(update={"batch": batch, "parallel": parallel})
 
 
 def steps_layout(config: RunConfig, parallel: ParallelConfig, B: int, m: int) -> Layout:
-    """How those steps are laid out."""
+    """Return the layout of `steps_config`'s run."""
     return layout_of(steps_config(config, parallel, B, m), parallel.tensor * (parallel.data or 1))

@@ -1,9 +1,10 @@
 """Fit machine constants to measured times.
 
-The one fitter of `calibrate`, `tune` and benchmarks/planner/fit_machines.py.
+`calibrate`, `tune` and benchmarks/planner/fit_machines.py use this module.
 
 Each constant is its start value times exp(x). The fit minimises the squared log errors of the predicted times, softened
-beyond a knee, plus a weak prior that holds x at 0. The prior keeps constants that the measurements do not determine.
+beyond a knee, plus a weak prior that pulls x towards 0. Constants that the measurements do not determine keep their
+start values.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PATTERN = tuple(np.array(offsets) for offsets in product((0.0, -0.5, 0.5, -1.0,
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measured times, and what they may change.
+    """Measured times, and the constants that a fit may change.
 
     `constants` are fields of Rates. "fabric_bytes_s" scales all its entries, "fabric_bytes_s/N" the entry of groups of
     N devices. `predicted_s` returns one time per entry of `measured_s`.
@@ -40,20 +41,20 @@ class Measurements:
     prior: float
     # log error beyond which an error counts linearly
     knee: float
-    # largest values, beside those of SHARES
+    # largest values of constants that are not in SHARES
     ceilings: Mapping[str, float] = field(default_factory=dict)
 
     def rates(self, x: np.ndarray) -> Rates:
-        """The constants at a point of the fit."""
+        """Return the constants at a point of the fit."""
         return scaled(self.start, self.constants, x, self.ceilings)
 
     def log_errors(self, x: np.ndarray) -> np.ndarray:
-        """log(predicted / measured) of each time."""
+        """Return log(predicted / measured) of each time."""
         return np.log(self.predicted_s(self.rates(x)) / self.measured_s)
 
 
 def scaled(start: Rates, constants: Sequence[str], x: np.ndarray, ceilings: Mapping[str, float] | None = None) -> Rates:
-    """`start` with each constant times exp(its x), at most its ceiling."""
+    """Return `start` with each constant multiplied by exp(its x), at most its ceiling."""
     limits = {**dict.fromkeys(SHARES, 1.0), **(ceilings or {})}
     changes: dict[str, Any] = {}
     for constant, shift in zip(constants, x, strict=True):
@@ -74,16 +75,16 @@ def scaled(start: Rates, constants: Sequence[str], x: np.ndarray, ceilings: Mapp
 
 
 def soften(errors: np.ndarray, knee: float) -> np.ndarray:
-    """Residuals whose squares are Huber's loss: squares below the knee, linear beyond."""
+    """Return residuals whose squares are Huber's loss: quadratic below the knee, linear beyond."""
     size = np.abs(errors)
     return np.sign(errors) * np.where(size < knee, size, np.sqrt(np.maximum(2 * knee * size - knee**2, 0.0)))
 
 
 def fit(measurements: Measurements, *, evaluations: int, smooth: bool = False, scale: float = 1.0) -> Rates:
-    """The constants that suit the measurements best. Needs scipy.
+    """Return `start` with the constants that fit the measurements best. Needs scipy.
 
-    `evaluations` bounds the work. With `smooth` the knee is a smooth one (soft_l1), which also softens the prior.
-    `scale` is the expected size of x.
+    `evaluations` bounds the number of evaluations. If `smooth`, the loss changes smoothly at the knee (soft_l1), and
+    the prior is softened too. `scale` is the expected size of x. Raises FrontierError if scipy is not installed.
     """
     try:
         from scipy.optimize import least_squares
@@ -109,9 +110,9 @@ def fit(measurements: Measurements, *, evaluations: int, smooth: bool = False, s
 
 
 def fit_two(measurements: Measurements) -> Rates:
-    """The same for two constants, to one in a thousand, with numpy alone.
+    """Fit two constants as `fit` does, to a relative precision of 1/1000, with numpy alone.
 
-    A pattern of 25 points moves to its best point, and halves if that is its middle.
+    A pattern of 25 points moves to its best point. If the best point is the middle, the pattern's width is halved.
     """
 
     def loss(x: np.ndarray) -> float:

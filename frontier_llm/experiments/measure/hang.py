@@ -1,9 +1,8 @@
-"""Which orders of communication are safe on this machine: the real step on the real communicators, many times, under a
-watchdog.
+"""Test which orders of communication are safe on this machine: run the real step many times under a watchdog.
 
-Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Whether they do here is found by
-trying: each mode trains steps of one layer per virtual stage in ranks of its own, which are ended where a step takes
-too long.
+Two or three communicators in flight hang on gfx90a with recent RCCL (ROCm/rccl#2191). Only a test shows whether they
+hang on this machine. Each mode trains with one layer per virtual stage in separate processes, which are killed if a
+step takes too long.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from frontier_llm.config import RunConfig
 from frontier_llm.files import write_atomically
 from frontier_llm.units import plural
 
-# mode → the settings that make it, from the fastest to the safest
+# mode → its settings, from the fastest to the safest
 MODES: dict[str, tuple[str, ...]] = {
     "many": ("comm.in_flight=many", "comm.overlap_messages=true", "comm.overlap_gradients=true"),
     "many-waiting": ("comm.in_flight=many", "comm.overlap_messages=false", "comm.overlap_gradients=false"),
@@ -32,26 +31,26 @@ ABOUT = {
     "many-waiting": "several communicators, without overlap",
     "one": "one communication in flight",
 }
-START_S = 240.0  # until the ranks have met and built their part
+START_S = 240.0  # seconds until all ranks have connected and built their parts
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mode."""
+    """Result of the hang test of one mode."""
 
     mode: str
-    steps: int  # that ended
-    wanted: int
+    steps: int  # steps that ended
+    wanted: int  # steps requested
     seconds: float
     fault: str = ""
 
     @property
     def safe(self) -> bool:
-        """Every step ended."""
+        """True if every step ended."""
         return self.steps == self.wanted and not self.fault
 
     def describe(self) -> str:
-        """'many: safe, 200 steps in 12 s (several communications …)'."""
+        """Return text such as 'many: safe, 200 steps in 12 s (several communications …)'."""
         if self.safe:
             result = f"safe, {plural(self.steps, 'step')} in {self.seconds:.0f} s"
         else:
@@ -60,8 +59,9 @@ class Verdict:
 
 
 def settings_of(config: RunConfig, mode: str) -> list[str]:
-    """What is changed in a run for its hang test: one layer per virtual stage, two microbatches per pipeline rank,
-    no data, no files.
+    """Return the settings of a hang test: synthetic data, no evaluation, and a small model and batch.
+
+    The model has one layer per virtual stage, and a step has two microbatches per pipeline rank.
     """
     parallel = config.parallel
     stages = parallel.pipeline * parallel.chunks
@@ -79,7 +79,7 @@ def settings_of(config: RunConfig, mode: str) -> list[str]:
 
 
 def run_steps(config: RunConfig, place: Any, times: int, progress: Path) -> None:
-    """One rank's part: `times` steps; rank 0 says after each how many have ended."""
+    """Train `times` steps on this rank. Rank 0 writes the number of ended steps to `progress` after each step."""
     import torch
 
     from frontier_llm.training.join import joined_state
@@ -103,14 +103,15 @@ def watch(
     limit_s: float,
     folder: Path,
 ) -> Verdict:
-    """Run `command`, which starts the ranks of a mode, until it ends or no step has ended for `limit_s`; to begin
-    they have START_S.
+    """Run `command`, which starts the ranks of a mode, until it ends or hangs.
+
+    The run counts as hanging if no step ends within `limit_s` seconds. Before the first step the limit is START_S.
     """
     progress = folder / "progress"
     log = folder / f"{mode}.log"
     progress.unlink(missing_ok=True)
     begin = last = time.monotonic()
-    # -1: the ranks have not met yet
+    # -1: the ranks are not connected yet
     steps = -1
     fault = ""
     with (
@@ -136,7 +137,7 @@ def watch(
                     break
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its ranks end with it
+                os.killpg(process.pid, signal.SIGKILL)  # also kills the ranks, which are in its process group
     steps = max(_steps(progress), 0)
     if process.returncode and not fault:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -152,8 +153,9 @@ def _steps(progress: Path) -> int:
 
 
 def in_flight_of(verdicts: Sequence[Verdict]) -> str | None:
-    """`comm.in_flight` for this machine: many where that passed as runs have it, else one where that did; None:
-    neither.
+    """Return the value of `comm.in_flight` for this machine: "many" if safe, else "one" if safe, else None.
+
+    "many" is only returned if the mode with overlap is safe, because runs overlap messages and gradients.
     """
     safe = {verdict.mode for verdict in verdicts if verdict.safe}
     return next((mode for mode in ("many", "one") if mode in safe), None)

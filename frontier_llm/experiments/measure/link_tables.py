@@ -1,6 +1,4 @@
-"""What follows from measurements of `measure.links`: slow links, contention, and tables for the planner and for
-comm.algorithms.
-"""
+"""Evaluate measurements of `measure.links`: slow links, contention, and tables for the planner and comm.algorithms."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ from frontier_llm.experiments.measure.machine_file import collectives
 from frontier_llm.machine.affinity import link_gbps
 from frontier_llm.pages import Chart, figure, write_page
 
-PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # what a machine file has tables of
-SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is named
+PLANNED = ("all_reduce", "reduce_scatter", "all_gather")  # operations that have tables in a machine file
+SLOW_LINK = 0.7  # a pair below this share of the median bandwidth is reported
 
 
 def slow_links(pairs: list[Pair], kind: Callable[[int, int], str]) -> list[Pair]:
-    """Pairs below SLOW_LINK of the median of their kind (the caller knows which pairs have the same links)."""
+    """Return pairs whose bandwidth is below SLOW_LINK times the median of all pairs with the same `kind`."""
     by_kind: dict[str, list[Pair]] = {}
     for pair in pairs:
         by_kind.setdefault(kind(pair.a, pair.b), []).append(pair)
@@ -33,8 +31,9 @@ def slow_links(pairs: list[Pair], kind: Callable[[int, int], str]) -> list[Pair]
 
 
 def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], str]:
-    """What connects two global ranks, in words: pairs of one kind should be equally fast. `links` is the machine
-    file's `node.links`.
+    """Return a function that describes the link between two global ranks. Pairs of one kind should be equally fast.
+
+    `links` is the machine file's `node.links`.
     """
 
     def kind(a: int, b: int) -> str:
@@ -51,10 +50,10 @@ def link_kind(ranks_per_node: int, links: str | None) -> Callable[[int, int], st
 
 
 def node_tables(measurements: list[LinkTime], ranks_per_node: int, source: str) -> dict[str, Any]:
-    """`node.collectives` of a machine file, which the planner reads: flat times of groups inside a node, all of them at
-    once.
+    """Return `node.collectives` of a machine file, which the planner reads.
 
-    Raises ValueError when no axis lies inside a node.
+    It holds times of flat collectives in groups inside a node, with all groups active at once. Raises ValueError if no
+    axis lies inside a node.
     """
     inside = [
         (m.operation, m.ranks, m.bytes, m.seconds)
@@ -67,7 +66,7 @@ def node_tables(measurements: list[LinkTime], ranks_per_node: int, source: str) 
 
 
 def contention(measurements: list[LinkTime]) -> list[tuple[str, str, int, float]]:
-    """(axis, operation, bytes, time together / time alone) wherever both were measured."""
+    """Return (axis, operation, bytes, time together / time alone) for each case that has both measurements."""
     alone = {(m.axis, m.operation, m.algorithm, m.bytes): m.seconds for m in measurements if m.mode == "alone"}
     return [
         (m.axis, m.operation, m.bytes, m.seconds / alone[key])
@@ -77,10 +76,10 @@ def contention(measurements: list[LinkTime]) -> list[tuple[str, str, int, float]
 
 
 def algorithm_rules(measurements: list[LinkTime], nodes: dict[str, int], where: str) -> list[dict[str, Any]]:
-    """Rows of an algorithm table (configs/algorithms) from measured flat and hierarchical times; one row where the
-    better one changes.
+    """Return rows of an algorithm table (configs/algorithms) from measured flat and hierarchical times.
 
-    `nodes[axis]` is how many nodes the axis spans; `where` names the machine and date for the source.
+    A row marks a message size at which the faster algorithm changes. `nodes[axis]` is the number of nodes that the axis
+    spans. `where` names the machine and date for the source.
     """
     times = {(m.axis, m.operation, m.bytes, m.algorithm): m.seconds for m in measurements if m.mode == "together"}
     rows: list[dict[str, Any]] = []
@@ -100,7 +99,7 @@ def algorithm_rules(measurements: list[LinkTime], nodes: dict[str, int], where: 
 
 
 def draw_pairs(path: Path, pairs: list[Pair]) -> None:
-    """A page with the heat map of the bandwidth between all pairs of ranks."""
+    """Write a page with a heat map of the bandwidth between all pairs of ranks."""
     ranks = sorted({rank for pair in pairs for rank in (pair.a, pair.b)})
     rates = {frozenset((pair.a, pair.b)): pair.gbps for pair in pairs}
     square = [[rates.get(frozenset((a, b))) for b in ranks] for a in ranks]

@@ -1,9 +1,9 @@
 """Measure every collective and message of a mesh: time, algorithm and bus bandwidth as rccl-tests defines them.
 
-Algorithm bandwidth is bytes / time, with the bytes of the whole tensor (the gathered result, the full input of a
-reduce-scatter). Bus bandwidth multiplies it by the share that every rank must send at least: 2(n-1)/n for an
-all-reduce, (n-1)/n for a reduce-scatter, all-gather or all-to-all, 1 for a broadcast or a message; so it can be held
-against a link's speed whatever n is.
+Algorithm bandwidth is bytes / time, with the bytes of the complete tensor (the gathered result, the full input of a
+reduce-scatter). Bus bandwidth multiplies it by the share of the tensor that every rank must send at least. The share is
+2(n-1)/n for an all-reduce, (n-1)/n for a reduce-scatter, all-gather or all-to-all, and 1 for a broadcast or a message.
+Bus bandwidth can therefore be compared with a link's speed for any n.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from frontier_llm.planner.costs.collectives import PASSES
 
 ELEMENT_BYTES = 4  # fp32
 PAIR_BYTES = 4 << 20  # large enough for bandwidth, small enough for all pairs
-MAX_PAIR_RANKS = 64  # 2,016 pairs; beyond, only neighbours in rank order
+MAX_PAIR_RANKS = 64  # 2,016 pairs; with more ranks, only neighbours in rank order are measured
 OPERATIONS = [*PASSES, "broadcast", "message"]
 
 
 @dataclass(frozen=True)
 class LinkTime:
-    """One operation at one size on one kind of group."""
+    """Time of one operation at one message size on one kind of group."""
 
     axis: str
     operation: str
-    ranks: int  # of the group
+    ranks: int  # ranks of the group
     algorithm: str  # flat | hierarchical
-    mode: str  # alone: only the first such group is busy; together: all of them at once, as in training
-    bytes: int
-    seconds: float  # the slowest rank's median
+    mode: str  # "alone": only the first such group is busy; "together": all of them are, as in training
+    bytes: int  # bytes of the complete tensor
+    seconds: float  # median of the slowest rank
 
     @property
     def algorithm_gbps(self) -> float:
-        """GB/s (10^9)."""
+        """Algorithm bandwidth in GB/s (10^9)."""
         return self.bytes / self.seconds / 1e9
 
     @property
     def bus_gbps(self) -> float:
-        """GB/s (10^9)."""
+        """Bus bandwidth in GB/s (10^9)."""
         share = PASSES[self.operation] * (self.ranks - 1) / self.ranks if self.operation in PASSES else 1.0
         return self.algorithm_gbps * share
 
     def as_json(self) -> dict[str, Any]:
-        """For the planner."""
+        """Return the fields and both bandwidths."""
         return {**asdict(self), "algbw_gbps": self.algorithm_gbps, "busbw_gbps": self.bus_gbps}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A message from one rank to another and back; one way."""
+    """One-way time and bandwidth of a message between two ranks, measured as half of a round trip."""
 
     a: int  # global ranks
     b: int
@@ -77,15 +77,15 @@ class Pair:
 
 
 def sizes_between(smallest: int, largest: int, factor: int = 4) -> list[int]:
-    """smallest, smallest × factor, … up to largest, which is always there."""
+    """Return smallest, smallest × factor, … up to `largest`. `largest` is always included."""
     growing = (smallest * factor**power for power in count())
     return [*takewhile(lambda size: size < largest, growing), largest]
 
 
 def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_size: float = 0.2) -> list[LinkTime]:
-    """Every operation on every axis that has more than one rank, alone and together. Collective over the world.
+    """Measure every operation on every axis that has more than one rank, alone and together.
 
-    A message goes from every rank of an axis to the next, as between pipeline stages.
+    Collective over the world. A message goes from every rank of an axis to the next, as between pipeline stages.
     """
     axes = [axis for axis in (mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.world) if axis.size > 1]
     cases = [(axis, algorithm, variant) for axis in axes for algorithm, variant in variants(axis)]
@@ -113,15 +113,16 @@ def bench_comm(mesh: Mesh, device: torch.device, sizes: list[int], seconds_per_s
 
 
 def variants(axis: Axis) -> Iterator[tuple[str, Axis]]:
-    """('flat', axis), and ('hierarchical', axis) where the axis has both."""
+    """Yield ('flat', axis), and ('hierarchical', axis) if the axis supports it."""
     yield "flat", replace(axis, algorithms=FLAT)
     if axis.hierarchical is not None:
         yield "hierarchical", replace(axis, algorithms=HIERARCHICAL)
 
 
 def operation_on(axis: Axis, operation: str, size_bytes: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """A call of the operation on buffers of its own, and the bytes of the whole tensor after rounding up to equal
-    parts.
+    """Return a call of the operation on newly allocated buffers, and the bytes of the complete tensor.
+
+    The size is rounded up so that the tensor splits into equal parts.
     """
     part = max(1, -(-size_bytes // (ELEMENT_BYTES * axis.size)))
     whole = torch.zeros(part * axis.size, device=device)
@@ -141,28 +142,28 @@ def operation_on(axis: Axis, operation: str, size_bytes: int, device: torch.devi
 
 
 def _nothing() -> None:
-    """What a rank does while another group is measured alone."""
+    """Do nothing. Ranks that are not measured call this function instead of the operation."""
 
 
 def slowest_s(run: Callable[[], object], world: Axis, device: torch.device, budget_s: float) -> float:
-    """Median over repetitions, maximum over ranks. All ranks repeat equally often: what the slowest trial allows in
-    `budget_s`.
+    """Return the median over repetitions, then the maximum over ranks, in seconds.
+
+    All ranks run the same number of repetitions (3 to 50), for which the slowest rank needs about `budget_s`.
     """
 
     def agreed(value: float) -> float:
         return float(all_reduce_(torch.tensor([value], dtype=torch.float64, device=device), world, "max"))
 
-    run()  # connections and memory are made at first use
+    run()  # the first use makes connections and allocates memory
     barrier(world)
     repetitions = int(min(50, max(3, budget_s / max(agreed(wall_s(run, device)), 1e-6))))
     return agreed(median_s(run, repetitions, partial(wall_s, device=device), before=lambda: barrier(world)))
 
 
 def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[Pair]:
-    """Messages between pairs of ranks, one pair at a time: latency-free bandwidth of each link. Collective over the
-    world.
+    """Measure the bandwidth between pairs of ranks with large messages, one pair at a time. Collective over the world.
 
-    All pairs up to MAX_PAIR_RANKS ranks; beyond, each rank with the next.
+    Up to MAX_PAIR_RANKS ranks, all pairs are measured. With more ranks, each rank is measured with the next one.
     """
     world = mesh.world
     pairs = []
@@ -181,8 +182,10 @@ def bench_pairs(mesh: Mesh, device: torch.device, repetitions: int = 5) -> list[
 
 
 def _ping_pong(x: torch.Tensor, world: Axis, peer: int, first: bool) -> Callable[[], object]:
-    """There and back. RCCL runs a pair's messages in the order of the calls: if both posted their receives first,
-    neither would ever send.
+    """Return a call that sends a message to `peer` and back.
+
+    RCCL runs a pair's messages in the order of the calls. If both ranks posted their receives first, neither would
+    send.
     """
 
     def receive() -> torch.Tensor:

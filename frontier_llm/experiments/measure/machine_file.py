@@ -1,4 +1,4 @@
-"""What a calibration found: as a machine file, each number with its samples as its source, and as a report."""
+"""Write the results of a calibration as a machine file, in which each number has its source, and as a report."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from frontier_llm.planner.costs.time import step_s
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
-    """Write a table of what was measured; a list stays on one line up to 200 columns."""
+    """Write a table of measurements. A list stays on one line up to 200 columns."""
     write_atomically(path, yaml.safe_dump(content, sort_keys=False, width=200))
 
 
 def write_machine(path: Path, content: dict[str, Any]) -> None:
-    """Write a machine file. Raises ConfigError where it cannot be read back."""
+    """Write a machine file. Raises ConfigError if it cannot be read back."""
     write_yaml(path, content)
     load_machine(str(path))
 
 
 def update_machine(path: Path, stack: str, fitted: Rates, constants: Iterable[str], source: str) -> None:
-    """Replace constants' values and sources in a machine file in place. Comments and order of the file stay.
+    """Replace the values and sources of constants in a machine file. Comments and order of the file are kept.
 
-    `constants` are fields of Rates, as for `fit`. Raises ConfigError where the file cannot be read back.
+    `constants` are fields of Rates, as for `fit`. Raises ConfigError if the file cannot be read back.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     for constant in constants:
@@ -54,7 +54,7 @@ def update_machine(path: Path, stack: str, fitted: Rates, constants: Iterable[st
 
 
 def _places_of(lines: Sequence[str], stack: str, constant: str) -> Iterator[bool]:
-    """Of each line, whether it holds this constant."""
+    """Yield for each line whether it holds this constant."""
     field, _, devices = constant.partition("/")
     section, key, _ = PLACES[field]
     outer = inner = ""
@@ -73,7 +73,10 @@ def _places_of(lines: Sequence[str], stack: str, constant: str) -> Iterator[bool
 
 
 def value_of(numbers: Rates, constant: str) -> float:
-    """A constant; "fabric_bytes_s/4" is the entry for groups of four, "fabric_bytes_s" that of the smallest groups."""
+    """Return the value of a constant.
+
+    "fabric_bytes_s/4" is the entry for groups of four devices, "fabric_bytes_s" the entry of the smallest groups.
+    """
     name, _, devices = constant.partition("/")
     value = getattr(numbers, name)
     if isinstance(value, tuple):
@@ -84,7 +87,7 @@ def value_of(numbers: Rates, constant: str) -> float:
 def numbers_of(
     fitted: Rates, constants: Iterable[str], provenance: dict[str, str], digits: int = 5
 ) -> dict[str, dict[str, Any]]:
-    """Section of a machine file → its key → value with tag and source, in the file's units."""
+    """Return section of a machine file → key → value with tag and source, in the file's units."""
     sections: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for constant in constants:
         section, key, unit = PLACES[constant]
@@ -120,7 +123,7 @@ CALIBRATED = (
 
 
 def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str, Any]:
-    """The machine file's mapping: `local` with every calibrated number replaced, tagged and sourced."""
+    """Return the content of a machine file: `local` with every calibrated number replaced, tagged and sourced."""
     fitted = calibrated_rates(samples, config, rates(load_machine("local")))
     how = f"{samples.ranks} ranks at once, {samples.device}, {samples.dtype}, shapes of {config.model.name}"
     provenance = {"tag": "measured", "source": f"frontier-llm calibrate, {when}: {how}"}
@@ -147,7 +150,7 @@ def machine_content(samples: Samples, config: RunConfig, when: str) -> dict[str,
 
 
 def _together(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> dict[str, Any]:
-    """What ranks of a node do to each other: they share cores, wait and communicate."""
+    """Return the entries for effects between ranks of a node: contention, waiting and collectives."""
     node: dict[str, Any] = {
         "contention": {**provenance, "share": {count: rounded(share) for count, share in fitted.contention}},
     }
@@ -160,7 +163,7 @@ def _together(fitted: Rates, samples: Samples, provenance: dict[str, str]) -> di
 
 
 def collectives(tables: Mapping[str, Table], provenance: dict[str, str]) -> dict[str, Any]:
-    """`node.collectives` of a machine file."""
+    """Return `node.collectives` of a machine file."""
     return {
         **provenance,
         "message_bytes": [int(size) for size in tables["all_reduce"].sizes_bytes],
@@ -175,12 +178,12 @@ def collectives(tables: Mapping[str, Table], provenance: dict[str, str]) -> dict
 
 
 def rounded(value: float, digits: int = 5) -> float:
-    """`value` with this many significant digits."""
+    """Return `value` rounded to this number of significant digits."""
     return float(f"{value:.{digits}g}")
 
 
 def report(samples: Samples, config: RunConfig) -> str:
-    """The calibrated constants and how well they give back the samples."""
+    """Return a text of the calibrated constants and of the errors with which they predict the measured steps."""
     fitted = calibrated_rates(samples, config, rates(load_machine("local")))
     M, N, K, seconds = np.array(fitted.gemm_shapes).T
     rate = 2 * M * N * K / seconds / 1e12

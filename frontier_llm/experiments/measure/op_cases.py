@@ -1,4 +1,4 @@
-"""What `bench` times: the catalogue's cases at the shapes of one microbatch on one rank, beside eager torch."""
+"""Benchmark cases of `bench`: the catalogue's ops at the shapes of one microbatch on one rank, and eager torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ SDPA_BACKENDS = {
 
 @dataclass(frozen=True)
 class Timed:
-    """One op, ours beside eager torch; forward and backward where there are gradients of its outputs.
+    """One op of this project and its eager torch equivalent.
 
-    A function that returns None for a differentiable op has been its own backward.
+    If `grads` has gradients of the outputs, the backward pass is timed too. A function of a differentiable op that
+    returns None has already run its own backward pass.
     """
 
     ours: Callable[..., Any]
@@ -42,7 +43,7 @@ class Timed:
     others: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def ways(self, compiler: Callable[..., Any] | None = None) -> dict[str, Call]:
-        """Each way to compute the op once; with a compiler the only one is eager torch through it."""
+        """Return a call for each implementation. With a compiler, the only one is eager torch compiled by it."""
         ours = {"ours": self.ours, "eager": self.eager, **self.others}
         functions = ours if compiler is None else {"compiled": compiler(self.eager)}
         return {way: partial(self._once, function) for way, function in functions.items()}
@@ -68,22 +69,22 @@ class Shapes:
 
     @property
     def rows(self) -> int:
-        """Tokens N = S * B."""
+        """Number of tokens N = S * B."""
         return self.model.sequence_length * self.micro_batch
 
     @property
     def ffn(self) -> int:
-        """Features of the MLP on this rank."""
+        """Width of the MLP on this rank."""
         return self.model.ffn_hidden // self.tp
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return self.dtype.itemsize
 
     @property
     def flat(self) -> int:
-        """Elements of a flat buffer of the optimizer."""
+        """Elements of a flat optimizer buffer."""
         return 8 * self.model.hidden * self.model.ffn_hidden
 
 
@@ -97,7 +98,10 @@ def _timed(
     others: Mapping[str, Callable[..., Any]] | None = None,
     outputs: Sequence[tuple[int, ...]] = (),
 ) -> Timed:
-    """A differentiable case of the catalogue beside eager torch. `outputs` are shapes, if not the first input's."""
+    """Return a differentiable case of the catalogue with its eager torch equivalent.
+
+    `outputs` are the shapes of the outputs, by default the first input's shape.
+    """
     inputs = [None if x is None else x.requires_grad_() for x in case.inputs]
     assert inputs[0] is not None
     grads = [torch.randn(*shape, dtype=inputs[0].dtype) for shape in outputs or [tuple(inputs[0].shape)]]
@@ -133,7 +137,7 @@ def _attention(ops: Ops, shapes: Shapes, alibi: bool) -> Timed:
         ops,
         catalogue.attention(shapes.dtype, sequence=S, batch=B, heads=A, kv_heads=G, head_dim=D, scores=scores),
         eager,
-        flops=7.0 * S * S * B * A * D,  # half of a square: 2 products forward, 5 backward
+        flops=7.0 * S * S * B * A * D,  # half of the S x S square: 2 products forward, 5 backward
         others={} if alibi else {way: partial(forced, backend) for way, backend in SDPA_BACKENDS.items()},
     )
 
@@ -152,7 +156,7 @@ def _norm(ops: Ops, shapes: Shapes, kind: str) -> Timed:
 
 
 def _eager_norm(kind: str, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Torch's own, by `model.norm`."""
+    """Apply torch's norm of the kind `kind` (a value of `model.norm`)."""
     if kind == "rmsnorm":
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.layer_norm(x, weight.shape, weight, None, eps)
@@ -196,12 +200,12 @@ def _swiglu(ops: Ops, shapes: Shapes) -> Timed:
 
 def _gelu(ops: Ops, shapes: Shapes, approximate: str) -> Timed:
     case = catalogue.gelu(shapes.dtype, shapes.rows, shapes.ffn, approximate=approximate == "tanh")
-    bytes_moved = 6 * shapes.rows * shapes.ffn * shapes.width  # the bias' gradient reads once more
+    bytes_moved = 6 * shapes.rows * shapes.ffn * shapes.width  # the gradient of the bias needs one more read
     return _timed(ops, case, lambda y, bias: F.gelu(y + bias, approximate=approximate), bytes_moved=bytes_moved)
 
 
 def _route(ops: Ops, shapes: Shapes) -> Timed:
-    """A model without experts routes to 64, 8 for each token."""
+    """Return the case of the router. A model without experts uses 64 experts, 8 for each token."""
     moe = shapes.model.moe
     experts, top_k = (64, 8) if moe is None else (moe.experts, moe.top_k)
     (logits,) = catalogue.route(experts, Routing(top_k), tokens=shapes.rows).inputs
@@ -220,7 +224,10 @@ def _route(ops: Ops, shapes: Shapes) -> Timed:
 
 
 def _drop(ops: Ops, shapes: Shapes) -> Timed:
-    """Forward, and the same of the gradient. The residual stream's gradient is the gradient itself."""
+    """Return the case of dropout with residual. The backward pass is the same op on the gradient.
+
+    The gradient of the residual stream is the output's gradient and needs no work.
+    """
     shape = (shapes.model.sequence_length, shapes.micro_batch, shapes.model.hidden)
     case = catalogue.drop(shapes.dtype, *shape)
     grad = torch.randn(*shape, dtype=shapes.dtype)
@@ -291,7 +298,7 @@ def _accumulate(ops: Ops, shapes: Shapes) -> Timed:
 
 
 def _build(make: Callable[..., Timed], ops: Ops, shapes: Shapes, **more: Any) -> Timed:
-    """A case whose tensors lie on the shapes' device."""
+    """Return a case whose tensors are on the shapes' device."""
     with shapes.device:
         return make(ops, shapes, **more)
 

@@ -1,7 +1,7 @@
-"""Times each op against other ways to compute the same at a model's shapes; the ways take turns, because a busy machine
-moves them all.
+"""Time each op against other implementations at a model's shapes.
 
-A way that fails (a back-end that lacks a shape, no memory) is reported with its error, and the others go on.
+Each round calls every implementation once, because other load on the machine then slows all of them equally. If an
+implementation fails (a back-end that lacks a shape, no memory), its error is reported and the others continue.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from frontier_llm.ops.reference import Ops
 
 @dataclass(frozen=True)
 class Timing:
-    """Best time of one op done in one way, forward and backward together where it has both."""
+    """Best time of one implementation of an op, forward and backward together if the op has both."""
 
     op: str
     way: str  # "ours", "eager", "compiled", "sdpa-…"
-    seconds: float  # nan when it failed
-    bytes_moved: int  # what must at least be read and written; 0 for products
-    flops: float  # 0 for what is bound by memory
+    seconds: float  # nan if it failed
+    bytes_moved: int  # bytes that must at least be read and written; 0 for products
+    flops: float  # 0 for ops that are bound by memory
     error: str = ""
 
 
@@ -40,9 +40,9 @@ def compare(
     rounds: int = 7,
     compiler: Callable[..., Any] | None = None,
 ) -> Iterator[Timing]:
-    """Every op at the shapes of one microbatch on one rank; `rounds` turns each, the best counts.
+    """Yield the times of every op at the shapes of one microbatch on one rank: the best of `rounds` calls.
 
-    With a `compiler` (torch.compile, say) the only way is the eager one through it, named "compiled".
+    With a `compiler` (for example torch.compile), only eager torch compiled by it is timed, with the name "compiled".
     """
     shapes = Shapes(model, micro_batch, dtype, torch.device(device))
     for name, build in CASES.items():
@@ -65,7 +65,7 @@ def compare(
 
 
 def copy_bandwidth(device: str, size_bytes: int = 256 * 2**20) -> float:
-    """Bytes read and written per second by a plain copy: the ceiling of the ops that are bound by memory."""
+    """Return the bytes per second that a plain copy reads and writes: the upper limit for memory-bound ops."""
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * size_bytes / min(kernel_s(lambda: target.copy_(source), device) for _ in range(5))

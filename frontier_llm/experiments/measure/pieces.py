@@ -1,5 +1,6 @@
-"""What hides where tensor parallelism's products and collectives go in pieces, measured on the run's own products
-(comm.tensor_chunks).
+"""Measure how much of tensor parallelism's communication overlaps with compute if both are split into pieces.
+
+The run's own products and collectives are measured (comm.tensor_chunks).
 """
 
 from __future__ import annotations
@@ -22,34 +23,35 @@ from frontier_llm.ops import working_dtype
 from frontier_llm.parallel.tensor.linear import gather_and_multiply, multiply_and_reduce, multiply_and_scatter
 
 PIECES = (2, 4)
-BUDGET_S = 0.1  # for the repetitions of one figure
+BUDGET_S = 0.1  # time for the repetitions of one measurement
 
 
 @dataclass(frozen=True)
 class PiecesTime:
-    """A product and its collective, each of `pieces` alone, and all together as a step has them."""
+    """Times of a product and of its collective, alone per piece and together as in a step."""
 
     operation: str
     pieces: int
     product_s: float  # of one piece
     collective_s: float  # of one piece
-    copy_s: float  # of all rows to their places
+    copy_s: float  # copy of all rows to their places
     together_s: float
 
     @property
     def overlap(self) -> float:
-        """Share of a piece's shorter half that hid: 0, nothing did, to 1."""
+        """Share of the shorter of a piece's product and collective that is overlapped: 0 (none) to 1."""
         hidden_s = self.pieces * (self.product_s + self.collective_s) + self.copy_s - self.together_s
         return min(max(hidden_s / ((self.pieces - 1) * min(self.product_s, self.collective_s)), 0.0), 1.0)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields, and the share that hid."""
+        """Return the fields and the overlap."""
         return {**asdict(self), "overlap": self.overlap}
 
 
 def bench_pieces(mesh: Mesh, model: ModelConfig, layout: Layout, device: torch.device) -> list[PiecesTime]:
-    """Every forward product of a block that has a collective beside it, in `PIECES`. Collective over the world;
-    empty without tensor parallelism.
+    """Measure each forward product of a block that can overlap with a collective, split into each count of `PIECES`.
+
+    Collective over the world. Returns an empty list without tensor parallelism.
     """
     pairs = {
         (item.work.operation, item.work.beside)
@@ -65,7 +67,7 @@ def bench_pieces(mesh: Mesh, model: ModelConfig, layout: Layout, device: torch.d
 
 
 def chunk_overlap(measured: Sequence[PiecesTime]) -> float:
-    """The machine file's number: the median over what was measured."""
+    """Return the machine file's number: the median of the measured overlaps."""
     return median(one.overlap for one in measured)
 
 
@@ -88,7 +90,7 @@ def _measured(
 def _calls(
     operation: str, product: Product, B: int, pieces: int, axis: Axis, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[], object]]:
-    """A piece's product, a piece's collective, the copy of all rows, and everything in pieces."""
+    """Yield four calls: product of one piece, collective of one piece, copy of all rows, everything in pieces."""
     S = product.m // B
     rows = product.m // B // pieces
 

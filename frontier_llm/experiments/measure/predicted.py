@@ -1,4 +1,4 @@
-"""Prediction beside measurement: what the planner says about the layouts of runs that have taken place."""
+"""Compare the planner's predictions with measured runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MISSING = "train it first, or name the run directory (train.run_dir) of a run th
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run directory's layout, its median step, and the simulated one."""
+    """Layout of a run with its measured median step time and its predicted step time."""
 
     directory: Path
     layout: str
@@ -30,16 +30,17 @@ class MeasuredRun:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction; negative is too fast."""
+        """Relative error of the prediction. Negative: the predicted step is too fast."""
         return self.predicted_s / self.measured_s - 1
 
 
 def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = ()) -> MeasuredRun:
-    """A run directory beside its prediction; `plugins` as `read_run`. Raises DataError where there is no run, or it
-    has left no step times.
+    """Return the measured and predicted step time of a run directory.
+
+    `plugins` is passed to `read_run`. Raises DataError if the directory holds no run or no step times.
     """
     record = read_run(directory, plugins)
-    last = record.parts[-1]  # the configuration is that of the last layout
+    last = record.parts[-1]  # record.config has the layout of the last part
     times = [
         float(row["step_time_s"]) for row in record.steps if row["step"] > last.after_step and "step_time_s" in row
     ]
@@ -51,7 +52,7 @@ def beside_prediction(directory: Path, numbers: Rates, plugins: Sequence[str] = 
 
 
 def as_table(runs: Sequence[MeasuredRun]) -> str:
-    """One line per run."""
+    """Return a table with one line per run."""
     rows = (
         (
             run.directory.name,

@@ -1,4 +1,4 @@
-"""The matrix products of a layer and of the head, which the step's benchmark and the calibration time one by one."""
+"""Matrix products of a layer and of the head, which the step's benchmark and the calibration time one by one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Call = Callable[[], Any]
 
 
 def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int, int, int, int]]:
-    """(name, M, N, K, count per microbatch) of the forward products on one tensor-parallel rank; backward has twice
-    as many FLOPs.
+    """Return (name, M, N, K, count per microbatch) of the forward products on one tensor-parallel rank.
+
+    The backward pass has twice the FLOPs. Products of experts are left out, because their sizes depend on the router.
     """
     layout = Layout(tp=tp, micro_batch=tokens // model.sequence_length)
     software = Software()
@@ -30,12 +31,15 @@ def gemm_shapes(model: ModelConfig, tokens: int, tp: int) -> list[tuple[str, int
             (head_work(model, layout, software), 1),
         )
         for one in (item.work for item in items if item.phase is Phase.F)
-        if isinstance(one, Product) and one.parameter and one.batch == 1  # those of experts depend on the router
+        if isinstance(one, Product) and one.parameter and one.batch == 1
     ]
 
 
 def product_calls(ops: Ops, x_MK: Tensor, w_NK: Tensor, g_MN: Tensor) -> dict[str, tuple[Call, Call]]:
-    """A product and its two gradients by name, ours and torch's own; the weight gradient is added to an fp32 buffer."""
+    """Return a product and its two gradients by name, each as this project's call and as torch's call.
+
+    The weight gradient is added to an fp32 buffer.
+    """
     total_NK = torch.zeros(w_NK.shape, device=w_NK.device)
     return {
         "linear": (lambda: ops.linear(x_MK, w_NK, None), lambda: x_MK @ w_NK.T),
@@ -48,6 +52,6 @@ def product_calls(ops: Ops, x_MK: Tensor, w_NK: Tensor, g_MN: Tensor) -> dict[st
 
 
 def operands(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Random input (M, K), weight (N, K) and output gradient (M, N) of a product."""
+    """Return random input (M, K), weight (N, K) and output gradient (M, N) of a product."""
     x, w, g = (torch.randn(shape, dtype=dtype, device=device) for shape in ((M, K), (N, K), (M, N)))
     return x, w, g

@@ -1,4 +1,4 @@
-"""report.html: a run's curves, numbers and layout in one self-contained file; reads only what run directories hold."""
+"""report.html: curves, numbers and layout of runs in one self-contained file, made from run directories alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from frontier_llm.schedule import simulate, timeline_chart
 from frontier_llm.topology.grid import Grid
 from frontier_llm.units import format_bytes, format_count, format_seconds
 
-# what each step records: key of metrics.jsonl, title, label of the vertical axis, factor
+# curves of the step records: key in metrics.jsonl, title, label of the vertical axis, factor
 CURVES = (
     ("loss", "Loss", "nats per token", 1),
     ("gradient_norm", "Gradient norm before clipping", "norm", 1),
@@ -37,8 +37,9 @@ def write_report(
     next_command: str | None = None,
     plugins: Sequence[str] = (),
 ) -> Path:
-    """One page over one or several runs of the same model (their curves share the axes); returns `output`. `plugins`
-    as `read_run`.
+    """Write one page about one or several runs of the same model, whose curves share the axes. Returns `output`.
+
+    `plugins` is passed to `read_run`.
     """
     records = told_apart([read_run(run, plugins) for run in runs])
     first = records[0]
@@ -114,9 +115,7 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[Chart]:
 
 
 def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor: float) -> Chart:
-    """One figure over all runs; the points on the loss are held-out values, vertical lines are changes of the
-    layout.
-    """
+    """Return one figure over all runs. Points on the loss are held-out values, vertical lines changes of the layout."""
     traces = []
     for index, record in enumerate(records):
         rows = [step for step in record.steps if step.get(key) is not None]
@@ -127,7 +126,8 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
             for number, held_out in enumerate(_held_out(record)):
                 rows = [row for row in record.evaluations if held_out in row]
                 name = held_out if held_out != "loss" else "held out"
-                shape = SHAPES[(index + number) % len(SHAPES)]  # of several runs all are seen where they agree
+                # different shapes, so that coinciding points of several runs stay visible
+                shape = SHAPES[(index + number) % len(SHAPES)]
                 traces.append(
                     points(f"{name}, {record.name}", _steps(rows), [row[held_out] for row in rows], index, shape=shape)
                 )
@@ -144,13 +144,13 @@ def _curve(records: Sequence[RunRecord], key: str, title: str, unit: str, factor
 
 
 def _held_out(record: RunRecord) -> list[str]:
-    """Keys of the held-out losses: of each set by its name, where sets have names."""
+    """Return the keys of the held-out losses: one per named set, or "loss" if sets have no names."""
     named = [key for row in record.evaluations for key in row if key.startswith("validation/")]
     return list(dict.fromkeys(named)) or ["loss"]
 
 
 def _tasks(records: Sequence[RunRecord]) -> Chart:
-    """Accuracy of each in-context task: a colour for each task, a dash for each run."""
+    """Return a chart of each in-context task's accuracy, with a colour per task and a dash style per run."""
     names = list(dict.fromkeys(name for record in records for row in record.tasks for name in row["accuracy"]))
     traces = [
         line(
@@ -172,7 +172,7 @@ _THIN = {"color": "#888", "width": 1, "dash": "dot"}
 
 
 def _phases(record: RunRecord) -> Chart:
-    """Where rank 0's time goes, stacked to the step."""
+    """Return a chart of rank 0's phases, stacked to the duration of the step."""
     rows = [step for step in record.steps if step.get("phases_s")]
     names = list(dict.fromkeys(name for row in rows for name in row["phases_s"]))
     traces = [
@@ -186,7 +186,7 @@ def _phases(record: RunRecord) -> Chart:
 
 
 def _experts(records: Sequence[RunRecord]) -> str:
-    """How evenly routers have shared out tokens; '' where no run has any."""
+    """Return charts of how evenly the routers distribute tokens, or '' if no run has experts."""
     routed = [
         (index, record, [step for step in record.steps if "routing" in step]) for index, record in enumerate(records)
     ]
@@ -245,13 +245,13 @@ def _chip(grid: Grid, place: Mapping[str, int]) -> str:
 
 
 def _of_run(record: RunRecord, text: str) -> str:
-    """With the run's own name, where it has one besides that of its layout."""
+    """Append the run's own name to `text` if the run's name has more than the layout."""
     own = record.name.rpartition(", ")[0]
     return f"{text}, {own}" if own else text
 
 
 def _layout(record: RunRecord, part: LayoutSpan) -> str:
-    """Which rank holds what, and the schedule that was played, drawn with forward 1 and backward 2 units long."""
+    """Return HTML with the layers of each rank and the schedule, drawn with forward 1 and backward 2 units long."""
     plan = part.plan
     grid = part.plan.grid
     stages = []
@@ -290,7 +290,7 @@ def _runs(records: Sequence[RunRecord]) -> str:
 
 
 def _data(records: Sequence[RunRecord]) -> str:
-    """How often each run has read its sources."""
+    """Return a table of how many epochs each run has read of its sources."""
     rows = [
         [record.directory.name, path, f"{epochs:.3g}"]
         for record in records
@@ -300,7 +300,10 @@ def _data(records: Sequence[RunRecord]) -> str:
 
 
 def by_axis(operations: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """One histogram per axis: bin k counts calls that blocked 2^(k-1) to 2^k microseconds (comm.ledger.Histogram)."""
+    """Return one histogram per axis: bin k counts calls that blocked 2^(k-1) to 2^k microseconds.
+
+    comm.ledger.Histogram defines the bins.
+    """
     axes: dict[str, list[list[int]]] = {}
     for name, row in operations.items():
         axes.setdefault(name.split(" ")[0], []).append(row["bins"])
@@ -308,7 +311,10 @@ def by_axis(operations: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]
 
 
 def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]]) -> str:
-    """HTML for one run; blocked time is what the rank stood still, on a GPU what its host did."""
+    """Return HTML about the communication of one run.
+
+    Blocked time is the time that rank 0 waited. On a GPU it is the time that the host waited.
+    """
     head = ("axis", "operation", "calls", "bytes", "blocked", "median", "99 %")
     rows = []
     for name, row in operations.items():
@@ -329,7 +335,7 @@ def communication_section(title: str, operations: Mapping[str, Mapping[str, Any]
 
 
 def _calls(axis: str, bins: list[int]) -> Chart:
-    """A histogram in powers of two of microseconds."""
+    """Return a histogram in powers of two of microseconds."""
     first = next(index for index, count in enumerate(bins) if count)
     last = max(index for index, count in enumerate(bins) if count)
     shown = range(first, last + 1)

@@ -1,4 +1,4 @@
-"""What a run directory says about a run: its steps, and the layouts that they ran on."""
+"""Read a run directory: the run's steps and the layouts that they ran on."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from frontier_llm.topology.plan import ParallelPlan, plan_as_given
 
 @dataclass(frozen=True)
 class LayoutSpan:
-    """Steps of a run on one layout."""
+    """Steps of a run that used one layout."""
 
     after_step: int
-    incarnation: int  # that began it
+    incarnation: int  # incarnation that began the span
     plan: ParallelPlan
 
     @property
     def name(self) -> str:
-        """'TP2 x PP2 x DP1'."""
+        """Layout as text, such as 'TP2 x PP2 x DP1'."""
         return self.plan.grid.describe()
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory says about a run."""
+    """Content of a run directory."""
 
     directory: Path
     config: RunConfig  # of the last attempt
@@ -40,16 +40,17 @@ class RunRecord:
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     tasks: list[dict[str, Any]]
-    operations: dict[str, dict[str, Any]]  # of rank 0 in the last attempt that has written them down (Ledger.summary)
-    moved_on: LayoutSpan  # the layout of that attempt
-    name: str  # of its curves
+    operations: dict[str, dict[str, Any]]  # of rank 0, in the last attempt that recorded them (Ledger.summary)
+    moved_on: LayoutSpan  # layout of that attempt
+    name: str  # name of the run's curves
 
 
 def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
-    """Load a run directory. Lines of a torn metrics file are skipped.
+    """Load a run directory. Incomplete lines of the metrics file are skipped.
 
-    The run's plugins are imported, from `plugins`, which the user named, or as config.yaml names them if it belongs to
-    this user. Raises DataError when the directory holds no run, ConfigError for a plugin that is needed and not named.
+    The run's plugins are imported. If the directory belongs to this user, config.yaml may name them. Otherwise the
+    user must name them in `plugins`. Raises DataError if the directory holds no run, ConfigError if a plugin is needed
+    but not named.
     """
     missing = [name for name in ("config.yaml", "plan.json", "metrics.jsonl") if not (directory / name).is_file()]
     if missing:
@@ -81,7 +82,7 @@ def read_run(directory: Path, plugins: Sequence[str] = ()) -> RunRecord:
 
 
 def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> LayoutSpan:
-    """The plan of an attempt from the configuration with its own layout (`metrics.layout_of`)."""
+    """Return the plan of an attempt, from the configuration with that attempt's layout (`metrics.layout_of`)."""
     parallel = dict(row["layout"])
     batch = {**content["batch"], "micro_batch": parallel.pop("micro_batch")}
     config = build(RunConfig, {**content, "parallel": parallel, "batch": batch}, where)
@@ -90,13 +91,13 @@ def _span(content: Mapping[str, Any], row: Mapping[str, Any], where: str) -> Lay
 
 
 def _only_span(config: RunConfig, directory: Path) -> LayoutSpan:
-    """A run from before layouts were written into metrics.jsonl: all that is known is the last."""
+    """Return the span of an old run whose metrics.jsonl records no layouts. Only its last layout is known."""
     grid = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["grid"]
     return LayoutSpan(0, 0, plan_as_given(config, grid["tp"] * grid.get("cp", 1) * grid["pp"] * grid["dp"]))
 
 
 def told_apart(records: list[RunRecord]) -> list[RunRecord]:
-    """Runs of one layout are named by their directories."""
+    """Add directory names to the names of runs that share a layout."""
     layouts = [record.name for record in records]
     names = [record.directory.resolve().name for record in records]
     own = names if len(set(names)) == len(names) else [str(record.directory) for record in records]

@@ -1,9 +1,8 @@
-"""Micro-benchmarks of this machine with the model's own shapes and the run's own ops: what `calibration` fits a machine
-file to.
+"""Micro-benchmarks of this machine with the model's shapes and the run's ops. `calibration` fits constants to them.
 
-Every rank measures at the same time, because ranks of one computer share its cores, caches and memory. A rank of one
-thread times its kernels by its own CPU clock: where ranks outnumber cores, how long one waits for a core is measured
-once, by loops that are long for the scheduler (`contention`), and not by chance in each short sample.
+All ranks measure at the same time, because ranks of one computer share its cores, caches and memory. A single-threaded
+rank on a CPU times its kernels by its own CPU clock. If ranks outnumber cores, short samples would contain random
+waiting for a core. That waiting is measured once, with loops longer than the scheduler's time slices (`contention`).
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from frontier_llm.training.step import train_step
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB … 16 MiB
 COPY_ELEMENTS = 8 * 2**20
-# (share of the run's microbatch, microbatches): apart by tokens, by microbatches and by step
+# (share of the run's microbatch, microbatches): together they separate the time per token, microbatch and step
 STEPS = ((1.0, 1), (1.0, 3), (0.25, 3))
-JOINT_STEPS = ((1.0, 1), (0.25, 2))  # the same, for steps over several ranks: apart by compute between two meetings
-LONG_S = 0.06  # a loop that a scheduler's time slices (3 ms) share fairly
+JOINT_STEPS = ((1.0, 1), (0.25, 2))  # for steps over several ranks; with unequal compute between synchronisations
+LONG_S = 0.06  # long enough that a scheduler's time slices (3 ms) are shared fairly
 
 
 def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: float, repeats: int = 5) -> Samples:
-    """All samples of one rank; collective over the world."""
+    """Return all samples of this rank. Collective over the world."""
     bench = _Bench(config, mesh, device, repeats)
     samples = Samples(mesh.world.size, device.type, config.precision.dtype, memory_bytes, tensor=mesh.tp.size)
     samples.contention, bench.stretch = bench.contention()
@@ -67,7 +66,7 @@ def measure(config: RunConfig, mesh: Mesh, device: torch.device, memory_bytes: f
 
 
 class _Bench:
-    """One rank's part; `stretch` turns CPU time into what a busy machine needs for it."""
+    """Measurements of one rank. `stretch` is the ratio of wall time to CPU time if all ranks are busy."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device, repeats: int) -> None:
         self.config = config
@@ -84,18 +83,18 @@ class _Bench:
         return max(1, round(self.config.batch.micro_batch * share))
 
     def wall_s(self, run: Callable[[], object]) -> float:
-        """Median seconds of work that all ranks begin together."""
+        """Return the median seconds of work that all ranks begin together."""
         return median_s(run, self.repeats, partial(wall_s, device=self.device), before=lambda: barrier(self.mesh.world))
 
     def kernel_s(self, run: Callable[[], object]) -> float:
-        """Median seconds of work that needs no other rank."""
+        """Return the median seconds of work that needs no other rank."""
         if not self.by_cpu_time:
             return self.wall_s(run)
         barrier(self.mesh.world)
         return median_s(run, self.repeats, cpu_s) * self.stretch
 
     def contention(self) -> tuple[list[tuple[int, float]], float]:
-        """(busy ranks → seconds of the same loop of products, wall time over CPU time when all are busy)."""
+        """Return [(busy ranks, seconds of the same products)], and wall time over CPU time with all ranks busy."""
         world = self.mesh.world
         tokens = self.config.batch.micro_batch * self.model.sequence_length
         x, w, _ = operands(tokens, self.model.ffn_hidden, self.model.hidden, self.dtype, self.device)
@@ -115,8 +114,9 @@ class _Bench:
         return seconds, max(stretch, 1.0)
 
     def products(self, B: int, tp: int) -> list[tuple[int, int, int, float]]:
-        """Every product of a layer and of the head: forward, input gradient, and weight gradient added to an fp32
-        buffer.
+        """Return (M, N, K, seconds) of every product of a layer and of the head.
+
+        The products are forward, input gradient, and weight gradient added to an fp32 buffer.
         """
         rows = []
         for _, M, N, K, _ in gemm_shapes(self.model, B * self.model.sequence_length, tp):
@@ -137,7 +137,7 @@ class _Bench:
         return B, a, S, D, forward_s, max(both_s - forward_s, 0.5 * forward_s)
 
     def elementwise_s(self, tp: int) -> float:
-        """Seconds of one layer's forward norms, activation and residual."""
+        """Return the seconds of one layer's forward norms, activation and residual."""
         model = self.model
         shapes = Shapes(self.model, self.config.batch.micro_batch, self.dtype, self.device, tp)
         norm = "rms_norm" if model.norm == "rmsnorm" else "layer_norm"
@@ -154,12 +154,12 @@ class _Bench:
         return self.kernel_s(layer)
 
     def copy(self) -> tuple[float, float]:
-        """(bytes read and written, seconds)."""
+        """Return (bytes read and written, seconds)."""
         source, target = (torch.zeros(COPY_ELEMENTS, device=self.device) for _ in range(2))
         return 2.0 * source.numel() * 4, self.kernel_s(lambda: target.copy_(source))
 
     def adamw(self) -> tuple[float, float]:
-        """(elements, seconds)."""
+        """Return (elements, seconds)."""
         size = COPY_ELEMENTS // 4
         master, gradient, first, second = (torch.zeros(size, device=self.device) for _ in range(4))
         weight = torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -167,7 +167,7 @@ class _Bench:
         return float(size), self.kernel_s(lambda: self.ops.adamw_(master, gradient, first, second, weight, update))
 
     def collectives(self) -> Iterator[tuple[str, int, int, float]]:
-        """Each operation on all groups of tp at once, and on the whole world."""
+        """Yield times of each operation on all tensor-parallel groups at once, and on the world."""
         axes = {axis.size: axis for axis in (self.mesh.tp, self.mesh.world) if axis.size > 1}
         for size, axis in sorted(axes.items()):
             for size_bytes, operation in product(MESSAGE_BYTES, PLANNED):
@@ -175,8 +175,10 @@ class _Bench:
                 yield operation, size, size_bytes, self.wall_s(call)
 
     def step(self, parallel: ParallelConfig, mesh: Mesh, share: float, m: int) -> tuple[int, int, float]:
-        """A training step of `m` microbatches per replica, of the run's sequences times `share`, over the ranks of
-        `mesh`; all ranks work.
+        """Return (sequences per microbatch, microbatches, seconds) of a training step over the ranks of `mesh`.
+
+        Each replica processes `m` microbatches. The microbatch is the run's times `share`. All ranks train at the same
+        time.
         """
         config = steps_config(self.config, parallel, self.microbatch(share), m)
         batches = open_batches(config, mesh.dp.rank, mesh.dp.size)

@@ -1,7 +1,6 @@
-"""`bench step`: how fast this rank's device multiplies matrices of the model's own shapes, and what share of that the
-step reaches.
+"""`bench step`: rate of the model's matrix products on this rank's device, and the share of it that a step reaches.
 
-Both are measured in the same run, interleaved, because a busy or throttled machine moves both.
+Both are measured alternately in the same run, because other load and throttling change both.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ class StepBench:
     """One rank's measurement, medians over the measured steps."""
 
     step_times_s: list[float]  # every measured step
-    cpu_times_s: list[float]  # and the processor's seconds in it, of all ranks: what a shared machine leaves comparable
-    tokens_per_s: float  # of the job, by the median step
+    cpu_times_s: list[float]  # CPU seconds of each step, summed over ranks; stays comparable on a shared machine
+    tokens_per_s: float  # of the job, from the median step
     step_time_s: float
-    model_tflops: float  # per device, full-attention convention (costs.flops)
-    gemm_tflops: float  # the model's products weighted by their FLOPs
+    model_tflops: float  # per device, full-attention convention (`model_flops_per_token`)
+    gemm_tflops: float  # the model's products, weighted by their FLOPs
     fraction_of_gemm: float
     phases_s: dict[str, float]  # of this rank: compute by phase, and the time blocked on each axis
     gemms: list[dict[str, Any]]
 
 
 def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
-    """TFLOP/s of each forward, input-gradient and weight-gradient product as torch gives them, in the working
-    precision.
+    """Return the TFLOP/s of each product of the model with torch's own kernels, in the working precision.
+
+    A row covers the forward, input-gradient and weight-gradient product together.
     """
     config = state.config
     clock = partial(wall_s, device=state.device)
@@ -68,7 +68,7 @@ def measure_gemms(state: TrainState, repeats: int = 5) -> list[dict[str, Any]]:
 
 
 def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
-    """Time `steps` training steps after `warmup`. Collective over the world."""
+    """Time `steps` training steps after `warmup` steps. Collective over the world."""
     for _ in range(warmup):
         train_step(state)
     clock = PhaseClock(state.mesh.ledger, synchronize=True)
@@ -81,7 +81,7 @@ def bench_step(state: TrainState, steps: int, warmup: int = 2) -> StepBench:
         clock.enter("bench")
         gemm_rounds.append(measure_gemms(state, repeats=2))
         barrier(state.mesh.world)
-        clock.enter("optimizer")  # the gradients' reset comes before the first action
+        clock.enter("optimizer")  # resetting the gradients comes before the first action
         cpu_begin_s = time.process_time()
         times.append(wall_s(lambda: train_step(state), state.device))
         cpu = torch.tensor(time.process_time() - cpu_begin_s, dtype=torch.float64, device=state.device)

@@ -1,9 +1,8 @@
-"""What a step's communication hides behind compute and what it exposes: measured intervals as a Chrome trace and as a
-figure.
+"""Measured communication of a step, hidden behind compute or exposed, as a Chrome trace and as a figure.
 
-Rows of a rank: compute by action, blocked (exposed), and each call from its start to its end (in flight); in flight
-less blocked is hidden. A send is in flight unseen: nobody asks for its end before the schedule's. On a GPU these are
-the host's times.
+A rank has three rows: compute by action, blocked (exposed), and each call from its start to its end (in flight). Time
+in flight minus blocked time is hidden. Sends are not drawn in flight, because their end is only checked at the end of
+the schedule. On a GPU these are the host's times.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Interval:
-    """Seconds on the host's monotonic clock, which all ranks of a host share."""
+    """Interval in seconds of the host's monotonic clock, which all ranks of a host share."""
 
     row: str
     name: str
@@ -40,14 +39,14 @@ class Interval:
 
 @dataclass
 class MeasuredTimeline:
-    """One rank's recorder; attached to its ledger, and told of actions by the engine's `on_action`."""
+    """Recorder of one rank. The ledger reports blocked intervals, and the engine's `on_action` reports actions."""
 
     rank: int
     intervals: list[Interval] = field(default_factory=list)
     _action: tuple[str, float] | None = None
 
     def attach(self, ledger: Ledger) -> None:
-        """Listen to every blocked interval from now on."""
+        """Record every blocked interval from now on."""
         ledger.observer = self._observe
 
     def _observe(self, call: Call, begin: float, end: float) -> None:
@@ -57,15 +56,16 @@ class MeasuredTimeline:
             self.intervals.append(Interval("in flight", name, call.begun, end))
 
     def at(self, name: str) -> None:
-        """The rank turns to an action; the one before ends here."""
+        """Begin the action `name` and end the previous one. An empty name only ends the previous one."""
         now = time.perf_counter()
         if self._action is not None:
             self.intervals.append(Interval("compute", self._action[0], self._action[1], now))
         self._action = (name, now) if name else None
 
     def exposed_and_hidden_s(self) -> dict[str, tuple[float, float]]:
-        """By axis and operation: (seconds this rank stood still, seconds that at least one call was in flight while
-        it did not).
+        """Return exposed and hidden seconds by axis and operation.
+
+        Exposed: this rank was blocked. Hidden: at least one call was in flight while this rank was not blocked.
         """
         names: dict[str, dict[str, list[tuple[float, float]]]] = {row: defaultdict(list) for row in ROWS}
         for interval in self.intervals:
@@ -80,7 +80,7 @@ class MeasuredTimeline:
         return result
 
     def chrome_events(self) -> list[dict[str, Any]]:
-        """Complete events ('X') for chrome://tracing and Perfetto; a process per rank, a thread per row."""
+        """Return complete events ('X') for chrome://tracing and Perfetto: a process per rank and a thread per row."""
         names = [
             {
                 "ph": "M",
@@ -105,7 +105,7 @@ class MeasuredTimeline:
 
 
 def _covered_s(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of (begin, end)."""
+    """Return the length of the union of (begin, end)."""
     total = 0.0
     reached = float("-inf")
     for begin, end in sorted(spans):
@@ -115,7 +115,7 @@ def _covered_s(spans: list[tuple[float, float]]) -> float:
 
 
 def write_chrome_trace(path: Path, timelines: list[MeasuredTimeline]) -> None:
-    """One file with all given ranks."""
+    """Write one trace file with all given ranks."""
     events = [event for timeline in timelines for event in timeline.chrome_events()]
     content = {
         "traceEvents": events,
@@ -126,9 +126,7 @@ def write_chrome_trace(path: Path, timelines: list[MeasuredTimeline]) -> None:
 
 
 def draw(path: Path, timelines: list[MeasuredTimeline]) -> None:
-    """A figure (PNG, SVG or PDF): for each rank what it computes, when it stands still, and a row of what is in
-    flight on each axis.
-    """
+    """Draw a figure (PNG, SVG or PDF). Each rank has rows for compute, blocked time, and calls in flight per axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -143,7 +141,7 @@ def draw(path: Path, timelines: list[MeasuredTimeline]) -> None:
             begin_ms = (interval.begin - start) * 1e3
             length_ms = (interval.end - interval.begin) * 1e3
             bars[_kind(interval)].append((begin_ms, length_ms))
-        for kind, of_kind in bars.items():  # at once: thousands of bars one by one take minutes
+        for kind, of_kind in bars.items():  # one call per kind: drawing thousands of bars one by one takes minutes
             axes.broken_barh(of_kind, (place - 0.4, 0.8), color=COLORS[kind], edgecolor="white", linewidth=0.4)
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.invert_yaxis()
@@ -157,7 +155,7 @@ def draw(path: Path, timelines: list[MeasuredTimeline]) -> None:
 
 
 def _rows(timeline: MeasuredTimeline) -> list[tuple[str, list[Interval]]]:
-    """('computes', …), ('blocked', …), ('dp in flight', …) …"""
+    """Return ('computes', …), ('blocked', …), ('dp in flight', …) …"""
     of = {row: [interval for interval in timeline.intervals if interval.row == row] for row in ROWS}
     by_axis: dict[str, list[Interval]] = defaultdict(list)
     for interval in of["in flight"]:

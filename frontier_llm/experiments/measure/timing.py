@@ -1,4 +1,4 @@
-"""How long a call takes: the clocks of all benchmarks."""
+"""Clocks of all benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEAD_START_CYCLES = 30_000_000  # about 15 ms
 
 
 def wall_s(run: Callable[[], object], device: torch.device) -> float:
-    """Wall seconds of one call; a GPU is waited for before and after it."""
+    """Return the wall seconds of one call. A GPU is synchronised before and after it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
@@ -24,16 +24,17 @@ def wall_s(run: Callable[[], object], device: torch.device) -> float:
 
 
 def cpu_s(run: Callable[[], object]) -> float:
-    """Seconds of this process's CPU time, all its threads together."""
+    """Return the CPU seconds that this process, with all its threads, uses for one call."""
     begin = time.process_time()
     run()
     return time.process_time() - begin
 
 
 def kernel_s(run: Callable[[], object], device: str) -> float:
-    """Wall seconds of one call; on a GPU the mean of ten that are queued together, by the GPU's own clock.
+    """Return the wall seconds of one call. On a GPU, return the mean of ten queued calls by the GPU's own clock.
 
-    The GPU idles first, while the host queues them all: Python takes longer to launch a small op than the GPU to do it.
+    The GPU first idles while the host queues all calls. Python needs longer to launch a small op than the GPU needs to
+    run it.
     """
     if device != "cuda":
         return wall_s(run, torch.device("cpu"))
@@ -52,8 +53,9 @@ def take_turns(
     rounds: int,
     device: str,
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """(best seconds of each, what those that failed ran into): one call of each in every round, because a busy
-    machine moves them all.
+    """Return the best seconds of each run, and the errors of the runs that failed.
+
+    Each round calls every run once, because other load on the machine then slows all of them equally.
     """
     best = dict.fromkeys(runs, float("inf"))
     faults = dict[str, str]()
@@ -64,12 +66,12 @@ def take_turns(
             except Exception as error:
                 faults[name] = first_line(error)
             else:
-                best[name] = min(best[name], seconds) if turn else best[name]  # the first turn warms up
+                best[name] = min(best[name], seconds) if turn else best[name]  # the first round warms up
     return {name: seconds for name, seconds in best.items() if name not in faults}, faults
 
 
 def first_line(error: Exception) -> str:
-    """'RuntimeError: no viable back-end'."""
+    """Return text such as 'RuntimeError: no viable back-end'."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -79,7 +81,10 @@ def median_s(
     clock: Callable[[Callable[[], object]], float],
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """Median of `repeats` readings of `clock` after one call to warm up; `before`, e.g. a barrier, is not timed."""
+    """Return the median of `repeats` readings of `clock` after one warm-up call.
+
+    `before` runs before each call and is not timed (for example a barrier).
+    """
     before()
     run()
     seconds = []

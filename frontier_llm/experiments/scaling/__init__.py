@@ -1,3 +1,1 @@
-"""Weak and strong scaling: the series, its harvest, its figures, with the planner's prediction and published points
-beside them.
-"""
+"""Weak and strong scaling series: planning, running, collecting results, and figures with predictions."""

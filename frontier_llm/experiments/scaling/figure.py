@@ -1,4 +1,4 @@
-"""Throughput and efficiency over devices: measured, simulated, predicted and published points on the same axes."""
+"""Figures of throughput and efficiency over devices, with measured, simulated, predicted and published points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = "devices (GCDs on MI250X)"
 
 
 def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
-    """scaling.csv, scaling.json and scaling.html in `directory`; returns their paths."""
+    """Write scaling.csv, scaling.json and scaling.html to `directory`. Returns their paths."""
     paths = [directory / f"scaling.{kind}" for kind in ("csv", "json", "html")]
     write_atomically(paths[0], as_csv(rows))
     write_atomically(paths[1], as_json(rows))
@@ -43,7 +43,7 @@ def write_report(rows: Sequence[Row], directory: Path) -> list[Path]:
 
 
 def charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Throughput and efficiency, for each mode present."""
+    """Yield a throughput chart and an efficiency chart for each mode that has rows."""
     for mode in ("weak", "strong"):
         own = [row for row in rows if row.mode == mode]
         if not own:
@@ -81,7 +81,7 @@ def _add_series(
     rows: list[Row],
     index: int,
 ) -> None:
-    """Solid: measured. Dashed: the planner. A cross at the bottom: a point that gave no measurement."""
+    """Add a series to both charts: solid if measured, dashed if simulated, crosses for points without a measurement."""
     simulated = rows[0].kind == "simulated"
     look: dict[str, str] = {"marks": "square-open" if simulated else "circle", "dash": "dash" if simulated else "solid"}
     done = sorted((row for row in rows if row.tokens_per_s), key=lambda row: row.devices)
@@ -122,7 +122,7 @@ def _some(value: float | None, pattern: str) -> str:
     return "–" if value is None else pattern.format(value)
 
 
-# title, text of the cell
+# title and text of each cell
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("series", lambda row: f"{row.mode} {row.model}" + (", simulated" if row.kind == "simulated" else "")),
     ("nodes", lambda row: str(row.nodes)),

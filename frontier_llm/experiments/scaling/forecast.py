@@ -1,4 +1,4 @@
-"""What a series will cost and show, before any of it runs: the planner's numbers for each point."""
+"""Cost and expected results of a series before it runs, from the planner."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from frontier_llm.units import GIB, format_seconds
 
 @dataclass(frozen=True)
 class Forecast:
-    """One point, priced."""
+    """Predicted cost and result of one point."""
 
     point: Point
-    minutes: int | None  # of walltime, where it gets a job of its own
+    minutes: int | None  # walltime of the point's own job; None if it has no job of its own
     predicted: PointPrediction
-    efficiency: float  # tokens/s per device over those of the smallest point
+    efficiency: float  # tokens/s per device relative to the smallest point
 
     @property
     def hours(self) -> float:
-        """Of start and steps."""
+        """Predicted hours of start and steps."""
         return (START_S + self.point.config.train.steps * self.predicted.step_time_s) / 3600
 
     @property
     def node_hours(self) -> float:
-        """As predicted."""
+        """Predicted node-hours."""
         return self.hours * self.point.nodes
 
     @property
     def limit_s(self) -> float:
-        """After which a point inside an allocation is ended."""
+        """Time limit in seconds of a point that runs inside an allocation."""
         return START_S + MARGIN * self.point.config.train.steps * self.predicted.step_time_s
 
     def describe(self) -> dict[str, Any]:
-        """What --json adds to the point."""
+        """Return the keys that --json adds to the point."""
         return {
             "minutes": self.minutes,
             "predicted_step_s": self.predicted.step_time_s,
@@ -54,8 +54,9 @@ class Forecast:
 
 
 def forecasts(timed: Sequence[tuple[Point, int | None]]) -> list[Forecast]:
-    """Every point with its price; the smallest is what efficiencies refer to. Raises ConfigError naming each point
-    that does not fit into memory.
+    """Return the forecast of every point. Efficiencies are relative to the smallest point.
+
+    Raises ConfigError with all points that do not fit into memory.
     """
     by_nodes = {point.nodes: predict(point.config, point.devices) for point, _ in timed}
     problems = [
@@ -71,9 +72,9 @@ def forecasts(timed: Sequence[tuple[Point, int | None]]) -> list[Forecast]:
 
 
 def simulated_rows(points: Sequence[Point]) -> list[Row]:
-    """A series without a machine: every throughput is the planner's, and each row says `simulated`.
+    """Return rows of a series that was simulated instead of run: throughputs are the planner's.
 
-    One row per node count. Raises ConfigError for a point that would not fit into memory.
+    There is one row per node count, with kind "simulated". Raises ConfigError if a point does not fit into memory.
     """
     distinct = {point.nodes: point for point in points}.values()
     rows = []
@@ -97,7 +98,7 @@ def simulated_rows(points: Sequence[Point]) -> list[Row]:
 
 
 def as_text(rows: Sequence[Forecast], jobs: Sequence[str | None]) -> str:
-    """The points with what is expected of them and the jobs that they are."""
+    """Return a table of the points with their predictions and their jobs."""
     head = (
         ">nodes",
         ">devices",

@@ -1,5 +1,6 @@
-"""Run directories → one tidy table: a row per (series, node count), with repeats, a confidence interval, and
-failures kept.
+"""Collect run directories in one table: a row per series and node count, including failed points.
+
+Repeats of a point are combined to a mean with a confidence interval.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from frontier_llm.run import run_dir
 from frontier_llm.tables import aligned
 from frontier_llm.units import strict_json
 
-# that a row has from its point
+# fields of a row that are copied from its point
 POINT_FACTS = ("mode", "model", "site", "nodes", "devices", "tensor", "pipeline", "data", "global_batch")
-WARMUP_STEPS = 3  # first steps pay for allocators, caches and connections
+WARMUP_STEPS = 3  # the first steps include the setup of allocators, caches and connections
 
-# two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom, then the normal distribution's; the square
-# is the 95 % point of F(1, dof)
+# Two-sided 95 % quantiles of Student's t for 1, 2, 3 … degrees of freedom. The last is the normal distribution's.
+# The square of an entry is the 95 % quantile of F(1, dof).
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 1.96,
@@ -36,7 +37,7 @@ _T95 = (
 
 @dataclass(frozen=True)
 class Row:
-    """One node count of one series."""
+    """Result of one node count of one series."""
 
     mode: str
     model: str
@@ -49,8 +50,8 @@ class Row:
     pipeline: int
     data: int
     global_batch: int
-    repeats: int  # that gave a measurement
-    steps: int  # measured, over all repeats
+    repeats: int  # repeats with a measurement
+    steps: int  # measured steps over all repeats
     step_time_s: float | None = None
     tokens_per_s: float | None = None
     tokens_per_s_per_device: float | None = None
@@ -62,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sample:
-    """One repeat of one point."""
+    """Result of one repeat of one point."""
 
     point: dict[str, Any]
     status: str
@@ -70,14 +71,17 @@ class Sample:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median over the steps after warm-up: one slow step, a save say, does not count."""
+        """Tokens per second from the median step after warm-up, so that a slow step (a save) has no effect."""
         if not self.times_s:
             return None
         return float(self.point["global_batch"] * self.point["sequence_length"] / statistics.median(self.times_s))
 
 
 def read_sample(directory: Path) -> Sample:
-    """A point's own record, whatever became of it. Raises DataError for a damaged point.json."""
+    """Read the result of a point that succeeded, failed or is incomplete.
+
+    Raises DataError if point.json is damaged.
+    """
     try:
         point = json.loads((directory / POINT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -92,13 +96,13 @@ def read_sample(directory: Path) -> Sample:
 
 
 def step_times_s(directory: Path) -> list[float]:
-    """Of a run's steps after warm-up, or of the last one where there are no more."""
+    """Return the step times in seconds after warm-up, or the last one if the run has no more steps than the warm-up."""
     times = [float(row["step_time_s"]) for row in run_dir.steps(directory) if "step_time_s" in row]
     return times[min(WARMUP_STEPS, max(0, len(times) - 1)) :]
 
 
 def harvest(root: Path) -> list[Row]:
-    """Every point below `root`. Raises DataError when there is none."""
+    """Return the rows of all points below `root`. Raises DataError if there are none."""
     samples = [read_sample(path.parent) for path in sorted(root.glob(f"**/{POINT_FILE}"))]
     if not samples:
         raise DataError(
@@ -114,7 +118,7 @@ def harvest(root: Path) -> list[Row]:
 
 
 def summarise(samples: Sequence[Sample]) -> Row:
-    """Repeats of one point as one row; a failed repeat shows in the status even when others succeeded."""
+    """Combine the repeats of one point to a row. The status reports a failed repeat even if others succeeded."""
     point = samples[0].point
     rates = [rate for sample in samples if (rate := sample.tokens_per_s) is not None]
     mean = statistics.fmean(rates) if rates else None
@@ -125,7 +129,7 @@ def summarise(samples: Sequence[Sample]) -> Row:
     config = build(RunConfig, point["config"])
     try:
         predicted: float | None = predict(config, point["devices"]).tokens_per_s
-    except FrontierError:  # no machine file for this site: the measurement stands alone
+    except FrontierError:  # no machine file for this site: the row has no prediction
         predicted = None
     return Row(
         **{name: point[name] for name in POINT_FACTS},
@@ -142,17 +146,17 @@ def summarise(samples: Sequence[Sample]) -> Row:
 
 
 def t95(degrees_of_freedom: int) -> float:
-    """Half width of a two-sided 95 % interval in standard errors: how much wider it is that rests on few values."""
+    """Return the half width of a two-sided 95 % interval in standard errors (Student's t)."""
     return _T95[min(degrees_of_freedom, len(_T95)) - 1]
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half width of the 95 % confidence interval of the mean of two or more values (Student's t)."""
+    """Return the half width of the 95 % confidence interval of the mean of two or more values (Student's t)."""
     return t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def with_efficiency(rows: Sequence[Row]) -> list[Row]:
-    """Fill in efficiencies: per device, relative to the smallest point of the same series that has a value."""
+    """Fill in efficiencies: rate per device, relative to the smallest point of the same series that has a rate."""
 
     def relative(row: Row, rate: Callable[[Row], float | None]) -> float | None:
         peers = (
@@ -178,7 +182,7 @@ def with_efficiency(rows: Sequence[Row]) -> list[Row]:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """The table, one header line."""
+    """Return the table as CSV with one header line."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
     writer.writeheader()
@@ -187,12 +191,12 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """The table as a JSON array."""
+    """Return the table as a JSON array."""
     return strict_json([asdict(row) for row in rows]) + "\n"
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """For a terminal."""
+    """Return the table for a terminal."""
     head = ("series", ">nodes", ">devices", ">batch", ">tokens/s", ">±95%", ">efficiency", ">predicted", "status")
     return aligned(head, map(_cells, rows))
 

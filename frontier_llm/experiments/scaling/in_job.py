@@ -1,5 +1,6 @@
-"""A whole series inside one allocation: the baseline first and alone, then the other points on growing or disjoint
-sets of its nodes.
+"""Run a complete series inside one allocation.
+
+The baseline runs first and alone. The other points use growing or disjoint sets of the allocation's nodes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from frontier_llm.experiments.scaling.launch import AllocationRanks, RunEnd, Sho
 from frontier_llm.experiments.scaling.series import announce
 from frontier_llm.units import plural
 
-MOST_STARTS = 3  # of a point whose nodes die
+MOST_STARTS = 3  # starts of a point whose nodes fail
 
 
 def waves(points: Sequence[Forecast], nodes: int, *, side_by_side: bool) -> list[list[Forecast]]:
-    """What runs at the same time, in order. The smallest point's first run is alone: every efficiency refers to it."""
+    """Group points that run at the same time, in order.
+
+    The first run of the smallest point is alone, because every efficiency is relative to it.
+    """
     if not side_by_side:
         return [[point] for point in points]
     rows: list[list[Forecast]] = [[points[0]]]
@@ -41,7 +45,7 @@ def run_series(
     *,
     side_by_side: bool = False,
 ) -> None:
-    """Run every point; a point that cannot run leaves its point.json, and the series goes on."""
+    """Run every point. If a point cannot run, its point.json remains and the series continues."""
     for row in points:
         announce(row.point)
     for wave in waves(points, launcher.nodes, side_by_side=side_by_side):
@@ -56,7 +60,7 @@ def run_series(
 
 
 def _run(row: Forecast, launcher: AllocationRanks, words: tuple[str, ...], limit_s: float) -> None:
-    """One point, again while its nodes die."""
+    """Run one point, and repeat it if its nodes failed."""
     name = row.point.directory.name
     run = ShortRun(words)
     for start in range(1, MOST_STARTS + 1):

@@ -1,5 +1,6 @@
-"""Short runs one after another, each within a time limit: as srun steps over nodes of this allocation, or as ranks
-of this machine.
+"""Run short runs one after another, each within a time limit.
+
+They run as srun steps over nodes of this allocation, or as ranks of this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ OUT_OF_MEMORY = (
     "killed by sigkill",
 )
 GRACE_S = 30.0  # Slurm's KillWait: from SIGTERM to SIGKILL
-# of every short run: nothing is saved, nobody waits for a hundred steps that are not finite
+# settings of every short run: no saves, no evaluation, no TensorBoard
 BARE = (
     "train.save_interval=0",
     "train.save_final=false",
@@ -57,18 +58,18 @@ BARE = (
 
 @dataclass(frozen=True)
 class ShortRun:
-    """What to start."""
+    """Arguments of a short run."""
 
     words: tuple[str, ...]  # run file and overrides
 
     @cached_property
     def config(self) -> RunConfig:
-        """What the words make."""
+        """Configuration that the arguments describe."""
         return load_run(self.words[0], self.words[1:])
 
     @property
     def directory(self) -> Path:
-        """Of the run, absolute."""
+        """Absolute path of the run directory."""
         return Path(self.config.train.run_dir).resolve()
 
 
@@ -76,44 +77,47 @@ class ShortRun:
 class RunEnd:
     """How a short run ended."""
 
-    seconds: float  # of the whole start
+    seconds: float  # from the start of the ranks to their end
     exit_code: int
-    failure: Failure | None  # None: in order, or told to stop
-    in_time: bool  # False: it was ended at its time limit
+    failure: Failure | None  # None if the run ended normally or was requested to stop
+    in_time: bool  # False if it was ended at its time limit
 
     @property
     def interrupted(self) -> bool:
-        """Told to stop from outside, by the walltime or a person."""
+        """True if the run was stopped from outside, by the walltime or by a user."""
         return self.in_time and self.failure is None and self.exit_code == EXIT_INTERRUPTED
 
 
 class Launcher(Protocol):
-    """Where short runs go."""
+    """Starts short runs."""
 
-    nodes: int  # that one run takes
+    nodes: int  # nodes that one run uses
     devices: int
 
     def start(self, run: ShortRun, limit_s: float) -> RunEnd:
-        """Run it; returns within the limit and a grace. Raises FrontierError where too few nodes are left."""
+        """Start a run and return when it has ended, at the latest at the limit plus a grace period.
+
+        Raises FrontierError if too few nodes are left.
+        """
 
     def preflight(self, directory: Path) -> None:
-        """Leave bad nodes out. Raises FrontierError when too few are left."""
+        """Exclude bad nodes. Raises FrontierError if too few nodes are left."""
 
     def time_left_s(self) -> float:
-        """Until nothing can be started any more."""
+        """Return the seconds until nothing can be started any more."""
 
 
 class AllocationRanks:
-    """srun steps over the healthy nodes of this allocation; nodes beyond `nodes` are spares."""
+    """srun steps over the healthy nodes of this allocation. Nodes beyond `nodes` are spares."""
 
     def __init__(self, site: Site, nodes: int | None = None, spares: int = 0, warning_s: float | None = None) -> None:
-        """`nodes` of the allocation at a time (None: all but the spares). Raises FrontierError outside a job, or in
-        one too small.
+        """Use `nodes` nodes of the allocation at a time (None: all but the spares).
 
-        `warning_s`: time before the walltime at which Slurm warns the job (None: the site's).
+        `warning_s` is the time before the walltime at which Slurm warns the job (None: the site's value). Raises
+        FrontierError outside a job, or if the job has too few nodes.
         """
         self.allocation = slurm.Allocation.from_environment()
-        # as many as it was queued with
+        # the job's own number of ranks per node
         self.site = site.model_copy(update={"tasks_per_node": self.allocation.tasks_per_node})
         have = len(self.allocation.nodes)
         self.nodes = nodes or have - spares
@@ -126,11 +130,12 @@ class AllocationRanks:
         self._failed: list[str] = []
         self._lent: set[str] = set()
         self._lock = threading.Lock()
-        self._is_ready = False  # until the first run has found everything that it needs
+        self._is_ready = False  # set by the first run, which checks that everything ranks need is installed
 
     def preflight(self, directory: Path) -> None:
-        """`doctor` on every node, once; bad ones are left out from then on. Raises FrontierError when too few are
-        left, or all share a fault.
+        """Run `doctor` on every node once and exclude the bad nodes from then on.
+
+        Raises FrontierError if too few nodes are left or if all nodes have the same fault.
         """
         self._failed += preflight(self.site, directory, self.allocation.nodes, self.nodes)
 
@@ -146,7 +151,7 @@ class AllocationRanks:
 
     @contextmanager
     def borrow(self, count: int) -> Iterator[tuple[str, ...]]:
-        """So many healthy nodes that nobody else gets meanwhile. Raises FrontierError where too few are left."""
+        """Reserve `count` healthy nodes for the caller. Raises FrontierError if too few are left."""
         with self._lock:
             nodes = self._choose(count)
             self._lent |= set(nodes)
@@ -157,15 +162,16 @@ class AllocationRanks:
                 self._lent -= set(nodes)
 
     def start(self, run: ShortRun, limit_s: float) -> RunEnd:
-        """One srun over as many healthy nodes as a run takes."""
+        """Start a run by one srun over `nodes` healthy nodes."""
         with self.borrow(self.nodes) as nodes:
             return self.start_on(nodes, run, limit_s)
 
     def start_on(self, nodes: tuple[str, ...], run: ShortRun, limit_s: float) -> RunEnd:
-        """One srun over these nodes, recorded among the run's attempts. Raises FrontierError if something that ranks
-        need is not installed.
+        """Start a run by one srun over these nodes and record it among the run's attempts.
+
+        Raises FrontierError if something that ranks need is not installed.
         """
-        # ranks that hang may not hear srun; Slurm itself ends the step then, a minute later
+        # ranks that hang may not react to srun; Slurm then ends the step, a minute later
         site = self.site.model_copy(update={"srun": {**self.site.srun, "time": str(math.ceil(limit_s / 60) + 1)}})
         job = make_job(
             directory=run.directory,
@@ -188,18 +194,18 @@ class AllocationRanks:
         return RunEnd(seconds, outcome.exit_code, failure, in_time)
 
     def time_left_s(self) -> float:
-        """Of the job's walltime, until Slurm may warn the ranks; less what ending them takes."""
+        """Return the seconds until Slurm may warn the ranks, minus the time needed to end them."""
         left_s = slurm.time_left_s(self.allocation.job_id)
         return math.inf if left_s is None else left_s - self._warning_s - SLURM_EARLY_S - GRACE_S
 
 
 @dataclass(frozen=True)
 class ToolJob:
-    """A job in which a command starts many short runs: a series or a search."""
+    """Job in which a command starts many short runs: a series or a search."""
 
     ranks: AllocationRanks
     job: Job
-    overrides: tuple[str, ...]  # of every short run
+    overrides: tuple[str, ...]  # overrides of every short run
 
     def record(self) -> None:
         """Write job.json into the command's directory."""
@@ -217,9 +223,10 @@ def open_tool_job(
     spares: int = 0,
     max_node_hours: float | None = None,
 ) -> ToolJob:
-    """The job of this allocation for a command that writes to `directory`.
+    """Return the job of this allocation for a command that writes to `directory`.
 
-    Raises FrontierError outside a job, in one that is too small, or if job.json there is damaged or of another run.
+    Raises FrontierError outside a job, if the job is too small, or if job.json in `directory` is damaged or belongs to
+    another run.
     """
     read_job(directory)
     typed, others = split_settings(overrides)
@@ -240,17 +247,17 @@ def open_tool_job(
 
 
 class LocalRanks:
-    """Ranks of this machine, without any scheduler; more nodes than one are only priced."""
+    """Ranks of this machine, without a scheduler. `nodes` only counts in the cost of trials."""
 
     def __init__(self, devices: int, nodes: int = 1) -> None:
         self.devices = devices
         self.nodes = nodes
 
     def preflight(self, directory: Path) -> None:
-        """Whoever sits at a machine knows it."""
+        """Do nothing: the user of a local machine is responsible for it."""
 
     def start(self, run: ShortRun, limit_s: float) -> RunEnd:
-        """As many ranks as devices; they die with the process that holds them."""
+        """Start one rank per device. The ranks end with their parent process."""
         run.directory.mkdir(parents=True, exist_ok=True)
         began_s = time.monotonic()
         words = [sys.executable, *TRAIN, *run.words]
@@ -272,13 +279,15 @@ class LocalRanks:
         return RunEnd(time.monotonic() - began_s, code, read_failure(run.directory) if code else None, in_time)
 
     def time_left_s(self) -> float:
-        """A machine of one's own has no walltime."""
+        """Return infinity: a local machine has no walltime."""
         return math.inf
 
 
 def judge(directory: Path, end: RunEnd) -> tuple[str, str]:
-    """(ok, out of memory, hang, not finite, node failure, refused or crash; detail). `ok` needs one measured step,
-    be it ended at its time limit.
+    """Return (status, detail) of a run.
+
+    The status is ok, out of memory, hang, not finite, node failure, refused or crash. A run that reaches its time limit
+    is ok if it has measured steps.
     """
     rows = run_dir.steps(directory)
     failure = end.failure

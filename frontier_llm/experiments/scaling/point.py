@@ -1,10 +1,10 @@
-"""One point of a series inside a job: slurm/weak_scaling.sbatch and slurm/strong_scaling.sbatch come here through
-launch/job.sh.
+"""Run one point of a series inside a job.
 
     python -m frontier_llm.experiments.scaling.point weak|strong CONFIG [key=value …]
 
-In a weak point the run file's batch.global_batch is that of one replica. The run directory is
-TRAIN.RUN_DIR/MODE_MODEL_nodesNNNNN_jJOB; `frontier-llm scaling report TRAIN.RUN_DIR` collects all of them.
+slurm/weak_scaling.sbatch and slurm/strong_scaling.sbatch start this module through launch/job.sh. In a weak point the
+run file's batch.global_batch is the batch of one replica. The run directory is
+TRAIN.RUN_DIR/MODE_MODEL_nodesNNNNN_jJOB. `frontier-llm scaling report TRAIN.RUN_DIR` collects all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from frontier_llm.experiments.scaling.series import MODES, announce, make_point
 
 
 def main(words: Sequence[str]) -> int:
-    """Work out the point from the allocation, record it, and run it once: a point that fails stays failed."""
+    """Derive the point from the allocation, record it, and run it once. A failed point is not repeated."""
     if len(words) < 2 or words[0] not in MODES:
         print(
             "usage: python -m frontier_llm.experiments.scaling.point weak|strong CONFIG [key=value ...]",

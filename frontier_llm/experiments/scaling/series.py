@@ -1,5 +1,6 @@
-"""A series is a list of points that differ only in nodes: weak keeps the batch of each replica, strong the global
-batch.
+"""Points of a scaling series, which differ in the number of nodes.
+
+A weak series keeps the batch per replica, a strong series the global batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Mode = Literal["weak", "strong"]
 MODES: tuple[Mode, ...] = ("weak", "strong")
 POINT_FILE = "point.json"
 
-# Batches of ORNL's measurements (arXiv 2312.12705): per replica in the weak series, global in the strong one
+# batches of ORNL's measurements (arXiv 2312.12705): per replica in the weak series, global in the strong one
 PUBLISHED_BATCHES: dict[str, dict[Mode, int]] = {
     "gpt-175b": {"weak": 640, "strong": 8000},
     "gpt-1t": {"weak": 1600, "strong": 8016},
@@ -40,16 +41,16 @@ class Point:
 
     @property
     def devices(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.nodes * self.tasks_per_node
 
     @property
     def directory(self) -> Path:
-        """Its run directory."""
+        """Run directory of the point."""
         return Path(self.config.train.run_dir)
 
     def describe(self) -> dict[str, Any]:
-        """What point.json holds, so that a harvest needs no queue and finds failed points too."""
+        """Return the content of point.json, from which the results of succeeded and failed points are collected."""
         parallel = self.config.parallel
         return {
             "mode": self.mode,
@@ -71,7 +72,7 @@ class Point:
 
 
 def find_run(model: str) -> str:
-    """The shipped training run of a model. Raises ConfigError when there is none."""
+    """Return the shipped training run of a model. Raises ConfigError if there is none."""
     for name in available("runs"):
         if name.startswith("train_") and load_run(name).model.name == model:
             return name
@@ -80,7 +81,7 @@ def find_run(model: str) -> str:
 
 
 def default_batch(mode: Mode, config: RunConfig) -> int:
-    """The published batch of this model and mode. Raises ConfigError for a model without one."""
+    """Return the published batch of this model and mode. Raises ConfigError if there is none."""
     published = PUBLISHED_BATCHES.get(config.model.name)
     flag = {"weak": "--batch-per-replica", "strong": "--global-batch"}[mode]
     if published is None:
@@ -91,9 +92,7 @@ def default_batch(mode: Mode, config: RunConfig) -> int:
 def make_point(
     mode: Mode, config: RunConfig, site: Site, nodes: int, batch: int, directory: Path, repeat: int = 1
 ) -> Point:
-    """One point: of `batch` samples per replica in a weak series, in all in a strong one. Its layout is not checked
-    here.
-    """
+    """Return a point with `batch` samples per replica (weak) or in total (strong). The layout is not checked."""
     replicas = max(1, nodes * site.tasks_per_node // config.parallel.model_ranks)
     global_batch = batch * replicas if mode == "weak" else batch
     own = config.model_copy(
@@ -116,8 +115,9 @@ def make_point(
 def make_series(
     mode: Mode, config: RunConfig, site: Site, nodes: Sequence[int], batch: int, root: Path, repeats: int = 1
 ) -> list[Point]:
-    """Every point of a series under `root`, smallest first. Raises LayoutError naming each illegal point and its
-    nearest legal node counts.
+    """Return every point of a series with run directories under `root`, smallest first.
+
+    Raises LayoutError with each illegal point and its nearest legal node counts.
     """
     if not nodes or repeats < 1:
         raise ConfigError("a series needs at least one node count and one repeat", "--nodes 16,32,64", "--nodes")
@@ -143,11 +143,12 @@ def make_series(
 
 
 def _problems_of(point: Point, site: Site) -> Iterator[Problem]:
-    """Of its layout, with a fix in what the user of a series chooses: nodes and batches."""
+    """Yield problems of the point's layout. Their fixes name the options of a series: node counts and batches."""
     for problem in plan_problems(point.config, point.devices):
         if problem.where == "world size":
             yield replace(problem, fix=_node_fix(point.config, site, point.nodes))
-        elif problem.where == "batch.global_batch" and point.mode == "weak":  # a multiple of dp it is
+        # the global batch is already a multiple of dp
+        elif problem.where == "batch.global_batch" and point.mode == "weak":
             fix = f"give a multiple of batch.micro_batch, {point.config.batch.micro_batch}"
             yield replace(problem, where="--batch-per-replica", fix=fix)
         elif problem.where == "batch.global_batch":
@@ -169,7 +170,7 @@ def _node_fix(config: RunConfig, site: Site, nodes: int) -> str:
 def submission_problems(
     points: Sequence[Point], site: Site, account: str | None, partition: str | None, minutes: int | None
 ) -> Iterator[Problem]:
-    """What the site would refuse about the series as a whole, before its first job is queued."""
+    """Yield reasons for which the site would refuse the series, before its first job is queued."""
     nodes = sorted({point.nodes for point in points})
     yield from dict.fromkeys(
         problem for count in nodes for problem in request_problems(site, count, minutes, account, partition)

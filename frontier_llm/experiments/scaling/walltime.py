@@ -1,4 +1,4 @@
-"""How many steps a point runs and how long its job may take, from the simulated step and the site's bins."""
+"""Number of steps and walltime of a point, from the simulated step and the site's limits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from frontier_llm.experiments.scaling.series import Point
 from frontier_llm.planner.predict import START_S, predict
 from frontier_llm.units import format_seconds
 
-# measured over simulated step: ORNL's 48 tokens/s per GCD of Frontier (175B) are 1.3 times below the planner's 63
+# measured over simulated step time: ORNL measured 48 tokens/s per GCD of Frontier (175B), the planner predicts 63,
+# 1.3 times more
 MARGIN = 1.5
-MOST_STEPS = 20  # a point's own choice
-FEWEST_STEPS = WARMUP_STEPS + 5  # of any point: an efficiency of fewer measured steps is an anecdote
+MOST_STEPS = 20  # default limit of a point's steps
+FEWEST_STEPS = WARMUP_STEPS + 5  # minimum for any point: with fewer measured steps the efficiency is not reliable
 
 
 def with_walltime(
@@ -26,11 +27,11 @@ def with_walltime(
     minutes: int | None = None,
     steps: int | None = None,
 ) -> list[tuple[Point, int | None]]:
-    """Every point with its steps and its minutes of walltime (None: the site states no limit).
+    """Return every point with its number of steps and its minutes of walltime (None: the site has no limit).
 
-    `minutes` and `steps` are the user's. Without `steps` a point runs as many as fit, at most MOST_STEPS. Raises
-    ConfigError for fewer than FEWEST_STEPS, and naming each point that does not fit, with the number of steps that
-    would.
+    `minutes` and `steps` are the user's values. Without `steps`, a point runs the steps that fit, at most MOST_STEPS.
+    Raises ConfigError if `steps` is less than FEWEST_STEPS. Raises ConfigError with each point that does not fit and
+    the number of steps that would fit.
     """
     refuse_few(steps)
     timed: list[tuple[Point, int | None]] = []
@@ -47,7 +48,7 @@ def with_walltime(
             problems[point.nodes] = _problem(
                 point, site, partition, step_s=step_s, limit=limit, wanted=wanted, room=room
             )
-        needed = -(-int(START_S + MARGIN * wanted * step_s) // 300) * 5  # in whole five minutes
+        needed = -(-int(START_S + MARGIN * wanted * step_s) // 300) * 5  # rounded up to five minutes
         timed.append((_with_steps(point, max(wanted, 1)), minutes or min(limit, needed)))
     if problems:
         raise ConfigError(problems.values())
@@ -55,15 +56,16 @@ def with_walltime(
 
 
 def refuse_few(steps: int | None) -> None:
-    """Raise ConfigError for a number of steps that leaves too few to measure."""
+    """Raise ConfigError if `steps` leaves too few steps to measure."""
     if steps is not None and steps < FEWEST_STEPS:
         what = f"{steps} steps leave {max(0, steps - WARMUP_STEPS)} to measure: the first {WARMUP_STEPS} do not count"
         raise ConfigError(what, f"train.steps={FEWEST_STEPS} or more", "train.steps")
 
 
 def steps_of(point: Point, steps: int | None) -> Point:
-    """The point with the user's steps, else with FEWEST_STEPS: inside one allocation every node waits for the
-    largest point.
+    """Return the point with the user's number of steps, or with FEWEST_STEPS.
+
+    Inside one allocation every node waits for the largest point, so the default is small.
     """
     refuse_few(steps)
     return _with_steps(point, steps or FEWEST_STEPS)
@@ -77,7 +79,7 @@ def _with_steps(point: Point, steps: int) -> Point:
 def _problem(
     point: Point, site: Site, partition: str | None, step_s: float, limit: int, wanted: int, room: int
 ) -> Problem:
-    """Too long for its walltime; with what would fit."""
+    """Return the problem of a point that does not fit into its walltime, with a fix that fits."""
     if room >= FEWEST_STEPS:
         fix = f"train.steps={room}"
     else:

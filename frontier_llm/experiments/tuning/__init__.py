@@ -1,3 +1,1 @@
-"""The measured search for a layout: trials on the machine itself, begun with the planner's choice and led by what
-each trial has taught.
-"""
+"""Search for a layout with trials on the machine. It starts with the planner's choice and learns from each trial."""

@@ -1,4 +1,4 @@
-"""Machine constants fitted to all measured steps of a search, from the machine file's values."""
+"""Fit machine constants to all measured steps of a search, starting from the machine file's values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frontier_llm.machine.load import load_machine, own_stack, rates
 from frontier_llm.machine.rates import Rates
 from frontier_llm.planner.costs.time import step_s
 
-# what steps can tell of a machine; each is multiplied by a factor
+# constants that step times can determine; a fit multiplies each by a factor
 CONSTANTS = (
     "gemm_efficiency",
     "hbm_efficiency",
@@ -28,17 +28,17 @@ CONSTANTS = (
     "network_efficiency",
     "network_latency_s",
 )
-PRIOR = 0.004  # 3 % of a step is worth a change by 1.6
+PRIOR = 0.004  # an error of 3 % in one step costs the same as changing a constant by a factor of 1.6
 KNEE = 0.1
 CHANGED = 0.1  # relative change below which the file keeps a constant's value
 
 
 def fit_trials(search: Tuner, numbers: Rates) -> Rates:
-    """The constants that suit the measured trials best. Raises FrontierError without scipy."""
+    """Return the constants that fit the measured trials best. Raises FrontierError if scipy is not installed."""
     model = search.space.config.model
     plans = {plan.layout: plan for plan in search.space.plans}
     trials = [trial for trial in search.tried.values() if trial.ok]
-    # what the simulation knows and the closed form does not, as a factor that constants hardly change
+    # ratio of the simulated step to the closed form; the constants hardly change it
     beyond = np.array([plans[trial.layout].step_s / plans[trial.layout].closed_form_s for trial in trials])
     measurements = Measurements(
         start=numbers,
@@ -52,20 +52,20 @@ def fit_trials(search: Tuner, numbers: Rates) -> Rates:
 
 
 def changed(before: Rates, after: Rates) -> dict[str, tuple[float, float]]:
-    """Constant → (value, fitted value), for constants that differ by more than CHANGED."""
+    """Return constant → (value, fitted value) for constants that differ by more than CHANGED."""
     pairs = {name: (value_of(before, name), value_of(after, name)) for name in CONSTANTS}
     return {name: (old, new) for name, (old, new) in pairs.items() if old > 0 and abs(math.log(new / old)) > CHANGED}
 
 
 def fitted_constants(search: Tuner) -> tuple[Rates, Rates]:
-    """(the machine file's numbers, the fitted ones)."""
+    """Return the machine file's numbers and the fitted numbers."""
     machine = load_machine(search.space.config.machine)
     before = rates(machine, own_stack(machine))
     return before, fit_trials(search, before)
 
 
 def tuned_machine(search: Tuner) -> dict[str, Any]:
-    """The mapping of a machine file on top of the run's, with the constants that changed."""
+    """Return the content of a machine file that replaces the changed constants of the run's machine file."""
     name = search.space.config.machine
     machine = load_machine(name)
     before, after = fitted_constants(search)

@@ -1,4 +1,4 @@
-"""One trial: a layout of the space as a short run within a time limit, and what became of it."""
+"""Run one trial: a layout of the space as a short run within a time limit."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from frontier_llm.units import format_seconds
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how trials run."""
+    """Launcher and settings of the trials."""
 
     launcher: Launcher
-    run: str  # run file, as typed
+    run: str  # run file as the user typed it
     overrides: Sequence[str]
     steps: int
-    directory: Path  # of the search; each trial has one in it
+    directory: Path  # of the search; contains a directory per trial
 
     def words(self, search: Tuner, number: int, directory: Path) -> tuple[str, ...]:
-        """What the ranks of a trial are given."""
+        """Return the arguments of a trial's ranks."""
         layout = search.space.plans[number].layout
         words = [self.run, *self.overrides, *BARE, *words_of(run_keys(layout))]
         words += [f"train.steps={self.steps}", f"train.run_dir={directory}", f"guard.max_skips_in_row={self.steps}"]
         return tuple(words)
 
     def measure(self, search: Tuner, proposal: Proposal, limit_s: float) -> Trial:
-        """Run it. A start that says nothing of the layout (a dead node, the walltime) has such a status."""
+        """Run a trial. A trial without a result for the layout (failed node, walltime) has a status in RETRIED."""
         number = len(search.trials) + 1
         directory = self.directory / f"trial_{number:04}"
         words = self.words(search, proposal.number, directory)
@@ -68,5 +68,5 @@ class Bench:
 
 
 def fastest_first(trials: Sequence[Trial]) -> list[Trial]:
-    """By measured step; failures last."""
+    """Return the trials sorted by measured step time, failures last."""
     return sorted(trials, key=lambda trial: trial.step_s or math.inf)

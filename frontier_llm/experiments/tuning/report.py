@@ -1,6 +1,4 @@
-"""tune.html: predicted beside measured, the course of the search, what mattered; and the fastest layout as a run
-file.
-"""
+"""tune.html: predicted and measured steps, progress of the search, importance of choices; and the best run file."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ from frontier_llm.planner.emit import reference, write_run
 from frontier_llm.planner.report import layout_words
 from frontier_llm.units import format_seconds
 
-LEAST_FITTED = 4  # trials, before constants are looked at
+LEAST_FITTED = 4  # trials that are needed before constants are fitted
 
 
 def summary(search: Tuner) -> dict[str, Any]:
-    """The result in one mapping."""
+    """Return the result as a mapping."""
     tried = search.tried
     best = search.best
     first = tried.get(0)
@@ -50,7 +48,7 @@ def summary(search: Tuner) -> dict[str, Any]:
 
 
 def _keys_of(choice: str) -> str:
-    """A layout's field in a run file's words: 'tensor', 'data_mode, zero'."""
+    """Return a layout's field as keys of a run file: 'tensor', 'data_mode, zero'."""
     return ", ".join(key for key, field in FIELD_OF_KEY.items() if field == choice)
 
 
@@ -60,7 +58,7 @@ def _words(search: Tuner, trial: Trial) -> str:
 
 
 def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) -> Path:
-    """The run in its fastest layout as a run file, which is loaded and checked. Returns its path."""
+    """Write the run with its fastest layout as a run file, and load the file as a check. Returns its path."""
     best = search.best
     assert best is not None and best.step_s is not None
     content = merge({"base": reference(run, path.parent), **parse_overrides(overrides)}, run_keys(best.layout))
@@ -75,7 +73,7 @@ def write_best(path: Path, run: str, overrides: Sequence[str], search: Tuner) ->
 
 
 def write_report(search: Tuner, directory: Path) -> Path:
-    """tune.html; returns its path."""
+    """Write tune.html. Returns its path."""
     config = search.space.config
     facts = summary(search)
     subtitle = (
@@ -109,7 +107,7 @@ def _importance(shares: Mapping[str, float]) -> str:
 
 
 def _constants(search: Tuner) -> str:
-    """Which constants of the machine file the trials would change."""
+    """Return HTML with the constants of the machine file that the trials would change."""
     if sum(trial.ok for trial in search.tried.values()) < LEAST_FITTED:
         return ""
     try:
@@ -146,7 +144,7 @@ def _trials(search: Tuner) -> str:
 
 
 def charts(search: Tuner) -> Iterator[Chart]:
-    """Predicted against measured; the course of the search; what mattered."""
+    """Yield charts of predicted against measured steps, the progress of the search, and the importance of choices."""
     done = [trial for trial in search.tried.values() if trial.ok]
     if not done:
         return

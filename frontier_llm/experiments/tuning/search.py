@@ -1,4 +1,4 @@
-"""The search: which layout next, how long it may take, and when it is enough."""
+"""The search: it chooses the next layout and its time limit, and decides when to stop."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from frontier_llm.experiments.tuning.surrogate import Belief, Surrogate
 from frontier_llm.experiments.tuning.trials import RETRIED, Trial
 from frontier_llm.planner.predict import START_S
 
-SPREAD_TRIALS = 3  # far from each other, after the planner's choice: of one point nothing about differences is learnt
-# of a step: the search ends when no untried layout is expected to gain more, which two runs of one layout differ by
+# Number of distant layouts after the planner's choice. One point alone shows no differences between layouts.
+SPREAD_TRIALS = 3
+# The search ends if no untried layout is expected to gain more than this share of a step. Two runs of one layout differ
+# by as much.
 WORTH = 0.003
 LEAST_TRIALS = 8
 MOST_NODE_FAILURES = 3  # in a row
-SLOWER = 2.5  # times the best measured step: a layout that is so much slower need not finish
-PATIENCE = 4.0  # times the planner's step, while none has been measured
+SLOWER = 2.5  # times the best measured step. A slower layout is stopped.
+PATIENCE = 4.0  # times the planner's step. Used if no step has been measured.
 AGAIN = "start the same again to go on"
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to try next."""
+    """Layout to try next."""
 
-    number: int  # of the space's plans
-    why: str  # planner | spread | model
-    expected_s: float  # per step
+    number: int  # index in the space's plans
+    why: str  # planner | spread | model | exhaustive
+    expected_s: float  # seconds per step
 
 
 class Tuner:
-    """The state of a search, rebuilt from its trials at every start."""
+    """State of a search. It is rebuilt from its trials at every start."""
 
     def __init__(self, space: Space, trials: Sequence[Trial], seed: int = 0) -> None:
         self.space = space
@@ -43,13 +45,13 @@ class Tuner:
 
     @property
     def tried(self) -> dict[int, Trial]:
-        """The last trial of each layout of the space that says something about it."""
+        """Latest trial of each layout of the space, without trials that gave no result for the layout."""
         numbers = ((self.space.index(trial.layout), trial) for trial in self.trials if trial.status not in RETRIED)
         return {number: trial for number, trial in numbers if number is not None}
 
     @property
     def best(self) -> Trial | None:
-        """The fastest so far."""
+        """Fastest successful trial, or None."""
         return min(
             (trial for trial in self.tried.values() if trial.ok),
             key=lambda trial: trial.step_s or math.inf,
@@ -57,7 +59,7 @@ class Tuner:
         )
 
     def belief(self) -> Belief:
-        """What the trials say about every layout."""
+        """Return the expected step time of every layout, given the trials."""
         plans = self.space.plans
         errors = {
             number: math.log(trial.step_s / plans[number].step_s)
@@ -67,7 +69,7 @@ class Tuner:
         return self.surrogate.learn(errors, tuple(number for number, trial in self.tried.items() if not trial.ok))
 
     def propose(self) -> Proposal | None:
-        """The next layout; None when none is left that is worth its node-hours."""
+        """Return the next layout, or None if no layout is left that is worth its node-hours."""
         tried = self.tried
         plans = self.space.plans
         left = [number for number in range(len(plans)) if number not in tried]
@@ -93,29 +95,31 @@ class Tuner:
         return Proposal(number, "model", float(expected[number]))
 
     def start_s(self) -> float:
-        """What a start takes besides its steps: thrice the longest seen; while none has been, what is assumed of
-        every job.
+        """Return a limit in seconds for the time of a start without its steps.
+
+        It is three times the longest start so far. Before the first successful trial it is START_S.
         """
         seen = [trial.wall_s - (trial.step_s or 0.0) * trial.steps for trial in self.trials if trial.ok]
         return 3 * max(seen) if seen else START_S
 
     def limit_s(self, proposal: Proposal, steps: int) -> float:
-        """The time limit of a trial."""
+        """Return the time limit of a trial in seconds."""
         slowest_s = SLOWER * self.best.step_s if self.best and self.best.step_s else PATIENCE * proposal.expected_s
         return self.start_s() + steps * slowest_s
 
     def expected_s(self, proposal: Proposal, steps: int) -> float:
-        """What a trial is likely to take."""
+        """Return the expected duration of a trial in seconds."""
         return self.start_s() / 3 + steps * proposal.expected_s
 
 
 class Everything(Tuner):
-    """Not a search: every layout of the space once, in random order, so that slow hours of the machine fall on no
-    part of the space.
+    """Replacement of the search that measures every layout of the space once.
+
+    The order is random, so that slow hours of the machine are spread over the space.
     """
 
     def propose(self) -> Proposal | None:
-        """The next of a shuffled list."""
+        """Return the next layout of a shuffled list."""
         left = [number for number in range(len(self.space.plans)) if number not in self.tried]
         if not left:
             return None
@@ -125,7 +129,7 @@ class Everything(Tuner):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a search may use."""
+    """Resources that a search may use."""
 
     node_hours: float
     nodes: int
@@ -140,8 +144,9 @@ def run_search(
     measure: Callable[[Proposal, float], Trial],
     record: Callable[[list[Trial]], None],
 ) -> str:
-    """Trials until one of the limits; why it ended. `measure` runs one within a time limit, `record` gets all trials
-    after each.
+    """Run trials until a limit is reached. Returns the reason for the end.
+
+    `measure` runs one trial within a time limit in seconds. `record` receives all trials after each trial.
     """
     while True:
         used = sum(trial.node_hours for trial in search.trials)
@@ -164,7 +169,7 @@ def run_search(
         affordable_s = (limits.node_hours - used) * 3600 / limits.nodes
         granted_s = min(limit_s, left_s, affordable_s)
         trial = measure(proposal, granted_s)
-        if trial.status == "hang" and granted_s < limit_s:  # it had less than a layout is due
+        if trial.status == "hang" and granted_s < limit_s:  # the trial had less time than its layout was allowed
             trial = replace(trial, status="interrupted")
         search.trials.append(trial)
         record(search.trials)

@@ -1,5 +1,6 @@
-"""Which layouts a search may try: the planner's, priced and cut to the best few hundred, each as words for
-`frontier-llm train`.
+"""Layouts that a search may try: the planner's best few hundred, with their predicted steps.
+
+`words_of` converts a layout to arguments of `frontier-llm train`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from frontier_llm.planner.search import Plan, preference, simulate_layout
 from frontier_llm.topology.plan import plan_problems
 
 MOST_LAYOUTS = 256  # simulated in at most half a minute for 3072 GCDs (1T: 90 ms each)
-# times the best predicted step: for a better one the planner would have to be wrong twofold between two layouts of one
-# model
+# Times the best predicted step. A layout beyond this limit can only be the best one if the planner's error
+# differs by a factor of 2 between two layouts.
 WITHIN = 2.0
 
-CHOICES = tuple(dict.fromkeys(FIELD_OF_KEY.values()))  # what tells one layout of a table of trials from another
+CHOICES = tuple(dict.fromkeys(FIELD_OF_KEY.values()))  # fields that distinguish the layouts of a table of trials
 
 
 def words_of(keys: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Sections of a run file as key=value words."""
+    """Return sections of a run file as key=value arguments."""
     text = {True: "true", False: "false", None: "null"}
     return [
         f"{section}.{key}={text[value] if value is None or isinstance(value, bool) else value}"
@@ -42,16 +43,16 @@ def words_of(keys: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of one model on one number of devices, each with its simulated step."""
+    """Layouts of one model on one number of devices, each with its simulated step."""
 
-    config: RunConfig  # what they are laid over
+    config: RunConfig  # configuration that the layouts are applied to
     devices: int
-    plans: tuple[Plan, ...]  # by predicted step; the first is the planner's choice
-    legal: int  # before the cut
+    plans: tuple[Plan, ...]  # sorted by predicted step; the first is the planner's choice
+    legal: int  # number of layouts before the cut
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def index(self, layout: Layout) -> int | None:
-        """Which one this is; None for a layout from outside."""
+        """Return the index of a layout, or None if the space does not contain it."""
         return next((number for number, plan in enumerate(self.plans) if plan.layout == layout), None)
 
 
@@ -64,8 +65,10 @@ def make_space(
     most: int = MOST_LAYOUTS,
     within: float = WITHIN,
 ) -> Space:
-    """Every legal layout that fits into memory, cut to the `most` best and those predicted `within` the best. Raises
-    ConfigError for none.
+    """Return the space of legal layouts that fit into memory.
+
+    It has at most `most` layouts. Their predicted steps take at most `within` times the best one. Raises ConfigError
+    if there is none.
     """
     fixed = {"gradient_wire": config.precision.gradient_wire, **fixed}
     shared = {
@@ -73,7 +76,7 @@ def make_space(
         "optimizer": config.optimizer.name,
     }
     layouts = enumerate_layouts(config.model, devices, config.batch.global_batch, tp_max, fixed, **shared)
-    # copies of shares are no choice of a table of trials
+    # the search does not vary `data_shard`
     layouts = layouts.where(layouts.data_shard == fixed.get("data_shard", 0))
     fitting = (
         layouts.where(peak_memory(config.model, layouts, rates) <= rates.memory_bytes) if len(layouts) else layouts
@@ -98,18 +101,19 @@ def make_space(
 
 
 def laid_out(config: RunConfig, layout: Layout) -> RunConfig:
-    """The run in this layout."""
+    """Return the configuration with this layout."""
     return build(RunConfig, merge(config.model_dump(mode="json"), run_keys(layout)))
 
 
 def features(plans: Sequence[Plan]) -> np.ndarray:
-    """One row per layout: its choices, and where the planner says that its time goes. Columns of mean 0 and deviation
-    1.
+    """Return one row per layout: its choices and the parts of its simulated step. Columns have mean 0 and deviation 1.
 
-    The shares are what lets one trial speak for many: where messages cost more than the machine file says, every layout
-    is slower by its share of them. The step itself is one of them, so that a planner whose order is wrong is one number
-    to learn too. The bubble counts by the logarithm of what it leaves, so that a machine on which it costs nothing is
-    one number, and the passes of a step likewise, for what each costs the host.
+    The parts let one trial inform about many layouts. For example, if messages cost more than predicted,
+    every layout is slower in proportion to its share of messages. The predicted step is a column too. One number can
+    then correct a planner that orders the layouts wrongly.
+
+    The pipeline bubble enters as -log(1 - bubble). One number then describes a machine on which the bubble costs
+    nothing. The number of passes per step enters as a logarithm, for the host's cost per pass.
     """
     columns: list[np.ndarray] = []
     for name in CHOICES:
@@ -119,7 +123,8 @@ def features(plans: Sequence[Plan]) -> np.ndarray:
                 np.array([value == option for value in values], dtype=float) for option in sorted(set(values))[1:]
             ]
         else:
-            columns.append(np.log2(np.array(values, dtype=float) + (min(values) < 1)))  # False and 0 have a place, too
+            # + 1 because log2 is not defined for False and 0
+            columns.append(np.log2(np.array(values, dtype=float) + (min(values) < 1)))
     columns += [np.array(column) for column in zip(*(_shares(plan) for plan in plans), strict=True)]
     columns.append(np.log([plan.step_s for plan in plans]))
     table = np.stack(columns, axis=1)
@@ -128,8 +133,9 @@ def features(plans: Sequence[Plan]) -> np.ndarray:
 
 
 def _shares(plan: Plan) -> tuple[float, ...]:
-    """Of the simulated step: waiting in the pipeline, messages, gradient sums and gathers, optimizer; and of memory;
-    passes per rank.
+    """Return parts of the simulated step, the share of memory, and the passes per rank.
+
+    The parts are pipeline waiting, messages, gradient sums with gathers, and optimizer.
     """
     played = plan.played
     passes = plan.layout.microbatches * plan.layout.chunks

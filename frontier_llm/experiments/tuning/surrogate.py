@@ -1,9 +1,9 @@
-"""What the trials say about the layouts that were not tried: a Gaussian process over log(measured / predicted).
+"""Predict the step times of untried layouts with a Gaussian process over log(measured / predicted).
 
-It learns where the planner is wrong, not what a step costs: without a trial it is the planner, and after one the
-planner times that trial's error. Coordinates are the layouts' choices and the planner's own shares of the step
-(`space.features`). The kernel is fixed: ten trials do not determine its parameters. docs/benchmarks/tuning.md compares
-kernels.
+The process learns the planner's error, not the step time. Without a trial it returns the planner's prediction. After
+one trial it returns this prediction multiplied by the trial's error. Coordinates are the layouts' choices and the
+planner's parts of the step (`space.features`). The kernel is fixed, because ten trials do not determine its parameters.
+docs/benchmarks/tuning.md compares kernels.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ import numpy as np
 from frontier_llm.errors import FrontierError, not_installed
 from frontier_llm.experiments.tuning.space import CHOICES, Space, features
 
-# a layout that failed counts as so much slower, against the planner, than the worst that worked: its like come later
+# a failed layout counts as 1.5 times slower, relative to the planner, than the worst one that worked; the search then
+# tries similar layouts later
 FAILED = math.log(1.5)
-# the kernel, in log time: the size of errors that neighbours share, and how far two runs of one layout differ
+# the kernel, in log time: SIZE is the size of errors that neighbours share, NOISE the difference of two runs of one
+# layout
 SIZE = 0.5
 NOISE = 0.03
-REACH = 2.0  # how far neighbours are, in distances that two layouts have on average
+REACH = 2.0  # length scale of the kernel, in mean distances between two layouts
 
 
 @dataclass(frozen=True)
 class Belief:
-    """Expected log seconds of a step of every layout (n) of a space, and its standard deviation."""
+    """Expected log seconds of a step for each of n layouts, and the standard deviation."""
 
     mean: np.ndarray
     deviation: np.ndarray
 
     def expected_gain(self, best_s: float) -> np.ndarray:
-        """Expected improvement over the best measured step, as a share of it."""
+        """Return the expected improvement over the best measured step, as a share of that step."""
         try:
             from scipy.special import ndtr
         except ModuleNotFoundError:
@@ -45,7 +47,7 @@ class Belief:
 
 
 class Surrogate:
-    """Learns from trials of one space."""
+    """Gaussian process over the layouts of one space."""
 
     def __init__(self, space: Space) -> None:
         self.predicted = np.log([plan.step_s for plan in space.plans])
@@ -53,7 +55,10 @@ class Surrogate:
         self._space = space
 
     def learn(self, log_errors: Mapping[int, float], failed: tuple[int, ...] = ()) -> Belief:
-        """What to believe after trials: layout number → log(measured / predicted), and the layouts that failed."""
+        """Return the expected step times after trials.
+
+        `log_errors` maps a layout's number to log(measured / predicted). `failed` lists the layouts that failed.
+        """
         if not log_errors:
             return self._planner(0.0)
         worst = max(log_errors.values()) + FAILED
@@ -74,20 +79,21 @@ class Surrogate:
         return Belief(self.predicted + error, np.full(len(self.predicted), SIZE))
 
     def _kernel(self, tried: list[int]) -> np.ndarray:
-        """Matérn 5/2 between every layout and the tried ones."""
+        """Return the Matérn 5/2 kernel between every layout and the tried ones."""
         table = self._table / math.sqrt(self._table.shape[1])
         apart = np.sqrt(np.square(table[:, None] - table[tried][None]).sum(axis=-1))
         steps = math.sqrt(5) * apart / REACH
         return np.asarray(SIZE**2 * (1 + steps + steps**2 / 3) * np.exp(-steps))
 
     def distances(self, layouts: list[int], others: list[int]) -> np.ndarray:
-        """Of each layout, to the nearest of the others, by its coordinates."""
+        """Return the distance of each layout to the nearest of `others`."""
         apart = self._table[layouts][:, None] - self._table[others][None]
         return np.sqrt(np.square(apart).sum(axis=-1)).min(axis=1)
 
     def importance(self, belief: Belief) -> dict[str, float]:
-        """By choice: the share of the variance of the expected log time, over the whole space, that its values alone
-        explain.
+        """Return the importance of each choice, largest first.
+
+        It is the share of the variance of the expected log time over the space that the choice's values alone explain.
         """
         mean = float(belief.mean.mean())
         whole = float(belief.mean.var())

@@ -1,4 +1,4 @@
-"""What has been tried: one row of trials.csv per trial, from which a search goes on after a walltime."""
+"""Table of trials (trials.csv), from which a search continues after a walltime."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from frontier_llm.experiments.tuning.space import CHOICES
 from frontier_llm.files import write_atomically
 
 TRIALS_FILE = "trials.csv"
-RETRIED = ("node failure", "interrupted")  # says nothing of the layout
+RETRIED = ("node failure", "interrupted")  # statuses that give no result for the layout
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One layout on the machine."""
+    """Result of one layout on the machine."""
 
     number: int
     layout: Layout
-    why: str  # planner | spread | model
-    predicted_s: float  # per step, by the planner
-    status: str  # ok, or as `scaling.launch.judge` tells failures apart
+    why: str  # planner | spread | model | exhaustive
+    predicted_s: float  # per step, from the planner
+    status: str  # a status of `scaling.launch.judge`, or interrupted
     step_s: float | None  # median of the measured steps
-    steps: int  # measured
+    steps: int  # measured steps
     wall_s: float
     node_hours: float
     detail: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether a step time was measured."""
+        """True if a step time was measured."""
         return self.step_s is not None
 
 
@@ -45,7 +45,7 @@ COLUMNS = ["number", *_OF_LAYOUT, *_TAIL]
 
 
 def as_csv(trials: Sequence[Trial]) -> str:
-    """The table, one header line."""
+    """Return the table as CSV with one header line."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -67,13 +67,14 @@ def _cell(value: Any) -> Any:
 
 
 def write_trials(path: Path, trials: Sequence[Trial]) -> None:
-    """The whole table, at once or not at all."""
+    """Write the complete table atomically."""
     write_atomically(path, as_csv(trials))
 
 
 def read_trials(path: Path, like: Layout) -> list[Trial]:
-    """The rows of a table; none where there is no file yet. What the table does not hold of a layout is as in
-    `like`. Raises DataError.
+    """Return the trials of a table, or an empty list if the file does not exist.
+
+    Fields of a layout that the table does not contain have the values of `like`. Raises DataError if a line is damaged.
     """
     if not path.is_file():
         return []
@@ -105,7 +106,7 @@ def _trial(row: dict[str, str], like: Layout) -> Trial:
 
 
 def _read(text: str, like: Any) -> Any:
-    """The text as a value of the same type."""
+    """Return the text as a value of the type of `like`."""
     if isinstance(like, bool):
         return {"True": True, "False": False}[text]
     return int(text) if isinstance(like, int) else text

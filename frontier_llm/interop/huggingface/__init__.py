@@ -1,7 +1,7 @@
-"""Hugging Face models both ways: streamed tensor by tensor, in bounded memory, without GPUs, from and to any layout.
+"""Read and write Hugging Face models tensor by tensor, in bounded memory, without GPUs, from and to any layout.
 
-Reading gives a `WeightSource`, from which every rank of any layout takes its rectangles; writing takes any
-`WeightSource`, for example a training checkpoint. So neither direction knows how the model is or was split.
+Reading gives a `WeightSource`, from which every rank of any layout reads its rectangles. Writing accepts any
+`WeightSource`, for example a training checkpoint. Both directions are independent of the layout of training.
 """
 
 from frontier_llm.interop.huggingface.export import Companions, export_huggingface, family_for

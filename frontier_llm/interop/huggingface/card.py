@@ -1,4 +1,4 @@
-"""The model card (README.md) that goes along with exported weights: only facts that the run itself recorded."""
+"""Model card (README.md) of exported weights. It contains only facts that the run recorded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def model_card(
     files: Sequence[str],
     facts: Mapping[str, object],
 ) -> str:
-    """Markdown with YAML front matter, as model hubs read it. `facts` are the run's: step, tokens, loss, layout,
-    digests.
+    """Return Markdown with YAML front matter for model hubs.
+
+    `facts` are the run's step, tokens, loss, layout and digests.
     """
     shape = {
         "Architecture": architecture, "Layers": model.layers, "Hidden size": model.hidden,

@@ -1,7 +1,7 @@
 """Configuration of families without experts, beyond the keys that families.py lists.
 
-A reading function returns fields of our model and refuses what the model does not compute. A writing function returns
-keys of a config.json.
+A reading function returns fields of our model and refuses values that the model does not compute. A writing function
+returns keys of a config.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _THEIR_GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
 def read_llama(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of Llama."""
+    """Return our fields of a Llama configuration."""
     bias = f.get("attention_bias", False)
     if f.get("mlp_bias", False) != bias:
         f.refuse("attention_bias", bias, f"the same as mlp_bias, {not bias}")
@@ -30,13 +30,14 @@ def read_llama(f: ConfigJson) -> dict[str, Any]:
 
 
 def read_phi3(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of Phi 3."""
-    f.rope("rope_theta", "partial_rotary_factor", 1.0)  # not Llama 3.1's, nor the longrope of its long variants
+    """Return our fields of a Phi 3 configuration."""
+    # neither Llama 3.1's scaling nor the longrope of Phi 3's long variants
+    f.rope("rope_theta", "partial_rotary_factor", 1.0)
     return read_windowed(f)
 
 
 def write_phi3(m: ModelConfig) -> dict[str, Any]:
-    """Phi 3's keys."""
+    """Return Phi 3's keys."""
     rope = {"rope_type": "default", "rope_theta": m.rope_theta, "partial_rotary_factor": m.rope_fraction}
     return {
         **write_llama_like(m),
@@ -49,7 +50,7 @@ def write_phi3(m: ModelConfig) -> dict[str, Any]:
 
 
 def read_gemma2(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of Gemma 2."""
+    """Return our fields of a Gemma 2 configuration."""
     f.fixed(use_bidirectional_attention=None)
     values = read_llama_like(f, "hidden_activation", "gelu_pytorch_tanh")
     every = 2
@@ -62,7 +63,7 @@ def read_gemma2(f: ConfigJson) -> dict[str, Any]:
     if every == 1 or window is None or window >= f.get("max_position_embeddings", 8192):
         window = None
         every = 0
-    # a key that is null means none, one that is not there the default
+    # null means no cap; a missing key means the default
     caps = {ours: f.content.get(theirs, default) for ours, (theirs, default) in _GEMMA2_CAPS.items()}
     width = f.get("query_pre_attn_scalar", 256)
     head_dim = f.need("head_dim")
@@ -75,7 +76,7 @@ def read_gemma2(f: ConfigJson) -> dict[str, Any]:
 
 
 def write_gemma2(m: ModelConfig) -> dict[str, Any]:
-    """Gemma 2's keys."""
+    """Return Gemma 2's keys."""
     return {
         **write_llama_like(m),
         "hidden_act": "gelu_pytorch_tanh",
@@ -88,7 +89,7 @@ def write_gemma2(m: ModelConfig) -> dict[str, Any]:
 
 
 def read_gpt2(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of GPT-2."""
+    """Return our fields of a GPT-2 configuration."""
     f.fixed(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return {
         "ffn_hidden": f.get("n_inner", 4 * f.get("n_embd", 1)),
@@ -97,18 +98,18 @@ def read_gpt2(f: ConfigJson) -> dict[str, Any]:
 
 
 def write_gpt2(m: ModelConfig) -> dict[str, Any]:
-    """GPT-2's keys."""
+    """Return GPT-2's keys."""
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return {"n_inner": m.ffn_hidden, "activation_function": _THEIR_GELU[m.activation], **dropouts}
 
 
 def read_neox(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of GPT-NeoX."""
+    """Return our fields of a GPT-NeoX configuration."""
     return {"activation": f.gelu("hidden_act", "gelu"), **f.rope("rotary_emb_base", "rotary_pct", 0.25)}
 
 
 def write_neox(m: ModelConfig) -> dict[str, Any]:
-    """GPT-NeoX's keys."""
+    """Return GPT-NeoX's keys."""
     return {
         "hidden_act": _THEIR_GELU[m.activation],
         "attention_dropout": 0.0,
@@ -125,7 +126,7 @@ def write_neox(m: ModelConfig) -> dict[str, Any]:
 
 
 def read_mpt(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of transformers' MPT."""
+    """Return our fields of a configuration of transformers' MPT."""
     f.section("attn_config").fixed(
         alibi=True,
         alibi_bias_max=MPT_ALIBI_MAX_BIAS,
@@ -140,7 +141,7 @@ def read_mpt(f: ConfigJson) -> dict[str, Any]:
 
 
 def read_foundry_mpt(f: ConfigJson) -> dict[str, Any]:
-    """LLM Foundry's own class, which computes more than transformers' and has other defaults."""
+    """Return our fields of LLM Foundry's MPT, which computes more than transformers' and has other defaults."""
     attention = f.section("attn_config")
     mlp = f.section("ffn_config")
     attention.only("alibi", True, default=False)
@@ -154,7 +155,7 @@ def read_foundry_mpt(f: ConfigJson) -> dict[str, Any]:
 
 
 def write_mpt(m: ModelConfig) -> dict[str, Any]:
-    """MPT's keys."""
+    """Return MPT's keys."""
     attention = {
         "attn_type": "multihead_attention",
         "attn_impl": "torch",

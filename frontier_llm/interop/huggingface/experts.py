@@ -1,6 +1,6 @@
-"""What families with experts have beside their keys in families.py.
+"""Configuration of families with experts, beyond the keys that families.py lists.
 
-Weights of their auxiliary losses are left alone: a coefficient means something else in every program.
+Coefficients of auxiliary losses are not converted, because their meaning differs between programs.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from frontier_llm.interop.huggingface.llama import ConfigJson, read_llama_like, 
 
 
 def read_mixtral(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of Mixtral."""
+    """Return our fields of a Mixtral configuration."""
     f.fixed(router_jitter_noise=0.0)
     return read_windowed(f)
 
 
 def write_mixtral(m: ModelConfig) -> dict[str, Any]:
-    """Mixtral's keys."""
+    """Return Mixtral's keys."""
     return {**write_llama_like(m), "intermediate_size": m.expert_hidden, "sliding_window": None}
 
 
 def read_qwen3_moe(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of Qwen 3 MoE."""
+    """Return our fields of a Qwen 3 MoE configuration."""
     dense = f.get("mlp_only_layers", None) or []
     if dense != list(range(len(dense))):
         f.refuse("mlp_only_layers", dense, "the first layers, or none")
@@ -31,12 +31,12 @@ def read_qwen3_moe(f: ConfigJson) -> dict[str, Any]:
 
 
 def write_qwen3_moe(m: ModelConfig) -> dict[str, Any]:
-    """Qwen 3 MoE's keys."""
+    """Return Qwen 3 MoE's keys."""
     return {**write_llama_like(m), "mlp_only_layers": list(range(m.routed_layers.start))}
 
 
 def read_dots1(f: ConfigJson) -> dict[str, Any]:
-    """Our fields of dots.llm1."""
+    """Return our fields of a dots.llm1 configuration."""
     kinds = set(f.get("layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         f.refuse("layer_types", sorted(kinds), "full_attention alone")
@@ -47,7 +47,7 @@ def read_dots1(f: ConfigJson) -> dict[str, Any]:
 
 
 def write_dots1(m: ModelConfig) -> dict[str, Any]:
-    """dots.llm1's keys."""
+    """Return dots.llm1's keys."""
     shared = 0 if m.moe is None else m.moe.shared_hidden // m.expert_hidden
     return {
         **write_llama_like(m),

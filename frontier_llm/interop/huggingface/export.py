@@ -1,6 +1,4 @@
-"""Any source of weights as a Hugging Face directory, tensor by tensor: weights, configuration, tokenizer, model
-card.
-"""
+"""Write a source of weights as a Hugging Face directory: weights, configuration, tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -25,7 +23,10 @@ from frontier_llm.units import GIB, strict_json
 
 
 def family_for(model: ModelConfig) -> Family:
-    """The first family that computes exactly this model. Raises CheckpointError saying what each one would need."""
+    """Return the first family that computes exactly this model.
+
+    Raises CheckpointError with the requirements of each family that are not met.
+    """
     reasons = {family.architecture: family.refusals(model) for family in FAMILIES}
     for family in FAMILIES:
         if not reasons[family.architecture]:
@@ -40,11 +41,12 @@ def family_for(model: ModelConfig) -> Family:
 
 @dataclass(frozen=True)
 class Companions:
-    """What goes along with the weights."""
+    """Files and facts that are exported with the weights."""
 
-    tokenizer_files: Mapping[str, str | Path] = field(default_factory=dict)  # file name → text, or the file to copy
+    # file name → text, or path of the file to copy
+    tokenizer_files: Mapping[str, str | Path] = field(default_factory=dict)
     eos_token_id: int | None = None
-    facts: Mapping[str, object] = field(default_factory=dict)  # of the run, for the model card
+    facts: Mapping[str, object] = field(default_factory=dict)  # facts of the run for the model card
 
 
 def export_huggingface(
@@ -54,9 +56,10 @@ def export_huggingface(
     companions: Companions | None = None,
     shard_gib: float = 5.0,
 ) -> Family:
-    """Write config.json, weights, tokenizer files and README.md; the directory appears whole or not at all.
+    """Write config.json, weights, tokenizer files and README.md. Returns the family.
 
-    Raises CheckpointError when no family computes this model, or the directory is not empty.
+    The directory is renamed into place after the last file is written. Raises CheckpointError if no family computes
+    this model or the directory is not empty.
     """
     companions = companions or Companions()
     directory = Path(directory)
@@ -93,8 +96,10 @@ def export_huggingface(
 
 
 def write_config(family: Family, model: ModelConfig, dtype: torch.dtype, eos_token_id: int | None) -> dict[str, Any]:
-    """config.json of a model. Keys that transformers 4 and 5 spell differently are written in both spellings: readers
-    before 5 look only at rope_theta and silently take 10000 without it, 5 looks at rope_parameters.
+    """Return the config.json of a model.
+
+    Keys that transformers 4 and 5 spell differently are written in both spellings. Releases before 5 read only
+    rope_theta and silently use 10000 without it. Release 5 reads rope_parameters.
     """
     name = str(dtype).removeprefix("torch.")
     return {

@@ -1,9 +1,8 @@
-"""The families of Hugging Face models that are the same function as one of ours, key by key; the names of their tensors
-are in names.py.
+"""Families of Hugging Face models that compute the same function as one of our models, with their configuration keys.
 
-Sources: the configuration and modelling files of transformers 4.30 to 5.23 for llama, mistral, qwen2, qwen3, olmo2,
-phi3, gemma2, gpt2, gpt_neox and mpt. Whatever a configuration asks for that our model does not compute is refused by
-name; nothing is dropped silently.
+The names of their tensors are in names.py. Sources: the configuration and modelling files of transformers 4.30 to 5.23
+for llama, mistral, qwen2, qwen3, olmo2, phi3, gemma2, gpt2, gpt_neox and mpt. If a configuration has a value that our
+model does not compute, an error names the value. No value is dropped silently.
 """
 
 from __future__ import annotations
@@ -58,7 +57,8 @@ from frontier_llm.interop.huggingface.names import (
     Names,
 )
 
-# what few architectures have, as a model is without it: the others name it in `always` or `free`
+# Values of a model without features that few architectures have. An architecture that has such a feature lists it in
+# `always` or `free`.
 _USUAL: dict[str, Any] = {
     "sliding_window": None, "qk_norm": None, "norm_placement": "pre", "norm_plus_one": False, "scaled_embedding": False,
     "full_attention_every": None, "score_width": None, "score_softcap": None, "logit_softcap": None,
@@ -73,34 +73,38 @@ class Family:
     model_type: str
     names: Names
     always: Mapping[str, Any]  # our fields that this architecture fixes
-    # our field → their key, with their default unless they have none; vocab_size is everybody's
+    # our field → their key and, unless the key is required, its default; `vocab_size` is read for every family
     keys: Mapping[str, tuple[Any, ...]]
-    read: Callable[[ConfigJson], dict[str, Any]]  # further fields of ours; refuses what our model does not compute
-    write: Callable[[ModelConfig], dict[str, Any]]  # further keys of theirs
-    ignored: tuple[str, ...]  # endings of buffers in older files that are no weights
-    prefix: str  # that files saved from the bare model lack
-    # our fields of which it can express only these values
+    # reads further fields of ours; refuses values that our model does not compute
+    read: Callable[[ConfigJson], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]  # writes further keys of theirs
+    ignored: tuple[str, ...]  # endings of tensors in older files that are buffers, not weights
+    prefix: str  # prefix of tensor names; files saved from the bare model lack it
+    # our fields for which the architecture supports only these values
     either: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    grouped: bool = False  # takes fewer key/value heads than heads, and a head_dim of its own
-    free: tuple[str, ...] = ()  # our fields of _USUAL of which it can express every value
+    grouped: bool = False  # supports fewer key/value heads than heads, and a head_dim of its own
+    free: tuple[str, ...] = ()  # fields in _USUAL for which the architecture supports every value
     # their keys that may only have this value, and are written with it
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # of a family with experts the fields of our moe that it fixes; None = it has none
+    # fields of `moe` that a family with experts fixes; None: the family has no experts
     routing: Mapping[str, Any] | None = None
-    moe_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # as keys, of the fields of our moe
+    moe_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # like `keys`, for the fields of `moe`
 
     def read_model(self, f: ConfigJson) -> ModelConfig:
-        """Our shape of a config.json. Raises CheckpointError with everything that is missing or has no counterpart."""
+        """Return our configuration of a config.json.
+
+        Raises CheckpointError with every key that is missing or has no counterpart.
+        """
         f.fixed(**self.fixed)
         values = {**self.always, **f.values(self.keys), "vocab_size": f.need("vocab_size"), **self.read(f)}
         if self.routing is not None:
-            # transformers 5 may write another name for the number of experts than 4 did
+            # transformers 5 may write a different name for the number of experts than transformers 4
             renamed = {"experts": ("num_local_experts",)} if f.get("num_local_experts", 0) else {}
             values["moe"] = {**self.routing, **f.values({**self.moe_keys, **renamed}), **values.get("moe", {})}
         return f.model(**values)
 
     def config_json(self, model: ModelConfig) -> dict[str, Any]:
-        """The keys of its own."""
+        """Return the keys of config.json that are specific to this family."""
         theirs = {key[0]: getattr(model, ours) for ours, key in self.keys.items()}
         if model.moe is not None:
             moe = model.moe.model_copy(update={"expert_hidden": model.expert_hidden})
@@ -108,7 +112,7 @@ class Family:
         return {**theirs, **self.fixed, **self.write(model)}
 
     def refusals(self, model: ModelConfig) -> list[str]:
-        """Why this architecture cannot be `model`; empty when it can."""
+        """Return the reasons for which this architecture cannot compute `model`; empty if it can."""
         fixed = {**{ours: value for ours, value in _USUAL.items() if ours not in self.free}, **self.always}
         needs = {**{ours: (value,) for ours, value in fixed.items()}, **self.either}
         reasons = [
@@ -211,8 +215,8 @@ FAMILIES = [
         grouped=True,
         fixed={"use_sliding_window": False},
     ),
-    # after Llama, which computes the same: a Mistral whose window holds its whole context comes in, and goes out as a
-    # Llama
+    # After Llama, which computes the same. A Mistral model whose window covers its complete context can be read, and is
+    # written as a Llama.
     Family(
         "MistralForCausalLM",
         "mistral",
@@ -252,7 +256,7 @@ FAMILIES = [
         grouped=True,
         fixed={"attention_bias": False},
     ),
-    # what has neither a window nor a fraction that does not rotate goes out as a Llama, which computes the same
+    # A model with neither a window nor a partial rotation is written as a Llama, which computes the same.
     Family(
         "Phi3ForCausalLM",
         "phi3",
@@ -382,13 +386,15 @@ FAMILIES = [
         fixed={"attention_bias": True},
     ),
     Family("MptForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, read_mpt, write_mpt, (), "transformer."),
-    # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; goes out as transformers' own
+    # the same from LLM Foundry's convert_composer_to_hf.py and the hub's mosaicml/mpt-*; written as transformers' own
+    # class
     Family("MPTForCausalLM", "mpt", MPT, _MPT, _MPT_KEYS, read_foundry_mpt, write_mpt, (), "transformer."),
 ]
 
 
 def register_family(family: Family) -> None:
-    """Add an architecture: from now on models of it come in, and models that no family before it computes go out as
-    it.
+    """Add an architecture. Its models can then be read.
+
+    A model that no earlier family computes is written as this architecture if it computes the model.
     """
     FAMILIES.append(family)

@@ -1,8 +1,8 @@
-"""Sharded safetensors with an index, read and written one tensor at a time: memory never exceeds the largest tensor.
+"""Read and write sharded safetensors with an index, one tensor at a time. Memory never exceeds the largest tensor.
 
-Layout of a file: u64 little-endian length of the header, JSON header (name → dtype, shape, [begin, end) in the data),
-data in row-major order without holes. Several files are listed in model.safetensors.index.json: {"metadata":
-{"total_size"}, "weight_map": {name: file}}.
+A file begins with the length of the header (u64, little-endian). The JSON header maps name → dtype, shape, [begin, end)
+in the data. The data follows in row-major order without holes. Several files are listed in
+model.safetensors.index.json: {"metadata": {"total_size"}, "weight_map": {name: file}}.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from frontier_llm.units import strict_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# of some 100,000 tensors each
+# limits for about 100,000 tensors each
 MAX_HEADER_BYTES = 1 << 24
 MAX_INDEX_BYTES = 1 << 25
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -42,7 +42,7 @@ class ShardedReader:
     """Tensors by name from a directory of safetensors files, memory-mapped."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError naming every shard that is missing or damaged."""
+        """Open all shards. Raises CheckpointError with every shard that is missing or damaged."""
         self.directory = directory
         self.files = _weight_map(directory)
         self._open: dict[str, Any] = {}
@@ -76,11 +76,11 @@ class ShardedReader:
         return name in self.files
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape from the header; reads no data."""
+        """Return the shape from the header, without reading data."""
         return tuple(self._open[self.files[name]].get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in the file's dtype."""
+        """Return one tensor in the file's dtype."""
         return self._open[self.files[name]].get_tensor(name)
 
 
@@ -99,7 +99,10 @@ def _opened(path: Path) -> Any:
 
 
 def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
-    """The object in a file of that size at most. Raises CheckpointError for what is none, OSError as it comes."""
+    """Return the JSON object in a file of at most `most_bytes`.
+
+    Raises CheckpointError if the file is larger or holds no object. OSError is not converted.
+    """
     with path.open("rb") as file:
         text = read_beyond(file, lifted_bound(most_bytes))
     if len(text) > lifted_bound(most_bytes):
@@ -118,7 +121,7 @@ def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """name → file, from the index or from the only file's header."""
+    """Return name → file, from the index or from the only file's header."""
     index = directory / INDEX
     if index.is_file():
         content = read_json(index, MAX_INDEX_BYTES)
@@ -156,10 +159,10 @@ def write_sharded(
     tensors: Iterable[Tensor],
     shard_bytes: int,
 ) -> list[str]:
-    """Write `tensors`, which come in the order of their names' `shapes`, in files of at most `shard_bytes` (a larger
-    tensor stands alone).
+    """Write `tensors` to files of at most `shard_bytes`. A larger tensor has its own file. Returns the files' names.
 
-    Returns the files' names. The headers are known before the first number is, so one tensor at a time is in memory.
+    `tensors` come in the order of `shapes`. The headers are computed from `shapes` alone, so only one tensor is in
+    memory at a time.
     """
     size = dtype.itemsize
     shards = list(packed(shapes, lambda name: prod(shapes[name]) * size, shard_bytes))

@@ -1,5 +1,6 @@
-"""An export as a model repository of the Hugging Face Hub, by huggingface_hub (extra `hf`), with the token of its
-`hf auth login` or of HF_TOKEN.
+"""Upload an export to a model repository of the Hugging Face Hub with huggingface_hub (extra `hf`).
+
+The token comes from `hf auth login` or HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from frontier_llm.errors import CheckpointError, FrontierError, not_installed
 
 
 class HubRepository:
-    """A repository that this user may write to. It is asked for before anything is exported, so that a refusal costs
-    nothing.
-    """
+    """Repository to which this user may write. It is created before the export, so that a refusal costs no time."""
 
     def __init__(self, name: str, private: bool = False) -> None:
         try:
@@ -32,7 +31,7 @@ class HubRepository:
             self._api.create_repo(name, private=private, exist_ok=True)
 
     def upload(self, directory: str | Path) -> str:
-        """Every file of an export, as one commit; its address."""
+        """Upload every file of an export as one commit. Returns the commit's address."""
         with _refusals(self.name, f"the export is whole; upload it later: hf upload {self.name} {directory}"):
             return str(
                 self._api.upload_folder(
@@ -45,7 +44,7 @@ class HubRepository:
 
 @contextmanager
 def _refusals(name: str, fix: str) -> Iterator[None]:
-    """Whatever its client raises (of which network library depends on its version), as one error for people."""
+    """Convert all errors of the client. Their classes depend on the client's version and its network library."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the families that derive from Llama have in common, and how a config.json is read."""
+"""Configuration keys that all families derived from Llama share, and the reader of config.json."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.interop.fields import Fields
 
 ROPE_DEFAULT_THETA = 10000.0
-# transformers' Mistral without the key looks no further back than this
+# window of transformers' Mistral if the key is missing
 MISTRAL_DEFAULT_WINDOW = 4096
-# Llama 3.1's scaling: their name → ours
+# Llama 3.1's scaling: their name → our name
 _SCALING = {
     "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_sequence_length",
 }  # fmt: skip
-_OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # their name → ours
+_OUR_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # their name → our name
 
 
 class ConfigJson(Fields):
@@ -24,8 +24,9 @@ class ConfigJson(Fields):
     def rope(
         self, theta_key: str, fraction_key: str, default_fraction: float, kinds: tuple[str, ...] = ("default",)
     ) -> dict[str, Any]:
-        """Our rope_ fields, from `rope_parameters` (transformers 5) or from the older keys; `kinds` of rotation are
-        computed.
+        """Return our rope_ fields, from `rope_parameters` (transformers 5) or from the older keys.
+
+        `kinds` are the supported types of rotation.
         """
         new = self.get("rope_parameters", {})
         scaling = self.get("rope_scaling", {})
@@ -44,12 +45,15 @@ class ConfigJson(Fields):
         return {**values, "rope_scaling": {ours: stretched.need(theirs) for theirs, ours in _SCALING.items()}}
 
     def gelu(self, key: str, default: str) -> str:
-        """Our name of a GELU."""
+        """Return our name of a GELU."""
         return _OUR_GELU.get(self.only(key, *_OUR_GELU, default=default), "gelu")
 
 
 def read_llama_like(f: ConfigJson, activation: str = "hidden_act", function: str = "silu") -> dict[str, Any]:
-    """Our fields of everything that derives from Llama; it names its `function` under the key `activation`."""
+    """Return our fields of a family that derives from Llama.
+
+    `activation` is the key of the family's activation and `function` its only supported value.
+    """
     f.only(activation, function, default=function)
     head_dim = f.get("head_dim", None)
     usual = f.get("hidden_size", 1) / f.get("num_attention_heads", 1)
@@ -58,7 +62,7 @@ def read_llama_like(f: ConfigJson, activation: str = "hidden_act", function: str
 
 
 def write_llama_like(m: ModelConfig) -> dict[str, Any]:
-    """Their keys of everything that derives from Llama."""
+    """Return the keys of a family that derives from Llama."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if m.rope_scaling is not None:
         scaling = {
@@ -76,8 +80,9 @@ def write_llama_like(m: ModelConfig) -> dict[str, Any]:
 
 
 def read_windowed(f: ConfigJson, default_window: int | None = None, function: str = "silu") -> dict[str, Any]:
-    """Llama, with a window where that cuts its attention; `default_window` is what a configuration without the key
-    means.
+    """Return the fields of `read_llama_like`, and a window if it is shorter than the context.
+
+    `default_window` is the window of a configuration without the key.
     """
     window = f.content.get("sliding_window", default_window)
     narrow = window is not None and window < f.get("max_position_embeddings", 131072)

@@ -1,7 +1,7 @@
-"""What each family of Hugging Face models calls our parameters, and how it lays out their numbers.
+"""Tensor names of each family of Hugging Face models for our parameters, and the layout of their values.
 
-Ours are few and fused (see blueprint/parameters.py); their pieces are what other formats name. A `*` stands for the
-layer's number.
+Our model has few, fused parameters (blueprint/parameters.py). Other formats have separate names for their pieces. A `*`
+stands for the layer's number.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from frontier_llm.config import ModelConfig
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One of our parameters, and the one or several tensors of the other format that hold the same numbers."""
+    """One of our parameters, and the tensors of the other format that hold the same values."""
 
     parameter: Parameter
     theirs: tuple[str, ...]  # one tensor, or one for each of our pieces
-    rows: int  # of our first dim that theirs has too: all but the vocabulary's padding, which is zeros here
-    stacked: bool  # a fused tensor of theirs has our pieces one below the other, not row by row in our order
-    turned: bool  # theirs is kept as (in, out)
+    # Rows of our first dim that the other format also has. Our padding rows of the vocabulary are zeros.
+    rows: int
+    stacked: bool  # their fused tensor stacks our pieces, instead of having rows in our order
+    turned: bool  # their tensor is stored as (in, out)
 
     def experts(self, first: int, stop: int) -> tuple[str, ...]:
-        """Of theirs, those that hold our experts [first, stop)."""
+        """Return the names of their tensors that hold our experts [first, stop)."""
         each = len(self.theirs) // self.parameter.shape[0]
         return self.theirs[first * each : stop * each]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Theirs → ours; of experts as many as are given."""
+        """Convert their tensors to ours. For experts, any number of experts may be given."""
         if self.parameter.kind is ParameterKind.EXPERTS:
             return torch.stack(list(parts)).view(-1, *self.parameter.shape[1:])
         shape = self.parameter.shape
@@ -59,7 +60,7 @@ class TensorRule:
         return torch.nn.functional.pad(whole, (0, 0, 0, shape[0] - self.rows))
 
     def cut(self, x: Tensor) -> list[Tensor]:
-        """Ours → theirs."""
+        """Convert our tensor to theirs."""
         if self.parameter.kind is ParameterKind.EXPERTS:
             return list(x.flatten(0, -3).unbind())
         apart = self.stacked or len(self.theirs) > 1
@@ -73,24 +74,23 @@ class TensorRule:
         return [part.T if self.turned else part for part in rows]
 
     def their_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of `theirs`, without any memory."""
+        """Return the shapes of `theirs` without allocating memory."""
         return [tuple(part.shape) for part in self.cut(torch.empty(self.parameter.shape, device="meta"))]
 
 
 @dataclass(frozen=True)
 class Names:
-    """Of one family: our parameters without ".weight" and ".bias" → theirs, one name, or one for each piece; a `#` is
-    an expert's number.
+    """Tensor names of one family: our parameter without ".weight" and ".bias" → one name, or one name per piece.
 
-    A name with its ending stands for both names whole.
+    A `#` stands for an expert's number. A key with an ending (".weight" or ".bias") maps to complete names.
     """
 
     theirs: Mapping[str, str | tuple[str, ...]]
-    stacked: bool = False  # see TensorRule
-    turned: bool = False  # of matrices
+    stacked: bool = False  # meaning as in TensorRule
+    turned: bool = False  # matrices are stored as (in, out)
 
     def rules(self, model: ModelConfig) -> list[TensorRule]:
-        """One for each of our parameters that the model computes with."""
+        """Return one rule for each of our parameters that the forward pass uses."""
         return [
             self._rule(parameter, model) for parameter in model_parameters(model).values() if not parameter.of_training
         ]
@@ -190,7 +190,7 @@ GPT2 = Names({
     "final_norm": "transformer.ln_f",
     "head": "lm_head",
 }, stacked=True, turned=True)  # fmt: skip
-NEOX = Names({  # for each head its q, k, v: our own order, where every head has its own key and value
+NEOX = Names({  # q, k, v of each head: our own order if every head has its own key and value
     "embedding.token": "gpt_neox.embed_in",
     "layers.*.attention_norm": "gpt_neox.layers.*.input_layernorm",
     "layers.*.attention.qkv": "gpt_neox.layers.*.attention.query_key_value",

@@ -1,6 +1,4 @@
-"""A directory of Hugging Face's, seen as a source of weights from which every rank of any layout takes its
-rectangles.
-"""
+"""Read a Hugging Face directory as a source of weights, from which every rank of any layout reads its rectangles."""
 
 from __future__ import annotations
 
@@ -21,31 +19,32 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 class HuggingFaceModel:
-    """A directory with config.json and safetensors, seen as one of our models."""
+    """Directory with config.json and safetensors files, read as one of our models (a `WeightSource`)."""
 
     def __init__(self, directory: str | Path, vocab_multiple: int | None = None) -> None:
-        """`vocab_multiple` is what the vocabulary is padded to (None: ModelConfig's default).
+        """`vocab_multiple` is the multiple to which the vocabulary is padded (None: ModelConfig's default).
 
-        Raises CheckpointError: unknown architecture, a value with no counterpart, missing or damaged shards, wrong
-        shapes.
+        Raises CheckpointError for an unknown architecture, a value with no counterpart, missing or damaged shards, or
+        wrong shapes.
         """
         self.directory = Path(directory)
         self.family, self.model = _read_config(self.directory)
         if vocab_multiple is not None:
             self.model = self.model.model_copy(update={"vocab_multiple": vocab_multiple})
         self._reader = ShardedReader(self.directory)
-        if self.model.layers > len(self._reader.files):  # before as many are listed
+        if self.model.layers > len(self._reader.files):  # before a list of that length is made
             what = f"says {self.model.layers} layers, the files hold {len(self._reader.files)} tensors"
             raise CheckpointError(what, "use config and weights of the same revision", str(self.directory / CONFIG))
         self.rules = {rule.parameter.name: rule for rule in self.family.names.rules(self.model)}
         bare = all(not name.startswith(self.family.prefix) for name in self._reader.files)
-        self._drop = self.family.prefix if bare else ""  # files saved from the bare model (the hub's gpt2) lack it
+        # files saved from the bare model (the hub's gpt2) lack the prefix
+        self._drop = self.family.prefix if bare else ""
         self._check_tensors()
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See WeightSource; reads the whole tensors that `name` is made of."""
+        """Return a rectangle of our parameter `name`. Reads all tensors that the parameter consists of, complete."""
         rule = self.rules[name]
-        if rule.parameter.kind is ParameterKind.EXPERTS:  # of many experts a rank holds few
+        if rule.parameter.kind is ParameterKind.EXPERTS:  # read only the rank's own experts, which are few
             some = rule.join(
                 [self._reader.read(self._name(part)) for part in rule.experts(offset[0], offset[0] + shape[0])]
             )
@@ -89,7 +88,7 @@ class HuggingFaceModel:
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """Our shape of a Hugging Face model, from its config.json alone."""
+    """Return our configuration of a Hugging Face model, from its config.json alone."""
     return _read_config(Path(directory))[1]
 
 
@@ -119,7 +118,7 @@ def _read_config(directory: Path) -> tuple[Family, ModelConfig]:
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a config.json names. Raises CheckpointError with the supported architectures."""
+    """Return the family that a config.json names. Raises CheckpointError with the supported architectures."""
     names = [name for name in config.get("architectures") or [] if isinstance(name, str)]
     for family in FAMILIES:
         if family.architecture in names or (not names and family.model_type == config.get("model_type")):

@@ -1,4 +1,4 @@
-"""A tokenizer's files as transformers reads them, whichever kind it is: the same text gives the same ids there."""
+"""Write a tokenizer's files for transformers. The same text has the same ids there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def tokenizer_files(tokenizer: Tokenizer, sequence_length: int) -> dict[str, str | Path]:
-    """File name → content or file to copy. Raises DataError for a kind that has no counterpart."""
+    """Return file name → content or path of the file to copy. Raises DataError if the kind has no counterpart."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return _huggingface(tokenizer, sequence_length)
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -36,7 +36,7 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_length: int) -> dict[str, str
 
 
 def tokenizer_config(eos_token: str, sequence_length: int) -> str:
-    """tokenizer_config.json of a tokenizer that adds nothing to a text by itself."""
+    """Return the tokenizer_config.json of a tokenizer that adds no tokens to a text."""
     content = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos_token,
@@ -56,7 +56,7 @@ def _huggingface(tokenizer: HuggingFaceTokenizer, sequence_length: int) -> dict[
     for name in files:
         real = path.with_name(name).resolve()
         home = path.parent.resolve()
-        # a hub cache links to its blobs/
+        # a hub cache has links to its blobs/
         if not real.is_relative_to(home) and not real.is_relative_to(home.parent.parent / "blobs"):
             what = f"is a link to {real}, outside of its directory; what lies there would be published with the model"
             raise DataError(what, where=str(path.with_name(name)), fix="copy the file there, or remove the link")
@@ -65,11 +65,11 @@ def _huggingface(tokenizer: HuggingFaceTokenizer, sequence_length: int) -> dict[
 
 
 def _bytes() -> str:
-    """Id of each byte is the byte; 256 ends a document."""
+    """Return the tokenizer.json of the byte tokenizer: a byte's id is its value, and 256 ends a document."""
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-    # a letter below 256 is the byte of its own number, the others are in order the bytes that have none
+    # A letter with a number below 256 stands for that byte. The other letters stand, in order, for the remaining bytes.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = {ord(letter): letter for letter in letters if ord(letter) < 256}
     others = iter(letters[len(own) :])
@@ -82,11 +82,11 @@ def _bytes() -> str:
 
 
 def _sentencepiece(path: Path) -> tuple[str, str]:
-    """(tokenizer.json, the end-of-document piece) of a byte-pair sentencepiece model with byte fallback and no
-    normalisation.
+    """Return (tokenizer.json, the end-of-document piece) of a byte-pair sentencepiece model.
 
-    Both libraries merge the best-scored neighbouring pair first, leftmost of equals; so every split of a piece into two
-    pieces becomes a merge, ranked by the score of what it makes.
+    The model must have byte fallback and no normalisation. Both libraries merge the neighbouring pair with the best
+    score first, the leftmost of equal pairs. Every split of a piece into two pieces therefore becomes a merge, ranked
+    by the score of the merged piece.
     """
     import sentencepiece
     import tokenizers
@@ -101,7 +101,7 @@ def _sentencepiece(path: Path) -> tuple[str, str]:
             where=str(path),
             fix="give a model with byte_fallback",
         )
-    # user-defined symbols (the newline) score 0 as control pieces do; they are matched before any merge
+    # user-defined symbols (the newline) have score 0, as control pieces do; they are matched before any merge
     special = [n for n in range(len(pieces)) if source.is_control(n) or source.is_unknown(n)]
     scored = [n for n in range(len(pieces)) if n not in special and not source.is_byte(n)]
     symbols = [n for n in scored if source.get_score(n) == 0 and pieces[n] == "\n"]

@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-LM and Megatron-DeepSpeed, read without running their code; see docs/megatron.md."""
+"""Read checkpoints of Megatron-LM and Megatron-DeepSpeed without running their code (docs/megatron.md)."""

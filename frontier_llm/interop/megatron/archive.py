@@ -1,10 +1,10 @@
-"""A file of torch.save (the zip format, torch 1.6 and later), read without running anything that it asks for.
+"""Read a file of torch.save (the zip format, torch 1.6 and later) without running code that the file names.
 
 Such a file holds a pickle, `data.pkl`, which names classes and functions to call, and one uncompressed member per
-storage. Here every name in the pickle stands for something inert of this module: tensors become descriptions that are
-mapped from the file when they are asked for, plain containers become themselves, records of the packages that write
-training checkpoints become an `Opaque` that is only looked at, and any other name is refused before anything is built.
-No name is ever imported.
+storage. Here every name in the pickle is replaced by an inert object of this module, and no name is ever imported.
+Tensors become descriptions that are mapped from the file when they are read. Plain containers are built as they are.
+Records of the packages that write training checkpoints become an `Opaque`, which only stores its arguments. Any other
+name is refused before anything is built.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from frontier_llm.errors import CheckpointError
 from frontier_llm.files import LIFT_HINT, lifted_bound
 from frontier_llm.units import MIB
 
-MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the numbers are elsewhere
-# of the others zipfile unpacks whatever comes, not what was asked for
+MAX_PICKLE_BYTES = 16 * MIB  # names, shapes and arguments; the tensors' values are in other members
+# For other compression methods, zipfile may decompress more data than was requested.
 _BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-MAX_DIRECTORY_BYTES = 16 * MIB  # of the zip: some 150,000 members
-_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # of a zip member; its data follows it, the name and the extra field
+MAX_DIRECTORY_BYTES = 16 * MIB  # of the zip's list of about 150,000 members
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")  # of a zip member, before the name, the extra field and the data
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -48,21 +48,21 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_STORAGES.values(), torch.complex64)}
-# packages whose records (enums, generator states, optimizer bookkeeping) stand in training checkpoints beside the
-# weights
+# packages whose records (enums, generator states, optimizer bookkeeping) are stored with the weights in training
+# checkpoints
 _RECORDS = ("megatron.", "deepspeed.", "transformer_engine.", "apex.", "numpy.", "pathlib.")
 _RECORD_NAMES = {"torch.device", "torch.Generator", "_io.BytesIO", "io.BytesIO"}
 
 
 class Opaque:
-    """What a pickle asked to build from a known package, not built: the name, the arguments, the state."""
+    """Record of a known package that a pickle builds. Only the name, the arguments and the state are stored."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
     state: Any = None
 
     def __new__(cls, *arguments: Any, **options: Any) -> Opaque:
-        """Also what a pickle's NEWOBJ calls."""
+        """Store the arguments. A pickle's NEWOBJ calls this method too."""
         record = super().__new__(cls)
         record.arguments = arguments
         return record
@@ -73,37 +73,38 @@ class Opaque:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Contents of a record that is a container; not kept."""
+        """Ignore the contents of a record that is a container."""
 
     def extend(self, items: Any) -> None:
-        """As __setitem__."""
+        """Ignore the contents of a record that is a container."""
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
 
 class Namespace:
-    """argparse.Namespace and types.SimpleNamespace: nothing but attributes."""
+    """Replacement of argparse.Namespace and types.SimpleNamespace, with attributes only."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's numbers are."""
+    """Location of a tensor's values in a file."""
 
     archive: TorchArchive
-    key: str  # of the storage
+    key: str  # key of the storage
     dtype: torch.dtype
-    offset: int  # elements
+    offset: int  # in elements
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """The tensor, mapped from the file: its pages are read when they are used. Raises CheckpointError for one
-        that leaves its storage.
+        """Return the tensor, mapped from the file, so that pages are read when they are used.
+
+        Raises CheckpointError if the tensor is not inside its storage.
         """
         try:
             storage = self.archive.storage(self.key, self.dtype)
-            if prod(self.shape) > len(storage):  # repeated elements, from which a copy would make any size
+            if prod(self.shape) > len(storage):  # repeated elements: a copy could have any size
                 raise RuntimeError
             return storage.as_strided(self.shape, self.stride, self.offset)
         except RuntimeError as error:
@@ -112,11 +113,13 @@ class StoredTensor:
 
 
 class TorchArchive:
-    """One file; `content` is what was saved, with a StoredTensor for every tensor."""
+    """One file. `content` is the saved object, with a StoredTensor for every tensor."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError: no such file, another format, a truncated file, or a name that is not known to be
-        harmless.
+        """Read the file.
+
+        Raises CheckpointError if the file is missing, truncated or in another format. Also raises CheckpointError if
+        its pickle has a name that is not known to be harmless.
         """
         self.path = path
         try:
@@ -188,8 +191,9 @@ class TorchArchive:
         return archive.read(member)
 
     def storage(self, key: str, dtype: torch.dtype) -> Tensor:
-        """A whole storage, one-dimensional, mapped. Raises CheckpointError when it is missing, compressed or cut
-        off.
+        """Return a complete storage as a mapped one-dimensional tensor.
+
+        Raises CheckpointError if the storage is missing, compressed or truncated.
         """
         member = self._members.get(f"data/{key}")
         if member is None or member.compress_type != zipfile.ZIP_STORED:
@@ -205,14 +209,15 @@ class TorchArchive:
             return torch.empty(0, dtype=dtype)
         if start + member.file_size > self.path.stat().st_size:
             raise CheckpointError(f"ends inside the storage {key}", where=str(self.path), fix="copy the file again")
-        # copy-on-write: torch wants writable memory, the file is never written
+        # copy-on-write, because torch requires writable memory; the file is never written
         mapped = np.memmap(self.path, np.uint8, "c", start, (member.file_size,))
         return torch.from_numpy(mapped).view(dtype)
 
 
 def _check_directory(path: Path) -> None:
-    """zipfile reads the list of members whole: refuse a long one first. Its size stands in a record at the file's
-    end, in one of two forms.
+    """Refuse an archive with a long list of members, before zipfile reads the complete list.
+
+    The size of the list is in a record at the file's end, in one of two forms.
     """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 17)))
@@ -227,10 +232,11 @@ def _check_directory(path: Path) -> None:
 
 
 def _check_pickle(content: bytes) -> None:
-    """Read the operations without doing any: every stated length is there, and no memo is numbered beyond what was put.
+    """Read the operations without running them. Raises ValueError if a stated length or memo number is too large.
 
-    Raises ValueError. The unpickler allocates what a pickle states before it reads: frames, strings, a table up to the
-    memo's highest number.
+    The unpickler allocates the sizes that a pickle states before it reads the data: frames, strings, and a table up to
+    the highest memo number. Every stated length must therefore be in the file, and a memo number may not exceed the
+    number of operations before it.
     """
     for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
         if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
@@ -238,7 +244,7 @@ def _check_pickle(content: bytes) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """The one unpickler of the package: every name is looked up in tables of inert things."""
+    """The only unpickler of the package. It looks every name up in tables of inert objects."""
 
     def __init__(self, content: bytes, archive: TorchArchive) -> None:
         super().__init__(io.BytesIO(content), encoding="latin1")
@@ -259,7 +265,7 @@ class _Unpickler(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for; nothing is imported."""
+        """Return the object for a name. Nothing is imported."""
         full = f"{module.replace('__builtin__', 'builtins')}.{name}"
         if full in self._builders:
             return self._builders[full]
@@ -272,7 +278,7 @@ class _Unpickler(pickle.Unpickler):
         raise self._refusal(full)
 
     def _member(self, record: Any, name: str) -> Opaque:
-        """How Python 3.11.0 to 3.11.3 write a member of an enum: by its name."""
+        """Return an enum's member by its name. Python 3.11.0 to 3.11.3 pickle members this way."""
         if isinstance(record, type) and issubclass(record, Opaque):
             return record(name)
         raise self._refusal("builtins.getattr")
@@ -283,7 +289,7 @@ class _Unpickler(pickle.Unpickler):
         return CheckpointError(what, where=str(self._archive.path), fix=fix)
 
     def persistent_load(self, identifier: Any) -> Any:
-        """A storage: ("storage", type, key, device, elements)."""
+        """Return key and dtype of a storage ("storage", type, key, device, elements)."""
         kind, dtype, key, *_ = identifier
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"unknown reference {identifier!r}")
@@ -295,7 +301,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """How pickles of protocol 2 hold bytes."""
+    """Return bytes from their form in pickles of protocol 2."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes in {encoding!r}")
     return text.encode("latin1")

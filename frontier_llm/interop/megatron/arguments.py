@@ -1,4 +1,4 @@
-"""Megatron's arguments, as its checkpoints carry them, and the model here that computes the same.
+"""Convert the arguments in Megatron's checkpoints to the configuration of a model that computes the same.
 
 Sources: the argument definitions and the GPT model of Megatron-LM (2020 to core 0.16), Microsoft's and BigScience's
 Megatron-DeepSpeed.
@@ -12,13 +12,13 @@ from frontier_llm.config import ModelConfig
 from frontier_llm.interop.fields import Fields
 from frontier_llm.interop.megatron.archive import Opaque
 
-# BigScience's enum and Megatron-LM's names for the same
+# values of BigScience's enum, and Megatron-LM's names
 _POSITIONS = {1: "rope", 2: "learned", 3: "alibi", "rope": "rope", "learned_absolute": "learned", "alibi": "alibi"}
 _NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
-# what Megatron's --use-rope-scaling fixes in its code; the factor is an argument
+# constants in Megatron's code for --use-rope-scaling; the factor is an argument
 _ROPE_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_sequence_length": 8192}
 _ROPE_SCALING_FACTOR = 8.0
-# arguments that change the function in ways that are not computed here, with the values that switch them off
+# arguments that change the model in ways that are not supported, with the values that disable them
 _OFF: dict[str, tuple[Any, ...]] = {
     "apply_layernorm_1p": (False,), "apply_residual_connection_post_layernorm": (False,), "qk_layernorm": (False,),
     "rotary_interleaved": (False,), "squared_relu": (False,), "glu_activation": (None,), "embed_layernorm": (False,),
@@ -28,9 +28,9 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 
 def read_model(arguments: dict[str, Any], where: str, vocab_size: int | None) -> ModelConfig:
-    """The shape. `vocab_size` is the tokenizer's; None takes Megatron's padded one.
+    """Return the model's configuration. `vocab_size` is the tokenizer's size; None means Megatron's padded size.
 
-    Raises CheckpointError naming every argument that is missing or has no counterpart.
+    Raises CheckpointError with every argument that is missing or has no counterpart.
     """
     f = Fields({key: _plain(value) for key, value in arguments.items()}, where)
     for key, allowed in _OFF.items():
@@ -73,8 +73,9 @@ def read_model(arguments: dict[str, Any], where: str, vocab_size: int | None) ->
 
 
 def _activation(f: Fields, bias: bool) -> str:
-    """Megatron's fused bias and GELU, its default, is the tanh approximation; without the fusion it calls the exact
-    one.
+    """Return our activation.
+
+    Megatron's default, the fused bias and GELU, is the tanh approximation. Without the fusion GELU is exact.
     """
     if f.get("swiglu", False):
         return "swiglu"
@@ -82,5 +83,5 @@ def _activation(f: Fields, bias: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """An enum's value for the enum."""
+    """Return an enum's value, and any other value unchanged."""
     return value.arguments[0] if isinstance(value, Opaque) and len(value.arguments) == 1 else value

@@ -1,9 +1,9 @@
-"""Which files a checkpoint of Megatron's consists of, and which part of the model each of their tensors is.
+"""Files of a Megatron checkpoint, and the part of the model that each of their tensors is.
 
-Megatron-LM writes one file per (tensor rank, pipeline rank): `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`, layers
-numbered within the rank. Megatron-DeepSpeed writes one per (layer, tensor rank):
-`global_step1000/layer_LL-model_TT-model_states.pt`, beside `mp_rank_TT_model_states.pt` with the arguments; which of
-its layers is which is told by what it holds, as the numbering differs between versions.
+Megatron-LM writes one file per (tensor rank, pipeline rank): `iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt`. Layers
+are numbered within the rank. Megatron-DeepSpeed writes one file per (layer, tensor rank):
+`global_step1000/layer_LL-model_TT-model_states.pt`. The arguments are in `mp_rank_TT_model_states.pt`. Its layer
+numbers differ between versions, so the kind of a layer is derived from its tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _RANK = re.compile(r"mp_rank_([0-9]{1,8})(?:_([0-9]{1,8}))?")
 _LAYER_FILE = re.compile(r"layer_([0-9]{1,8})-model_([0-9]{1,8})-model_states\.pt")
 _TRACKER_BYTES = 256
 _REPORTED = 8
-_MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")  # the second beside a distributed optimizer's file
+# the second is written together with a distributed optimizer's file
+_MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")
 _IN_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,8})\.(.*)")
-# their name within a layer, of the years' several spellings → ours
+# their name within a layer, in the spellings of several years → our name
 _LAYER_NAMES = (
     (r"(input_layernorm|input_norm|self_attention\.linear_qkv\.layer_norm)[._](weight|bias)", r"attention_norm.\2"),
     (
@@ -48,17 +49,18 @@ _NO_WEIGHTS = re.compile(r".*(_extra_state|inv_freq|masked_bias)(\d*)$")
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A checkpoint's content, in order of the model and by our names."""
+    """Content of a checkpoint in the order of the model, with our names."""
 
     where: str
     arguments: dict[str, Any]
-    version: float  # checkpoint_version: how the rows of query_key_value are ordered
-    tensors: Mapping[str, list[StoredTensor]]  # our name → its part of every tensor rank
+    version: float  # checkpoint_version; determines the row order of query_key_value
+    tensors: Mapping[str, list[StoredTensor]]  # our name → its part on each tensor rank
 
 
 def find(directory: Path) -> StoredModel:
-    """Open a step's folder, or the newest step below a directory. Raises CheckpointError saying what was expected
-    there.
+    """Open a step's folder, or the newest step below a directory.
+
+    Raises CheckpointError with the expected content if there is no checkpoint.
     """
     folder = _step_folder(directory)
     layer_files = {
@@ -154,8 +156,9 @@ def _deepspeed(folder: Path, files: dict[tuple[int, int], Path]) -> StoredModel:
 def _complete(
     expected: Iterable[tuple[tuple[int, int], str]], files: Mapping[tuple[int, int], Path], folder: Path
 ) -> None:
-    """Raises CheckpointError with the first few files that are missing: as a single name may claim rank 99,999,999,
-    they are never all listed.
+    """Raise CheckpointError with the first missing files.
+
+    Not all are listed, because one file name can claim rank 99,999,999.
     """
     missing = list(islice((name for key, name in expected if key not in files), _REPORTED))
     if missing:
@@ -165,7 +168,7 @@ def _complete(
 
 
 def _expect_degree(key: str, arguments: Mapping[str, Any], count: int, folder: Path) -> None:
-    """A checkpoint whose last ranks were not copied looks complete but for this."""
+    """Raise CheckpointError if the degree in the arguments is not `count`: the last ranks' files are missing then."""
     if arguments.get(key, count) != count:
         raise CheckpointError(
             f"was written with {key} {arguments[key]}, files of {count} are there",
@@ -186,8 +189,9 @@ def _arguments(content: Any, path: Path) -> dict[str, Any]:
 def _take(
     parts: dict[str, list[StoredTensor]], name: str, value: Any, rank: int, layers_before: int, path: Path
 ) -> set[int]:
-    """Add one tensor under our name; returns its layer's number within the rank, or nothing for one outside of the
-    layers.
+    """Add one tensor under our name.
+
+    Returns a set with its layer's number within the rank, empty for a tensor outside the layers.
     """
     if not isinstance(value, StoredTensor) or _NO_WEIGHTS.match(name):
         return set()
@@ -199,7 +203,7 @@ def _take(
         )
     full = f"layers.{layers_before + int(match[1])}.{ours}" if match else ours
     held = parts.setdefault(full, [])
-    if len(held) == rank:  # a tied embedding stands on the last stage, too
+    if len(held) == rank:  # a tied embedding is also on the last stage
         held.append(value)
     return {int(match[1])} if match else set()
 

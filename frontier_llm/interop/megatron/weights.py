@@ -1,5 +1,6 @@
-"""A checkpoint of Megatron-LM or Megatron-DeepSpeed as a source of weights: its tensor-parallel parts joined, in our
-order of rows.
+"""A Megatron-LM or Megatron-DeepSpeed checkpoint as a source of weights.
+
+The tensor-parallel parts are joined, and rows are in our order.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from frontier_llm.interop.megatron.files import find
 
 
 class MegatronModel:
-    """See WeightSource."""
+    """A Megatron checkpoint as a `WeightSource`."""
 
     def __init__(self, directory: str | Path, vocab_size: int | None = None, vocab_multiple: int | None = None) -> None:
-        """`vocab_size` is the tokenizer's size: the rows that Megatron padded its embedding with are left out (None:
-        kept).
+        """`vocab_size` is the tokenizer's size. Megatron's padding rows of the embedding are left out (None: kept).
 
-        Raises CheckpointError: no such checkpoint, missing ranks, an argument or a tensor with no counterpart, other
-        shapes than the arguments say, a checkpoint_version that is not known, copies that differ between tensor ranks.
+        Raises CheckpointError if the checkpoint or a rank's file is missing, or if the checkpoint_version is unknown.
+        Also raises CheckpointError if an argument or a tensor has no counterpart, if shapes differ from the arguments,
+        or if copies differ between tensor ranks.
         """
         try:
             self._read(Path(directory), vocab_size, vocab_multiple)
@@ -44,7 +45,7 @@ class MegatronModel:
         model = read_model(self._stored.arguments, f"{self._stored.where}: args", vocab_size)
         update = {"name": directory.resolve().name, **({"vocab_multiple": vocab_multiple} if vocab_multiple else {})}
         self.model = model.model_copy(update=update)
-        if self.model.layers > len(self._stored.tensors):  # before as many are listed
+        if self.model.layers > len(self._stored.tensors):  # before a list of that length is made
             what = f"says {self.model.layers} layers, its files hold {len(self._stored.tensors)} tensors"
             raise CheckpointError(what, "copy the whole checkpoint", self._stored.where)
         self._parameters = model_parameters(self.model)
@@ -58,12 +59,12 @@ class MegatronModel:
         self._check()
 
     def rectangle(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See WeightSource; maps and joins the parts that `name` is made of."""
+        """Return a rectangle of our parameter `name`. Maps and joins the parts that the parameter consists of."""
         whole = self._joined(self._parameters[name])
         return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
 
     def _check(self) -> None:
-        """Every tensor is there, in every part, in the shape that the arguments ask for; and no other."""
+        """Raise CheckpointError unless the parts of all tensors have the expected shapes and no other tensor exists."""
         problems = []
         for name, parameter in self._parameters.items():
             parts = self._stored.tensors.get(name, [])
@@ -85,7 +86,7 @@ class MegatronModel:
             raise CheckpointError(first_of(problems))
 
     def _part_shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """Of one tensor rank, as Megatron keeps it: matrices of two dimensions."""
+        """Return the shape of one tensor rank's part in Megatron's form, with matrices of two dimensions."""
         if parameter.name in VOCABULARY:
             return (self._stored.arguments["padded_vocab_size"] // self._degree, parameter.shape[1])
         shape = self._part_of_ours(parameter)
@@ -94,7 +95,10 @@ class MegatronModel:
         return (prod(shape[:-1]), shape[-1])
 
     def _part_of_ours(self, parameter: Parameter) -> tuple[int, ...]:
-        """The same part in our dimensions; what the degree does not divide shows as a wrong shape."""
+        """Return the shape of one tensor rank's part in our form.
+
+        A size that the degree does not divide is rounded down, so that the shape check fails.
+        """
         how = parameter.axes.get("tp")
         return tuple(
             size // self._degree if isinstance(how, Split) and dim == how.dim else size
@@ -115,14 +119,14 @@ class MegatronModel:
         return torch.cat([part.reshape(self._part_of_ours(parameter)) for part in parts], how.dim)
 
     def _heads(self, part: Tensor) -> Tensor:
-        """(g, Q + 2, D[, H]) of one rank's rows; g are its key/value heads, Q the queries of each."""
+        """Return one rank's rows as (g, Q + 2, D[, H]) with g key/value heads and Q query heads for each."""
         D = self.model.dim_per_head
         rest = part.shape[1:]
         if self._stored.version >= 2:
             return part.reshape(-1, self.model.heads // self.model.num_kv_heads + 2, D, *rest)
-        if self._stored.version == 1:  # each of a head's dimensions has its query, key and value side by side
+        if self._stored.version == 1:  # each dimension of a head has its query, key and value side by side
             return part.reshape(-1, D, 3, *rest).transpose(1, 2)
-        return part.reshape(3, -1, D, *rest).transpose(0, 1)  # all queries, all keys, all values
+        return part.reshape(3, -1, D, *rest).transpose(0, 1)  # all queries, then all keys, then all values
 
     def _same(self, name: str, copies: Sequence[Tensor]) -> Tensor:
         for number, copy in enumerate(copies[1:], start=1):
