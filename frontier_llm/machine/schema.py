@@ -131,7 +131,10 @@ class Network(Section):
 
 
 class AllReduceTable(Sourced):
-    """Measured median times of all-reduces over all devices of the nodes: rows by node count, columns by message size."""
+    """Measured median times of all-reduces over all devices of the nodes.
+
+    Rows by node count, columns by message size.
+    """
 
     message_bytes: tuple[PositiveInt, ...]
     time_us: dict[PositiveInt, tuple[PositiveFloat, ...]]
