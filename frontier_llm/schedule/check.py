@@ -14,9 +14,9 @@ SPLIT_BACKWARD = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 def check(schedule: Schedule, rank: int) -> None:
     """Raise ScheduleError unless a pipeline rank's list is legal. The check is cheap enough for every start.
 
-    In a legal list the rank runs the forward and then the backward (B, or I and later W) of each microbatch and
-    position exactly once. Each message is sent once, after the compute that makes it. Each receive is posted before
-    the compute that needs it. An evaluation (`forward_only`) has forwards only. A pair has two different microbatches.
+    In a legal list each microbatch and position has exactly one forward, and later one backward (B, or I and then W).
+    Each message is sent once, after the compute that makes it. Each receive is posted before the compute that needs
+    it. An evaluation (`forward_only`) has forwards only. A pair has two different microbatches.
 
     Deadlocks between ranks are not checked here: `with_messages` excludes them.
     """

@@ -5,7 +5,7 @@ A pair is a forward, and the backward of another microbatch through the rank's o
 Neither half of a pair depends on the other, so the communication of one half overlaps with the compute of the other.
 The forward comes first. Its message is sent during the backward, and the gradient for the backward arrives during the
 forward. Kernels of the two halves are issued one after the other. The collectives inside layers therefore do not
-overlap with the other half, except the all-to-all to experts, for which a pair is executed as one unit
+overlap with the other half. The all-to-all to experts is an exception: for it a pair is executed as one unit
 (schedule/actions.py).
 
 If a rank may have only one communication in flight, neighbours must stay in step. The order of communication is
@@ -46,7 +46,7 @@ class _Rank:
         self._add(Kind.FORWARD, way)
 
     def backward(self, way: int, split: bool = False) -> None:
-        """Append a backward. With `split` it is the input gradient only; `weights` later appends the weight gradient."""
+        """Append a backward. With `split` it is the input gradient only; `weights` appends the weight gradient."""
         self._add(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, way)
         if split:
             self._late.append(self.order[-1]._replace(kind=Kind.BACKWARD_WEIGHT))

@@ -61,7 +61,7 @@ class _ZeroBubble:
     """1F1B with a split backward and `depth` times its warm-up forwards.
 
     W of a microbatch is delayed by `depth · rank` input gradients and fills the bubbles of the drain. A later stage has
-    fewer forwards in flight by the same number. Every stage therefore keeps as many activations as the first one.
+    fewer forwards in flight by the same number. Every stage therefore keeps the same number of activations.
     """
 
     depth: int  # 1: ZB-H1; 2: ZB-H2, in which no rank idles between its first and its last action
