@@ -221,7 +221,7 @@ def _variant(head_dim: int, extras: bool = False, softcap: float = 0.0) -> str:
 
 
 def _numbers(scores: Scores, q: Tensor, k: Tensor) -> dict[str, float]:
-    window = scores.window or scores.offset + len(q)  # without a window: the number of positions before the last query
+    window = scores.window or scores.offset + len(q)  # without a window: all positions that the last query sees
     lengths = {"sequence": len(q), "keys": len(k), "offset": scores.offset}
     return {"scale": scores.scale, "softcap": scores.softcap, "window": window, **lengths}
 

@@ -207,7 +207,10 @@ def build(architectures: list[str], destination: Path, jobs: int | None = None) 
 
 
 def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> None:
-    """Write manifest.json to a temporary file and rename it, so that it is never incomplete. Delete older code objects."""
+    """Write manifest.json, and delete all other files except the code objects of `codes`.
+
+    The manifest is written to a temporary file and renamed, so that it is never incomplete.
+    """
     manifest: dict[str, Any] = {
         "version": MANIFEST_VERSION,
         "architecture": architecture,
