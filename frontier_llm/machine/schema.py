@@ -170,7 +170,7 @@ def check_rectangle(
 
 
 class Stack(Section, Habits):  # type: ignore[misc]  # a Section is frozen too, which mypy does not see
-    """A training software on the machine: its options (for example what it fuses) and the efficiency of its kernels."""
+    """A training software on the machine: its options, for example fused kernels, and the efficiency of its kernels."""
 
     description: str
     source: str  # source of the options in `Habits`

@@ -75,7 +75,7 @@ class Mask:
 def kept_features(mask: Mask, features: int) -> Tensor:
     """Return a mask of shape (S, B, H), False for dropped features.
 
-    Block j of a token gives the 16-bit halves for the features j, j + n, j + 2n …, with n = H / 8 rounded up. Features
+    Block j of a token gives the 16-bit halves for the features j, j + n, j + 2n … Here n is H / 8 rounded up. Features
     that are neighbours in memory therefore belong to neighbouring blocks.
     """
     blocks = -(-features // HALVES_PER_BLOCK)

@@ -28,8 +28,8 @@ def _blocks(count: int, block: int) -> int:
 def rows_per_strip(rows: int, column_blocks: int = 1) -> int:
     """Return the number of rows whose weight or bias gradients one program sums.
 
-    It is smaller if there are few rows, so that all compute units have work. Example: a microbatch of 2048 tokens over
-    tp 8 with sequence parallelism has 256 rows, which are 128 programs with 2 rows instead of 8 programs with 32.
+    It is smaller if there are few rows, so that all compute units have work. For example, a microbatch of 2048 tokens
+    over tp 8 with sequence parallelism has 256 rows. These are 128 programs with 2 rows instead of 8 programs with 32.
     """
     return max(1, min(_MOST_ROWS, _blocks(rows * column_blocks, _PROGRAMS)))
 

@@ -127,7 +127,7 @@ def all_kernels() -> dict[str, Kernel]:
 
 
 class Blocks(NamedTuple):
-    """Block sizes and compiler options of a variant of attention. Fields without a comment are those of `Variant`."""
+    """Block sizes and compiler options of a variant of attention. Fields without a comment are as in `Variant`."""
 
     m: int  # BLOCK_M, number of queries
     n: int  # BLOCK_N, number of keys

@@ -68,7 +68,7 @@ def source_digests() -> dict[str, str]:
 
 
 def stale_kernels(built_from: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return (source files that differ from those of the build, kernels that they define).
+    """Return (source files that have changed since the build, kernels that they define).
 
     A changed kernel_table.py makes every kernel stale.
     """

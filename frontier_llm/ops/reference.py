@@ -374,7 +374,7 @@ def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
 class Ops:
     """The chosen function for each op. Model, tensor parallelism and optimizer call them.
 
-    Parameters and meaning are those of the functions above. A trailing underscore means that the first argument is
+    Parameters and meaning are as in the functions above. A trailing underscore means that the first argument is
     written in place. These ops have no autograd. The attention_block ops, the grouped products, gather_rows and drop
     have no autograd either.
     """

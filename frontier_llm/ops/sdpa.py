@@ -29,7 +29,7 @@ _aten: Any = torch.ops.aten
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
     """Return causal attention o_SBaD on strided views, without copies of q, k and v.
 
-    The meaning is that of `reference.attention`. ALiBi, documents and a window are passed as an additive bias
+    It has the meaning of `reference.attention`. ALiBi, documents and a window are passed as an additive bias
     [B, a, S, S] of the inputs' type. Without them the kernel's causal mask is used, which skips the upper triangle.
     """
     q_BaSD, k_BgSD, v_BgSD = (tensor.permute(1, 2, 0, 3) for tensor in (q_SBaD, k_SBgD, v_SBgD))

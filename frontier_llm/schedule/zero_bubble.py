@@ -129,8 +129,8 @@ class VOrder:
     def peak_in_flight(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
         """Return the peak of the block (`ScheduleRule.peak_in_flight`).
 
-        It is an upper bound if there are at most as many microbatches as stages, because `filled` then moves some
-        weight gradients forward.
+        If the number of microbatches is at most the number of stages, it is an upper bound, because `filled` then runs
+        some weight gradients earlier.
         """
         return self._peaks(stages, microbatches, stage)[0]
 
@@ -141,8 +141,8 @@ class VOrder:
     def _peaks(self, stages: Number, microbatches: Number, stage: Number) -> tuple[np.ndarray, ...]:
         """Return both peaks for arrays of layouts.
 
-        More than 3p + 4 microbatches do not change the peaks. Of the thousands of layouts of a search, only some
-        hundred differ in these arguments, so that each of these is computed once.
+        More than 3p + 4 microbatches do not change the peaks. A search has thousands of layouts, but only some hundred
+        different arguments. Each of them is computed once.
         """
         columns = np.broadcast_arrays(stages, np.minimum(microbatches, 3 * np.asarray(stages) + 4), stage)
         keys, places = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
