@@ -43,7 +43,7 @@ class Variable:
 PRIVATE = "{private folder of the job}"  # on the node's local disk
 LOCAL_RANK = "{local rank}"
 THIS_FILE = "frontier_llm/machine/env.py"
-EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell
+EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell.
 # Variables with these prefixes are shown with their origin even if no machine needs them.
 SHOWN_PREFIXES = ("FI_", "GLOO_", "HIP_", "HSA_", "MIOPEN_", "NCCL_", "RCCL_", "ROCR_")
 

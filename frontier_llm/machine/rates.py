@@ -40,22 +40,22 @@ class Rates(Software):
     node_devices: int
     nodes: int
     node_network_bytes_s: float  # all NICs of a node, one direction, peak
-    fabric_size: tuple[int, ...]  # devices of a group inside the node
-    fabric_bytes_s: tuple[float, ...]  # bus bandwidth of each `fabric_size`, reached by large messages
-    fabric_latency_s: float  # fixed part of one collective inside the node
-    fabric_hop_s: float  # per ring step inside the node
-    network_efficiency: float  # of node_network_bytes_s, reached by large messages
-    network_crowding: float  # further factor when several communicators of a node share its NICs at the same time
-    network_latency_s: float  # fixed part of one collective or message across nodes
-    network_hop_s: float  # per ring step across nodes (ring-only reduce-scatter and all-gather)
-    all_reduce_table: Table | None  # over nodes, every device of a node in one communicator; None = ring formula
+    fabric_size: tuple[int, ...]  # numbers of devices of a group inside the node
+    fabric_bytes_s: tuple[float, ...]  # bus bandwidth for each `fabric_size`, reached by large messages
+    fabric_latency_s: float  # fixed time of one collective inside the node
+    fabric_hop_s: float  # time per ring step inside the node
+    network_efficiency: float  # share of node_network_bytes_s that large messages reach
+    network_crowding: float  # further factor if several communicators of a node share its NICs at the same time
+    network_latency_s: float  # fixed time of one collective or message across nodes
+    network_hop_s: float  # time per ring step across nodes (ring-only reduce-scatter and all-gather)
+    all_reduce_table: Table | None  # over nodes, every device of a node in one communicator; None: ring formula
     # compute
-    gemm_efficiency: float  # of peak, for a large, well-shaped matrix product
+    gemm_efficiency: float  # share of the peak that a large, well-shaped matrix product reaches
     gemm_k_half: float  # inner dimension at which a product reaches half of gemm_efficiency
     unaligned_penalty: float  # time factor if a head dimension is not a multiple of 8 elements (16 bytes)
-    flash_efficiency: float  # of peak, flash attention forward, head dimension 128, long sequences
-    flash_backward: float  # backward's efficiency over forward's
-    hbm_efficiency: float  # of hbm_bytes_s, reached by memory-bound kernels
+    flash_efficiency: float  # share of the peak: flash attention forward, head dimension 128, long sequences
+    flash_backward: float  # efficiency of the backward over the forward's
+    hbm_efficiency: float  # share of hbm_bytes_s that memory-bound kernels reach
     kernel_s: float  # fixed device time of one kernel
     launch_s: float  # host time to dispatch one operation: a layer takes at least its number of operations x launch_s
     microbatch_s: float  # host time per microbatch and stage that nothing hides (scheduler, data, synchronisation)
@@ -66,9 +66,9 @@ class Rates(Software):
     tp_overlap: float  # share of tp communication hidden under its matrix product
     # with comm.tensor_chunks: share of the shorter of a piece's product and its collective that the other one hides
     chunk_overlap: float
-    fabric_share: float  # of the fabric's bandwidth that this stack's collectives reach
-    reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
-    fragmentation: float  # allocator's reserved over allocated, for activations
+    fabric_share: float  # share of the fabric's bandwidth that this stack's collectives reach
+    reserve_bytes: float  # runtime context, communicator buffers and allocator slack, which no tensor accounts for
+    fragmentation: float  # reserved over allocated bytes of the allocator, for activations
     # The fields below are measured on the machine itself by `calibrate`. Other machines have the defaults.
     # collectives inside a node, by operation; rows by ranks
     node_tables: Mapping[str, Table] = field(default_factory=dict)

@@ -194,7 +194,7 @@ class Stack(Section, Habits):  # type: ignore[misc]  # a Section is frozen too, 
         tag="estimated",
         source="pieces of tp's products were never measured here (bench comm)",
     )
-    fabric_share: Number  # of node.fabric_gbps that this stack's collectives reach
+    fabric_share: Number  # share of node.fabric_gbps that this stack's collectives reach
     reserve_gib: Number
     fragmentation: Number
 
@@ -213,8 +213,8 @@ class Operations(Section):
 
     device_mtbf_hours: Number  # mean time between failures that end a job, per device
     checkpoint_gbps_per_node: Number  # GB/s that one node writes to the file system
-    checkpoint_gbps_total: Number  # GB/s of the whole file system
-    restart_minutes: Number  # from failure to the first step again
+    checkpoint_gbps_total: Number  # GB/s of the complete file system
+    restart_minutes: Number  # time from a failure to the first step after the restart
     queue: tuple[QueueBin, ...] = ()
 
 
@@ -235,7 +235,7 @@ class Machine(Section):
     node: Node
     network: Network
     allreduce: AllReduceTable | None = None
-    algorithms: str | None = None  # the table in configs/algorithms that runs on this machine use (comm.algorithms)
+    algorithms: str | None = None  # table in configs/algorithms for runs on this machine (comm.algorithms)
     in_flight: InFlight = InFlight(mode="many", tag="estimated", source="no reason is known against it")
     default_stack: str
     stacks: dict[str, Stack]

@@ -57,7 +57,7 @@ class Mask:
     """Dropout mask: a function of the key, each token's sample and position in the sample, and the feature."""
 
     key: int  # made from the run's seed and the place in the model
-    threshold: int  # dropout rate times 2^16
+    threshold: int  # dropout rate times 2^16.
     samples_B: Tensor  # i64, numbers of the samples in the run's data
     positions_S: Tensor  # i64, positions in the sample, of the rows to which dropout is applied
 

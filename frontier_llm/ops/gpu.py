@@ -17,7 +17,7 @@ from frontier_llm.ops.gpu_routing import GpuRouting
 from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 from frontier_llm.ops.reference import AdamWUpdate
 
-_PROGRAMS = 240  # number that fills a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper
+_PROGRAMS = 240  # number that fills a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper.
 _MOST_ROWS = 32  # rows of a strip; its partial sums then have 1/32 of the numbers that it reads
 
 

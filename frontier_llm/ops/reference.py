@@ -36,7 +36,7 @@ class Scores:
     documents_BS: Tensor | None = None  # document ids of the queries
     offset: int = 0
     key_documents_BK: Tensor | None = None  # document ids of the keys; None = the ids of the queries
-    window: int = 0  # number of positions that a query sees, with its own; 0 = all positions up to its own
+    window: int = 0  # number of positions that a query sees, with its own; 0 = all positions up to its own.
     softcap: float = 0.0  # cap in cap tanh(scale * q·k / cap), computed before ALiBi is added; 0 = no cap
 
 

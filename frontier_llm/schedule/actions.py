@@ -64,7 +64,7 @@ class Channel(Enum):
     """
 
     FORWARD = "forward"  # activations, to a rank with a higher number
-    FORWARD_WRAP = "forward-wrap"  # activations to a lower number: interleaved chunks, second half of a V
+    FORWARD_WRAP = "forward-wrap"  # activations to a lower number: interleaved chunks, second half of a V.
     BACKWARD = "backward"  # gradients, to a rank with a lower number
     BACKWARD_WRAP = "backward-wrap"  # gradients, to a rank with a higher number
 
@@ -182,7 +182,7 @@ class Schedule:
     placement: Placement
     microbatches: int  # m, per data-parallel replica and step
     actions: tuple[tuple[Action, ...], ...]
-    pairs: bool = False  # a forward directly before a backward that can pair with it is executed together with it
+    pairs: bool = False  # True: a forward and the backward directly after it are executed together, if they are a pair
 
     @property
     def stages(self) -> int:

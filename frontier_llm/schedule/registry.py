@@ -28,8 +28,8 @@ class ScheduleRule:
 
     order: Callable[[Placement, int, int], list[Action]]  # (placement, microbatches, rank) → the rank's compute actions
     placement: Callable[[int, int], Placement] = round_robin  # (stages, chunks) → placement of the virtual stages
-    chunks: Sequence[int] = (1,)  # allowed virtual stages per rank
-    splits_backward: bool = False  # I and W instead of B
+    chunks: Sequence[int] = (1,)  # allowed numbers of virtual stages per rank
+    splits_backward: bool = False  # the schedule has I and W instead of B.
     # Highest number of virtual-stage activations that a stage keeps, from F to B or W. If it is None, the planner uses
     # an upper bound and counts the actions of its final candidates.
     peak_in_flight: Formula | None = None
