@@ -71,7 +71,7 @@ _DRAWN_ON_CPU = 1 << 24
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Return normal numbers on torch's default device.
 
-    Up to `_DRAWN_ON_CPU` numbers depend only on shape and seed. Larger tensors also depend on torch's generator.
+    Up to `_DRAWN_ON_CPU` numbers depend only on shape and seed. Larger tensors use torch's global generator.
     """
     device = torch.get_default_device()
     if torch.Size(shape).numel() > _DRAWN_ON_CPU:

@@ -137,7 +137,7 @@ class CpuOps(DifferentiableOps):
         """Return x @ weightᵀ + bias.
 
         fp32 has its own kernel for the reason given in `linear_input_gradient`. Up to FEW_ROWS rows use torch, because
-        the kernel's packing of the weights costs too much for a few rows.
+        the kernel first packs its operands, which costs too much for a few rows.
         """
         if x.dtype != torch.float32 or x.shape[:-1].numel() <= FEW_ROWS:
             return F.linear(x, weight_ok, bias_o)

@@ -103,7 +103,7 @@ class DifferentiableOps(ABC):
 
     @abstractmethod
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v. The tensors of `scores` are None; `saved` has them."""
+        """Return the gradients of q, k and v. Slopes and documents come from `saved`, not from `scores`."""
 
     @abstractmethod
     def norm_forward(

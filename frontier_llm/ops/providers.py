@@ -70,7 +70,7 @@ class Provider:
     parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = None
     windows: bool = True  # its attention supports sliding windows
     softcaps: bool = False  # its attention supports soft caps; with a soft cap it then supports windows too.
-    required: bool = False  # `auto` reports an error, instead of using a slower back-end, if it is not built
+    required: bool = False  # if a build would make it available, `auto` reports an error instead of a slower back-end
     group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # for groups with fewer types
 
     def refusal(

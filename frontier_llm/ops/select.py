@@ -55,9 +55,11 @@ def choose(
 ) -> ChosenBackend | Problem:
     """Return the provider for one group of ops, or a Problem.
 
-    A Problem is returned if an explicitly chosen back-end is not available. It is also returned if `auto` would have to
-    use a slower back-end because this package's own kernels are not available, without `allow_fallback`. It gives the
-    flag and the build command. `auto` tries the back-ends in `first`, which are known to be faster, before the others.
+    A Problem is returned if an explicitly chosen back-end is not available. Without `allow_fallback` it is also
+    returned in two cases of `auto`: this package's own kernels are not available, so that a slower back-end would be
+    used, or only the reference could compute attention on a GPU. The Problem gives the flag and the fix.
+
+    `auto` tries the back-ends in `first`, which are known to be faster, before the others.
     """
     if wanted != "auto":
         provider = PROVIDERS[wanted]
