@@ -1,7 +1,7 @@
 """Catalogue of op cases: the call of each op, its inputs, and the reference result.
 
 A case can be built at any size. `ops check` (check.py) chooses sizes that use every code object. Tests choose odd
-sizes, and `bench ops` the sizes of a model's microbatch.
+sizes, and `bench ops` uses the sizes of a model's microbatch.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ soft cap of the scores (Gemma 2, arXiv:2408.00118) and a sliding window of `wind
 
 Queries and keys may be two different parts of a sequence. Query i is `offset` + i positions after the first key, and
 sees the keys up to this position. Loads past the end of a part read its last position again. They are not masked,
-because lane masks would occupy the scalar registers of CDNA. Only blocks in which some row's keys end compare
-positions. One comparison covers the diagonal and the end of the keys.
+because lane masks would occupy the scalar registers of CDNA. Positions are compared only in blocks that contain the end
+of some row's keys. One comparison covers the diagonal and the end of the keys.
 
 With AHEAD, an iteration of the loop over complete blocks loads the next block. The forward also computes the next
 block's product, so that softmax and products overlap (docs/benchmarks/ops.md).
@@ -43,7 +43,7 @@ def _lift_factor(dtype: tl.constexpr):
 def _narrow(x, dtype: tl.constexpr, SOFT_BF16: tl.constexpr):
     """Return x converted to the type of a product.
 
-    CDNA2 has no instruction that converts to bf16. The compiler emits five instructions per number, some of them to
+    CDNA2 has no instruction that converts to bf16. The compiler emits five instructions per number, half of them to
     keep NaN and to round ties to even. Neither is needed here, because a NaN also reaches the fp32 sums. With SOFT_BF16
     the conversion takes one and a half instructions per number.
     """
@@ -98,7 +98,7 @@ def _logits(scores, tilt, row, last, column, row_document, column_document, wind
     spill the scalar registers of CDNA.
 
     A completely hidden block leaves wrong values in the running sums. The next visible block multiplies them by
-    exp2(-1e20) = 0. Rows for which all blocks are hidden are set to 0 at the end.
+    exp2(-1e20) = 0. The outputs of rows whose blocks are all hidden are set to 0 at the end.
     """
     if EXTRAS:
         apart = tl.abs(row_document - column_document)
