@@ -1,3 +1,3 @@
-"""What the hardware is: machine files with the source of every number, node affinity, and the environment that RCCL
-wants.
+"""Description of the hardware: machine files with the source of every number, node affinity, and the environment
+variables that RCCL needs.
 """

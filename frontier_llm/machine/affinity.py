@@ -1,4 +1,4 @@
-"""Which GCD hangs on which cores and NUMA node of a Frontier or LUMI-G node, and what the links between GCDs carry.
+"""Cores and NUMA node of each GCD of a Frontier or LUMI-G node, and the bandwidth of the links between GCDs.
 
 Both machines have the same node: four MI250X of two GCDs each, one 64-core Trento, four Slingshot NICs. Source of all
 data: OLCF user docs (systems/frontier_user_guide.rst, Frontier_Node_Diagram.jpg) and the LUMI user guide, which agree.
@@ -12,8 +12,8 @@ from itertools import combinations, permutations
 
 LINK_GBPS = 50.0  # one Infinity Fabric link, each direction
 
-# links between pairs of GCDs: 4 inside a package, 2 or 1 between packages; pairs that are missing are routed through
-# others
+# Number of links between two GCDs: 4 inside a package, 2 or 1 between packages. Traffic of a pair that is missing
+# here is routed through other GCDs.
 LINKS: dict[tuple[int, int], int] = {
     (0, 1): 4, (2, 3): 4, (4, 5): 4, (6, 7): 4,
     (0, 6): 2, (2, 4): 2,
@@ -23,11 +23,11 @@ LINKS: dict[tuple[int, int], int] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a GCD sits in the node."""
+    """NUMA node and cores of a GCD."""
 
     gcd: int
     numa: int
-    cores: tuple[int, ...]  # of its L3 region; the first is left to the system (low-noise mode)
+    cores: tuple[int, ...]  # of its L3 region; the first is reserved for the system (low-noise mode)
 
     @property
     def usable_cores(self) -> tuple[int, ...]:
@@ -43,15 +43,15 @@ NODE: tuple[Place, ...] = tuple(
 
 
 def link_gbps(one: int, other: int) -> float:
-    """Direct bandwidth between two GCDs, GB/s per direction; 0 where there is no direct link."""
+    """Return the direct bandwidth between two GCDs, GB/s per direction; 0 without a direct link."""
     return LINK_GBPS * LINKS.get((min(one, other), max(one, other)), 0)
 
 
 @cache
 def best_ring(gcds: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
-    """(order, GB/s of its slowest link) of the single ring through these GCDs with the fastest bottleneck.
+    """Return the ring through these GCDs whose slowest link is fastest: (order, GB/s of the slowest link).
 
-    A pair is a ring of one link. Where no ring has direct links throughout, the bottleneck is 0: traffic is routed.
+    A pair is a ring of one link. The bandwidth is 0 if every ring has a pair without a direct link.
     """
     members = tuple(sorted(gcds))
     if len(members) < 2:
@@ -68,11 +68,11 @@ def best_ring(gcds: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
 
 @cache
 def bus_limit_gbps(gcds: tuple[int, ...]) -> float:
-    """The bus bandwidth that no all-reduce over these GCDs can exceed, GB/s: the narrowest cut of the links among them.
+    """Return the upper bound of the bus bandwidth of an all-reduce over these GCDs, GB/s: their narrowest cut.
 
-    Every ring crosses each cut in both directions, so all rings together carry at most the cut's one-way bandwidth. For
-    {0,1} 200, for two packages 100, for all eight 250; measured are 0.74 of it on two (147 GB/s) and 0.55 on eight (137
-    GB/s).
+    Every ring crosses each cut in both directions, so all rings together carry at most the cut's one-way bandwidth.
+    The bound is 200 for {0,1}, 100 for two packages, and 250 for all eight GCDs. Measured all-reduces reach 0.74 of
+    the bound on two GCDs (147 GB/s) and 0.55 on eight (137 GB/s).
     """
     members = tuple(sorted(gcds))
     if len(members) < 2:

@@ -1,8 +1,7 @@
-"""The one file that knows RCCL, libfabric, MIOpen, HSA and framework variables: what to set on a machine, why, and who
-says so.
+"""Environment variables of RCCL, libfabric, MIOpen, HSA and PyTorch: value per machine, reason and source.
 
-`environment` lists what a machine needs. `resolve` combines that list with what is exported already, and names what set
-each variable.
+`environment` lists the variables that a machine needs. `resolve` combines this list with the exported variables and
+records the origin of each value. No other module sets these variables.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ class Variable:
     also: tuple[str, ...] = ()  # other names of the same setting: if the user has exported one, ours stays unset
 
     def on_rank(self, folder: str, local_rank: int) -> Variable:
-        """The variable with its value for one rank. `folder`: the job's private folder on the rank's node."""
+        """Return the variable with its value for one rank. `folder`: the job's private folder on the rank's node."""
         return replace(self, value=self.value.replace(PRIVATE, folder).replace(LOCAL_RANK, str(local_rank)))
 
     @property
     def differs_by_rank(self) -> bool:
-        """Whether the value contains the job's private folder or the local rank, which only the rank itself knows."""
+        """True if the value contains the job's private folder or the local rank. Only the rank can fill these in."""
         return PRIVATE in self.value or LOCAL_RANK in self.value
 
 
 PRIVATE = "{private folder of the job}"  # on the node's local disk
 LOCAL_RANK = "{local rank}"
 THIS_FILE = "frontier_llm/machine/env.py"
-EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell
+EXPORTED = "exported before the start"  # by the user, or by a module that was loaded in the same shell.
 # Variables with these prefixes are shown with their origin even if no machine needs them.
 SHOWN_PREFIXES = ("FI_", "GLOO_", "HIP_", "HSA_", "MIOPEN_", "NCCL_", "RCCL_", "ROCR_")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable as the ranks get it."""
+    """One variable of a rank's environment, with the origin of its value."""
 
     name: str
     value: str
@@ -60,17 +59,17 @@ class Setting:
     machine_value: str = ""  # what the machine needs, if an exported value replaces it
 
     def describe(self) -> str:
-        """'NCCL_NET=Socket (frontier_llm/machine/env.py: one node …)' for rank 0's log and `doctor`."""
+        """Return 'NCCL_NET=Socket (frontier_llm/machine/env.py: one node …)' for rank 0's log and `doctor`."""
         instead = f", instead of {self.machine_value} of {THIS_FILE}" if self.machine_value else ""
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.name}={self.value} ({self.origin}{instead}{reason})"
 
 
 def resolve(wanted: Sequence[Variable], exported: Mapping[str, str], origins: Mapping[str, str]) -> list[Setting]:
-    """Every variable that the ranks get for their network and their GPUs. An exported value wins over the machine's.
+    """Return the variables of the ranks' network and GPUs. An exported value replaces the machine's value.
 
     A variable of `wanted` is left out if the same setting is exported under another name (`Variable.also`).
-    `origins`: what set an exported variable, if that is known; such a variable is always listed.
+    `origins` maps an exported variable to its origin, if that is known. Such a variable is always listed.
     """
     settings = []
     for variable in wanted:
@@ -91,7 +90,8 @@ def resolve(wanted: Sequence[Variable], exported: Mapping[str, str], origins: Ma
 
 
 RCCL_LOG = "NCCL_DEBUG_FILE"
-# with sharded weights their gathers would wait behind the compute that they are to overlap
+# Not set with sharded weights (FSDP). With one hardware queue the weight gathers would wait for the compute that they
+# should overlap.
 ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _PYTORCH = (
@@ -146,7 +146,7 @@ _ROCM = (
     ),
     Variable("MIOPEN_CUSTOM_CACHE_DIR", _NODE_LOCAL, "as MIOPEN_USER_DB_PATH", OLCF),
     Variable(
-        # the name that torch 2.10 and 2.13 both honour; 2.13 would take it before PYTORCH_ALLOC_CONF
+        # torch 2.10 and 2.13 both read this name. torch 2.13 prefers it to PYTORCH_ALLOC_CONF.
         "PYTORCH_HIP_ALLOC_CONF",
         "max_split_size_mb:512",
         "bounds the allocator's fragmentation near 64 GiB",
@@ -178,11 +178,11 @@ _SLINGSHOT = (
     Variable("FI_CXI_RX_MATCH_MODE", "hybrid", "software matching when the NIC's match list overflows", HPE),
 )
 
-# libfabric's default monitor of registered memory, memhooks, deadlocks on both. LUMI goes without the other two: nobody
-# documents
-# `--network=disable_rdzv_get` there, without which libfabric silently keeps its default protocol; and GPU RDMA is found
-# without being asked for,
-# where asking hung the first collective between nodes (ROCm 7.0 image, laifs-container-recipes issues 28 and 30).
+# libfabric's default monitor of registered memory (memhooks) deadlocks on both machines.
+# LUMI does not set FI_CXI_RDZV_PROTO: it needs the job option `--network=disable_rdzv_get`, which LUMI does not
+# document. Without this option libfabric silently keeps its default protocol.
+# LUMI does not set NCCL_NET_GDR_LEVEL: RCCL finds GPU RDMA without it. With it the first collective between nodes hung
+# (ROCm 7.0 image, laifs-container-recipes issues 28 and 30).
 _OWN = {
     "frontier": (
         Variable(
@@ -210,27 +210,28 @@ _OWN = {
 }
 _PLUGIN = Variable(
     "NCCL_NET",
-    # a name that every version of the plugin answers to; "OFI", as the guides have it now, only those after 1.11
+    # Every version of the plugin accepts this name. "OFI", the name in the current guides, needs a version after 1.11.
     "AWS Libfabric",
     "fail at start when the OFI plugin is missing, instead of falling back to TCP (16 x slower)",
     OLCF,
 )
-# LumiOpen's 1,024-node runs saw "Cassini Event Queue overflow" below this
+# With smaller queues, LumiOpen's runs on 1,024 nodes reported "Cassini Event Queue overflow".
 _LARGE_CQ = Variable(
     "FI_CXI_DEFAULT_CQ_SIZE",
     "262144",
     "'Cassini Event Queue overflow' on 1,024 nodes with less",
     "LumiOpen/Megatron-LM-lumi",
 )
-# of each kind, by all ranks together: under half of what the job's store takes (benchmarks/comm/rendezvous.py)
+# Highest rate of each kind of check, summed over all ranks. It is less than half the rate that the job's store can
+# serve (benchmarks/comm/rendezvous.py).
 STORE_CHECKS_PER_S = 20_000
 _RANKS_PER_NODE = 8
-_ONE_INTERFACE_NODES = 300  # above it, bootstrap over four interfaces stalls now and then
+_ONE_INTERFACE_NODES = 300  # from this size on, bootstrap over four interfaces hangs now and then
 _LARGE_NODES = 512
 
 
 def rccl_log_variables(rank: int) -> list[Variable]:
-    """What makes RCCL say which network it uses, in a file of its own. For one rank per node."""
+    """Return the variables that make RCCL log the network that it uses to a file. For one rank per node."""
     reason = "rank 0 of each node reads which network RCCL uses"
     return [
         Variable("NCCL_DEBUG", "INFO", reason, NCCL),
@@ -240,21 +241,25 @@ def rccl_log_variables(rank: int) -> list[Variable]:
 
 
 def flight_record_variable(run_dir: str) -> Variable:
-    """Where torch's watchdog writes a rank's last collectives before it ends the process."""
+    """Return the variable with the path to which torch's watchdog writes the flight record.
+
+    The flight record holds a rank's last collectives. The watchdog writes it before it ends the process.
+    """
     reason = "flight records go to the run, not to one file per rank in the user's home"
     return Variable("TORCH_FR_DUMP_TEMP_FILE", f"{run_dir}/logs/flight_torch_rank_", reason, TORCH)
 
 
 _SLINGSHOT_MACHINES = tuple(_OWN)
 _ROCM_MACHINES = (*_SLINGSHOT_MACHINES, "mi250", "mi300x")
-# "eos" and "selene" are the former names of h100 and a100; files that were written then name them
+# "eos" and "selene" are the former names of h100 and a100. Older files contain them.
 _NVIDIA_MACHINES = ("a100", "h100", "h200", "eos", "selene")
 MACHINES = (*_ROCM_MACHINES, *_NVIDIA_MACHINES, "local")
 
 
 def vendor_of_machine(machine: str) -> Vendor:
-    """Whose variables the ranks of a shipped machine get; "none" for `local` and for a machine that this file does
-    not know.
+    """Return the GPU vendor of a shipped machine; "none" for `local` and for unknown machines.
+
+    The vendor decides which variables the ranks get.
     """
     if machine in _ROCM_MACHINES:
         return "amd"
@@ -262,10 +267,9 @@ def vendor_of_machine(machine: str) -> Vendor:
 
 
 def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[Variable]:
-    """The variables that every rank of a job of `nodes` nodes needs on a machine; a name appears once.
-    `shards_weights`: FSDP.
+    """Return the variables that every rank of a job of `nodes` nodes needs on a machine. Each name appears once.
 
-    Raises ConfigError for a machine that this file does not know.
+    `shards_weights` is true for FSDP. Raises ConfigError for an unknown machine.
     """
     if machine not in MACHINES:
         fix = f"let the machine file say `environment:` or `base:`; {suggest(machine, MACHINES)}"
@@ -281,7 +285,7 @@ def environment(machine: str, nodes: int, shards_weights: bool = False) -> list[
 
 
 def _slingshot(machine: str, nodes: int) -> list[Variable]:
-    """Slingshot's part; one node uses no network, and RCCL must not look for a plugin there."""
+    """Return the Slingshot variables. A job on one node uses no network, so RCCL must not require its plugin."""
     if nodes == 1:
         return [
             Variable(

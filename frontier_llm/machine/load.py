@@ -1,4 +1,4 @@
-"""Machine files: YAML → Machine, with the line of whatever is wrong; Machine + stack → Rates."""
+"""Machine files: read YAML into a `Machine`, with file and line of each error; convert a `Machine` into `Rates`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from frontier_llm.machine.rates import Rates, Table
 from frontier_llm.machine.schema import Machine, Number, vendor_of
 from frontier_llm.units import GIB
 
-OWN_STACK = "frontier-llm"  # the name that machine files give this program's own software
+OWN_STACK = "frontier-llm"  # name of this program's own software stack in machine files
 
 
 def machine_names() -> list[str]:
-    """The machines that are shipped."""
+    """Return the names of the machine files that are part of the package."""
     return available("machines")
 
 
 def load_machine(name_or_path: str) -> Machine:
-    """A machine by shipped name or path; `base:` names another machine whose values it starts from.
+    """Load a machine by its shipped name or its path.
 
-    Stacks may start from each other too (`base:` in a stack). Raises ConfigError with file, line, key and rule for
-    every violation, and for an unknown name the closest one.
+    `base:` names another machine file whose values are the defaults. `base:` in a stack names another stack of the
+    file. Raises ConfigError with file, line, key and rule of every violation. For an unknown name the error gives the
+    closest known name.
     """
     path = find_file(name_or_path, "machines")
     content, files = compose(path, "machines")
-    content.setdefault("environment", files[-1].stem)  # of the file that the others are based on
+    content.setdefault("environment", files[-1].stem)  # the last file is the base of the others
     if isinstance(device := content.get("device"), dict) and "vendor" not in device:
         content["device"] = {**device, "vendor": _stated_vendor(device.get("architecture"), content["environment"])}
     content["stacks"] = _stacks(content.get("stacks"), str(path))
@@ -47,8 +48,9 @@ def load_machine(name_or_path: str) -> Machine:
 
 
 def _stated_vendor(architecture: Any, environment: Any) -> Vendor:
-    """The vendor of a file without `device.vendor`: its architecture's, otherwise that of the machine whose
-    environment it names.
+    """Return the vendor for a file without `device.vendor`.
+
+    The vendor follows from the architecture, or else from the machine named by `environment`.
     """
     named = vendor_of(str(architecture))
     return vendor_of_machine(str(environment)) if named == "none" else named
@@ -77,7 +79,7 @@ def _stacks(stacks: Any, where: str) -> Any:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """(dotted key, file:line) of every key, from the YAML node tree."""
+    """Yield (dotted key, file:line) of every key in the YAML node tree."""
 
     def visit(node: yaml.Node | None, section: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, yaml.MappingNode):
@@ -89,21 +91,24 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _problem(path: Path, lines: dict[str, str], detail: Any) -> Problem:
-    """One violation with the line of the nearest key that exists in the file."""
+    """Return a violation with the line of the nearest key that exists in the file."""
     problem = as_problem(Machine, detail)
     sections = itertools.accumulate(problem.where.split("."), "{}.{}".format)
     place = next((lines[section] for section in reversed(list(sections)) if section in lines), f"{path}:1")
     fix = problem.fix
     if detail["type"] == "missing":
         fix += " with value, tag and source"
-    # where a number with its source belongs
+    # The file has a plain number in place of a number with its source.
     elif detail["type"].startswith("model_") and isinstance(detail["input"], int | float):
         fix = "write {value: NUMBER, tag: measured|published|estimated, source: TEXT}"
     return Problem(where=f"{place}: {problem.where}", what=problem.what, fix=fix)
 
 
 def stack_name(machine: Machine, stack: str | None) -> str:
-    """The stack asked for, or the machine's default. Raises ConfigError with the closest name."""
+    """Return `stack`, or the machine's default stack if it is None or empty.
+
+    Raises ConfigError with the closest name for an unknown stack.
+    """
     name = stack or machine.default_stack
     if name not in machine.stacks:
         raise ConfigError(f"{machine.name} has no software stack {name!r}", suggest(name, machine.stacks))
@@ -111,12 +116,12 @@ def stack_name(machine: Machine, stack: str | None) -> str:
 
 
 def own_stack(machine: Machine) -> str:
-    """This program's stack where the machine file has it, else the file's default."""
+    """Return the name of this program's stack, or the file's default stack if the machine file does not have it."""
     return OWN_STACK if OWN_STACK in machine.stacks else machine.default_stack
 
 
 def rates(machine: Machine, stack: str | None = None) -> Rates:
-    """The machine under a software stack as plain numbers in SI units."""
+    """Return a machine with one software stack as plain numbers in SI units."""
     s = machine.stacks[stack_name(machine, stack)]
     device = machine.device
     node = machine.node
@@ -160,8 +165,8 @@ def _table(time_us: Mapping[int, tuple[float, ...]], message_bytes: tuple[int, .
     return Table(tuple(map(float, time_us)), tuple(map(float, message_bytes)), seconds)
 
 
-# field of Rates → section and key of the machine file, and the key's unit: for `rates`, for `--explain`, and for
-# whoever measures or fits and writes
+# Field of Rates → section and key of the machine file, and the key's unit. Used by `rates`, by `--explain`, and by the
+# commands that write measured or fitted values to machine files.
 PLACES: dict[str, tuple[str, str, float]] = {
     "gemm_efficiency": ("stack", "gemm_efficiency", 1.0),
     "gemm_k_half": ("stack", "gemm_k_half", 1.0),
@@ -199,7 +204,10 @@ PLACES: dict[str, tuple[str, str, float]] = {
 
 
 def provenance(machine: Machine, stack: str | None, field: str, group: int | None = None) -> Number:
-    """Value, tag and source behind a field of Rates; `group` picks the fabric entry of that many devices."""
+    """Return value, tag and source of a field of Rates.
+
+    For the fabric bandwidth, `group` selects the entry with the closest number of devices. None selects the largest.
+    """
     section, key, _ = PLACES[field]
     holder = machine.stacks[stack_name(machine, stack)] if section == "stack" else getattr(machine, section)
     numbers = getattr(holder, key)

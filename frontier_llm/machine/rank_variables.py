@@ -1,9 +1,10 @@
-"""Set the variables of `machine.env` for the ranks of a run, before torch is imported: HIP reads some of them when its
-library is loaded.
+"""Set the variables of `machine.env` for the ranks of a run.
 
-The supervisor exports them to the environment of srun (`cluster.site_variables`). A rank sets those that differ between
-ranks, and all of them if another launcher (torchrun, mpirun, a bare srun) started it. ORIGINS tells a rank what the
-supervisor, the user, a module or the site file has set.
+They are set before torch is imported, because HIP reads some of them when its library is loaded.
+
+The supervisor exports them to the environment of srun (`cluster.site_variables`). A rank sets the variables that differ
+between ranks. If another launcher started the rank (torchrun, mpirun, a bare srun), the rank sets all of them. ORIGINS
+records whether the supervisor, the user, a module or the site file has set a variable.
 """
 
 from __future__ import annotations
@@ -29,27 +30,31 @@ MODULE_NAMES = "FRONTIER_LLM_MODULE_VARIABLES"
 
 
 def environment_name(machine: str) -> str:
-    """The key of `machine.env` for a machine's name or a machine file."""
+    """Return the key of `machine.env` for a machine's name or a machine file."""
     name = Path(machine).stem
     return name if name in MACHINES else load_machine(machine).environment
 
 
 def shards_weights(config: RunConfig) -> bool:
-    """Whether the run gathers sharded weights during compute, so that one hardware queue would delay them."""
+    """Return True if the run gathers sharded weights during compute (FSDP). One hardware queue would delay them."""
     return config.parallel.data_mode == "fsdp"
 
 
 def run_variables(config: RunConfig, nodes: int) -> list[Variable]:
-    """What the ranks of a run on `nodes` nodes need. Raises ConfigError for a machine whose environment is unknown."""
+    """Return the variables that the ranks of a run on `nodes` nodes need.
+
+    Raises ConfigError for a machine whose environment is unknown.
+    """
     run_dir = str(Path(config.train.run_dir).resolve())
     machine = machine_env.environment(environment_name(config.machine), nodes, shards_weights(config))
     return [*machine, machine_env.flight_record_variable(run_dir)]
 
 
 def known_origins(variables: Mapping[str, str], site_file: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """What set the variables of a process: as its parent recorded, else as launch/job.sh recorded.
+    """Return the origin of each variable of a process.
 
-    `site_file`: origin of each variable that the site's file sets.
+    The parent process has recorded the origins in ORIGINS; otherwise the lists of launch/job.sh are used. `site_file`:
+    origin of each variable that the site's file sets.
     """
     if ORIGINS in variables:
         return dict(json.loads(variables[ORIGINS]))
@@ -59,11 +64,11 @@ def known_origins(variables: Mapping[str, str], site_file: Mapping[str, str] = M
 
 
 def set_rank_variables(config: RunConfig, place: RankEnv, folder: Path | None = None) -> list[Setting]:
-    """Set what is missing in this rank's environment, and return every setting with its origin. May be called again.
+    """Set the missing variables in this rank's environment, and return every setting with its origin.
 
-    Commands call this before they import torch. `folder` is the job's private folder on this node. Without it, values
-    that contain it are set only if the launcher has given the job's secret; the others follow when the rank joins
-    (`training.join`).
+    Commands call this function before they import torch. It may be called again. `folder` is the job's private folder
+    on this node. If `folder` is None, it is derived from the job's secret. Without a secret, variables that depend on
+    the folder or the local rank are not set yet. A second call sets them when the rank joins (`training.join`).
     """
     secret = environ(job_secret.VARIABLE)
     if folder is None and secret:
@@ -84,10 +89,13 @@ def set_rank_variables(config: RunConfig, place: RankEnv, folder: Path | None = 
 
 
 def node_count(place: RankEnv) -> int:
-    """Nodes of the job."""
+    """Return the number of nodes of the job."""
     return -(-place.world_size // place.local_world_size)
 
 
 def needs_network_plugin(config: RunConfig, nodes: int) -> bool:
-    """Whether collectives must not use sockets: between nodes of a machine whose network has a plugin."""
+    """Return True if collectives must not use sockets.
+
+    This is so for jobs on more than one node, if the machine's network has a plugin.
+    """
     return nodes > 1 and any(variable.name == "NCCL_NET" for variable in run_variables(config, nodes))

@@ -1,6 +1,7 @@
-"""The numbers of one machine under one software stack, as plain floats in SI units: what `costs` computes with.
+"""The numbers of one machine and one software stack, as plain floats in SI units. `planner.costs` computes with them.
 
-A machine file says where each number comes from; `Rates` is that file boiled down. Fitting replaces fields of it.
+`machine.load.rates` makes a `Rates` from a machine file. The file also holds the source of each number. Fitting
+replaces fields of `Rates`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Number = Any  # int, float or a numpy array of them; arrays broadcast against ea
 
 @dataclass(frozen=True)
 class Table:
-    """Measured seconds of a collective: rows by nodes or ranks, columns by message size."""
+    """Measured times of a collective in seconds: rows by nodes or ranks, columns by message size."""
 
     rows: tuple[float, ...]
     sizes_bytes: tuple[float, ...]
@@ -27,7 +28,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates(Software):
-    """One device, its node, its network, and how the software stack uses them."""
+    """Rates of one device, its node and its network, and of the software stack that uses them."""
 
     # device
     peak_flops: float  # per second, dense 16-bit matrix
@@ -39,48 +40,49 @@ class Rates(Software):
     node_devices: int
     nodes: int
     node_network_bytes_s: float  # all NICs of a node, one direction, peak
-    fabric_size: tuple[int, ...]  # devices of a group inside the node …
-    fabric_bytes_s: tuple[float, ...]  # … and the bus bandwidth its collectives reach with large messages
-    fabric_latency_s: float  # fixed part of one collective inside the node
-    fabric_hop_s: float  # per ring step inside the node
-    network_efficiency: float  # of node_network_bytes_s, reached by large messages
-    network_crowding: float  # further factor when several communicators of a node share its NICs at the same time
-    network_latency_s: float  # fixed part of one collective or message across nodes
-    network_hop_s: float  # per ring step across nodes (ring-only reduce-scatter and all-gather)
-    all_reduce_table: Table | None  # over nodes, every device of a node in one communicator; None = ring formula
+    fabric_size: tuple[int, ...]  # numbers of devices of a group inside the node
+    fabric_bytes_s: tuple[float, ...]  # bus bandwidth for each `fabric_size`, reached by large messages
+    fabric_latency_s: float  # fixed time of one collective inside the node
+    fabric_hop_s: float  # time per ring step inside the node
+    network_efficiency: float  # share of node_network_bytes_s that large messages reach
+    network_crowding: float  # further factor if several communicators of a node share its NICs at the same time
+    network_latency_s: float  # fixed time of one collective or message across nodes
+    network_hop_s: float  # time per ring step across nodes (ring-only reduce-scatter and all-gather)
+    all_reduce_table: Table | None  # over nodes, every device of a node in one communicator; None: ring formula
     # compute
-    gemm_efficiency: float  # of peak, for a large, well-shaped matrix product
-    gemm_k_half: float  # inner dimension at which a product reaches half of that
-    unaligned_penalty: float  # time factor where a head dimension is not a multiple of 8 elements (16 bytes)
-    flash_efficiency: float  # of peak, flash attention forward, head dimension 128, long sequences
-    flash_backward: float  # backward's efficiency over forward's
-    hbm_efficiency: float  # of hbm_bytes_s, reached by memory-bound kernels
+    gemm_efficiency: float  # share of the peak that a large, well-shaped matrix product reaches
+    gemm_k_half: float  # inner dimension at which a product reaches half of gemm_efficiency
+    unaligned_penalty: float  # time factor if a head dimension is not a multiple of 8 elements (16 bytes)
+    flash_efficiency: float  # share of the peak: flash attention forward, head dimension 128, long sequences
+    flash_backward: float  # efficiency of the backward over the forward's
+    hbm_efficiency: float  # share of hbm_bytes_s that memory-bound kernels reach
     kernel_s: float  # fixed device time of one kernel
-    launch_s: float  # host time to dispatch one operation: a layer takes at least (its operations) x this
+    launch_s: float  # host time to dispatch one operation: a layer takes at least its number of operations x launch_s
     microbatch_s: float  # host time per microbatch and stage that nothing hides (scheduler, data, synchronisation)
     step_s: float  # fixed time per step: data, loss scale, logging
-    # the software's, beside what it does
+    # software
     dp_overlap: float  # share of the gradient reduction that may hide under the last backward
     gather_overlap: float  # share of the weight all-gather that may hide under the first forward
     tp_overlap: float  # share of tp communication hidden under its matrix product
-    # share of a piece of a product or its collective that hides under the other (comm.tensor_chunks)
+    # with comm.tensor_chunks: share of the shorter of a piece's product and its collective that the other one hides
     chunk_overlap: float
-    fabric_share: float  # of the fabric's bandwidth that this stack's collectives reach
-    reserve_bytes: float  # runtime context, communicator buffers and allocator slack that no tensor accounts for
-    fragmentation: float  # allocator's reserved over allocated, for activations
-    # measured on this very machine (`calibrate`); empty elsewhere
+    fabric_share: float  # share of the fabric's bandwidth that this stack's collectives reach
+    reserve_bytes: float  # runtime context, communicator buffers and allocator slack, which no tensor accounts for
+    fragmentation: float  # reserved over allocated bytes of the allocator, for activations
+    # The fields below are measured on the machine itself by `calibrate`. Other machines have the defaults.
     # collectives inside a node, by operation; rows by ranks
     node_tables: Mapping[str, Table] = field(default_factory=dict)
     gemm_shapes: tuple[tuple[float, float, float, float], ...] = ()  # M, N, K, seconds
     # (busy devices of a node, time of their kernels / time when all are busy)
     contention: tuple[tuple[int, float], ...] = ()
     host_executes: bool = False  # the device is the host: dispatching an operation does not run ahead of it
-    meeting_s: float = 0.0  # what ranks wait for the last one at each meeting inside a layer …
-    spread: float = 0.0  # … and as a share of the compute between two meetings
+    meeting_s: float = 0.0  # waiting time for the last rank at each collective inside a layer
+    spread: float = 0.0  # further waiting time, as a share of the compute between two such collectives
     one_in_flight: bool = False  # each communication of a rank ends before the next begins (comm.in_flight)
-    sharded_slowdown: float = 1.0  # collectives of sharded weights, which torch carries, over those of the tables
+    # time factor of the collectives of sharded weights, which torch issues, over the times of the tables
+    sharded_slowdown: float = 1.0
 
 
 def fabric_bandwidth(rates: Rates, ranks: Number) -> Number:
-    """Bus bandwidth, bytes/s, of a group of `ranks` neighbours inside a node."""
+    """Return the bus bandwidth, bytes/s, of a group of `ranks` neighbours inside a node."""
     return np.interp(np.asarray(ranks, dtype=float), rates.fabric_size, rates.fabric_bytes_s) * rates.fabric_share

@@ -1,5 +1,6 @@
-"""What a machine file may say. Every number carries where it comes from; `costs` computes with the `Rates` made of
-it.
+"""Schema of a machine file. Every number has a tag and a source.
+
+`machine.load.rates` converts a `Machine` into the `Rates` with which `planner.costs` computes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from frontier_llm.blueprint.items import Habits
 from frontier_llm.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from frontier_llm.machine.env import Vendor, vendor_of_machine
 
-Tag = Literal["measured", "published", "estimated"]  # estimated includes fitted: the source then says on what
+Tag = Literal["measured", "published", "estimated"]  # "estimated" includes fitted values; the source names the data
 _VENDORS: dict[str, Vendor] = {"gfx": "amd", "sm_": "nvidia"}  # by the first three letters of an architecture's name
 
 
 class Number(Section):
-    """A quantity with its provenance; the unit is in the key's name."""
+    """A quantity with its source. The unit is in the key's name."""
 
     value: NonNegativeFloat
     tag: Tag
@@ -27,7 +28,7 @@ class Number(Section):
 
 
 class Sourced(Section):
-    """Base of measured tables, which say as a whole where they come from."""
+    """Base of measured tables. One tag and one source apply to the complete table."""
 
     tag: Tag
     source: str
@@ -40,22 +41,22 @@ class GemmShapes(Sourced):
 
 
 class Device(Section):
-    """What one rank runs on. On MI250X that is one of the package's two dies (a GCD), never the package."""
+    """The device of one rank. On MI250X this is one of the package's two dies (a GCD), never the package."""
 
     name: str
-    # "none": no particular GPU is expected. Ranks use the GPU that torch sees, otherwise the CPU, and nothing is
-    # checked.
+    # "none": no particular GPU is expected. Ranks use the GPU that torch finds, otherwise the CPU. No check is made.
     vendor: Vendor = "none"
-    architecture: str | None = None  # gfx90a, sm_80 …: whose prebuilt kernels the device runs. None: any of the vendor
+    # architecture of the prebuilt kernels that the device runs: gfx90a, sm_80 …; None: any architecture of the vendor
+    architecture: str | None = None
     peak_tflops: Number  # dense bf16/fp16
     memory_gib: Number
     memory_gbps: Number  # GB/s, peak
     compute_units: Number  # SMs or CUs
-    # standard deviation of the speed of like devices, as a share of it
+    # standard deviation of the speed of devices of this type, as a share of the speed
     speed_variation: Number = Number(value=0, tag="estimated", source="runs on more than one node have not told it")
-    flushes_fp16: bool = False  # its fp16 matrix products take and give 0 for numbers below 6.1e-5 (MI200)
+    flushes_fp16: bool = False  # its fp16 matrix products read and write 0 for numbers below 6.1e-5 (MI200)
     gemm_shapes: GemmShapes | None = None
-    host_executes: bool = False  # a CPU: the cores that dispatch operations are those that run them
+    host_executes: bool = False  # a CPU: the same cores dispatch operations and execute them
 
     @model_validator(mode="after")
     def _architecture_is_the_vendors(self) -> Device:
@@ -74,7 +75,7 @@ class Device(Section):
 
 
 class CollectiveTables(Sourced):
-    """Measured medians of collectives inside a node: operation → ranks → one time per message size."""
+    """Measured median times of collectives inside a node: operation → ranks → one time per message size."""
 
     message_bytes: tuple[PositiveInt, ...]
     time_us: dict[Literal["all_reduce", "reduce_scatter", "all_gather"], dict[PositiveInt, tuple[PositiveFloat, ...]]]
@@ -87,40 +88,41 @@ class CollectiveTables(Sourced):
 
 
 class Contention(Sourced):
-    """How devices of a node slow each other down: busy devices → time of a kernel over its time when all are busy."""
+    """Slowdown of a node's devices by each other.
+
+    Maps the number of busy devices to the time of a kernel divided by its time with all devices busy.
+    """
 
     share: dict[PositiveInt, PositiveFloat]
 
 
 class Waiting(Sourced):
-    """How long ranks stand at a meeting (a collective in the middle of a layer) for the last one, beyond the
-    collective itself.
-    """
+    """Time that ranks wait for the last rank at a collective inside a layer, without the collective itself."""
 
-    meeting_us: NonNegativeFloat  # each time
-    spread: NonNegativeFloat  # and of the compute since the last meeting
-    # collectives of sharded weights over those of the table: another library carries them
+    meeting_us: NonNegativeFloat  # waiting time per collective
+    spread: NonNegativeFloat  # further waiting time, as a share of the compute since the last collective
+    # time factor of the collectives of sharded weights over the table's times: another library executes them
     sharded: NonNegativeFloat = 1.0
 
 
 class Node(Section):
-    """Devices, NICs and the fabric between devices."""
+    """Devices and NICs of a node, and the fabric between its devices."""
 
     count: Number  # nodes of the machine
     devices: Number
     nics: Number
     nic_gbps: Number  # GB/s per NIC and direction
-    fabric_gbps: dict[PositiveInt, Number]  # bus bandwidth, GB/s, that collectives of so many neighbours reach
+    fabric_gbps: dict[PositiveInt, Number]  # number of neighbouring devices → bus bandwidth of a collective, GB/s
     fabric_latency_us: Number
     fabric_hop_us: Number
     collectives: CollectiveTables | None = None
     contention: Contention | None = None
     waiting: Waiting | None = None
-    links: Literal["mi250x"] | None = None  # the map of direct links between devices, where machine/affinity.py has it
+    links: Literal["mi250x"] | None = None  # the map of direct links between devices in machine/affinity.py, if any
 
 
 class Network(Section):
-    """Between nodes."""
+    """The network between nodes."""
 
     efficiency: Number
     crowding: Number
@@ -129,8 +131,9 @@ class Network(Section):
 
 
 class AllReduceTable(Sourced):
-    """Measured all-reduce medians: rows by node count, columns by message size, with every device of a node taking
-    part.
+    """Measured median times of all-reduces over all devices of the nodes.
+
+    Rows by node count, columns by message size.
     """
 
     message_bytes: tuple[PositiveInt, ...]
@@ -143,7 +146,7 @@ class AllReduceTable(Sourced):
 
 
 def vendor_of(architecture: str) -> Vendor:
-    """The vendor that an architecture's name belongs to; "none" for any other text."""
+    """Return the vendor of an architecture by its name; "none" for any other text."""
     return _VENDORS.get(architecture[:3], "none")
 
 
@@ -153,7 +156,10 @@ def check_rectangle(
     rows: str,
     least_rows: int,
 ) -> None:
-    """Raise ValueError unless a table can be interpolated: full rows, rising axes, at least two message sizes."""
+    """Raise ValueError unless a table can be interpolated.
+
+    The rows must be complete, both axes must rise, and there must be at least two message sizes and `least_rows` rows.
+    """
     short = [row for row, times in time_us.items() if len(times) != len(message_bytes)]
     if short:
         raise ValueError(f"rows for {short} {rows} do not have {len(message_bytes)} entries, one per message size")
@@ -164,14 +170,14 @@ def check_rectangle(
 
 
 class Stack(Section, Habits):  # type: ignore[misc]  # a Section is frozen too, which mypy does not see
-    """How a training software uses the machine: what it does, such as what it fuses, and what its kernels reach."""
+    """A training software on the machine: its options, for example fused kernels, and the efficiency of its kernels."""
 
     description: str
-    source: str  # of `Habits`
+    source: str  # source of the options in `Habits`
     gemm_efficiency: Number
     gemm_k_half: Number
     unaligned_penalty: Number
-    # in FP8: their rate over that
+    # rate of the layers' matrix products in FP8 over their rate in 16 bit
     linear_speedup: Number = Number(value=1, tag="estimated", source="layers' products in 16 bit")
     flash_efficiency: Number
     flash_backward: Number
@@ -188,13 +194,13 @@ class Stack(Section, Habits):  # type: ignore[misc]  # a Section is frozen too, 
         tag="estimated",
         source="pieces of tp's products were never measured here (bench comm)",
     )
-    fabric_share: Number  # of node.fabric_gbps that this stack's collectives reach
+    fabric_share: Number  # share of node.fabric_gbps that this stack's collectives reach
     reserve_gib: Number
     fragmentation: Number
 
 
 class QueueBin(Section):
-    """A scheduling bin: jobs of `nodes_from` … `nodes_to` nodes may run `max_hours`."""
+    """A scheduling bin. Jobs of `nodes_from` … `nodes_to` nodes may run for `max_hours`."""
 
     name: str
     nodes_from: PositiveInt
@@ -203,17 +209,17 @@ class QueueBin(Section):
 
 
 class Operations(Section):
-    """What running a job there means."""
+    """Failure rate, checkpoint bandwidth, restart time and queue limits of the machine."""
 
     device_mtbf_hours: Number  # mean time between failures that end a job, per device
     checkpoint_gbps_per_node: Number  # GB/s that one node writes to the file system
-    checkpoint_gbps_total: Number  # GB/s of the whole file system
-    restart_minutes: Number  # from failure to the first step again
+    checkpoint_gbps_total: Number  # GB/s of the complete file system
+    restart_minutes: Number  # time from a failure to the first step after the restart
     queue: tuple[QueueBin, ...] = ()
 
 
 class InFlight(Sourced):
-    """How many communications a rank may have under way at once; the source says why."""
+    """Number of communications that a rank may have in flight. The source gives the reason."""
 
     mode: Literal["one", "many"]
 
@@ -223,12 +229,13 @@ class Machine(Section):
 
     name: str
     title: str
-    environment: str  # the machine whose variables its ranks need (machine.env); the file's own name, or its base's
+    # name in machine.env of the variables that the ranks need; default: the name of the file, or of its base
+    environment: str
     device: Device
     node: Node
     network: Network
     allreduce: AllReduceTable | None = None
-    algorithms: str | None = None  # the table in configs/algorithms that runs on this machine use (comm.algorithms)
+    algorithms: str | None = None  # table in configs/algorithms for runs on this machine (comm.algorithms)
     in_flight: InFlight = InFlight(mode="many", tag="estimated", source="no reason is known against it")
     default_stack: str
     stacks: dict[str, Stack]
@@ -253,5 +260,5 @@ class Machine(Section):
 
     @property
     def devices_per_node(self) -> int:
-        """GPUs of a node; on MI250X nodes its 8 GCDs."""
+        """GPUs of a node. An MI250X node has 8 (its GCDs)."""
         return int(self.node.devices.value)

@@ -1,5 +1,6 @@
-"""apex's fused norms and multi-tensor Adam behind the face, for sites that have them. Untested here for want of a
-GPU.
+"""Ops of apex (fused norms, multi-tensor Adam) with the interface of `ops.reference`, for sites that have apex.
+
+They have never run on a GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from .reference import AdamWUpdate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dim."""
+    """Return RMSNorm over the last dim."""
     from apex.normalization.fused_layer_norm import fused_rms_norm_affine  # type: ignore[import-not-found, unused-ignore]
 
     return fused_rms_norm_affine(x, weight, weight.shape, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm over the last dim; apex wants a bias, so a missing one is zeros."""
+    """Return LayerNorm over the last dim. apex requires a bias, so a missing bias is replaced by zeros."""
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine  # type: ignore[import-not-found, unused-ignore]
 
     return fused_layer_norm_affine(x, weight, torch.zeros_like(weight) if bias is None else bias, weight.shape, eps)
@@ -29,7 +30,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual); apex has no fused add."""
+    """Return (norm(x + residual), x + residual). apex has no fused add, so the sum is a separate pass."""
     total = x + residual
     if kind == "rmsnorm":
         return rms_norm(total, weight, eps), total
@@ -39,7 +40,7 @@ def add_norm(
 def adamw_(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate
 ) -> None:
-    """multi_tensor_adam in AdamW mode; the scaling and the rounded copy are passes of their own."""
+    """Update with multi_tensor_adam in AdamW mode. Gradient scaling and the rounded copy are separate passes."""
     import amp_C  # type: ignore[import-not-found, unused-ignore]
     from apex.multi_tensor_apply import multi_tensor_applier  # type: ignore[import-not-found, unused-ignore]
 
@@ -53,7 +54,7 @@ def adamw_(
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum of x², from apex's fp32 norm."""
+    """Return the sum of x², computed from apex's fp32 norm."""
     import amp_C  # type: ignore[import-not-found, unused-ignore]
     from apex.multi_tensor_apply import multi_tensor_applier  # type: ignore[import-not-found, unused-ignore]
 

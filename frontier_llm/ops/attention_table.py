@@ -1,5 +1,6 @@
-"""Which attention back-end is tried first, by architecture and shape: a table in configs/attention, or what `ops
-tune` has measured.
+"""Preferred attention back-ends by architecture and shape.
+
+The table is a file in configs/attention, or one that `ops tune` has written.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ Backend = Literal["cudnn", "flash_attn", "triton", "sdpa", "cpu", "reference"]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a back-end's speed depends on."""
+    """Properties of attention on which a back-end's speed depends."""
 
     head_dim: int
     extras: bool  # ALiBi or documents
 
 
 class AttentionRule(Section):
-    """On this architecture ("cpu" is one), with head dims up to this one and above the next smaller rule's, these
-    back-ends first.
+    """Order in which `auto` tries attention back-ends for an architecture ("cpu" is one), head dim and kind.
+
+    A rule applies to head dims up to its own, down to the head dim of the next smaller rule.
     """
 
     model_config = ConfigDict(strict=True)
@@ -35,7 +37,7 @@ class AttentionRule(Section):
     architecture: str
     head_dim: PositiveInt
     extras: bool
-    order: Annotated[tuple[Backend, ...], Field(strict=False)]  # a list in the file
+    order: Annotated[tuple[Backend, ...], Field(strict=False)]  # the file has a list, not a tuple
     tag: Literal["measured", "estimated"]
     source: str
 
@@ -46,13 +48,13 @@ class _Table(Section):
 
 
 def load_attention(name_or_path: str) -> tuple[AttentionRule, ...]:
-    """A table by its shipped name or path. Raises ConfigError with every violation of the file."""
+    """Load a table by its shipped name or its path. Raises ConfigError with every violation in the file."""
     path = find_file(name_or_path, "attention")
     return build(_Table, read_yaml(path), str(path)).rules
 
 
 def rule_for(rules: Sequence[AttentionRule], architecture: str, shape: AttentionShape) -> AttentionRule | None:
-    """The rule that applies, or None."""
+    """Return the rule with the smallest head dim that covers `shape`, or None."""
     fitting = [
         rule
         for rule in rules

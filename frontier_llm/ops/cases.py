@@ -1,7 +1,7 @@
-"""Catalogue of op cases: how each op is called, on which inputs, and what it is compared with.
+"""Catalogue of op cases: the call of each op, its inputs, and the reference result.
 
-A case is built at any size. `ops check` (check.py) chooses sizes that reach every code object, tests choose odd ones,
-and `bench ops` takes those of a model's microbatch.
+A case can be built at any size. `ops check` (check.py) chooses sizes that use every code object. Tests choose odd
+sizes, and `bench ops` uses the sizes of a model's microbatch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from frontier_llm.ops.dropout import Mask
 from frontier_llm.ops.reference import AdamWUpdate, Scores
 from frontier_llm.ops.routing import Routing
 
-Pair = tuple[Tensor, Tensor]  # what an op returned, and the reference's result in float64
+Pair = tuple[Tensor, Tensor]  # an op's result, and the reference's result in float64
 
 FIRST_TARGET = 100  # first row of the vocabulary's shard in the cross-entropy cases
-ROWS_BEHIND = 200  # rows behind the last group of rows: no op may read them
+ROWS_BEHIND = 200  # rows after the last group of rows, which no op may read
 DROP_KEY = 0xFEDCBA9876543210
 
 
 @dataclass(frozen=True)
 class Case:
-    """One op on some inputs.
+    """One op with its inputs.
 
     `call(ops, *inputs)` returns the op's outputs, or the tensors that it changed. A case with `gradients` also runs
-    the backward pass; an input that is None stays None.
+    the backward pass. An optional input may be None.
     """
 
     op: str
@@ -40,12 +40,12 @@ class Case:
     gradients: bool = True
 
     def outputs(self, ops: Any, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """The outputs of one call, always as a tuple."""
+        """Return the outputs of one call, always as a tuple."""
         outputs = self.call(ops, *inputs)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def pairs(self, ops: Any) -> list[Pair]:
-        """Outputs, then the gradients of the inputs, each beside the reference's in float64."""
+        """Return the outputs and then the gradients of the inputs, each with the reference's result in float64."""
         ours = [None if x is None else x.detach().clone().requires_grad_(self.gradients) for x in self.inputs]
         wide = [None if x is None else x.detach().double().clone().requires_grad_(self.gradients) for x in self.inputs]
         got = self.outputs(ops, ours)
@@ -64,12 +64,15 @@ class Case:
         return pairs
 
 
-# numbers beyond this count are drawn on their own device, which takes seconds on a CPU
+# Larger tensors are drawn on the default device, because drawing them on a CPU takes seconds.
 _DRAWN_ON_CPU = 1 << 24
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal numbers on torch's default device. They depend on the shape and the seed alone, unless they are many."""
+    """Return normal numbers on torch's default device.
+
+    Up to `_DRAWN_ON_CPU` numbers depend only on shape and seed. Larger tensors use torch's global generator.
+    """
     device = torch.get_default_device()
     if torch.Size(shape).numel() > _DRAWN_ON_CPU:
         return torch.randn(*shape, device=device, dtype=dtype)
@@ -78,7 +81,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def quarters(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Multiples of 1/4, whose sums are exact: the reference then norms the same numbers."""
+    """Return multiples of 1/4. Their sums are exact, so that op and reference normalise the same numbers."""
     return (normal(*shape, seed=seed) * 4).round().div(4).to(dtype)
 
 
@@ -90,7 +93,7 @@ def attention(
     dtype: torch.dtype, sequence: int, batch: int, heads: int, kv_heads: int, head_dim: int, *,
     scores: Scores, kind: str = "",
 ) -> Case:  # fmt: skip
-    """Causal attention. `scores` has the scale and what is added to the scores, `kind` its name."""
+    """Return a case of causal attention. `kind` is the text for the options in `scores`."""
     q = normal(sequence, batch, heads, head_dim, dtype=dtype)
     k, v = (normal(sequence, batch, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
     words = _words((sequence, f"{heads}/{kv_heads}", head_dim), kind)
@@ -101,9 +104,10 @@ def attention_block(
     dtype: torch.dtype, queries: int, keys: int, batch: int, heads: int, kv_heads: int, head_dim: int, *,
     scores: Scores, kind: str = "",
 ) -> Case:  # fmt: skip
-    """Attention over a stretch of keys, and its backward with a log-sum-exp over more keys than these.
+    """Return a case of attention over a range of keys, with its backward.
 
-    The outputs are the output, exp(log-sum-exp), and the gradients of q, k and v.
+    The backward gets a log-sum-exp over more keys than these. The results are the output, exp(log-sum-exp), and the
+    gradients of q, k and v.
     """
     q, grad, o = (normal(queries, batch, heads, head_dim, dtype=dtype, seed=seed) for seed in (0, 3, 4))
     k, v = normal(keys, 2, batch, kv_heads, head_dim, dtype=dtype, seed=1).unbind(1)
@@ -120,13 +124,13 @@ def attention_block(
 
 
 def rms_norm(dtype: torch.dtype, *shape: int, eps: float = 1e-5) -> Case:
-    """RMSNorm over the last dim."""
+    """Return a case of RMSNorm over the last dim."""
     inputs = (normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype))
     return Case("rms_norm", _words(shape), inputs, lambda ops, x, weight: ops.rms_norm(x, weight, eps))
 
 
 def layer_norm(dtype: torch.dtype, *shape: int, eps: float = 1e-3, bias: bool = True) -> Case:
-    """LayerNorm over the last dim."""
+    """Return a case of LayerNorm over the last dim."""
     summand = normal(shape[-1], dtype=dtype, seed=3) if bias else None
     inputs = (normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype), summand)
     words = _words(shape, "bias" * bias)
@@ -134,7 +138,7 @@ def layer_norm(dtype: torch.dtype, *shape: int, eps: float = 1e-3, bias: bool = 
 
 
 def add_norm(dtype: torch.dtype, *shape: int, kind: str = "layernorm", bias: bool = False, eps: float = 1e-5) -> Case:
-    """The sum of two tensors, and its norm."""
+    """Return a case of the sum of two tensors and its norm."""
     x = quarters(*shape, dtype=dtype)
     residual = quarters(*shape, dtype=dtype, seed=1)
     summand = normal(shape[-1], dtype=dtype, seed=3) if bias else None
@@ -143,13 +147,13 @@ def add_norm(dtype: torch.dtype, *shape: int, kind: str = "layernorm", bias: boo
 
 
 def rotations(*shape: int, half: int, per_sample: bool = False) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rope` at this shape: [S, half], or [S, B, half] if each sample has its own."""
+    """Return cosines and sines for `rope` at this shape: [S, half], or [S, B, half] with `per_sample`."""
     angle = normal(*shape[: 2 if per_sample else 1], half)
     return angle.cos(), angle.sin()
 
 
 def rope(dtype: torch.dtype, *shape: int, half: int, per_sample: bool = False, op: str = "rope") -> Case:
-    """`half` pairs of features are rotated; the rest of the last dim stays. `op` is rope or rotated_heads.
+    """Return a case of rope or rotated_heads (`op`), which rotates `half` pairs of features of the last dim.
 
     `shape` is [S, B, heads, D] for rope and [S, B, groups, members, D] for rotated_heads.
     """
@@ -159,7 +163,7 @@ def rope(dtype: torch.dtype, *shape: int, half: int, per_sample: bool = False, o
 
 
 def linear(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Case:
-    """A product with a bias."""
+    """Return a case of a matrix product with a bias."""
     tensors = (
         normal(1, rows, inputs, dtype=dtype),
         normal(outputs, inputs, dtype=dtype, seed=1),
@@ -170,7 +174,10 @@ def linear(dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> Case:
 
 
 def swiglu(dtype: torch.dtype, *shape: int, weighted: bool = False, size: float = 2.0) -> Case:
-    """`shape` is [rows, …, 2, width]. With `weighted` the rows have fp32 weights, which get a gradient."""
+    """Return a case of SwiGLU for `shape` [rows, …, 2, width].
+
+    With `weighted` each row has an fp32 weight, which gets a gradient. `size` scales the inputs.
+    """
     x = size * normal(*shape, dtype=dtype)
     words = _words(shape[:-2] + shape[-1:], "weighted" * weighted)
     if weighted:
@@ -186,7 +193,10 @@ def gelu(
     weighted: bool = False,
     size: float = 2.0,
 ) -> Case:
-    """GELU of x and an optional bias. With `weighted` the rows have fp32 weights, which get a gradient."""
+    """Return a case of GELU with an optional bias.
+
+    With `weighted` each row has an fp32 weight, which gets a gradient. `size` scales the inputs.
+    """
     x = size * normal(*shape, dtype=dtype)
     summand = normal(shape[-1], dtype=dtype) if bias else None
     words = _words(shape, "tanh" * approximate, "weighted" * weighted)
@@ -197,7 +207,7 @@ def gelu(
 
 
 def gather_rows(dtype: torch.dtype, columns: int, *, terms: int) -> Case:
-    """Rows of 7 in another order (`terms` 1), or sums of three rows and of none (`terms` 3)."""
+    """Return a case of gather_rows: 7 rows in another order (`terms` 1), or sums of 0 to 3 rows (`terms` 3)."""
     of_terms = {
         1: torch.tensor([[6], [0], [-1], [3], [3]]),
         3: torch.tensor([[0, 1, 6], [-1, 5, -1], [-1, -1, -1], [2, 2, 4]]),
@@ -209,9 +219,9 @@ def gather_rows(dtype: torch.dtype, columns: int, *, terms: int) -> Case:
 
 
 def route(experts: int, routing: Routing, *, biased: bool = False, tokens: int = 19) -> Case:
-    """A token that likes all experts equally, and tokens that like two equally. The outputs are scores and weights.
+    """Return a case of a router with ties: one token has equal logits for all experts, others for two experts.
 
-    The third output is the choice, as numbers.
+    The outputs are scores, weights, and the chosen experts as floating-point numbers.
     """
     logits = 3 * normal(tokens, experts)
     logits[1] = 0.25
@@ -237,9 +247,9 @@ def route(experts: int, routing: Routing, *, biased: bool = False, tokens: int =
 def cross_entropy(
     dtype: torch.dtype, columns: int, *, targets: Tensor | None = None, first: int = FIRST_TARGET
 ) -> Case:
-    """Statistics and gradient of tokens over the shard of the vocabulary that begins at `first`.
+    """Return a case of the cross-entropy's statistics and gradient for the vocabulary shard that begins at `first`.
 
-    Without `targets` there are six tokens, whose targets lie in the shard and outside of it.
+    Without `targets` there are six tokens, with targets inside and outside the shard.
     """
     grad_loss = torch.tensor([1.0, 0.5, 0.25, 1, 0, 2])
     if targets is None:
@@ -257,7 +267,7 @@ def cross_entropy(
 
 
 def adamw(dtype: torch.dtype, count: int, *, grad_scale: float | Tensor = 0.25) -> Case:
-    """One update. The outputs are the master weights, both moments and the weights in `dtype`."""
+    """Return a case of one AdamW update. The results are master weights, both moments and the weights in `dtype`."""
     update = AdamWUpdate(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, grad_scale=grad_scale)
     master, grad, exp_avg, exp_avg_sq = (normal(count, seed=seed) for seed in range(4))
 
@@ -270,7 +280,7 @@ def adamw(dtype: torch.dtype, count: int, *, grad_scale: float | Tensor = 0.25) 
 
 
 def accumulate(dtype: torch.dtype, count: int) -> Case:
-    """A gradient added to the fp32 buffer."""
+    """Return a case that adds a gradient to the fp32 buffer."""
 
     def call(ops: Any, main: Tensor, grad: Tensor) -> Tensor:
         ops.accumulate_(main, grad)
@@ -280,7 +290,7 @@ def accumulate(dtype: torch.dtype, count: int) -> Case:
 
 
 def sum_of_squares(dtype: torch.dtype, count: int) -> Case:
-    """The sum, as fp32."""
+    """Return a case of sum_of_squares. The result is compared in fp32 (fp64 for fp64 inputs)."""
 
     def call(ops: Any, grad: Tensor) -> Tensor:
         total: Tensor = ops.sum_of_squares(grad)
@@ -290,7 +300,10 @@ def sum_of_squares(dtype: torch.dtype, count: int) -> Case:
 
 
 def drop(dtype: torch.dtype, *shape: int, residual: bool = True) -> Case:
-    """Dropout of a quarter of the elements, added to a residual stream or not. `shape` is [S, B, columns]."""
+    """Return a case that drops a quarter of the elements. `shape` is [S, B, columns].
+
+    With `residual` the result is added to a residual stream.
+    """
     sequence, batch, _ = shape
     samples = 3 + (5 << 32) * torch.arange(batch)
     mask = Mask(DROP_KEY, 1 << 14, samples, torch.arange(sequence) + 1000)
@@ -301,7 +314,7 @@ def drop(dtype: torch.dtype, *shape: int, residual: bool = True) -> Case:
 
 
 def embedding(dtype: torch.dtype, columns: int) -> Case:
-    """Gradients of six tokens added to five rows of a table; some tokens are of other shards."""
+    """Return a case that adds gradients of six tokens to five rows of a table. Some tokens belong to other shards."""
     ids = torch.tensor([[3, 7], [9, 3], [2, 7]])
 
     def call(ops: Any, table: Tensor, rows: Tensor) -> Tensor:
@@ -313,7 +326,7 @@ def embedding(dtype: torch.dtype, columns: int) -> Case:
 
 
 def grouped_linear(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int) -> Case:
-    """Forward and input gradient over groups of rows that end at `ends`."""
+    """Return a case of forward and input gradient over groups of rows that end at `ends`."""
     rows = int(ends[-1])
     x, grad = (normal(rows + ROWS_BEHIND, columns, dtype=dtype) for columns in (inputs, outputs))
     weight = normal(len(ends), outputs, inputs, dtype=dtype)
@@ -327,7 +340,7 @@ def grouped_linear(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int) 
 
 
 def grouped_gradient(dtype: torch.dtype, ends: Tensor, inputs: int, outputs: int) -> Case:
-    """The weights' gradient of the same, added to what is there."""
+    """Return a case that adds the weights' gradient of a grouped product to a buffer."""
     rows = int(ends[-1]) + ROWS_BEHIND
     main = normal(len(ends), outputs, inputs)
 

@@ -1,4 +1,4 @@
-"""Every GPU op at small odd shapes against the reference in float64, on a GPU or on what stands in for one."""
+"""Comparison of every GPU op at small odd shapes with the reference in float64, on a GPU or on a substitute for one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from frontier_llm.ops.reference import Scores
 from frontier_llm.ops.routing import Routing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# units in the last place: results in fp32 are sums of rounded numbers; one rounding is half a unit
+# Limits in units in the last place. One rounding is half a unit. Results in fp32 are sums of rounded numbers.
 FP32_LIMIT = 32.0
 ROUNDED_LIMIT = 1.0
-# two products in a row, each of inputs rounded to the type
+# Attention has two consecutive products, each with inputs rounded to the type.
 ATTENTION_LIMIT = 2.0
 EXTRAS = "ALiBi, documents"
 BOUNDED = "ALiBi, documents, soft cap, window"
@@ -27,9 +27,9 @@ BOUNDED = "ALiBi, documents, soft cap, window"
 
 @dataclass(frozen=True)
 class Check:
-    """A case, and how wrong it may be: in units in the last place of the largest element.
+    """A case with its error limit, in units in the last place of the largest element.
 
-    `part` chooses among the case's outputs and gradients.
+    `part` selects the outputs and gradients of the case to which the limit applies.
     """
 
     case: Case
@@ -39,7 +39,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case: the largest error in units in the last place, or what went wrong."""
+    """Result of a case: the largest error in units in the last place, or an error message (`fault`)."""
 
     op: str
     dtype: str
@@ -50,21 +50,21 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Within the limit, without a fault."""
+        """True if the error is within the limit and no exception was raised."""
         return not self.fault and self.error <= self.limit
 
 
 def units(got: Tensor, expected: Tensor) -> float:
-    """The largest error in units in the last place of the largest element; NaN is infinitely wrong."""
+    """Return the largest error, in units in the last place of the largest element; infinite for NaN."""
     error = (got.double() - expected.double()).abs().max().item()
     scale = expected.abs().max().item() or 1.0
     return error / scale / torch.finfo(got.dtype).eps if error == error else float("inf")
 
 
 def checks(dtype: torch.dtype) -> Iterator[Check]:
-    """Every op in every variant, first with sizes that are multiples of 16, then without.
+    """Yield a check for every op and variant, first with sizes that are multiples of 16, then with other sizes.
 
-    All code objects of a type are among them.
+    Together the checks use all code objects of a type.
     """
     limit = FP32_LIMIT if dtype is torch.float32 else ROUNDED_LIMIT
     for odd in (0, 3):
@@ -72,14 +72,14 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
             yield Check(case, limit)
         for case in _weighted(dtype, 1104 - odd):
             yield Check(case, limit, slice(0, -1))
-            # the weights' gradient is a sum in fp32
+            # the gradient of the row weights is a sum in fp32
             yield Check(case, FP32_LIMIT, slice(-1, None))
     if dtype is torch.float32:
         for case in _routers():
             yield Check(case, FP32_LIMIT)
         return
     for odd in (0, 3):
-        # groups of no, few and more rows than a block has; depth and width in whole blocks and in parts
+        # groups with no rows, few rows, and more rows than a block; depth and width with complete and partial blocks
         ends = torch.tensor((0, 5, 135, 135, 168), dtype=torch.int32)
         yield Check(catalogue.grouped_linear(dtype, ends, 80 - odd, 144 - odd), limit)
         yield Check(catalogue.grouped_gradient(dtype, ends, 80 - odd, 144 - odd), FP32_LIMIT)
@@ -88,7 +88,7 @@ def checks(dtype: torch.dtype) -> Iterator[Check]:
 
 
 def _pointwise(dtype: torch.dtype, odd: int) -> Iterator[Case]:
-    """Ops bound by memory; each size is shorter by `odd`."""
+    """Yield cases of memory-bound ops. Each size is reduced by `odd`."""
     for rows, columns in ((35, 80 - odd), (3, 2064 - odd), (3, 8208 - odd)):
         yield catalogue.rms_norm(dtype, rows, columns)
         yield catalogue.add_norm(dtype, rows, columns, kind="layernorm", bias=True)
@@ -107,7 +107,7 @@ def _pointwise(dtype: torch.dtype, odd: int) -> Iterator[Case]:
     yield catalogue.accumulate(dtype, 66000 - odd)
     yield catalogue.sum_of_squares(dtype, 66000 - odd)
     for residual in (True, False):
-        # a lane's features are an eighth of a row apart
+        # the distance between the eight features of a lane is an eighth of a row
         yield catalogue.drop(dtype, 5, 2, 2176 - odd, residual=residual)
     yield catalogue.embedding(dtype, 1040 - odd)
 
@@ -119,7 +119,7 @@ def _weighted(dtype: torch.dtype, width: int) -> Iterator[Case]:
 
 
 def _routers() -> Iterator[Case]:
-    """Each size in each convention."""
+    """Yield each number of experts with each convention for scores and weights."""
     for experts, top_k in ((16, 4), (13, 1), (256, 16), (100, 6), (512, 8), (1021, 8)):
         for sigmoid, normalise, biased in (
             (False, True, False),
@@ -151,7 +151,7 @@ def _attentions(dtype: torch.dtype) -> Iterator[Case]:
                 scores=scores,
                 kind=kind,
             )
-    # 40 queries, which with documents see some or none of the keys
+    # 40 queries. With documents, a query sees some of the keys or none.
     for keys, offset, head_dim, kind in (
         (70, 30, 128, ""),
         (70, 90, 64, ""),
@@ -177,7 +177,7 @@ def _attentions(dtype: torch.dtype) -> Iterator[Case]:
 def _scores(
     kind: str, heads: int, head_dim: int, documents: Tensor, key_documents: Tensor | None = None, offset: int = 0
 ) -> Scores:
-    """The scores of a kind: none, EXTRAS or BOUNDED."""
+    """Return the `Scores` for a kind: '', EXTRAS or BOUNDED."""
     if not kind:
         return Scores(head_dim**-0.5, offset=offset)
     return Scores(
@@ -192,7 +192,7 @@ def _scores(
 
 
 def check(ops: GpuOps, device: str, dtypes: Sequence[str] = tuple(DTYPES)) -> Iterator[Result]:
-    """Run every case on a device, in these types. A case that raises becomes a result with a fault."""
+    """Run every case on a device, in these types. A case that raises FrontierError gives a result with a fault."""
     for dtype in dtypes:
         with torch.device(device):
             of_type = list(checks(DTYPES[dtype]))

@@ -1,6 +1,6 @@
-"""The C++ ops of csrc/cpu behind the face, for fp32 and bf16 on the CPU.
+"""The C++ ops of csrc/cpu, for fp32 and bf16 on the CPU.
 
-Shapes and meaning are those of `ops.reference`. Import this module only after `native.load_cpu_library()` returned ''.
+Shapes and meaning as in `ops.reference`. Import this module only after `native.load_cpu_library()` returned ''.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from frontier_llm.ops.routing import Routing
 
 _native: Any = torch.ops.frontier_llm
 
-# fp32 products of at most so many rows go to torch: 3.3, 1.8 and 1.2 times as fast as our kernel at 1, 2 and 4 rows,
-# equal at 8
+# fp32 products with at most this number of rows use torch. It is 3.3, 1.8 and 1.2 times as fast as our kernel with 1, 2
+# and 4 rows, and equally fast with 8.
 FEW_ROWS = 4
 
 
 class CpuOps(DifferentiableOps):
-    """The face's functions over torch.ops.frontier_llm. Attention: 4.8 times as fast as SDPA's CPU kernel in bf16
-    (docs/benchmarks/ops.md).
+    """The ops of `ops.reference` on top of torch.ops.frontier_llm.
+
+    In bf16, attention is 4.8 times as fast as SDPA's CPU kernel (docs/benchmarks/ops.md).
     """
 
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
-        """In blocks of 64 x 64 scores."""
+        """Compute attention in blocks of 64 x 64 scores."""
         extras = _extras(scores)
         o_SBaD, logsumexp_BaS = _native.attention(q_SBaD, k_SBgD, v_SBgD, *extras, *_numbers(scores))
         return Attended(q_SBaD, k_SBgD, v_SBgD, o_SBaD, logsumexp_BaS, *extras)
 
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         q, k, v, o, logsumexp, *extras = saved
         return _native.attention_backward(grad_o, q, k, v, o, logsumexp, *extras, *_numbers(scores))
 
     def attention_block(self, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over one stretch of keys."""
+        """Return output and log-sum-exp over one range of keys."""
         saved = self.attention_forward(q_SBaD, kv_KBgD[0], kv_KBgD[1], scores)
         return saved.o, saved.logsumexp
 
@@ -54,20 +55,20 @@ class CpuOps(DifferentiableOps):
         logsumexp_BaS: Tensor,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What one stretch of keys adds to the gradients."""
+        """Return the contributions of one range of keys to the gradients of q, k and v."""
         saved = Attended(q_SBaD, kv_KBgD[0], kv_KBgD[1], o_SBaD, logsumexp_BaS.contiguous(), *_extras(scores))
         return self.attention_backward(grad_SBaD, saved, scores)
 
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Output, total, mean and scale."""
+        """Return output, total, mean and scale."""
         return _native.norm(x, residual, weight, bias, kind.eps, kind.centred)
 
     def norm_backward(
         self, grad: Tensor, grad_total: Tensor | None, saved: Normed
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of the total, the weight and the bias."""
+        """Return the gradients of the total, the weight and the bias."""
         return _native.norm_backward(
             grad, grad_total, saved.total, saved.weight, saved.mean, saved.scale, saved.has_bias
         )
@@ -79,20 +80,20 @@ class CpuOps(DifferentiableOps):
     gelu_backward = staticmethod(_native.gelu_backward)
 
     def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
-        """residual + x with features dropped, in one pass; the mask is in registers alone."""
+        """Return residual + dropout(x) in one pass. The mask exists only in registers."""
         residual = None if residual_SBH is None else residual_SBH.detach()
         return _native.drop(
             x_SBH.detach(), residual, mask.signed_key, mask.threshold, mask.scale, mask.samples_B, mask.positions_S
         )
 
     def cross_entropy_stats(self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
-        """stats_3N of this vocabulary shard, read from the logits in their own type."""
+        """Return stats_3N of this vocabulary shard. The logits are not converted to another type."""
         return _native.cross_entropy_stats(rows_in_order(logits_Nv), targets_N.long().contiguous(), first_vocab)
 
     def cross_entropy_backward_(
         self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor
     ) -> Tensor:
-        """The gradient in the logits' own memory (in a copy when their rows are not contiguous)."""
+        """Return the gradient in the logits' memory, or in a copy if their rows are not contiguous."""
         targets_N = targets_N.long().contiguous()
         with torch.no_grad():
             return _native.cross_entropy_backward_(
@@ -112,7 +113,7 @@ class CpuOps(DifferentiableOps):
         weights_out: Tensor,
         update: AdamWUpdate,
     ) -> None:
-        """Unscale, clip, AdamW and the rounded copy of the weights in one pass over fp32 slices."""
+        """Unscale, clip, update, and write the rounded weights, in one pass over fp32 slices."""
         _native.adamw_(
             master.detach(),
             grad.detach().float(),
@@ -129,22 +130,24 @@ class CpuOps(DifferentiableOps):
         )
 
     def sum_of_squares(self, x: Tensor) -> Tensor:
-        """Sum of x² as a 0-dim fp64 tensor; the same on any number of threads."""
+        """Return the sum of x² as a 0-dim fp64 tensor. It does not depend on the number of threads."""
         return _native.sum_of_squares(x.detach())
 
     def linear(self, x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
-        """x @ weightᵀ + bias; see `linear_input_gradient` for why fp32 has its own kernel, which packs too much for
-        a few rows.
+        """Return x @ weightᵀ + bias.
+
+        fp32 has its own kernel for the reason given in `linear_input_gradient`. Up to FEW_ROWS rows use torch, because
+        the kernel first packs its operands, which costs too much for a few rows.
         """
         if x.dtype != torch.float32 or x.shape[:-1].numel() <= FEW_ROWS:
             return F.linear(x, weight_ok, bias_o)
         return _Linear.apply(x, weight_ok, bias_o, self)
 
     def linear_input_gradient(self, grad_output: Tensor, weight_ok: Tensor) -> Tensor:
-        """grad_output @ weight.
+        """Return grad_output @ weight.
 
-        fp32 products go through our own kernel: torch hands them to MKL, which on AMD CPUs stays on AVX2 (115 GFLOP/s
-        against 255 on one Zen 5 core); bf16 goes to oneDNN, which is as fast as ours.
+        fp32 products use our own kernel. torch would call MKL, which uses only AVX2 on AMD CPUs (115 GFLOP/s instead
+        of 255 on one Zen 5 core). bf16 products use torch with oneDNN, which is as fast as our kernel.
         """
         if grad_output.dtype != torch.float32:
             return grad_output @ weight_ok
@@ -153,57 +156,59 @@ class CpuOps(DifferentiableOps):
         return out_Nk.view(*grad_output.shape[:-1], weight_ok.shape[1])
 
     def accumulate_weight_gradient_(self, main_grad_ok: Tensor, grad_output_No: Tensor, x_Nk: Tensor) -> None:
-        """main_grad += grad_outputᵀ @ x: the product is added to the fp32 buffer as it leaves the registers."""
+        """Add grad_outputᵀ @ x to main_grad. The product is added from registers and never stored by itself."""
         grad_output_No = grad_output_No.detach().reshape(-1, grad_output_No.shape[-1])
         _native.gemm(grad_output_No.t(), x_Nk.detach().reshape(-1, x_Nk.shape[-1]), main_grad_ok, True)
 
     def grouped_linear(self, x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-        """All groups in one call, in bf16 too: oneDNN is as fast on one shape, but prepares itself anew for each
-        number of rows.
+        """Return the products of all groups in one call.
+
+        bf16 uses our kernel too. oneDNN is as fast for one shape, but its preparation is repeated for each number of
+        rows.
         """
         return _native.grouped_product(x_Mk.detach(), weight_Eok.detach().transpose(1, 2), ends_E)
 
     def grouped_input_gradient(self, grad_Mo: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-        """grad @ weight[e]."""
+        """Return grad @ weight[e] for the rows of each group e."""
         return _native.grouped_product(grad_Mo.detach(), weight_Eok.detach(), ends_E)
 
     def accumulate_grouped_gradient_(
         self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor
     ) -> None:
-        """main_grad[e] += gradᵀ @ x."""
+        """Add gradᵀ @ x over the rows of each group e to main_grad[e]."""
         _native.accumulate_grouped_gradient_(main_grad_Eok, grad_Mo.detach(), x_Mk.detach(), ends_E)
 
     def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
-        """Copies where a row has one place; else its sum stays in registers."""
+        """Copy rows if each has one place. Otherwise sum each row in registers."""
         return _native.gather_rows(x_NH.detach(), places_Mf)
 
     def route_forward(
         self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, weights and experts, token after token."""
+        """Return scores, weights and experts. Tokens are processed one after the other."""
         return _native.route(logits_NE, bias_E, routing.top_k, routing.sigmoid, routing.normalise, routing.scale)
 
     def route_backward(
         self, grad_scores_NE: Tensor, grad_weights_Nk: Tensor, scores_NE: Tensor, experts_Nk: Tensor, routing: Routing
     ) -> Tensor:
-        """The logits' gradient."""
+        """Return the gradient of the logits."""
         return _native.route_backward(
             grad_scores_NE, grad_weights_Nk, scores_NE, experts_Nk, routing.sigmoid, routing.normalise, routing.scale
         )
 
     def accumulate_(self, main_grad: Tensor, grad: Tensor) -> None:
-        """main_grad += grad, widening as it adds."""
+        """Add grad to main_grad. grad is converted to fp32 during the addition."""
         _native.accumulate_(main_grad, grad.detach())
 
     def embedding_backward_(
         self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int
     ) -> None:
-        """Scatter-add of rows, in the order of the tokens."""
+        """Add each token's gradient to the token's row, in the order of the tokens."""
         _native.embedding_backward_(main_grad_vH, token_ids_N, grad_N_H.detach(), first_vocab)
 
 
 def _extras(scores: Scores) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """ALiBi's slopes and the documents of queries and of keys, as the kernels read them."""
+    """Return ALiBi's slopes and the documents of queries and keys, in the types that the kernels read."""
     slopes_a = scores.alibi_slopes_a
     of_queries = scores.documents_BS
     if slopes_a is not None:
@@ -227,7 +232,7 @@ class _Linear(Function):
         ctx.ops = ops
         rows = x.shape[:-1].numel()
         shape = x.shape[:-1] + weight_ok.shape[:1]
-        # allocated in its final shape: a view that leaves an autograd function may not be summed in place over tp
+        # Allocated in its final shape. If it were a view, autograd would not allow the in-place sum over tp.
         out = x.new_empty(shape) if bias_o is None else bias_o.expand(shape).contiguous()
         _native.gemm(x.reshape(rows, x.shape[-1]), weight_ok.t(), out.view(rows, shape[-1]), bias_o is not None)
         return out

@@ -1,4 +1,4 @@
-"""Attention by torch's scaled_dot_product_attention with cuDNN first. Untested here for want of a GPU."""
+"""Attention with torch's scaled_dot_product_attention, which tries cuDNN first. It has never run on a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from frontier_llm.ops import sdpa
 
 from .reference import Scores
 
-# what cuDNN does not take (a head dim, a type) goes to the next
+# If cuDNN does not support a head dim or a type, torch uses the next back-end.
 _ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
-    """See `sdpa.attention`."""
+    """Return causal attention o_SBaD, as `sdpa.attention`."""
     with sdpa_kernel(_ORDER, set_priority=True):
         return sdpa.attention(q_SBaD, k_SBgD, v_SBgD, scores)

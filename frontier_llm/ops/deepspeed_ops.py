@@ -1,5 +1,6 @@
-"""Which of DeepSpeed's own ops are prebuilt here, and which a run would compile at run time. Imports neither
-DeepSpeed nor torch.
+"""DeepSpeed's own ops: which are prebuilt in this installation, and which a run would compile at run time.
+
+This module imports neither DeepSpeed nor torch.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from frontier_llm.config import RunConfig
 from frontier_llm.errors import Problem
 
 BUILD_COMMAND = "scripts/build_deepspeed_ops.sh"
-PIN_BACKEND = "DS_PIN_MEMORY_BACKEND"  # DeepSpeed's variable; `native` pins host memory by an op of DeepSpeed
+PIN_BACKEND = "DS_PIN_MEMORY_BACKEND"  # DeepSpeed's variable; `native` pins host memory with an op of DeepSpeed
 
-# Every op that a DeepSpeed run can load with the settings that this project knows, and what loads it (DeepSpeed
-# 0.19.8).
+# Every op that a DeepSpeed run can load with the settings that this project supports, and the feature that loads it
+# (DeepSpeed 0.19.8).
 LOADED_BY = {
     "fused_adam": "DeepSpeed's own Adam on a GPU",
     "cpu_adam": "DeepSpeed's own Adam with its state on the host",
@@ -27,7 +28,7 @@ LOADED_BY = {
 
 
 def op_states() -> dict[str, str]:
-    """Op -> 'prebuilt for cuda', or why it is not prebuilt. Empty if DeepSpeed is not installed."""
+    """Map each op to 'prebuilt for cuda' or the reason why it is not prebuilt. Empty if DeepSpeed is not installed."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return {}
@@ -37,7 +38,10 @@ def op_states() -> dict[str, str]:
 
 
 def run_ops(config: RunConfig, variables: Mapping[str, str]) -> list[str]:
-    """The ops that this run loads. With our formulas and ZeRO-1 that is `pin_memory` at most."""
+    """Return the DeepSpeed ops that this run loads.
+
+    The optimizer uses this project's formulas and ZeRO-1, so that at most `pin_memory` is needed.
+    """
     if config.optimizer.engine != "deepspeed":
         return []
     from frontier_llm.config.deepspeed import given_settings
@@ -49,7 +53,7 @@ def run_ops(config: RunConfig, variables: Mapping[str, str]) -> list[str]:
 
 
 def missing_ops(config: RunConfig, variables: Mapping[str, str]) -> Iterator[Problem]:
-    """A Problem for each op that the run would compile, if the run forbids that."""
+    """Yield a Problem for each op that the run would compile, if ops.no_jit forbids compiling."""
     if not config.ops.no_jit:
         return
     states = op_states()
@@ -63,7 +67,7 @@ def missing_ops(config: RunConfig, variables: Mapping[str, str]) -> Iterator[Pro
 
 
 def _installed(path: Path) -> dict[str, Any]:
-    """What DeepSpeed's installation has recorded of itself: name -> value."""
+    """Return the facts that DeepSpeed's installation has recorded: name -> value."""
     if not path.is_file():
         return {}
     values = {}
@@ -74,7 +78,10 @@ def _installed(path: Path) -> dict[str, Any]:
 
 
 def _state(folder: Path, built: Mapping[str, Any], op: str) -> str:
-    """DeepSpeed loads a prebuilt op only for the accelerator and the torch (major.minor) that it was built for."""
+    """Return an op's state.
+
+    DeepSpeed loads a prebuilt op only with the accelerator and the torch version (major.minor) of its build.
+    """
     if not built.get("installed_ops", {}).get(op) or not any(folder.glob(f"ops/*/{op}_op*.so")):
         return "not prebuilt"
     torch_version = ".".join(importlib.metadata.version("torch").split(".")[:2])

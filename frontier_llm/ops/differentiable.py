@@ -1,8 +1,7 @@
-"""Autograd around a back-end's forward and backward calls: written once for the C++ ops of the CPU and the prebuilt
-kernels of the GPU.
+"""Autograd for a back-end's forward and backward functions, shared by the CPU's C++ ops and the GPU's prebuilt kernels.
 
-A back-end derives from `DifferentiableOps` and gives the plain calls. None of them may know autograd, and all are
-called without a graph.
+A back-end derives from `DifferentiableOps` and implements the abstract methods. They are called without a graph and
+must not use autograd.
 """
 
 from __future__ import annotations
@@ -20,29 +19,30 @@ from frontier_llm.ops.routing import Routing
 
 
 class Attended(NamedTuple):
-    """What attention keeps for its backward: everything as the kernels read it, so that no copy or conversion is
-    made twice.
+    """Tensors that attention saves for its backward.
+
+    They have the layout and the type that the kernels read, so that no copy or conversion is repeated.
     """
 
     q: Tensor  # [S, B, a, D]
-    k: Tensor  # [S, B, g, D], as v
-    v: Tensor
-    o: Tensor  # as q
+    k: Tensor  # [S, B, g, D]
+    v: Tensor  # [S, B, g, D]
+    o: Tensor  # [S, B, a, D]
     logsumexp: Tensor  # [B, a, S or more]
     slopes: Tensor | None  # [a]
     documents: Tensor | None  # [B, S or more]
-    key_documents: Tensor | None = None  # [B, K]; None = those of the queries
+    key_documents: Tensor | None = None  # [B, K]; None = the documents of the queries
 
 
 class NormKind(NamedTuple):
-    """RMSNorm, or (centred) LayerNorm."""
+    """RMSNorm, or LayerNorm if `centred`."""
 
     centred: bool
     eps: float
 
 
 class Normed(NamedTuple):
-    """What a norm keeps for its backward; the weight is of the input's type."""
+    """Tensors that a norm saves for its backward. The weight has the input's type."""
 
     total: Tensor  # the input, with the residual if there was one
     weight: Tensor
@@ -53,75 +53,82 @@ class Normed(NamedTuple):
 
 
 class DifferentiableOps(ABC):
-    """The face's differentiable ops over the calls that a back-end gives. Shapes and meaning are those of
-    `ops.reference`.
+    """The differentiable ops, built from a back-end's forward and backward functions.
+
+    Shapes and meaning as in `ops.reference`.
     """
 
     def attention(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
-        """Causal attention; saves the logarithm of each row's sum, not the scores."""
+        """Return causal attention. It saves each row's log-sum-exp, not the scores."""
         return _Attention.apply(q_SBaD, k_SBgD, v_SBgD, scores, self)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dim."""
+        """Return RMSNorm over the last dim."""
         return _Norm.apply(x, None, weight, None, NormKind(False, eps), self)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """LayerNorm over the last dim."""
+        """Return LayerNorm over the last dim."""
         return _Norm.apply(x, None, weight, bias, NormKind(True, eps), self)
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str
     ) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual) in one pass."""
+        """Return (norm(x + residual), x + residual), computed in one pass."""
         centred = kind == "layernorm"
         return _Norm.apply(x, residual, weight, bias if centred else None, NormKind(centred, eps), self)
 
     def rope(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-        """Rotate-half embedding; the backward turns the gradient back by the same angles."""
+        """Return the rotary embedding (rotate-half). The backward rotates the gradient by the negative angles."""
         return _Rope.apply(x_SBaD, cos_SR, sin_SR, self)
 
     def rotated_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys turned, and values; the backward writes the projection's gradient once."""
+        """Return rotated queries, rotated keys, and values. The backward writes the projection's gradient once."""
         return _Heads.apply(qkv_SBgqD, cos_SR, sin_SR, self)
 
     def swiglu(self, x_2f: Tensor, weights: Tensor | None = None) -> Tensor:
-        """silu(gate) * up; saves its inputs alone."""
+        """Return silu(gate) * up. It saves only its inputs."""
         return _Swiglu.apply(x_2f, weights, self)
 
     def gelu(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None = None) -> Tensor:
-        """GELU of x + bias; saves x and bias, not their sum."""
+        """Return GELU of x + bias. It saves x and bias, not their sum."""
         return _Gelu.apply(x, bias, approximate, weights, self)
 
     def route(self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, weights and experts in one pass; saves the scores and who was chosen."""
+        """Return scores, weights and experts, computed in one pass. It saves the scores and the chosen experts."""
         return _Route.apply(logits_NE, None if bias_E is None else bias_E.detach(), routing, self)
 
     @abstractmethod
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
-        """The output, and what the backward needs."""
+        """Return the output and the other tensors for the backward."""
 
     @abstractmethod
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v. Of `scores` only what is no tensor counts: those are in `saved`."""
+        """Return the gradients of q, k and v. Slopes and documents come from `saved`, not from `scores`."""
 
     @abstractmethod
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Output, and `Normed`'s total, mean and scale. Weight and bias are of x's type and contiguous."""
+        """Return the output, and total, mean and scale of `Normed`.
+
+        Weight and bias have x's type and are contiguous.
+        """
 
     @abstractmethod
     def norm_backward(
         self, grad: Tensor, grad_total: Tensor | None, saved: Normed
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of the total, and in fp32 of the weight and of the bias (of no meaning without one)."""
+        """Return the gradients of the total, the weight and the bias; the last two in fp32.
+
+        The bias' gradient is ignored if the norm has no bias.
+        """
 
     @abstractmethod
     def rotate(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float) -> Tensor:
-        """rope by sign times the angles."""
+        """Return `reference.rope` with the angles times `sign`."""
 
     def split_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `reference.rotated_heads`."""
+        """Return rotated queries, rotated keys, and values, as `reference.rotated_heads`."""
         q_SBaD = qkv_SBgqD[:, :, :, :-2].flatten(2, 3)
         k_SBgD = qkv_SBgqD[:, :, :, -2]
         return (
@@ -131,7 +138,7 @@ class DifferentiableOps(ABC):
         )
 
     def join_heads(self, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-        """The gradient of the projection."""
+        """Return the projection's gradient from the gradients of the results of `split_heads`."""
         grad_q_SBgqD = self.rotate(grad_q, cos_SR, sin_SR, -1.0).unflatten(2, (grad_k.shape[2], -1))
         return torch.cat(
             (grad_q_SBgqD, self.rotate(grad_k, cos_SR, sin_SR, -1.0)[:, :, :, None], grad_v[:, :, :, None]), dim=-2
@@ -139,37 +146,40 @@ class DifferentiableOps(ABC):
 
     @abstractmethod
     def swiglu_forward(self, x_2f: Tensor, weights: Tensor | None) -> Tensor:
-        """silu(gate) * up, times each row's weight."""
+        """Return silu(gate) * up, times each row's weight."""
 
     @abstractmethod
     def swiglu_backward(self, grad: Tensor, x_2f: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gradients of x, and in fp32 of the weights (of no meaning without them)."""
+        """Return the gradients of x and, in fp32, of the weights. The latter is ignored if `weights` is None."""
 
     @abstractmethod
     def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None) -> Tensor:
-        """GELU of x + bias, which is of x's type and contiguous, times each row's weight."""
+        """Return GELU of x + bias, times each row's weight. The bias has x's type and is contiguous."""
 
     @abstractmethod
     def gelu_backward(
         self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of x, and in fp32 of the bias and the weights (of no meaning without them)."""
+        """Return the gradients of x and, in fp32, of the bias and the weights.
+
+        The gradient of a bias or of weights that are None is ignored.
+        """
 
     @abstractmethod
     def route_forward(
         self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `reference.route`."""
+        """Return scores, weights and experts, as `reference.route`."""
 
     @abstractmethod
     def route_backward(
         self, grad_scores_NE: Tensor, grad_weights_Nk: Tensor, scores_NE: Tensor, experts_Nk: Tensor, routing: Routing
     ) -> Tensor:
-        """The logits' gradient."""
+        """Return the gradient of the logits."""
 
 
 def rows_in_order(logits_Nv: Tensor) -> Tensor:
-    """The logits without a graph, in their own memory unless the numbers of a row lie apart."""
+    """Return the logits without a graph, with contiguous rows. They are copied only if a row is not contiguous."""
     logits_Nv = logits_Nv.detach()
     return logits_Nv if logits_Nv.stride(1) == 1 or logits_Nv.shape[1] == 1 else logits_Nv.contiguous()
 

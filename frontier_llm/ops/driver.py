@@ -1,5 +1,6 @@
-"""The GPU's own driver, through csrc/gpu_launcher.cpp: loads a code object and launches it on torch's current device
-and stream.
+"""Interface to the GPU driver through csrc/gpu_launcher.cpp.
+
+It loads code objects and launches them on torch's current device and stream.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from frontier_llm.errors import BackendError
 from frontier_llm.libraries import DIRECTORY, load_library
 
 LAUNCHER = DIRECTORY / "libgpu_launcher.so"
-SLOT_BYTES = 8  # of each argument, which stands at its slot's start
+SLOT_BYTES = 8  # size of each argument's slot; the argument is at the start of its slot
 
-Argument = Tensor | int | float | None  # of a kernel
+Argument = Tensor | int | float | None  # argument of a kernel
 Grid = tuple[int, int, int]
 
 
 class LaunchError(Exception):
-    """A code object cannot be loaded or launched so; the text is the driver's own where the driver refused."""
+    """A code object cannot be loaded or launched. If the driver reported an error, the text is the driver's."""
 
     def __init__(self, what: str, fix: str = "") -> None:
         super().__init__(what)
@@ -34,7 +35,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Code:
-    """One code object, and what each of its launches is given."""
+    """One code object, and the parameters that all its launches share."""
 
     path: Path
     symbol: str
@@ -44,14 +45,15 @@ class Code:
 
 
 class Driver(Protocol):
-    """What runs code objects: a GPU, or what stands in its place."""
+    """Interface for running code objects, on a GPU or on a simulator of one."""
 
     def device(self) -> int:
-        """Index of the device whose memory the kernels read; -1 is the CPU's."""
+        """Return the index of the device whose memory the kernels read; -1 for the CPU."""
 
     def load(self, device: int, code: Code, image: bytes) -> int:
-        """A handle of the function in a code object; raises LaunchError. `image`, what the file holds, must outlive
-        it.
+        """Return a handle of the function in a code object. Raises LaunchError.
+
+        `image` is the content of the file. It must stay in memory as long as the handle is used.
         """
 
     def launch(
@@ -63,21 +65,23 @@ class Driver(Protocol):
         slots: bytes,
         arguments: Mapping[str, Argument],
     ) -> None:
-        """Run a loaded function; `slots` are its arguments, SLOT_BYTES each, which `arguments` has by name. Raises
-        LaunchError.
+        """Run a loaded function. Raises LaunchError.
+
+        `slots` has the arguments in binary form, SLOT_BYTES each. `arguments` has the same arguments by name.
         """
 
 
 class GpuDriver:
-    """libamdhip64 ("hip") or libcuda ("cuda"), found at run time; raises BackendError when it or the launcher is
-    missing.
+    """The driver libamdhip64 ("hip") or libcuda ("cuda"), found at run time.
+
+    Raises BackendError if the driver or the launcher is missing.
     """
 
     def __init__(self, vendor: str) -> None:
         self._library = _open(vendor)
 
     def device(self) -> int:
-        """Torch's current device."""
+        """Return the index of torch's current device."""
         return torch.cuda.current_device()
 
     def load(self, device: int, code: Code, image: bytes) -> int:
@@ -120,8 +124,9 @@ class GpuDriver:
 
 
 def architecture_of_device(device: int = 0) -> str:
-    """'gfx90a', 'sm_90' …: the name under which this GPU's kernels are built. Minor versions of NVIDIA's sm_8x run
-    sm_80's code.
+    """Return the architecture for which this GPU's kernels are built: 'gfx90a', 'sm_90' …
+
+    All minor versions of NVIDIA's sm_8x execute the code of sm_80.
     """
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
@@ -133,7 +138,7 @@ def architecture_of_device(device: int = 0) -> str:
 
 @cache
 def _open(vendor: str) -> ctypes.CDLL:
-    """The launcher with the vendor's driver opened; raises BackendError when either is missing."""
+    """Load the launcher and open the vendor's driver. Raises BackendError if either is missing."""
     launch = [ctypes.c_int, ctypes.c_void_p, *5 * [ctypes.c_uint32], ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]
     functions: dict[str, tuple[Any, list[Any]]] = {
         "frontier_gpu_error": (ctypes.c_char_p, []),
@@ -150,5 +155,5 @@ def _open(vendor: str) -> ctypes.CDLL:
 
 
 def _last_error(library: ctypes.CDLL) -> str:
-    """What went wrong in this thread's last call."""
+    """Return the error message of this thread's last call."""
     return str(library.frontier_gpu_error().decode())

@@ -1,9 +1,8 @@
-"""Numbers that depend on where they are used alone, by a counter-based generator; and the op that drops features by
-them.
+"""Counter-based random numbers, and dropout with them.
 
-Philox 4x32-10 (Salmon et al. 2011) turns a counter and a key into four 32-bit words, whoever asks and in whatever
-order. So initial weights (`model/initialize.py`) and dropout's masks are the same in every layout, and a recomputed
-layer draws the masks of the first time again.
+Philox 4x32-10 (Salmon et al. 2011) maps a counter and a key to four 32-bit words. The words do not depend on the rank
+or on the order of the calls. Initial weights (`model/initialize.py`) and dropout masks are therefore the same in every
+layout, and a recomputed layer gets the same masks again.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ HALVES_PER_BLOCK = 8  # 4 words of 32 bits
 
 
 def stream_key(seed: int, name: str) -> int:
-    """64 bits for each seed and name."""
+    """Return a 64-bit key for a seed and a name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
 
 
 def philox(low: Tensor, key: int, high: Tensor | None = None) -> list[Tensor]:
-    """The four 32-bit words of each block, as i64; its counter is low + 2^64 high, both below 2^63, `key` has 64
-    bits.
+    """Return the four 32-bit words of each block, as i64.
+
+    A block's counter is low + 2^64 high, both below 2^63. `key` has 64 bits.
     """
     low, high = torch.broadcast_tensors(low, torch.zeros_like(low) if high is None else high)
     c0 = low & WORD
@@ -40,7 +40,7 @@ def philox(low: Tensor, key: int, high: Tensor | None = None) -> list[Tensor]:
     k0 = key & WORD
     k1 = key >> 32
     for _ in range(_ROUNDS):
-        # i64 products wrap around like unsigned ones; shifting them gives copies of the sign, which the mask takes away
+        # i64 products wrap around like unsigned ones. Shifting copies the sign bit, and the mask removes these copies.
         first = c0 * _MULTIPLIERS[0]
         second = c2 * _MULTIPLIERS[1]
         c0 = ((second >> 32) & WORD).bitwise_xor_(c1).bitwise_xor_(k0)
@@ -54,31 +54,29 @@ def philox(low: Tensor, key: int, high: Tensor | None = None) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which features of which tokens are set to 0: a function of the key, of each token's sample and position in it,
-    and of the feature.
-    """
+    """Dropout mask: a function of the key, each token's sample and position in the sample, and the feature."""
 
-    key: int  # of the run's seed and the place in the model
-    threshold: int  # of 2^16: the rate
+    key: int  # made from the run's seed and the place in the model
+    threshold: int  # dropout rate times 2^16.
     samples_B: Tensor  # i64, numbers of the samples in the run's data
-    positions_S: Tensor  # i64, of the rows that are dropped from, wherever this rank holds them
+    positions_S: Tensor  # i64, positions in the sample, of the rows to which dropout is applied
 
     @property
     def signed_key(self) -> int:
-        """The same 64 bits as kernels are given them."""
+        """The key's 64 bits as a signed integer, as kernels take it."""
         return self.key - (self.key >> 63 << 64)
 
     @property
     def scale(self) -> float:
-        """What the others are multiplied by, so that nothing changes on average."""
+        """Factor of the kept features, which keeps the expected value unchanged."""
         return 1 / (1 - self.threshold / 2**16)
 
 
 def kept_features(mask: Mask, features: int) -> Tensor:
-    """(S, B, H), False where a feature is dropped.
+    """Return a mask of shape (S, B, H), False for dropped features.
 
-    Block j of a token's counters gives the halves of features j, j + n, j + 2n … of n = H / 8: neighbours in memory are
-    drawn by neighbouring blocks.
+    Block j of a token gives the 16-bit halves for the features j, j + n, j + 2n … Here n is H / 8 rounded up. Features
+    that are neighbours in memory therefore belong to neighbouring blocks.
     """
     blocks = -(-features // HALVES_PER_BLOCK)
     low_S1n = (mask.positions_S << 32)[:, None, None] + torch.arange(blocks, device=mask.positions_S.device)
@@ -88,8 +86,9 @@ def kept_features(mask: Mask, features: int) -> Tensor:
 
 
 def drop(x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
-    """residual + x with features set to 0 and the others scaled up (Srivastava et al. 2014), rounded once. Its
-    backward is itself, without a residual.
+    """Return residual + dropout(x), rounded once (Srivastava et al. 2014).
+
+    Kept features are multiplied by `mask.scale`. The backward of dropout is `drop` itself, without a residual.
     """
     with torch.no_grad():
         dtype = statistics_dtype(x_SBH.dtype)

@@ -1,4 +1,4 @@
-"""The flash-attn package (on ROCm its CK or Triton build) behind the face. Untested here for want of a GPU."""
+"""Attention with the flash-attn package (on ROCm its CK build). It has never run on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .reference import Scores
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
-    """Causal attention; documents go through the variable-length entry, so each must be one stretch of its sequence."""
+    """Return causal attention o_SBaD.
+
+    Documents use flash-attn's variable-length function, so that each document must be contiguous in its sequence.
+    """
     import flash_attn  # type: ignore[import-not-found, unused-ignore]
 
     options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": True}
@@ -29,7 +32,10 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
 
 
 def document_starts(documents_BS: Tensor) -> tuple[Tensor, int]:
-    """cu_seqlens of the runs of equal ids in the flattened (B, S) (int32, with the end), and the longest run."""
+    """Return flash-attn's cu_seqlens (int32, with the end) and the length of the longest document.
+
+    A document is a run of equal ids in one row of (B, S). cu_seqlens are positions in the flattened tensor.
+    """
     first_BS = torch.ones_like(documents_BS, dtype=torch.bool)
     first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     starts = torch.cat(

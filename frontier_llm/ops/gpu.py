@@ -1,6 +1,6 @@
-"""The Triton ops behind the face: shapes, strides and grids for the prebuilt kernels.
+"""The Triton ops: arguments and grids for the prebuilt kernels.
 
-Shapes and meaning are those of `ops.reference`. `Kernels` runs them: prebuilt code objects, or Triton's interpreter in
+Shapes and meaning as in `ops.reference`. `Kernels` runs the kernels: prebuilt code objects, or Triton's interpreter in
 tests.
 """
 
@@ -17,8 +17,8 @@ from frontier_llm.ops.gpu_routing import GpuRouting
 from frontier_llm.ops.kernel_table import NORM_BLOCKS, ROPE_BLOCKS
 from frontier_llm.ops.reference import AdamWUpdate
 
-_PROGRAMS = 240  # that fill a GPU: two for each of the 110 to 132 compute units of a GCD or a Hopper
-_MOST_ROWS = 32  # of a strip: then its partial sums are a 32nd of what it reads
+_PROGRAMS = 240  # number that fills a GPU: about two for each of the 110 to 132 compute units of a GCD or a Hopper.
+_MOST_ROWS = 32  # rows of a strip; its partial sums then have 1/32 of the numbers that it reads
 
 
 def _blocks(count: int, block: int) -> int:
@@ -26,10 +26,10 @@ def _blocks(count: int, block: int) -> int:
 
 
 def rows_per_strip(rows: int, column_blocks: int = 1) -> int:
-    """Rows whose partial sums of a weight's or bias' gradient one program keeps: fewer where rows are few, so that all
-    compute units have work.
+    """Return the number of rows whose weight or bias gradients one program sums.
 
-    A microbatch of 2048 tokens over tp 8 with sequence parallelism has 256 rows: 128 programs of 2, not 8 of 32.
+    It is smaller if there are few rows, so that all compute units have work. For example, a microbatch of 2048 tokens
+    over tp 8 with sequence parallelism has 256 rows. These are 128 programs with 2 rows instead of 8 programs with 32.
     """
     return max(1, min(_MOST_ROWS, _blocks(rows * column_blocks, _PROGRAMS)))
 
@@ -39,7 +39,7 @@ def _in_order(weights: Tensor | None) -> Tensor | None:
 
 
 def _partial_weights(weights: Tensor | None, column_blocks: int, device: torch.device) -> Tensor:
-    """What each block of columns adds to the gradient of each row's weight."""
+    """Allocate the partial gradients of the row weights: one row per block of columns."""
     return torch.empty(
         1 if weights is None else column_blocks,
         0 if weights is None else weights.numel(),
@@ -53,14 +53,14 @@ def _summed(partial: Tensor) -> Tensor:
 
 
 def _norm_variant(kind: NormKind, columns: int) -> tuple[str, str]:
-    """Suffix of the kernels' names and the variant for rows of this length."""
+    """Return the suffix of the kernels' names, and the variant, for rows of this length."""
     name = "layernorm" if kind.centred else "rmsnorm"
     block = next((block for block in NORM_BLOCKS if columns <= block), None)
     return ("_long", name) if block is None else ("", f"{name}-{block}")
 
 
 def _rope_variant(cos_SR: Tensor) -> str:
-    """Of kernels that turn heads by these angles."""
+    """Return the variant of the rotating kernels for these angles. Raises BackendError if there are too many."""
     half = cos_SR.shape[-1]
     if half > ROPE_BLOCKS[-1]:
         raise BackendError(
@@ -71,12 +71,12 @@ def _rope_variant(cos_SR: Tensor) -> str:
 
 
 class GpuOps(GpuAttention, GpuRouting):
-    """The face's functions over one set of kernels."""
+    """The ops of `ops.reference` on top of one set of kernels."""
 
     def norm_forward(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, kind: NormKind
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Output, total, mean and scale."""
+        """Return output, total, mean and scale."""
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         columns = x.shape[-1]
@@ -109,8 +109,9 @@ class GpuOps(GpuAttention, GpuRouting):
     def norm_backward(
         self, grad: Tensor, grad_total: Tensor | None, saved: Normed
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of the total, the weight and the bias: in one kernel, but in two where a row is longer than a
-        block.
+        """Return the gradients of the total, the weight and the bias.
+
+        One kernel computes all of them, or two kernels if a row is longer than a block.
         """
         total, weight, mean, scale, kind, _ = saved
         grad = grad.contiguous()
@@ -180,7 +181,7 @@ class GpuOps(GpuAttention, GpuRouting):
         return grad_x, sums[0], sums[-1]
 
     def rotate(self, x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor, sign: float) -> Tensor:
-        """rope by sign times the angles."""
+        """Return `reference.rope` with the angles times `sign`. Raises BackendError if there are too many angles."""
         x_SBaD = x_SBaD if x_SBaD.stride(-1) == 1 else x_SBaD.contiguous()
         cos_SR = cos_SR.float().contiguous()
         sin_SR = sin_SR.float().contiguous()
@@ -214,14 +215,14 @@ class GpuOps(GpuAttention, GpuRouting):
         return out
 
     def split_heads(self, qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v in one pass."""
+        """Return rotated queries, rotated keys, and values, computed in one pass."""
         sequence, batch, groups, members, head_dim = qkv_SBgqD.shape
         q, k, v = (qkv_SBgqD.new_empty(sequence, batch, groups * count, head_dim) for count in (members - 2, 1, 1))
         self._heads("split", qkv_SBgqD.contiguous(), (q, k, v), cos_SR, sin_SR)
         return q, k, v
 
     def join_heads(self, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-        """The projection's gradient in one pass."""
+        """Return the projection's gradient, computed in one pass."""
         sequence, batch, groups, head_dim = grad_k.shape
         grad_qkv = grad_q.new_empty(sequence, batch, groups, grad_q.shape[2] // groups + 2, head_dim)
         self._heads("join", grad_qkv, (grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()), cos_SR, sin_SR)
@@ -259,7 +260,7 @@ class GpuOps(GpuAttention, GpuRouting):
         )
 
     def swiglu_forward(self, x_2f: Tensor, weights: Tensor | None) -> Tensor:
-        """silu(gate) * up, times each row's weight."""
+        """Return silu(gate) * up, times each row's weight."""
         x_2f = x_2f.contiguous()
         out = torch.empty(*x_2f.shape[:-2], x_2f.shape[-1], dtype=x_2f.dtype, device=x_2f.device)
         grid = self._rows_grid(out, "swiglu_forward", "any")
@@ -277,7 +278,7 @@ class GpuOps(GpuAttention, GpuRouting):
         return out
 
     def swiglu_backward(self, grad: Tensor, x_2f: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gradients of x and the weights."""
+        """Return the gradients of x and of the row weights."""
         grad = grad.contiguous()
         x_2f = x_2f.contiguous()
         grad_x = torch.empty_like(x_2f)
@@ -300,7 +301,7 @@ class GpuOps(GpuAttention, GpuRouting):
         return grad_x, _summed(partial)
 
     def gelu_forward(self, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None) -> Tensor:
-        """GELU of x + bias, times each row's weight."""
+        """Return GELU of x + bias, times each row's weight."""
         x = x.contiguous()
         variant = "tanh" if approximate else "erf"
         has_bias = int(bias is not None)
@@ -324,7 +325,7 @@ class GpuOps(GpuAttention, GpuRouting):
     def gelu_backward(
         self, grad: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of x, the bias and the weights."""
+        """Return the gradients of x, the bias and the row weights."""
         grad = grad.contiguous()
         x = x.contiguous()
         variant = "tanh" if approximate else "erf"
@@ -358,7 +359,7 @@ class GpuOps(GpuAttention, GpuRouting):
         return grad_x, partial.sum(0), _summed(partial_weights)
 
     def drop(self, x_SBH: Tensor, residual_SBH: Tensor | None, mask: Mask) -> Tensor:
-        """residual + x with features dropped, in one pass; the mask is in registers alone."""
+        """Return residual + dropout(x), computed in one pass. The mask exists only in registers."""
         x = x_SBH.detach().contiguous()
         residual = None if residual_SBH is None else residual_SBH.detach().contiguous()
         sequence, batch, columns = x.shape
@@ -389,7 +390,7 @@ class GpuOps(GpuAttention, GpuRouting):
         return x.numel() // max(1, x.shape[-1]), _blocks(x.shape[-1], self.kernels.block(kernel, variant, "BLOCK")), 1
 
     def cross_entropy_stats(self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
-        """stats_3N of this vocabulary shard."""
+        """Return stats_3N of this vocabulary shard."""
         logits_Nv = rows_in_order(logits_Nv)
         rows, columns = logits_Nv.shape
         stats_3N = torch.empty(3, rows, dtype=torch.float32, device=logits_Nv.device)
@@ -411,8 +412,8 @@ class GpuOps(GpuAttention, GpuRouting):
     def cross_entropy_backward_(
         self, logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor
     ) -> Tensor:
-        """The gradient in the logits' own memory (in a copy when their rows are not contiguous)."""
-        # the target's logit is read by the program that overwrites it and by no other
+        """Return the gradient in the logits' memory, or in a copy if their rows are not contiguous."""
+        # In place is safe: only the program that overwrites the target's logit reads it.
         logits_Nv = rows_in_order(logits_Nv)
         rows, columns = logits_Nv.shape
         grid = (rows, _blocks(columns, self.kernels.block("cross_entropy_backward", "any", "BLOCK")), 1)
@@ -432,13 +433,14 @@ class GpuOps(GpuAttention, GpuRouting):
         return logits_Nv
 
     def grouped_linear(self, x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-        """x @ weight[e]ᵀ; bf16 and fp16. The host knows no group's rows: there are programs for as many blocks as
-        any ends could ask for.
+        """Return x @ weight[e]ᵀ for the rows of each group e, in bf16 or fp16.
+
+        The host does not read `ends_E`. The grid has enough programs for any distribution of the rows over groups.
         """
         return self._grouped_product(x_Mk, weight_Eok, ends_E, "linear", weight_Eok.shape[1])
 
     def grouped_input_gradient(self, grad_Mo: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-        """grad @ weight[e]."""
+        """Return grad @ weight[e] for the rows of each group e."""
         return self._grouped_product(grad_Mo, weight_Eok, ends_E, "input-gradient", weight_Eok.shape[2])
 
     def _grouped_product(self, x: Tensor, weight_Eok: Tensor, ends_E: Tensor, variant: str, columns: int) -> Tensor:
@@ -465,7 +467,7 @@ class GpuOps(GpuAttention, GpuRouting):
     def accumulate_grouped_gradient_(
         self, main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor
     ) -> None:
-        """main_grad[e] += gradᵀ @ x, summed in registers over the group's rows."""
+        """Add gradᵀ @ x over the rows of each group e to main_grad[e]. The rows are summed in registers."""
         groups, outputs, inputs = main_grad_Eok.shape
         height, width = (self.kernels.block("grouped_weight_gradient", "any", f"BLOCK_{side}") for side in "NK")
         self.kernels.launch(
@@ -482,7 +484,10 @@ class GpuOps(GpuAttention, GpuRouting):
         )
 
     def gather_rows(self, x_NH: Tensor, places_Mf: Tensor) -> Tensor:
-        """Each row's sum in registers: whoever is written to reads, so nothing is zeroed and nothing races."""
+        """Return the sum of x's rows for each row of places.
+
+        Each program reads all terms of its output row. The output needs no zeroing and no atomics.
+        """
         x = x_NH.detach().contiguous()
         rows, fan = places_Mf.shape
         columns = x_NH.shape[1]
@@ -509,12 +514,13 @@ class GpuOps(GpuAttention, GpuRouting):
         weights_out: Tensor,
         update: AdamWUpdate,
     ) -> None:
-        """Unscale, clip, AdamW and the rounded copy of the weights in one pass; a grad_scale on the device costs no
-        synchronisation.
+        """Unscale, clip, update, and write the rounded weights, in one pass.
+
+        A grad_scale on the device needs no synchronisation.
         """
         scale = update.grad_scale
-        # a number is filled in by the device: copied from the host, the host would wait for all that the device has
-        # before it
+        # The device fills in a number. If the number were copied from the host, the host would wait for all earlier
+        # work of the device.
         grad_scale = (
             scale.float()
             if isinstance(scale, Tensor)
@@ -544,7 +550,7 @@ class GpuOps(GpuAttention, GpuRouting):
         )
 
     def sum_of_squares(self, x: Tensor) -> Tensor:
-        """Sum of x² as a 0-dim fp64 tensor; in a fixed order, so it is reproducible."""
+        """Return the sum of x² as a 0-dim fp64 tensor. The order of the sum is fixed, so that it is reproducible."""
         x = x.detach().contiguous()
         per_program = 65536
         partial = torch.empty(_blocks(x.numel(), per_program), dtype=torch.float64, device=x.device)
@@ -561,7 +567,7 @@ class GpuOps(GpuAttention, GpuRouting):
         return partial.sum()
 
     def accumulate_(self, main_grad: Tensor, grad: Tensor) -> None:
-        """main_grad += grad."""
+        """Add grad to main_grad."""
         grid = (_blocks(main_grad.numel(), self.kernels.block("accumulate", "any", "BLOCK")), 1, 1)
         grad = grad.detach().contiguous()
         self.kernels.launch(
@@ -571,7 +577,10 @@ class GpuOps(GpuAttention, GpuRouting):
     def embedding_backward_(
         self, main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int
     ) -> None:
-        """Scatter-add of rows in the order of the tokens, by a stable sort and no atomics."""
+        """Add each token's gradient to the token's row, in the order of the tokens.
+
+        A stable sort of the tokens makes atomics unnecessary.
+        """
         rows_N, order_N = torch.sort(token_ids_N.reshape(-1).long() - first_vocab, stable=True)
         vocab_rows, columns = main_grad_vH.shape
         grid = (rows_N.numel(), _blocks(columns, self.kernels.block("embedding_backward", "any", "BLOCK")), 1)

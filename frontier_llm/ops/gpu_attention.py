@@ -1,6 +1,4 @@
-"""Flash attention on the prebuilt kernels: layouts without copies, grids, and the three kernels of the backward
-pass.
-"""
+"""Flash attention with the prebuilt kernels: strides, grids, and the three kernels of the backward pass."""
 
 from __future__ import annotations
 
@@ -19,14 +17,16 @@ from frontier_llm.ops.reference import Scores
 
 
 class GpuAttention(DifferentiableOps):
-    """The face's attention over one set of kernels."""
+    """The attention ops of `ops.reference` on top of one set of kernels."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
 
     def attention_forward(self, q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Attended:
-        """See `reference.attention`, and `reference.attention_block`. Raises BackendError for a head dim that no
-        kernel has.
+        """Compute `reference.attention` or `reference.attention_block`.
+
+        `logsumexp` is in base 2 and padded. Raises BackendError for a head dim without a kernel, and for a negative
+        `scores.offset`.
         """
         q = _readable(q_SBaD)
         k = _readable(k_SBgD)
@@ -77,7 +77,7 @@ class GpuAttention(DifferentiableOps):
         )
 
     def attention_backward(self, grad_o: Tensor, saved: Attended, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         q, k, v, o, logsumexp, slopes, documents, key_documents = saved
         grad_o = _readable(grad_o)
         delta = torch.empty_like(logsumexp)
@@ -149,7 +149,7 @@ class GpuAttention(DifferentiableOps):
         return grad_q, grad_k, grad_v
 
     def attention_block(self, q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
-        """See `reference.attention_block`."""
+        """Return output and log-sum-exp over one range of keys."""
         saved = self.attention_forward(q_SBaD, kv_KBgD[0], kv_KBgD[1], scores)
         return saved.o, saved.logsumexp[:, :, : len(q_SBaD)] * math.log(2)
 
@@ -162,11 +162,11 @@ class GpuAttention(DifferentiableOps):
         logsumexp_BaS: Tensor,
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `reference.attention_block_backward`."""
+        """Return the contributions of one range of keys to the gradients of q, k and v."""
         q = _readable(q_SBaD)
         k, v = map(_readable, kv_KBgD)
         o = _readable(o_SBaD)
-        # of rows past the sequence, and of those that see nothing, whose probabilities are to be 0
+        # Infinite for rows past the sequence and for rows that see no keys, so that their probabilities are 0.
         logsumexp = torch.nan_to_num(
             logsumexp_BaS.float() / math.log(2), nan=math.nan, neginf=math.inf, posinf=math.inf
         )
@@ -176,8 +176,9 @@ class GpuAttention(DifferentiableOps):
 
 
 def _extras(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Slopes and the documents of queries and keys, as the kernels read them: one variant has all, so each gets its
-    neutral value.
+    """Return slopes and the documents of queries and keys, as the kernels read them.
+
+    One kernel variant has all of these options. An option that is not used gets its neutral value.
     """
     slopes = scores.alibi_slopes_a
     documents = scores.documents_BS
@@ -192,8 +193,10 @@ def _extras(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor | None, Tensor
 
 
 def _numbered(x_SBaD: Tensor, documents_BS: Tensor | None) -> Tensor:
-    """Documents with room for whole blocks. Numbers within a row are small, so exact in fp32, where a difference and
-    its size are one instruction each.
+    """Return documents as fp32, padded to complete blocks.
+
+    The numbers within a row are small and therefore exact in fp32. A difference and its absolute value take one
+    instruction each in fp32.
     """
     sequence, batch = x_SBaD.shape[:2]
     if documents_BS is None:
@@ -202,13 +205,13 @@ def _numbered(x_SBaD: Tensor, documents_BS: Tensor | None) -> Tensor:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x itself when the kernels' 16-byte accesses can read it where it is, else a contiguous copy."""
+    """Return x itself if the kernels' 16-byte accesses can read it, otherwise a contiguous copy."""
     fits = x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     return x if fits else x.contiguous()
 
 
 def _padded(sequence: int) -> int:
-    """Positions that per-row statistics have room for, as the kernels' _padded."""
+    """Return the padded length of per-row statistics, as `_padded` in triton/attention.py."""
     return -(-sequence // ROWS_PER_PAD) * ROWS_PER_PAD
 
 
@@ -218,7 +221,7 @@ def _variant(head_dim: int, extras: bool = False, softcap: float = 0.0) -> str:
 
 
 def _numbers(scores: Scores, q: Tensor, k: Tensor) -> dict[str, float]:
-    window = scores.window or scores.offset + len(q)  # as far as the last query sees
+    window = scores.window or scores.offset + len(q)  # without a window: all positions that the last query sees
     lengths = {"sequence": len(q), "keys": len(k), "offset": scores.offset}
     return {"scale": scores.scale, "softcap": scores.softcap, "window": window, **lengths}
 
@@ -227,8 +230,8 @@ _STRIDES = {name: (f"{name}_s", f"{name}_b", f"{name}_a") for name in ("q", "k",
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """Sequence, batch and head stride of each tensor, under the kernels' names for them."""
+    """Return sequence, batch and head stride of each tensor, by the names of the kernels' arguments."""
     named: dict[str, int] = {}
     for name, x in tensors.items():
-        named.update(zip(_STRIDES[name], x.stride(), strict=False))  # without the last, which is 1
+        named.update(zip(_STRIDES[name], x.stride(), strict=False))  # without the last stride, which is 1
     return named

@@ -1,4 +1,4 @@
-"""A router's choice on the GPU: whole rows of logits in registers, a few tokens to a program."""
+"""Routing on the GPU. A program keeps the complete rows of logits of a few tokens in registers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _variant(experts: int, top_k: int) -> str:
 
 
 class GpuRouting(DifferentiableOps):
-    """What `GpuOps` does for routers."""
+    """The routing ops of `GpuOps`."""
 
     kernels: Kernels
 
     def route_forward(
         self, logits_NE: Tensor, bias_E: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, weights and experts; whoever has more experts than a program holds is told so."""
+        """Return scores, weights and experts. Raises BackendError for more experts or choices than the kernel has."""
         rows, count = logits_NE.shape
         top_k = routing.top_k
         scores = torch.empty_like(logits_NE)
@@ -61,7 +61,7 @@ class GpuRouting(DifferentiableOps):
     def route_backward(
         self, grad_scores_NE: Tensor, grad_weights_Nk: Tensor, scores_NE: Tensor, experts_Nk: Tensor, routing: Routing
     ) -> Tensor:
-        """The logits' gradient."""
+        """Return the gradient of the logits."""
         rows, count = scores_NE.shape
         top_k = routing.top_k
         grad_logits = torch.empty_like(scores_NE)

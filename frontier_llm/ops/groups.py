@@ -1,5 +1,6 @@
-"""The reference of rows on their way to experts and back, and of products over groups of them: the tokens of one
-expert after the other.
+"""Reference implementations for experts: gathering rows of tokens, and matrix products over groups of rows.
+
+A group has the tokens of one expert. Groups are stored one after the other.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from frontier_llm.ops.dtypes import statistics_dtype
 
 
 def gather_rows(x_NH: Tensor, places_Mf: Tensor) -> Tensor:
-    """Of each row of places (int64) the sum of those rows of x that it names, (M, H), in fp32 (fp64) and rounded once;
-    -1 names none.
+    """Return, for each row of `places_Mf` (int64), the sum of the rows of x with these indices, shape (M, H).
 
-    One place each is a gather. Its backward is the same over where each row has gone.
+    The index -1 adds nothing. The sum is in fp32 (fp64) and rounded once. One index per row is a plain gather. Its
+    backward is `gather_rows` with the indices to which each row of x was copied.
     """
     padded = torch.cat((x_NH, x_NH.new_zeros(1, *x_NH.shape[1:])))
     rows_MfH = padded[places_Mf]
@@ -24,10 +25,10 @@ def gather_rows(x_NH: Tensor, places_Mf: Tensor) -> Tensor:
 
 
 def grouped_linear(x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-    """x @ weight[e]ᵀ for the rows of each group e, which stand one after the other; ends[e] (int32, on x's device) is
-    the row past its last.
+    """Return x @ weight[e]ᵀ for the rows of each group e.
 
-    What rows behind the last group give is not said.
+    Groups are stored one after the other. ends[e] (int32, on x's device) is the index after the last row of group e.
+    Output rows after the last group are undefined.
     """
     y_Mo = x_Mk.new_empty(len(x_Mk), weight_Eok.shape[1])
     for group, rows in _groups(ends_E):
@@ -36,19 +37,19 @@ def grouped_linear(x_Mk: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def grouped_input_gradient(grad_Mo: Tensor, weight_Eok: Tensor, ends_E: Tensor) -> Tensor:
-    """grad @ weight[e] for each group's rows: what `grouped_linear` passes back to its input."""
+    """Return grad @ weight[e] for the rows of each group e: the input gradient of `grouped_linear`."""
     return grouped_linear(grad_Mo, weight_Eok.transpose(1, 2), ends_E)
 
 
 def accumulate_grouped_gradient_(main_grad_Eok: Tensor, grad_Mo: Tensor, x_Mk: Tensor, ends_E: Tensor) -> None:
-    """main_grad[e] += gradᵀ @ x over each group's rows, summed in main_grad's type."""
+    """Add gradᵀ @ x over the rows of each group e to main_grad[e], summed in main_grad's type."""
     dtype = main_grad_Eok.dtype
     for group, rows in _groups(ends_E):
         main_grad_Eok[group].addmm_(grad_Mo[rows].t().to(dtype), x_Mk[rows].to(dtype))
 
 
 def _groups(ends_E: Tensor) -> list[tuple[int, slice]]:
-    """(group, its rows) of those that have any. On a GPU the host waits for this."""
+    """Return (group, its rows) of each group that has rows. On a GPU the host waits for `ends_E`."""
     ends = ends_E.tolist()
     return [
         (group, slice(begin, end))

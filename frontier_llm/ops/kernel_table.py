@@ -1,8 +1,8 @@
-"""Every GPU kernel that is built: its variants, and the block sizes chosen for each architecture. Its arguments are its
-source's to say.
+"""Table of all GPU kernels: their variants, and the block sizes for each architecture.
 
-The build reads this to compile, the runtime to launch: neither tunes nor guesses. A variant is named by
-(kernel, dtype, variant name); `T` among the argument types stands for the dtype. No torch and no Triton here.
+Argument names and types are parsed from the kernels' sources. The build compiles from this table, and the runtime
+launches from it. Neither of them tunes. A variant is identified by (kernel, dtype, variant name). `T` in an argument
+type stands for the dtype. This module imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Architecture:
-    """A GPU that kernels are built for. A core is AMD's compute unit or NVIDIA's SM: 4 SIMDs with 512 registers a
-    lane each.
+    """A GPU architecture for which kernels are built.
+
+    A core is AMD's compute unit or NVIDIA's SM. It has 4 SIMDs with 512 registers per lane each.
     """
 
     backend: str  # "hip" or "cuda"
-    target: str | int  # Triton's name
+    target: str | int  # Triton's name of the architecture
     wave: int  # threads of a wave or warp
     block_shared_bytes: int  # LDS or shared memory that one block may have
     core_shared_bytes: int
-    block_overhead_bytes: int  # shared memory that the driver keeps for itself per block
+    block_overhead_bytes: int  # shared memory per block that the driver reserves
     max_waves: int  # per SIMD
     options: tuple[tuple[str, int], ...] = ()  # for Triton's compiler
 
     def waves_per_simd(self, warps: int, registers: int, shared_bytes: int) -> float:
-        """Waves of one kernel that a SIMD holds at a time: what registers, shared memory and the hardware's limit
-        leave.
+        """Return the number of waves of one kernel that fit on a SIMD.
+
+        The limits are registers, shared memory, and the hardware's maximum.
         """
         by_registers = min(self.max_waves, 512 // (-(-registers // 8) * 8)) * 4 // warps
         by_shared = self.core_shared_bytes // max(1, shared_bytes + self.block_overhead_bytes)
         return min(by_registers, by_shared) * warps / 4
 
 
-# AMD CDNA2 and CDNA3 instruction set guides; CUDA C++ programming guide, table of compute capabilities
+# Sources: AMD's CDNA2 and CDNA3 instruction set guides; CUDA C++ programming guide, table of compute capabilities.
 ARCHITECTURES: dict[str, Architecture] = {
     "gfx90a": Architecture("hip", "gfx90a", 64, 65536, 65536, 0, 8, options=(("kpack", 2),)),
     "gfx942": Architecture("hip", "gfx942", 64, 65536, 65536, 0, 8),
@@ -52,19 +54,19 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 @dataclass(frozen=True)
 class Variant:
-    """Compile-time constants of one variant and how many warps run a block."""
+    """Compile-time constants of one variant, and the compiler's options for it."""
 
     constants: dict[str, int]
     warps: int
     stages: int = 1
     matrix: int = 0  # rows and columns of AMD's matrix instruction; 0: the compiler's choice
-    waves: int = 0  # per SIMD, for which AMD's compiler must leave registers; 0: its choice
-    strategy: str = ""  # of LLVM's scheduler on AMD; "": its choice
+    waves: int = 0  # waves per SIMD for which AMD's compiler limits the registers; 0: the compiler's choice
+    strategy: str = ""  # strategy of LLVM's scheduler on AMD; "": LLVM's default
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a Triton function, in whose signature it stands as Triton writes types: "*T:16", "i32" …
+    """One argument of a Triton function. The function's signature has its type in Triton's notation: "*T:16", "i32" …
 
     `by16` (":16"): the aligned build assumes a multiple of 16 (bytes of an address, or the integer itself).
     """
@@ -76,10 +78,11 @@ class Argument:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One Triton function: its arguments in order, without the constants.
+    """One Triton function with its arguments in order, without the compile-time constants.
 
-    Each variant is built once assuming its `by16` arguments (16-byte accesses: as fast as memory) and, except for
-    attention, once without. The launcher looks at the arguments and takes the one that fits.
+    Each variant has an aligned build, which assumes that its `by16` arguments are multiples of 16. It uses 16-byte
+    accesses, which reach the memory's bandwidth. All kernels except attention also have a build without this
+    assumption. The launcher selects a build by the values of the arguments.
     """
 
     name: str
@@ -88,25 +91,26 @@ class Kernel:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What T stands for. Products on the matrix units are of 16-bit numbers, a router's of none."""
+        """Types that T stands for. Kernels that use the matrix units have 16-bit inputs, and routing uses fp32."""
         if self.module == "routing":
             return ("fp32",)
         return ("bf16", "fp16") if self.module in ("attention", "grouped") else DTYPES
 
     @property
     def builds(self) -> tuple[bool, ...]:
-        """The alignments it is built for. What attention cannot read in 16-byte accesses is copied first."""
+        """Values of `aligned` with a build. Tensors that attention cannot read in 16-byte accesses are copied first."""
         return (True,) if self.module == "attention" else (True, False)
 
     def signature(self, dtype: str) -> dict[str, str]:
-        """Argument types with T put in."""
+        """Return the argument types with T replaced by `dtype`."""
         return {argument.name: argument.kind.replace("T", dtype) for argument in self.arguments}
 
 
 @cache
 def all_kernels() -> dict[str, Kernel]:
-    """Every kernel by name: the public functions of the sources, whose signatures are the one place where arguments
-    have order and type.
+    """Return every kernel by name: the public functions in ops/triton.
+
+    Their signatures are the only definition of the order and the types of the arguments.
     """
     kernels = {}
     for path in sorted((Path(__file__).parent / "triton").glob("*.py")):
@@ -123,25 +127,24 @@ def all_kernels() -> dict[str, Kernel]:
 
 
 class Blocks(NamedTuple):
-    """How a variant of attention is cut: BLOCK_M queries and BLOCK_N keys at a time; AHEAD (triton/attention.py; not
-    for grad_q); and see `Variant`.
-    """
+    """Block sizes and compiler options of a variant of attention. Fields without a comment are as in `Variant`."""
 
-    m: int
-    n: int
+    m: int  # BLOCK_M, number of queries
+    n: int  # BLOCK_N, number of keys
     warps: int
     stages: int = 1
     matrix: int = 0
     waves: int = 0
-    ahead: int = 0
+    ahead: int = 0  # AHEAD of triton/attention.py; attention_grad_q does not have it
     strategy: str = ""
 
 
-# By kernel and variant; where soft caps ("-softcap") have none, they take those of documents and ALiBi ("-extras"), and
-# these the plain variant's.
-# CDNA's are the best that `benchmarks/ops/tune_attention.py` found by simulation (docs/benchmarks/ops.md), NVIDIA's the
-# largest that the registers hold. A block's outer side must give each warp rows of its own: 4 warps with 32 x 32 matrix
-# instructions on 64 rows compute everything twice (tests/unit/ops/test_build.py).
+# Block sizes by kernel and variant. A missing "-softcap" variant uses the sizes of "-extras" (documents and ALiBi). A
+# missing "-extras" variant uses the sizes of the plain variant.
+# CDNA's sizes are the best that `benchmarks/ops/tune_attention.py` found by simulation (docs/benchmarks/ops.md).
+# NVIDIA's sizes are the largest that fit into the registers.
+# Each warp must have its own rows of a block's outer side. For example, 4 warps with 32 x 32 matrix instructions on 64
+# rows compute everything twice (tests/unit/ops/test_build.py).
 _AttentionBlocks = dict[str, dict[str, Blocks]]
 _DELTA = {"d64": Blocks(64, 0, 4), "d128": Blocks(64, 0, 4), "d256": Blocks(32, 0, 4)}
 _CDNA: _AttentionBlocks = {
@@ -168,8 +171,8 @@ _CDNA: _AttentionBlocks = {
     },
     "attention_delta": _DELTA,
 }
-# Triton's own two stages lay keys that are read across without a swizzle: eight lanes at a bank
-# (docs/benchmarks/ops.md). Hence AHEAD
+# AHEAD replaces Triton's second stage. With two stages, Triton stores keys that are read transposed without a swizzle,
+# so that eight lanes access the same bank of shared memory (docs/benchmarks/ops.md).
 _CDNA2_FORWARD = {
     "d64": Blocks(128, 32, 4, waves=3, ahead=1, strategy="max-ilp"),
     "d128": Blocks(128, 32, 4, waves=2, ahead=1, strategy="max-ilp"),
@@ -206,19 +209,20 @@ _HOPPER: _AttentionBlocks = {
 }
 ATTENTION_BLOCKS = {"gfx90a": _CDNA2, "gfx942": _CDNA, "sm_80": _AMPERE, "sm_90": _HOPPER}
 HEAD_DIMS = (64, 128, 256)
-ATTENTION_KINDS = ("", "-extras", "-softcap")  # the last bounds scores and knows a window beside the extras
-# of attention's per-row statistics and documents: a multiple of every block, which reads them whole and unmasked
+ATTENTION_KINDS = ("", "-extras", "-softcap")  # "-softcap" adds score capping and sliding windows to "-extras"
+# The length of attention's per-row statistics and documents is padded to a multiple of this. It is a multiple of every
+# block size, so that blocks are read completely and without a mask.
 ROWS_PER_PAD = 128
-ROPE_BLOCKS = (32, 64, 128)  # most rotated pairs of a head of rope's and heads' variants
-# most experts of route's variants, and of a token
+ROPE_BLOCKS = (32, 64, 128)  # highest number of rotated pairs of a head, by variant of rope and heads
+# highest number of experts, by variant of the routing kernels
 ROUTE_BLOCKS = (64, 256, 1024)
-MOST_CHOICES = 16
-# longest rows of norm_forward's and norm_backward's variants; longer ones have the *_long kernels
+MOST_CHOICES = 16  # highest number of experts of a token
+# Longest row of each variant of norm_forward and norm_backward. Longer rows use the *_long kernels.
 NORM_BLOCKS = (2048, 8192)
 
 
 def variants(kernel: str, architecture: str) -> dict[str, Variant]:
-    """Every variant of a kernel for an architecture, by name."""
+    """Return every variant of a kernel for an architecture, by name."""
     return dict(_variants(kernel, ATTENTION_BLOCKS[architecture], ARCHITECTURES[architecture].wave))
 
 

@@ -1,8 +1,7 @@
-"""What was built ahead of time for an architecture: its manifest, held to the sources and to every code object's
-digest.
+"""Manifest of an architecture's prebuilt kernels. It is compared with the sources and with each code object's digest.
 
-A manifest that is missing, stale or damaged is one BackendError that names the command to run; nothing is compiled
-instead.
+A manifest that is missing, stale or damaged raises a BackendError with the command that rebuilds it. Nothing is
+compiled at run time.
 """
 
 from __future__ import annotations
@@ -23,25 +22,29 @@ MANIFEST_VERSION = 3
 TABLE = "kernel_table.py"  # block sizes and variants of every kernel
 GPU_DIR = DIRECTORY / "gpu"
 
-# Which Tritons' code objects take two scratch pointers after their own arguments, which is what the launcher passes
-# (3.4 has one).
+# Versions of Triton whose kernels take two scratch pointers after their arguments. The launcher passes two; code
+# objects of Triton 3.4 have one.
 TRITON_FROM = (3, 5)
 TRITON_BEFORE = (4, 0)
 
 
 def build_command(architecture: str) -> str:
-    """What the user types to build the kernels of an architecture."""
+    """Return the command that builds the kernels of an architecture."""
     return f"pip install --no-deps msgpack pyelftools && python setup.py build_ops --arch {architecture}"
 
 
 def install_triton() -> str:
-    """How to get Triton. A torch for ROCm or CUDA has its own, whose files another Triton would overwrite."""
+    """Return the instruction for installing Triton.
+
+    It names an environment with a CPU build of torch. A torch for ROCm or CUDA includes its own Triton, whose files
+    the installation would overwrite.
+    """
     versions = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
     return f"in an environment whose torch is built for CPUs: pip install --no-deps 'triton{versions}'"
 
 
 def check_triton(version: str, architecture: str, where: str) -> None:
-    """Raises BackendError for a Triton whose code objects the launcher cannot start."""
+    """Raise BackendError for a version of Triton whose code objects the launcher cannot start."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not TRITON_FROM <= numbers < TRITON_BEFORE:
         wanted = f">={'.'.join(map(str, TRITON_FROM))},<{TRITON_BEFORE[0]}"
@@ -55,14 +58,20 @@ def check_triton(version: str, architecture: str, where: str) -> None:
 
 @cache
 def source_digests() -> dict[str, str]:
-    """sha256 of each file that code objects are built from, by file name: a manifest with other digests is stale."""
+    """Return the sha256 of each source file of the code objects, by file name.
+
+    A manifest with other digests is stale.
+    """
     here = Path(__file__).parent
     paths = [*sorted((here / "triton").glob("*.py")), here / TABLE]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def stale_kernels(built_from: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """(files that are not those of the build, kernels that they define). A changed table concerns every kernel."""
+    """Return (source files that have changed since the build, kernels that they define).
+
+    A changed kernel_table.py makes every kernel stale.
+    """
     now = source_digests()
     files = [name for name in sorted({*now, *built_from}) if now.get(name) != built_from.get(name)]
     kernels = [name for name, kernel in all_kernels().items() if TABLE in files or f"{kernel.module}.py" in files]
@@ -70,10 +79,10 @@ def stale_kernels(built_from: Mapping[str, str]) -> tuple[list[str], list[str]]:
 
 
 def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, Any]:
-    """The manifest of an architecture, checked against the sources and every code object's digest.
+    """Read the manifest of an architecture, and compare it with the sources and each code object's digest.
 
-    Raises BackendError for an architecture without prebuilt ops, a stale manifest, or damaged code objects (all of them
-    named).
+    Raises BackendError for an architecture without prebuilt ops, for an unreadable or stale manifest, and for damaged
+    code objects. The error lists all damaged files.
     """
     folder = folder or GPU_DIR / architecture
     path = folder / "manifest.json"
@@ -120,7 +129,10 @@ def read_manifest(architecture: str, folder: Path | None = None) -> dict[str, An
 
 
 def manifest_digest(architecture: str) -> str:
-    """sha256 of an architecture's manifest, which names the digest of every code object; '' without a manifest."""
+    """Return the sha256 of an architecture's manifest; '' without a manifest.
+
+    The manifest has the digest of every code object, so that this digest identifies all of them.
+    """
     path = GPU_DIR / architecture / "manifest.json"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
@@ -133,7 +145,7 @@ def _has_digest(path: Path, digest: str) -> bool:
 
 
 def prebuilt_architectures() -> dict[str, str]:
-    """State of the code objects of each architecture."""
+    """Return the state of each architecture's code objects as text: their number, or the error and its fix."""
     states = {}
     for architecture in ARCHITECTURES:
         try:
@@ -145,10 +157,10 @@ def prebuilt_architectures() -> dict[str, str]:
 
 
 def kernel_report(architecture: str) -> list[dict[str, Any]]:
-    """The built code objects of an architecture with the facts of their compilation; raises BackendError when there are
-    none.
+    """Return the manifest's entries of an architecture's code objects, with `waves_per_simd` added to each.
 
-    waves_per_simd is the occupancy that registers and shared memory allow (at most 8 on CDNA, 16 on NVIDIA).
+    waves_per_simd is the occupancy that registers and shared memory allow (at most 8 on CDNA, 16 on NVIDIA). Raises
+    BackendError if there are no code objects.
     """
     machine = ARCHITECTURES.get(architecture)
     if machine is None:

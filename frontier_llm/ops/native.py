@@ -1,4 +1,4 @@
-"""Finds and loads what setup.py built ahead of time; says why it is not there when it is not."""
+"""Loading of the C++ ops that setup.py built ahead of time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ CPU_LIBRARY = DIRECTORY / TORCH_OPS
 
 @functools.cache
 def load_cpu_library() -> str:
-    """Register the C++ ops under torch.ops.frontier_llm; returns '' or the reason why they are not available."""
+    """Register the C++ ops under torch.ops.frontier_llm. Return '', or the reason why they are not available."""
     if not CPU_LIBRARY.exists():
         return f"{CPU_LIBRARY.name} has not been built"
     try:
         torch.ops.load_library(str(CPU_LIBRARY))
     except OSError as error:
         return f"{CPU_LIBRARY.name} does not load into torch {torch.__version__}: {str(error).splitlines()[0]}"
-    # None: a library of before it recorded its sources
+    # None for a library that is too old to record its sources.
     built_from = getattr(torch.ops.frontier_llm, "built_from", None)
     sources = torch_ops_sources()
     if sources is not None and (built_from is None or built_from() != sources):
-        # a changed meaning of an argument has no other sign: such a library computes wrong numbers without an error
+        # If only the meaning of an argument changed, an old library would compute wrong numbers without an error.
         return f"{CPU_LIBRARY.name} was built from other sources than csrc/cpu holds now"
     return ""

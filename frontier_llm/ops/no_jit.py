@@ -1,9 +1,8 @@
-"""The no-JIT guard: once `forbid_jit()` was called, every known way to compile at run time is an error that names who
-asked.
+"""The no-JIT guard. After `forbid_jit()`, each known function that compiles at run time raises an error.
 
-A thousand ranks that each compile the same op at start-up cost minutes and a storm on the file system; kernels here are
-built ahead of time. Modules that are not imported yet are guarded when they are, so the guard costs no import of its
-own.
+The error names the caller. If a thousand ranks compile the same op at start-up, this takes minutes and overloads the
+file system. This project builds its kernels ahead of time. Modules that are not imported yet are guarded when they are
+imported, so that the guard itself imports only torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from frontier_llm.errors import BackendError
 
-# module → attributes that compile something when they are called
+# module → attributes that compile when they are called
 _COMPILERS: dict[str, tuple[str, ...]] = {
     "torch.utils.cpp_extension": ("load", "load_inline", "_jit_compile"),
     "triton": ("compile",),
@@ -42,11 +41,10 @@ _undo: list[Callable[[], None]] = []
 
 
 def forbid_jit() -> None:
-    """From here on compiling raises BackendError: torch's cpp_extension, Triton, DeepSpeed's op builders,
-    torch.compile.
+    """Make compiling raise BackendError: torch's cpp_extension, Triton, DeepSpeed's op builders, and torch.compile.
 
-    A function that was given to torch.compile raises when it is called, not when it is decorated: importing a module is
-    not compiling.
+    A function passed to torch.compile raises when it is called, not when it is decorated. Modules with such decorators
+    can therefore still be imported.
     """
     if _undo:
         return
@@ -89,7 +87,7 @@ def _guard(module: ModuleType) -> None:
 def _refusal(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def refuse(*arguments: Any, **_kwargs: Any) -> Any:
-        name = getattr(arguments[0], "name", "") if arguments else ""  # of DeepSpeed's op
+        name = getattr(arguments[0], "name", "") if arguments else ""  # name of a DeepSpeed op
         op = f" {name}" if isinstance(name, str) and name else ""
         raise BackendError(
             f"{_who_asked()} wants to compile{op} at run time ({what}), which ops.no_jit forbids",
@@ -100,14 +98,14 @@ def _refusal(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _deferred_compile(model: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """Stands in for torch.compile, with and without arguments."""
+    """Replacement of torch.compile, for use as a decorator with or without arguments."""
     if model is None:
         return _deferred_compile
     return _refusal(f"torch.compile of {getattr(model, '__qualname__', type(model).__name__)}", model)
 
 
 def _who_asked() -> str:
-    """The innermost caller that is no part of the compiling machinery itself."""
+    """Return the innermost caller outside the files in `_MACHINERY`."""
     for frame in reversed(traceback.extract_stack()):
         if not any(part in frame.filename for part in _MACHINERY):
             return f"{frame.name} ({frame.filename}:{frame.lineno})"
@@ -115,7 +113,7 @@ def _who_asked() -> str:
 
 
 class _GuardOnImport(importlib.abc.MetaPathFinder):
-    """Lets the other finders find a module and guards it as soon as it has been executed."""
+    """Import hook that lets the other finders find a module, and guards the module after its execution."""
 
     def __init__(self, pending: set[str]) -> None:
         self.pending = pending
@@ -128,7 +126,7 @@ class _GuardOnImport(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self.pending:
             return None
-        self.pending.discard(fullname)  # so that the search below does not come back here
+        self.pending.discard(fullname)  # otherwise find_spec below would call this method again
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

@@ -1,7 +1,6 @@
-"""The prebuilt GPU kernels: a launch picks the code object, packs its arguments and hands both to a driver. No Triton,
-no compiler.
+"""The prebuilt GPU kernels. A launch selects the code object, packs its arguments, and passes both to a driver.
 
-What exists comes from `ops.manifest`; what runs it is `ops.driver`.
+`ops.manifest` lists the code objects, and `ops.driver` runs them. Neither Triton nor a compiler is needed.
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ _SLOT = {"i32": "i4x", "i64": "q", "fp32": "f4x"}  # 8 bytes each; pointers are 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTED = {f"*{name}": dtype for dtype, name in _DTYPE_NAMES.items()}
 POINTED |= {"*fp64": torch.float64, "*i64": torch.int64, "*i32": torch.int32}
-_MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # of a grid, on either vendor
+_MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # largest grid, for both vendors
 
 
 class Kernels(Protocol):
-    """Where `ops.gpu` sends its launches: to the GPU, or in tests to Triton's interpreter."""
+    """Interface through which `ops.gpu` launches kernels, on the GPU or (in tests) in Triton's interpreter."""
 
     def block(self, kernel: str, variant: str, name: str) -> int:
-        """A compile-time constant of a variant: what the grid is computed from."""
+        """Return a compile-time constant of a variant. The grid is computed from it."""
 
     def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
-        """Run a variant over `grid` with the arguments that its source names."""
+        """Run a variant over `grid`. The names of the arguments are those in the kernel's source."""
 
 
 @dataclass(frozen=True)
 class _Variant:
-    """A variant's code objects (by whether they assume alignment) and what they take."""
+    """A variant's code objects, by whether they assume alignment, with the constants and arguments that they share."""
 
     codes: dict[bool, Code]
     constants: dict[str, int]
-    arguments: tuple[tuple[str, torch.dtype | None], ...]  # name, and what a pointer points to; None: a number
-    by16: tuple[int, ...]  # which of them the aligned code assumes to be multiples of 16
+    arguments: tuple[tuple[str, torch.dtype | None], ...]  # name, and element type of a pointer; None: a number
+    by16: tuple[int, ...]  # indices of the arguments that the aligned code assumes to be multiples of 16
     layout: struct.Struct
 
 
 def address_or_number(name: str, pointed: torch.dtype | None, value: Argument, device: int) -> int | float:
-    """What a kernel gets for an argument: a tensor's address (0 for None) or the number itself.
+    """Return the value that is passed to a kernel for an argument: a tensor's address (0 for None), or the number.
 
-    Raises BackendError for a tensor of another type or on another device (index, -1 is the CPU): the kernel would read
-    garbage.
+    `pointed` is the element type of a pointer, None for a number. `device` is the device's index, -1 for the CPU.
+    Raises BackendError for a tensor of another type or on another device, because the kernel would read wrong data.
     """
     if pointed is None:
         assert not isinstance(value, Tensor) and value is not None, name
@@ -72,7 +71,7 @@ def address_or_number(name: str, pointed: torch.dtype | None, value: Argument, d
 
 
 class PrebuiltKernels:
-    """The code objects of one architecture, loaded on first use on each device."""
+    """The code objects of one architecture. Each is loaded at its first use on a device."""
 
     def __init__(self, architecture: str, folder: Path | None = None, driver: Driver | None = None) -> None:
         folder = folder or GPU_DIR / architecture
@@ -87,15 +86,15 @@ class PrebuiltKernels:
             variant.codes[line["aligned"]] = code
         self._constants = {(kernel, name): variant.constants for (kernel, _, name), variant in self._variants.items()}
         self._functions: dict[tuple[int, Path], int] = {}
-        self._images: list[bytes] = []  # no driver promises to have copied a code object that it has loaded
+        self._images: list[bytes] = []  # kept, because drivers do not guarantee that they copy a loaded code object
         self._driver = driver or GpuDriver(ARCHITECTURES[architecture].backend)
 
     def block(self, kernel: str, variant: str, name: str) -> int:
-        """A compile-time constant of a variant."""
+        """Return a compile-time constant of a variant."""
         return self._constants[kernel, variant][name]
 
     def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
-        """Launch on the driver's device; raises BackendError with the driver's own words."""
+        """Launch on the driver's device. Raises BackendError with the driver's message."""
         if 0 in grid:
             return
         try:
@@ -125,8 +124,9 @@ class PrebuiltKernels:
         self._driver.launch(device, function, code, grid, slots, arguments)
 
     def load_any(self) -> None:
-        """Load one code object on the current device; raises BackendError where the driver refuses it, as it then
-        will them all.
+        """Load one code object on the current device, as a test for all of them.
+
+        Raises BackendError if the driver rejects it.
         """
         device = self._driver.device()
         codes = next(iter(self._variants.values())).codes
@@ -152,16 +152,19 @@ class PrebuiltKernels:
 
 @cache
 def kernels_of_this_gpu() -> PrebuiltKernels:
-    """Those of torch's first GPU; raises BackendError where there is none, or nothing was built for it."""
+    """Return the kernels for torch's first GPU.
+
+    Raises BackendError without a GPU, if no kernels were built for it, or if the driver rejects them.
+    """
     if not torch.cuda.is_available():
         raise BackendError("torch sees no GPU")
     kernels = PrebuiltKernels(architecture_of_device())
-    kernels.load_any()  # not only at the first launch: what cannot be used is said where the back-ends are chosen
+    kernels.load_any()  # so that unusable kernels are reported when back-ends are chosen, not at the first launch
     return kernels
 
 
 def _packed(variant: _Variant, values: Sequence[int | float], grid: Grid) -> bytes:
-    """SLOT_BYTES per argument; raises LaunchError for a number or a grid that the kernel cannot have."""
+    """Return the packed arguments, SLOT_BYTES each. Raises LaunchError for a number or a grid that is too large."""
     if grid[0] > _MOST_BLOCKS[0] or grid[1] > _MOST_BLOCKS[1] or grid[2] > _MOST_BLOCKS[2]:
         raise LaunchError(f"a grid has at most {_MOST_BLOCKS} blocks", "take a smaller batch.micro_batch")
     try:
@@ -175,7 +178,7 @@ def _packed(variant: _Variant, values: Sequence[int | float], grid: Grid) -> byt
 
 
 def _variant(line: Mapping[str, Any]) -> _Variant:
-    """What a line of the manifest says of all code objects of its variant."""
+    """Return the properties in a manifest entry that all code objects of its variant share, without code objects."""
     arguments: list[tuple[str, str, bool]] = line["arguments"]
     layout = struct.Struct("<" + "".join("Q" if kind.startswith("*") else _SLOT[kind] for _, kind, _ in arguments))
     by16 = tuple(index for index, (_, _, assumed) in enumerate(arguments) if assumed)

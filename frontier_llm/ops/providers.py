@@ -1,4 +1,4 @@
-"""The back-ends: which ops each has, for which devices and types, whether it is here, and how to get it."""
+"""The back-ends: their ops, devices and types, whether they are available, and how to build them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from frontier_llm.ops.reference import GROUPS, Op
 HALVES = frozenset({torch.bfloat16, torch.float16})
 LOW = HALVES | {torch.float32}
 ALL = LOW | {torch.float64}
-# what an attention has that serves stretches of a sequence
+# ops of a back-end whose attention supports parts of a sequence
 PARTS = frozenset({"attention_block", "attention_block_backward"})
 # "cuda" is also ROCm's name in torch
 CPU = frozenset({"cpu"})
@@ -30,17 +30,17 @@ GPU = frozenset({"cuda"})
 
 
 class AttentionNeeds(NamedTuple):
-    """What a run asks of attention beyond a sequence of one document."""
+    """Options of attention that a run needs, beyond plain causal attention over one document."""
 
-    documents: bool = False  # masked at their boundaries
-    parts: bool = False  # stretches of a sequence, with offsets and each row's log-sum-exp
-    window: bool = False  # a query sees only so many positions
-    alibi: bool = False  # a penalty by distance
-    softcap: bool = False  # scores are bounded softly
+    documents: bool = False  # masks at document boundaries
+    parts: bool = False  # queries and keys from different parts of a sequence, with each row's log-sum-exp
+    window: bool = False  # sliding window
+    alibi: bool = False  # ALiBi
+    softcap: bool = False  # soft cap of the scores
 
 
 class Refusal(NamedTuple):
-    """Why a back-end cannot serve, and what to run where that would mend it."""
+    """Reason why a back-end cannot be used, and the command that repairs it, if there is one."""
 
     why: str
     build: str = ""
@@ -52,7 +52,10 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Provider:
-    """One back-end. `missing` says why it cannot be used ('' when it can), `load` gives its functions by op name."""
+    """One back-end.
+
+    `missing` returns the reason why it is not available, or ''. `load` returns its functions by op name.
+    """
 
     name: str
     groups: tuple[str, ...]
@@ -61,13 +64,14 @@ class Provider:
     load: Callable[[], Mapping[str, Op]]
     version: Callable[[], str] = lambda: f"torch {torch.__version__}"
     missing: Callable[[], str | Refusal] = lambda: ""
-    build: str = ""  # what to run to get it
-    # why stretches of a sequence, which gather and ring need, are not for it here, or ''; None: never are
+    build: str = ""  # command that builds it
+    # Returns the reason why its attention cannot use parts of a sequence, or ''. None: it never can. Context
+    # parallelism with gather or ring needs parts.
     parts: Callable[[str, torch.dtype, AttentionNeeds], str] | None = None
-    windows: bool = True  # its attention serves sliding windows
-    softcaps: bool = False  # its attention bounds scores softly, and then serves windows too
-    required: bool = False  # `auto` does not pass over it where it is only missing
-    group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # where a group has fewer
+    windows: bool = True  # its attention supports sliding windows
+    softcaps: bool = False  # its attention supports soft caps; with a soft cap it then supports windows too.
+    required: bool = False  # if a build would make it available, `auto` reports an error instead of a slower back-end
+    group_dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)  # for groups with fewer types
 
     def refusal(
         self,
@@ -76,7 +80,7 @@ class Provider:
         dtype: torch.dtype,
         needs: AttentionNeeds | None = None,
     ) -> Refusal | None:
-        """Why this provider cannot serve `group` there."""
+        """Return the reason why this provider cannot be used for `group` on this device and type, or None."""
         if group not in self.groups:
             return Refusal(f"{self.name} has no {group}")
         if device_type not in self.devices:
@@ -102,8 +106,9 @@ class Provider:
 
 
 def functions_of(implementation: object) -> dict[str, Op]:
-    """The ops that a module or object has, by name. Raises TypeError for one whose signature is not that of the same
-    function in `reference`.
+    """Return the ops of a module or object, by name.
+
+    Raises TypeError if an op's signature differs from the function of the same name in `reference`.
     """
     functions = {
         op: getattr(implementation, op) for ops in GROUPS.values() for op in ops if hasattr(implementation, op)
@@ -145,7 +150,7 @@ def _triton_missing() -> str | Refusal:
     try:
         kernels_of_this_gpu()
     except BackendError as error:
-        first = error.problems[0]  # damaged files are one problem each, with one remedy
+        first = error.problems[0]  # each damaged file is one problem, and all have the same fix
         return Refusal(f"{first.where}: {first.what}".removeprefix(": "), first.fix or build_command("gfx90a"))
     return ""
 
@@ -168,7 +173,7 @@ def _flash_attn_missing() -> str:
         package = importlib.import_module("flash_attn")
     except (ImportError, OSError) as error:
         return f"flash-attn does not import: {error}"
-    interface = getattr(package, "flash_attn_interface", None)  # there, unless it is not the package that we know
+    interface = getattr(package, "flash_attn_interface", None)  # None for an unknown package of the same name
     if getattr(interface, "USE_TRITON_ROCM", False):
         return (
             "this is flash-attn's Triton build (FLASH_ATTENTION_TRITON_AMD_ENABLE), which compiles at run time; "
@@ -184,8 +189,9 @@ def _cudnn_missing() -> str:
 
 
 def apex_missing() -> str:
-    """NVIDIA's (or ROCm's) apex has compiled extensions beside it; the PyPI project of the same name is a web
-    toolkit.
+    """Return the reason why apex cannot be used, or ''.
+
+    apex of NVIDIA or ROCm has compiled extensions. The PyPI project of the same name is a web toolkit.
     """
     if importlib.util.find_spec("apex") is None:
         return "apex is not installed"

@@ -1,8 +1,9 @@
-"""The face of the fused ops: each in plain torch, which says what it means and what every other back-end is tested
-against in float64.
+"""Interface and reference implementation of the fused ops, in plain torch.
 
-Statistics and sums are taken in fp32 (fp64 for fp64 inputs) and the result is rounded once to the input's type, which
-is also what the fused back-ends do. Differentiable ops get their backward from autograd.
+These functions define the meaning of each op. Every other back-end is tested against them in float64.
+
+Statistics and sums are computed in fp32 (fp64 for fp64 inputs), and the result is rounded once to the input's type. The
+fused back-ends do the same. Autograd computes the backward of differentiable ops.
 """
 
 from __future__ import annotations
@@ -23,25 +24,27 @@ from .routing import route
 
 @dataclass(frozen=True)
 class Scores:
-    """How a query scores the keys of its own and earlier positions: scale * q·k.
+    """Options of attention scores. The score of a query for a key at its own or an earlier position is scale * q·k.
 
-    ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). Positions see each other only within one document
-    id. Queries and keys may be two stretches of a sequence: query i then stands `offset` + i behind the first key.
+    ALiBi (arXiv:2108.12409) adds -slope * (i - j) to score (i, j). A query sees only keys with its own document id.
+    Queries and keys may be two different parts of a sequence. The distance of query i from the first key is then
+    `offset` + i positions.
     """
 
     scale: float
     alibi_slopes_a: Tensor | None = None
-    documents_BS: Tensor | None = None
+    documents_BS: Tensor | None = None  # document ids of the queries
     offset: int = 0
-    key_documents_BK: Tensor | None = None  # None = those of the queries
-    window: int = 0  # positions that a query sees, its own included; 0 = all before it
-    softcap: float = 0.0  # x in x tanh(scale * q·k / x), before anything is added; 0 = none
+    key_documents_BK: Tensor | None = None  # document ids of the keys; None = the ids of the queries
+    window: int = 0  # number of positions that a query sees, with its own; 0 = all positions up to its own.
+    softcap: float = 0.0  # cap in cap tanh(scale * q·k / cap), computed before ALiBi is added; 0 = no cap
 
 
 @dataclass(frozen=True)
 class AdamWUpdate:
-    """One update of AdamW (arXiv:1711.05101). grad * grad_scale is the gradient: the inverse loss scale times the
-    clip factor.
+    """Parameters of one update of AdamW (arXiv:1711.05101).
+
+    The update uses grad * grad_scale. `grad_scale` is the inverse loss scale times the clip factor.
     """
 
     lr: float
@@ -54,12 +57,12 @@ class AdamWUpdate:
 
     @property
     def step_size(self) -> float:
-        """What exp_avg is multiplied by: the learning rate, exp_avg's bias corrected."""
+        """Factor of exp_avg: the learning rate with exp_avg's bias correction."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
     def root(self) -> float:
-        """What sqrt(exp_avg_sq) is multiplied by to correct its bias."""
+        """Factor of sqrt(exp_avg_sq) that corrects its bias."""
         return float(1 - self.beta2**self.step) ** -0.5
 
     @property
@@ -69,20 +72,19 @@ class AdamWUpdate:
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
-    """Causal softmax attention with the whole score matrix in memory, o_SBaD.
+    """Return causal softmax attention o_SBaD. The complete score matrix is in memory.
 
-    Query head i reads kv head i // (a // g).
+    Query head i reads key/value head i // (a // g).
     """
     logits_BaSS, v_BaSD = _logits(q_SBaD, k_SBgD, v_SBgD, scores)
     return (torch.softmax(logits_BaSS, dim=-1) @ v_BaSD).permute(2, 0, 1, 3).to(q_SBaD.dtype)
 
 
 def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
-    """(o_SBaD, logsumexp_BaS) of queries to one stretch of keys and values, without a graph; the logarithms in fp32
-    (fp64).
+    """Return (o_SBaD, logsumexp_BaS) of queries over one range of keys and values, without a graph.
 
-    Outputs over several stretches merge by their logarithms. A query that sees none of these keys has the output 0 and
-    the logarithm -inf.
+    The log-sum-exp is in fp32 (fp64). `merge` combines the outputs over several ranges. A query that sees none of these
+    keys has output 0 and log-sum-exp -inf.
     """
     with torch.no_grad():
         logits_BaSK, v_BaKD = _logits(q_SBaD, kv_KBgD[0], kv_KBgD[1], scores)
@@ -99,9 +101,10 @@ def attention_block_backward(
     logsumexp_BaS: Tensor,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one stretch of keys adds to the gradient of the queries, and the queries to those of the keys and values.
+    """Return the gradients of q, k and v through one range of keys.
 
-    `o` and `logsumexp` are those over all keys that the queries see, whichever stretch this is.
+    The gradient of q is the contribution of these keys. The gradients of k and v are the contributions of these
+    queries. `o_SBaD` and `logsumexp_BaS` must be over all keys that the queries see, not only over this range.
     """
     with torch.no_grad():
         k_KBgD, v_KBgD = kv_KBgD
@@ -123,26 +126,27 @@ def attention_block_backward(
 
 
 def merge(merged: tuple[Tensor, Tensor] | None, o_QBaD: Tensor, logsumexp_BaQ: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from attention over each: outputs weighed by their share of the sum, in fp32
-    (fp64).
+    """Combine attention over two sets of keys. Returns output and log-sum-exp over both, in fp32 (fp64).
+
+    `merged` is the result for the first set, or None. The outputs are weighted by their shares of the softmax's sum.
     """
     o_QBaD = o_QBaD.to(statistics_dtype(o_QBaD.dtype))
     if merged is None:
         return o_QBaD, logsumexp_BaQ
     total_BaQ = torch.logaddexp(merged[1], logsumexp_BaQ)
-    # a row that has seen nothing yet: -inf - -inf is no number
+    # For a row that has seen no keys yet, -inf - -inf would be NaN.
     safe_BaQ = total_BaQ.masked_fill(total_BaQ == -torch.inf, 0)
     before, now = ((part - safe_BaQ).exp().permute(2, 0, 1)[..., None] for part in (merged[1], logsumexp_BaQ))
     return merged[0] * before + o_QBaD * now, total_BaQ
 
 
 def _by_head(x_KBgD: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """[B, a, K, D]: a key/value head for each query head that reads it."""
+    """Return x as [B, a, K, D]: each key/value head is repeated for the query heads that read it."""
     return x_KBgD.permute(1, 2, 0, 3).to(dtype).repeat_interleave(heads // x_KBgD.shape[2], dim=1)
 
 
 def _logits(q_SBaD: Tensor, k_KBgD: Tensor, v_KBgD: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """(masked scores [B, a, S, K], values [B, a, K, D]) in the type of the statistics."""
+    """Return (masked scores [B, a, S, K], values [B, a, K, D]) in the type of the statistics."""
     dtype = statistics_dtype(q_SBaD.dtype)
     heads = q_SBaD.shape[2]
     k_BaKD = _by_head(k_KBgD, heads, dtype)
@@ -154,18 +158,22 @@ def _logits(q_SBaD: Tensor, k_KBgD: Tensor, v_KBgD: Tensor, scores: Scores) -> t
 
 
 def softcapped(x: Tensor, cap: float) -> Tensor:
-    """cap tanh(x / cap): nearly x while that is small, never beyond cap (arXiv:2408.00118); x itself where cap is 0."""
+    """Return cap tanh(x / cap) (arXiv:2408.00118), or x if cap is 0.
+
+    The result is near x for small x, and its absolute value is at most cap.
+    """
     return cap * torch.tanh(x / cap) if cap else x
 
 
 def _probabilities(logits_BaSK: Tensor, logsumexp_BaS: Tensor) -> Tensor:
-    """e^(logits - logsumexp), 0 where a row sees nothing."""
+    """Return e^(logits - logsumexp), and 0 for rows that see no keys."""
     return (logits_BaSK - logsumexp_BaS.masked_fill(logsumexp_BaS == -torch.inf, 0)[..., None]).exp()
 
 
 def score_bias(queries: int, keys: int, scores: Scores, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores, broadcastable to [B, a, S, K]: -inf where the mask forbids, ALiBi's line
-    elsewhere.
+    """Return the bias that is added to the scores, broadcastable to [B, a, S, K].
+
+    It is -inf for masked scores, and ALiBi's bias (or 0) for the others.
     """
     distance_SK = scores.offset + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
     forbidden_BaSK = (distance_SK < 0)[None, None]
@@ -181,13 +189,16 @@ def score_bias(queries: int, keys: int, scores: Scores, dtype: torch.dtype, devi
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dim (arXiv:1910.07467)."""
+    """Return x / sqrt(mean(x²) + eps) * weight over the last dim (arXiv:1910.07467)."""
     wide = x.to(statistics_dtype(x.dtype))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dim; variance divides by H (arXiv:1607.06450)."""
+    """Return (x - mean) / sqrt(var + eps) * weight + bias over the last dim (arXiv:1607.06450).
+
+    The variance is divided by H, not by H - 1.
+    """
     wide = x.to(statistics_dtype(x.dtype))
     return F.layer_norm(
         wide, wide.shape[-1:], weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype), eps
@@ -197,8 +208,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual); `kind` is "rmsnorm" or "layernorm". The sum is rounded before it is
-    normed.
+    """Return (norm(x + residual), x + residual). `kind` is "rmsnorm" or "layernorm".
+
+    The sum is rounded to x's type before it is normalised.
     """
     total = x + residual
     if kind == "rmsnorm":
@@ -207,9 +219,9 @@ def add_norm(
 
 
 def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-    """Rotary embedding in the rotate-half convention (arXiv:2104.09864); dims past 2R pass through.
+    """Return the rotary embedding in the rotate-half convention (arXiv:2104.09864). Dims past 2R are unchanged.
 
-    cos and sin are [S, R], or [S, B, R] where positions restart at documents.
+    cos and sin are [S, R], or [S, B, R] if positions restart at documents.
     """
     half = cos_SR.shape[-1]
     dtype = statistics_dtype(x_SBaD.dtype)
@@ -224,8 +236,9 @@ def rope(x_SBaD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
 
 
 def rotated_heads(qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q_SBaD, k_SBgD, v_SBgD), each by itself, of a projection with each key/value head's queries, key and value;
-    `rope` of queries and keys.
+    """Split a projection into (q_SBaD, k_SBgD, v_SBgD), and apply `rope` to queries and keys.
+
+    The projection's dim q has the queries, the key and the value of one key/value head. The results are contiguous.
     """
     q_SBgqD, k_SBgqD, v_SBgqD = qkv_SBgqD.split((qkv_SBgqD.shape[-2] - 2, 1, 1), dim=-2)
     return (
@@ -236,16 +249,18 @@ def rotated_heads(qkv_SBgqD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Te
 
 
 def swiglu(x_2f: Tensor, weights: Tensor | None = None) -> Tensor:
-    """silu(gate) * up for x[..., 2, f] = [gate, up] (arXiv:2002.05202), times the row's weight, which is fp32
-    (fp64).
+    """Return silu(gate) * up for x[..., 2, f] = [gate, up] (arXiv:2002.05202), times the row's weight.
+
+    The weights are fp32 (fp64).
     """
     gate, up = x_2f.to(statistics_dtype(x_2f.dtype)).unbind(-2)
     return _weighted(F.silu(gate) * up, weights).to(x_2f.dtype)
 
 
 def gelu(x: Tensor, bias: Tensor | None, approximate: bool, weights: Tensor | None = None) -> Tensor:
-    """GELU of x + bias (arXiv:1606.08415), exact by erf or approximated by tanh; times the row's weight, which is
-    fp32 (fp64).
+    """Return GELU of x + bias (arXiv:1606.08415), times the row's weight.
+
+    GELU is exact (erf), or with `approximate` the tanh formula. The weights are fp32 (fp64).
     """
     wide = x.to(statistics_dtype(x.dtype))
     wide = wide if bias is None else wide + bias.to(wide.dtype)
@@ -257,11 +272,10 @@ def _weighted(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def cross_entropy_stats(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) -> Tensor:
-    """This shard's part of the loss, stats_3N: row max, sum of exp(logit - max), logit of the target or 0 when it is
-    elsewhere.
+    """Return this vocabulary shard's part of the loss, stats_3N, in fp32 (fp64 for fp64 logits).
 
-    fp32 (fp64 for fp64 logits). The caller combines shards: m = max, s = sum s_r exp(m_r - m), t = sum t_r, loss = m +
-    log s - t.
+    The three rows are the max, the sum of exp(logit - max), and the target's logit (0 if another shard has the target).
+    The caller combines shards: m = max m_r, s = sum s_r exp(m_r - m), t = sum t_r, loss = m + log s - t.
     """
     wide_Nv = logits_Nv.detach().to(statistics_dtype(logits_Nv.dtype))
     max_N = wide_Nv.amax(-1)
@@ -273,7 +287,7 @@ def cross_entropy_stats(logits_Nv: Tensor, targets_N: Tensor, first_vocab: int) 
 def cross_entropy_backward_(
     logits_Nv: Tensor, targets_N: Tensor, first_vocab: int, logsumexp_N: Tensor, grad_loss_N: Tensor
 ) -> Tensor:
-    """Overwrite the logits with their gradient (softmax - onehot) * grad_loss and return them."""
+    """Overwrite the logits with their gradient (softmax - onehot) * grad_loss, and return them."""
     with torch.no_grad():
         dtype = statistics_dtype(logits_Nv.dtype)
         grad_Nv = (logits_Nv.to(dtype) - logsumexp_N.to(dtype)[:, None]).exp()
@@ -283,7 +297,7 @@ def cross_entropy_backward_(
 
 
 def _local_targets(targets_N: Tensor, first_vocab: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each target in this shard (0 where it is elsewhere) and whether it is here."""
+    """Return the column of each target in this shard (0 if it is in another shard), and whether it is in this shard."""
     column_N = targets_N.long() - first_vocab
     mine_N = (column_N >= 0) & (column_N < columns)
     return torch.where(mine_N, column_N, 0), mine_N
@@ -292,58 +306,62 @@ def _local_targets(targets_N: Tensor, first_vocab: int, columns: int) -> tuple[T
 def adamw_(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights_out: Tensor, update: AdamWUpdate
 ) -> None:
-    """One update of flat slices, in place: master, exp_avg, exp_avg_sq and, rounded to its type, weights_out (which
-    may be master itself).
+    """Update flat slices in place: master, exp_avg and exp_avg_sq.
+
+    weights_out gets the rounded master weights. It may be the same memory as master.
     """
     with torch.no_grad():
         g = grad.to(master.dtype) * update.grad_scale
         exp_avg.lerp_(g, 1 - update.beta1)
         exp_avg_sq.mul_(update.beta2).addcmul_(g, g, value=1 - update.beta2)
         denominator = (exp_avg_sq.sqrt() * update.root).add_(update.eps)
-        # update and decay are added before the weight is rounded: fp32 rounds 1 - decay to 1 below 6e-8
+        # Update and decay are added before the weight is rounded, because fp32 rounds 1 - decay to 1 below 6e-8.
         master.sub_((master * update.decay).addcdiv_(exp_avg, denominator, value=update.step_size))
         if weights_out.data_ptr() != master.data_ptr():
             weights_out.copy_(master)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum of x² as a 0-dim fp64 tensor, accumulated in fp64."""
+    """Return the sum of x² as a 0-dim fp64 tensor, accumulated in fp64."""
     return torch.linalg.vector_norm(x.detach(), dtype=torch.float64).square()
 
 
 def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
-    """x @ weightᵀ + bias for x [..., k]."""
+    """Return x @ weightᵀ + bias for x [..., k]."""
     return F.linear(x, weight_ok, bias_o)
 
 
 def linear_input_gradient(grad_output: Tensor, weight_ok: Tensor) -> Tensor:
-    """grad_output @ weight: what `linear` passes back to its input, for backwards that are written by hand."""
+    """Return grad_output @ weight, the input gradient of `linear`, for backwards without autograd."""
     return grad_output @ weight_ok
 
 
 def accumulate_weight_gradient_(main_grad_ok: Tensor, grad_output_No: Tensor, x_Nk: Tensor) -> None:
-    """main_grad += grad_outputᵀ @ x, summed in main_grad's type (fp32, or fp64); leading dims are flattened to N."""
+    """Add grad_outputᵀ @ x to main_grad, summed in main_grad's type (fp32 or fp64). Leading dims are flattened to N."""
     with torch.no_grad():
         grad_output_No = grad_output_No.reshape(-1, grad_output_No.shape[-1]).to(main_grad_ok.dtype)
         main_grad_ok.addmm_(grad_output_No.t(), x_Nk.reshape(-1, x_Nk.shape[-1]).to(main_grad_ok.dtype))
 
 
 def accumulate_(main_grad: Tensor, grad: Tensor) -> None:
-    """main_grad += grad."""
+    """Add grad to main_grad."""
     with torch.no_grad():
         main_grad.add_(grad)
 
 
 def embedding_backward_(main_grad_vH: Tensor, token_ids_N: Tensor, grad_N_H: Tensor, first_vocab: int) -> None:
-    """main_grad[token - first_vocab] += grad row, for the tokens of this shard; leading dims are flattened to N."""
+    """Add each token's gradient to main_grad[token - first_vocab], for the tokens of this shard.
+
+    Leading dims are flattened to N.
+    """
     with torch.no_grad():
         column_N, mine_N = _local_targets(token_ids_N.reshape(-1), first_vocab, main_grad_vH.shape[0])
         rows_NH = grad_N_H.reshape(-1, grad_N_H.shape[-1]).to(main_grad_vH.dtype)
         main_grad_vH.index_add_(0, column_N, torch.where(mine_N[:, None], rows_NH, 0))
 
 
-Op = Callable[..., Any]  # of a back-end
-GROUPS: dict[str, tuple[str, ...]] = {}  # the ops that each flag of `OpsConfig` chooses a back-end for
+Op = Callable[..., Any]  # function of a back-end
+GROUPS: dict[str, tuple[str, ...]] = {}  # flag of `OpsConfig` → ops whose back-end the flag chooses
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -354,11 +372,11 @@ def _op(group: str, meaning: Callable[_P, _R]) -> staticmethod[_P, _R]:
 
 
 class Ops:
-    """One function per op, chosen once, with the parameters and the meaning of the one above: what model,
-    tensor_parallel and optim call.
+    """The chosen function for each op. Model, tensor parallelism and optimizer call them.
 
-    A trailing underscore says that the first argument is written in place; those ops take no part in autograd, nor do
-    attention's blocks, experts' and drop.
+    Parameters and meaning are as in the functions above. A trailing underscore means that the first argument is
+    written in place. These ops have no autograd. The attention_block ops, the grouped products, gather_rows and drop
+    have no autograd either.
     """
 
     attention = _op("attention", attention)
@@ -393,14 +411,12 @@ class Ops:
         vars(self).update(functions)
 
     def gated(self, x_2f: Tensor, activation: str, weights: Tensor | None = None) -> Tensor:
-        """The gate's non-linearity times the other half: swiglu, or geglu_tanh (arXiv:2002.05202), which has no
-        kernel of its own.
-        """
+        """Return the gated activation: swiglu or geglu_tanh (arXiv:2002.05202). geglu_tanh has no kernel of its own."""
         if activation == "swiglu":
             return self.swiglu(x_2f, weights)
         gate, up = x_2f.unbind(-2)
         return self.gelu(gate.contiguous(), None, True, weights) * up
 
     def but(self, **functions: Op) -> Ops:
-        """These ops, some of them replaced."""
+        """Return a copy of these ops with some functions replaced."""
         return Ops(**{**vars(self), **functions})

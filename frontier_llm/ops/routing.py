@@ -1,4 +1,4 @@
-"""The reference of a router's choice: scores over all experts, the best few of them, and their weights."""
+"""Reference implementation of routing: scores over all experts, the `top_k` best experts, and their weights."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router's logits become choices and weights."""
+    """Options for computing chosen experts and their weights from a router's logits."""
 
-    top_k: int
-    sigmoid: bool = False  # scores, else a softmax over all experts
-    normalise: bool = True  # a token's weights sum to `scale`
-    scale: float = 1.0
+    top_k: int  # experts per token
+    sigmoid: bool = False  # scores are sigmoids; otherwise a softmax over all experts
+    normalise: bool = True  # the sum of a token's weights is `scale`
+    scale: float = 1.0  # factor of the weights
 
 
 def route(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores_NE, weights_Nk, experts_Nk): what a token's experts weigh, best first; logits and bias are of the
-    statistics' type.
+    """Return (scores_NE, weights_Nk, experts_Nk), with each token's best expert first.
 
-    The best have the largest logits, which no back-end rounds, or with a bias the largest sums of score and bias. Of
-    equal ones the first is taken, so that all back-ends choose alike; NaN comes last. The bias has no part in the
-    weights, and no gradient.
+    Logits and bias have the type of the statistics (`statistics_dtype`). The best experts have the largest logits,
+    which no back-end rounds. With a bias they have the largest sums of score and bias. Among equal experts the one with
+    the smallest index is chosen, so that all back-ends choose the same experts. NaN comes last. The bias does not
+    change the weights and has no gradient.
     """
     scores_NE = logits_NE.sigmoid() if routing.sigmoid else logits_NE.softmax(-1)
     with torch.no_grad():

@@ -1,8 +1,10 @@
-"""Attention by torch's scaled_dot_product_attention: the flash kernel on CPU, AOTriton on ROCm, flash/cuDNN on NVIDIA.
+"""Attention with torch's scaled_dot_product_attention.
 
-Over stretches of a sequence by the flash kernels that are behind it, which give the log-sum-exp. They know whole
-rectangles of scores and the triangle of a square, without documents, ALiBi or windows. The blocks were compared with
-the reference on a CPU; no GPU has run them.
+torch uses its flash kernel on CPU, AOTriton on ROCm, and flash-attention or cuDNN on NVIDIA.
+
+Attention over parts of a sequence calls torch's flash kernels directly, because they return the log-sum-exp. These
+kernels support rectangles of scores without a mask, and squares with the causal mask. They do not support documents,
+ALiBi or windows. The functions for parts were compared with the reference on a CPU. They have never run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ _aten: Any = torch.ops.aten
 
 
 def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) -> Tensor:
-    """Causal attention o_SBaD on strided views, without copies of q, k, v; see `reference.attention` for the meaning.
+    """Return causal attention o_SBaD on strided views, without copies of q, k and v.
 
-    ALiBi, documents and a window go in as an additive bias [B, a, S, S] of the inputs' type; without them the kernel's
-    own causal mask is used, which skips the upper triangle.
+    It has the meaning of `reference.attention`. ALiBi, documents and a window are passed as an additive bias
+    [B, a, S, S] of the inputs' type. Without them the kernel's causal mask is used, which skips the upper triangle.
     """
     q_BaSD, k_BgSD, v_BgSD = (tensor.permute(1, 2, 0, 3) for tensor in (q_SBaD, k_SBgD, v_SBgD))
     bias_BaSS: Tensor | None = None
@@ -49,7 +51,10 @@ def attention(q_SBaD: Tensor, k_SBgD: Tensor, v_SBgD: Tensor, scores: Scores) ->
 
 
 def attention_block(q_SBaD: Tensor, kv_KBgD: tuple[Tensor, ...], scores: Scores) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over one stretch of keys."""
+    """Return output and log-sum-exp over one range of keys.
+
+    Raises BackendError if the keys neither end before the queries nor end at the same position.
+    """
     merged: tuple[Tensor, Tensor] | None = None
     for keys, causal in _pieces(q_SBaD.shape[0], kv_KBgD[0].shape[0], scores.offset):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBaD, kv_KBgD[0][keys], kv_KBgD[1][keys]))
@@ -70,7 +75,7 @@ def attention_block_backward(
     logsumexp_BaS: Tensor,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one stretch of keys adds to the gradients."""
+    """Return the contributions of one range of keys to the gradients of q, k and v."""
     grad_q = torch.zeros_like(q_SBaD, dtype=statistics_dtype(q_SBaD.dtype))
     grad_k, grad_v = map(torch.empty_like, kv_KBgD)
     for keys, causal in _pieces(q_SBaD.shape[0], kv_KBgD[0].shape[0], scores.offset):
@@ -79,7 +84,8 @@ def attention_block_backward(
         )
         flash = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         options = {}
-        if not q.is_cpu:  # no cumulative lengths: one length; no dropout: the random state is not read
+        # Cumulative lengths are None because all lengths are equal. Without dropout the random state is not read.
+        if not q.is_cpu:
             unread = torch.zeros(2, dtype=torch.int64, device=q.device)
             options = {
                 "cum_seq_q": None,
@@ -108,8 +114,9 @@ def attention_block_backward(
 
 
 def _pieces(queries: int, keys: int, offset: int) -> Iterator[tuple[slice, bool]]:
-    """(stretch of keys, whether its square is masked), in which all scores of the queries lie. Raises BackendError
-    for other shapes.
+    """Yield (range of keys, whether it has a causal mask) so that the ranges cover all visible scores.
+
+    Raises BackendError for shapes that torch's flash kernels do not support.
     """
     if offset >= keys - 1:
         yield slice(keys), False
@@ -127,11 +134,10 @@ def _pieces(queries: int, keys: int, offset: int) -> Iterator[tuple[slice, bool]
 
 @cache
 def blocks_missing(device: str = "cuda") -> str:
-    """Why this GPU cannot attend to stretches ('' where it can, or is not there to be asked), learnt by attending to
-    two equal keys.
+    """Return the reason why this GPU cannot compute `attention_block`, or '' (also if there is no GPU).
 
-    Their log-sum-exp is ln 2. AOTriton before July 2025 (ROCm, torch before 2.8) gave logarithms to the base 2, by
-    which a merge would be wrong.
+    The test is attention over two equal keys, whose log-sum-exp is ln 2. AOTriton before July 2025 (ROCm, torch before
+    2.8) returns logarithms to the base 2, with which `merge` would compute wrong results.
     """
     if device == "cuda" and not torch.cuda.is_available():
         return ""

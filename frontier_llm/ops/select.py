@@ -1,5 +1,6 @@
-"""Chooses each op's back-end once, at start-up, and says in the log which, which version, and why; lists what there
-is to choose from.
+"""Selection of each op's back-end at start-up, and the list of available back-ends.
+
+The log gets each chosen back-end with its version and the reason.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from frontier_llm.ops.reference import GROUPS, Op, Ops
 
 PLAIN = AttentionNeeds()
 
-# What `auto` tries, best first. apex is only taken when asked for: the prebuilt kernels do the same in fewer passes.
+# Back-ends that `auto` tries, best first. apex is used only on request: the prebuilt kernels need fewer passes.
 PREFERENCE: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu", "sdpa", "reference"),
     "cuda": ("flash_attn", "triton", "torch", "sdpa", "reference"),
 }
-# Where documents are masked: flash_attn reads their lengths on the host in every layer, for which the host waits for
-# the GPU.
+# Order for masked documents. flash_attn reads their lengths on the host in every layer, so that the host waits for the
+# GPU.
 _WITH_DOCUMENTS = ("triton", "flash_attn", "torch", "sdpa", "reference")
 
 
 @dataclass(frozen=True)
 class ChosenBackend:
-    """One flag's outcome: which provider, and why that one."""
+    """Chosen provider for one flag, with the reason."""
 
     group: str
     provider: Provider
@@ -52,11 +53,13 @@ def choose(
     allow_fallback: bool = False,
     first: tuple[str, ...] = (),
 ) -> ChosenBackend | Problem:
-    """The provider for one group of ops; a Problem, naming flag and build command, when an explicit choice is not
-    there.
+    """Return the provider for one group of ops, or a Problem.
 
-    So it is when `auto` would pass over a back-end that is built with this package, for a slower one, without
-    `allow_fallback`. `auto` tries `first` before the others: what is known to be faster here.
+    A Problem is returned if an explicitly chosen back-end is not available. Without `allow_fallback` it is also
+    returned in two cases of `auto`: this package's own kernels are not available, so that a slower back-end would be
+    used, or only the reference could compute attention on a GPU. The Problem gives the flag and the fix.
+
+    `auto` tries the back-ends in `first`, which are known to be faster, before the others.
     """
     if wanted != "auto":
         provider = PROVIDERS[wanted]
@@ -116,12 +119,12 @@ def select_ops(
     *,
     attention: AttentionShape | None = None,
 ) -> Ops:
-    """The ops for this device and working type; logs one line per group of ops, and sets the no-JIT guard when asked.
+    """Choose the ops for a device and a working type. Each choice is logged. ops.no_jit also sets the no-JIT guard.
 
-    `needs`: of attention; `attention`: its shape, by which ops.attention_table chooses.
-    Raises BackendError, naming flag and build command, for every explicit choice
-    that is not available, and for a GPU's prebuilt kernels that `auto` cannot use (unless ops.allow_fallback), all at
-    once.
+    `needs` are the options of attention, and `attention` is its shape, for which ops.attention_table has an order.
+
+    Raises one BackendError for all explicitly chosen back-ends that are not available, and for a GPU's prebuilt kernels
+    that `auto` cannot use (unless ops.allow_fallback). The error gives flags and build commands.
     """
     if config.no_jit:
         forbid_jit()
@@ -153,7 +156,7 @@ def select_ops(
     groups_by_choice: dict[str, list[str]] = {}
     for outcome in chosen:
         table = tables[outcome.provider]
-        # attention that serves no stretches is never asked for them
+        # A back-end without attention_block was chosen only if the run does not call it. The reference fills the gap.
         functions |= {op: table.get(op, getattr(reference, op)) for op in GROUPS[outcome.group]}
         choice = f"{outcome.provider.name} ({outcome.provider.version()}): {outcome.why}"
         groups_by_choice.setdefault(choice, []).append(outcome.group)
@@ -163,7 +166,7 @@ def select_ops(
 
 
 def _measured_first(table: str, device_type: str, shape: AttentionShape) -> tuple[str, ...]:
-    """What the table of attention says of this device and shape; nothing where it has no row."""
+    """Return the back-ends that the attention table prefers for this device and shape; () if it has no rule."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return ()
     rule = rule_for(load_attention(table), architecture_of_device() if device_type == "cuda" else "cpu", shape)
@@ -174,8 +177,9 @@ def _measured_first(table: str, device_type: str, shape: AttentionShape) -> tupl
 
 
 def backends(dtype_name: str) -> list[dict[str, Any]]:
-    """One row per op, device and back-end that has the op: status is the version, or why it cannot be used and what
-    builds it.
+    """Return one row per group of ops, device, and back-end that has the group.
+
+    `status` is the version, or the reason why the back-end cannot be used, with the build command.
     """
     dtype = working_dtype(dtype_name)
     rows = []
@@ -192,7 +196,10 @@ def backends(dtype_name: str) -> list[dict[str, Any]]:
 
 
 def select_run_ops(config: RunConfig, device_type: str, attends_in_parts: bool) -> Ops:
-    """The ops of a training run. `attends_in_parts`: a rank scores its queries against one rank's keys at a time."""
+    """Return the ops of a training run.
+
+    `attends_in_parts` is true if a rank computes attention over the keys of one rank at a time.
+    """
     model = config.model
     documents = config.data.reset_at_documents
     uses_alibi = model.position == "alibi"

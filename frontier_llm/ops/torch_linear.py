@@ -1,4 +1,4 @@
-"""Products with weights on a GPU: hipBLASLt or cuBLAS through torch. Untested here for want of a GPU."""
+"""Matrix products with weights on a GPU: hipBLASLt or cuBLAS through torch. They have never run on a GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 
 from frontier_llm import log
 
-# Elements. Only rows that begin at such multiples are read in 16 bytes at a time, by BLAS and by the cross-entropy
-# alike.
+# In elements. BLAS and the cross-entropy kernels use 16-byte accesses only if rows begin at multiples of this.
 _ROW_ALIGNMENT = 16
 
 
 def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
-    """x @ weightᵀ + bias. Rows of an odd width (a vocabulary's logits) lie apart; autograd, which knows no such
-    thing, gets them close together.
+    """Return x @ weightᵀ + bias.
+
+    If the width is not a multiple of `_ROW_ALIGNMENT` (a vocabulary's logits), the output's rows are padded, without a
+    bias and without autograd. Autograd does not support such an output and gets a contiguous one.
     """
     width = weight_ok.shape[0]
     if width % _ROW_ALIGNMENT == 0 or bias_o is not None or torch.is_grad_enabled():
@@ -26,18 +27,18 @@ def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
     shape = x.shape[:-1]
     step = -(-width // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     strides = torch.empty(*shape, step, device="meta").stride()
-    out = x.new_empty_strided(shape + weight_ok.shape[:1], strides)  # no view: an autograd function may return it
+    out = x.new_empty_strided(shape + weight_ok.shape[:1], strides)  # not a view, so an autograd function can return it
     torch.mm(x.reshape(-1, x.shape[-1]), weight_ok.t(), out=out.view(-1, width))
     return out
 
 
 def linear_input_gradient(grad_output: Tensor, weight_ok: Tensor) -> Tensor:
-    """grad_output @ weight."""
+    """Return grad_output @ weight."""
     return grad_output @ weight_ok
 
 
 def accumulate_weight_gradient_(main_grad_ok: Tensor, grad_output_No: Tensor, x_Nk: Tensor) -> None:
-    """main_grad += grad_outputᵀ @ x, in the first of the ways below that this build of torch has."""
+    """Add grad_outputᵀ @ x to main_grad, with the first of the methods below that this build of torch supports."""
     with torch.no_grad():
         grad_oN = grad_output_No.reshape(-1, grad_output_No.shape[-1]).t()
         x_Nk = x_Nk.reshape(-1, x_Nk.shape[-1])
@@ -48,20 +49,21 @@ def accumulate_weight_gradient_(main_grad_ok: Tensor, grad_output_No: Tensor, x_
 
 
 def _in_the_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
-    """The matrix product adds to fp32 itself."""
+    """Add in the matrix product itself, which has an fp32 output."""
     torch.addmm(main_grad_ok, grad_oN, x_Nk, out_dtype=torch.float32, out=main_grad_ok)
 
 
 def _fp32_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
-    """The product comes out in fp32 and is added."""
+    """Compute the product in fp32, then add it."""
     main_grad_ok.add_(torch.mm(grad_oN, x_Nk, out_dtype=torch.float32))
 
 
 def _rounded_product(main_grad_ok: Tensor, grad_oN: Tensor, x_Nk: Tensor) -> None:
-    """The product is rounded to 16 bits, then added in fp32, as Megatron-LM does without its fused kernel.
+    """Round the product to 16 bits, then add it in fp32, as Megatron-LM does without its fused kernel.
 
-    What torch for ROCm had before pull request 162600 (September 2025). One rounding of 2^-9 per microbatch; an fp32
-    product of converted inputs would avoid it at a quarter of the matrix rate (MI250X: 47.9 against 191.5 TFLOP/s).
+    torch for ROCm supports only this method before pull request 162600 (September 2025). It has one rounding of 2^-9
+    per microbatch. An fp32 product of converted inputs would avoid the rounding, but at a quarter of the matrix rate
+    (MI250X: 47.9 instead of 191.5 TFLOP/s).
     """
     main_grad_ok.add_(grad_oN @ x_Nk)
 
@@ -71,7 +73,10 @@ _Way = Callable[[Tensor, Tensor, Tensor], None]
 
 @functools.cache
 def _way(dtype: torch.dtype, device: torch.device) -> _Way:
-    """The first way that adds up right on this device, asked once per dtype; says in the log which."""
+    """Return the first method that adds correctly on this device. Methods are tested once per dtype.
+
+    It logs if only `_rounded_product` is available.
+    """
     for way in (_in_the_product, _fp32_product):
         total = torch.ones(16, 16, device=device)
         ones = torch.ones(16, 16, dtype=dtype, device=device)

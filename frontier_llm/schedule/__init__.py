@@ -1,7 +1,7 @@
-"""A pipeline schedule as data: registry, order of communication, checker, simulator, renderer."""
+"""Pipeline schedules as data: registry, order of communication, checker, simulator, renderer."""
 
-from frontier_llm.schedule import dual_pipe as dual_pipe  # likewise
-from frontier_llm.schedule import standard as standard  # registers the package's own schedules
+from frontier_llm.schedule import dual_pipe as dual_pipe  # registers dualpipe-v
+from frontier_llm.schedule import standard as standard  # registers gpipe, 1f1b, interleaved, zb-h1 and zb-h2
 from frontier_llm.schedule.actions import (
     FORWARD_ONLY,
     Action,

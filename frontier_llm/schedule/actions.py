@@ -1,13 +1,14 @@
-"""A pipeline schedule as data: what each pipeline rank does, in order. Engine, simulator, checker and figure play this
-list.
+"""A pipeline schedule as data: one ordered list of actions per pipeline rank.
+
+The engine executes this list. The simulator, the checker and the figure use the same list.
 
 Vocabulary: `stage` or `rank` = pipeline rank (0 … pp-1); `position` = place of a virtual stage in the model (0 …
-pp·chunks-1). Activations flow from position to position + 1, gradients back. Which rank holds a position is the
-placement's to say, and nobody else's.
+pp·chunks-1). Activations flow from position to position + 1, gradients back. Only `Placement` maps positions to ranks.
 
-Pairs: a rank may execute a forward and the backward of another microbatch together, so that each one's rows to experts
-travel under the other's compute. Both begin when both have their inputs, and their messages follow when both have
-ended. In the order of communication a pair is one event: ranks that share its collectives execute the same pair.
+Pairs: a rank may execute a forward and the backward of another microbatch together. The all-to-all of one, which sends
+rows to experts, then overlaps with the compute of the other. Both begin when both have their inputs. Their messages
+are sent when both have ended. In the order of communication a pair is one event, because all ranks that share its
+collectives execute the same pair.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-FORWARD_ONLY = "forward-only"  # name of a schedule that evaluates
+FORWARD_ONLY = "forward-only"  # name of the schedules for evaluation
 
 
 class Kind(Enum):
-    """What an action does; the value is its letter in the textual form ('F3', 'I0.1')."""
+    """Kind of an action. The value is its letter in the textual form ('F3', 'I0.1')."""
 
     FORWARD = "F"
     BACKWARD = "B"  # input gradient and weight gradient together
-    BACKWARD_INPUT = "I"  # input gradient only; its weight gradient follows as W (zero-bubble schedules)
+    BACKWARD_INPUT = "I"  # input gradient only; the weight gradient follows as W (zero-bubble schedules)
     BACKWARD_WEIGHT = "W"
     SEND_FORWARD = "SF"  # send this position's output activation to the next position
     # post the receive of this position's input activation; the F of the same microbatch waits for it
@@ -35,7 +36,8 @@ class Kind(Enum):
     SEND_BACKWARD = "SB"  # send the gradient of this position's input to the previous position
     RECV_BACKWARD = "RB"  # post the receive of the gradient of this position's output; B or I waits for it
 
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, half of a simulation's time
+    # Members are singletons. Enum's own hash is a Python function, which takes half of a simulation's time.
+    __hash__ = object.__hash__
 
     @property
     def computes(self) -> bool:
@@ -44,7 +46,7 @@ class Kind(Enum):
 
     @property
     def sends(self) -> bool:
-        """True for the sender's side of a message."""
+        """True for the sending side of a message."""
         return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 
@@ -55,20 +57,20 @@ _STEP = {Kind.SEND_FORWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1, Ki
 
 
 class Channel(Enum):
-    """The independent streams of a pipeline rank. Each carries one kind of message in one direction, in one order that
-    both sides share.
+    """Independent communication stream of a pipeline rank.
 
-    So no tags are needed, and two ranks never write to each other on one channel, wherever the virtual stages live.
+    A channel carries one kind of message in one direction. Sender and receiver use the same order of messages, so no
+    tags are needed. Two ranks never send to each other on the same channel, for any placement of the virtual stages.
     """
 
-    FORWARD = "forward"  # activations, to a rank of a higher number
-    FORWARD_WRAP = "forward-wrap"  # to a lower one: the wrap-around of interleaved chunks, the way back of a V
-    BACKWARD = "backward"  # gradients, to a rank of a lower number
-    BACKWARD_WRAP = "backward-wrap"
+    FORWARD = "forward"  # activations, to a rank with a higher number
+    FORWARD_WRAP = "forward-wrap"  # activations to a lower number: interleaved chunks, second half of a V.
+    BACKWARD = "backward"  # gradients, to a rank with a lower number
+    BACKWARD_WRAP = "backward-wrap"  # gradients, to a rank with a higher number
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list."""
+    """One entry of a rank's list: a compute action, or one side of a message, of one microbatch and position."""
 
     kind: Kind
     microbatch: int
@@ -80,9 +82,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which pipeline rank holds each virtual stage. Neighbours on the same rank (the turn of a V) exchange no
-    message.
-    """
+    """Map from virtual stages to pipeline ranks. Neighbouring positions on the same rank exchange no message."""
 
     rank_of: tuple[int, ...]  # by position in the model
 
@@ -107,25 +107,29 @@ class Placement:
         return tuple(dict.fromkeys((self.rank_of[0], self.rank_of[-1])))
 
     def positions_of(self, rank: int) -> tuple[int, ...]:
-        """What a rank holds, in the order of the model."""
+        """Return the positions that a rank holds, in the order of the model."""
         return tuple(position for position, holder in enumerate(self.rank_of) if holder == rank)
 
     def other_end(self, kind: Kind, position: int) -> int:
-        """Position at the other end of a SEND or RECV."""
+        """Return the position at the other end of a SEND or RECV."""
         return position + _STEP[kind]
 
     def peer(self, kind: Kind, position: int) -> int:
-        """Rank at the other end of a SEND or RECV."""
+        """Return the rank at the other end of a SEND or RECV."""
         return self.rank_of[position + _STEP[kind]]
 
     def received_by(self, kind: Kind, position: int) -> Kind | None:
-        """The receive that a compute action waits for; None at the model's ends, for W, and from a neighbour on the
-        same rank.
+        """Return the receive that a compute action waits for.
+
+        None at the model's ends, for W, and if the neighbouring position is on the same rank.
         """
         return self._crossing(_NEEDS.get(kind), position)
 
     def sent_by(self, kind: Kind, position: int) -> Kind | None:
-        """The send that follows a compute action; None likewise."""
+        """Return the send that follows a compute action.
+
+        None at the model's ends, for W, and if the neighbouring position is on the same rank.
+        """
         return self._crossing(_MAKES.get(kind), position)
 
     def _crossing(self, message: Kind | None, position: int) -> Kind | None:
@@ -135,7 +139,7 @@ class Placement:
         return None
 
     def channel(self, kind: Kind, position: int) -> Channel:
-        """The channel of a SEND or RECV."""
+        """Return the channel of a SEND or RECV."""
         here = self.rank_of[position]
         there = self.peer(kind, position)
         rises = (here < there) == kind.sends
@@ -145,8 +149,10 @@ class Placement:
 
     @cached_property
     def streams(self) -> dict[Channel, list[tuple[int, int]]]:
-        """(sender, receiver) pairs of every channel in use, neighbours that share no rank first, so that they can be
-        opened at once.
+        """Pairs (sender, receiver) of every channel in use.
+
+        Pairs whose lower rank is even come first. Among the pairs of consecutive ranks, these share no rank, so that
+        their connections can be opened in parallel.
         """
         pairs: dict[Channel, set[tuple[int, int]]] = {}
         for position, rank in enumerate(self.rank_of):
@@ -160,21 +166,23 @@ class Placement:
 
 
 def round_robin(stages: int, chunks: int = 1) -> Placement:
-    """Virtual stages dealt out in turn, as in Megatron-LM: position p lives on rank p mod pp."""
+    """Return the placement of Megatron-LM: rank p mod pp holds position p."""
     return Placement(tuple(range(stages)) * chunks)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[stage]` is what that pipeline rank plays in one training step, messages included, in the one order of
-    communication.
+    """A schedule for one training step.
+
+    `actions[stage]` lists the actions of a pipeline rank, with its messages. The lists of all ranks follow one common
+    order of communication (schedule/order.py).
     """
 
-    name: str  # as registered, or forward-only
+    name: str  # registered name, or forward-only
     placement: Placement
     microbatches: int  # m, per data-parallel replica and step
     actions: tuple[tuple[Action, ...], ...]
-    pairs: bool = False  # forwards and backwards that stand as pairs are played together (schedule/actions.py)
+    pairs: bool = False  # True: a forward and the backward directly after it are executed together, if they are a pair
 
     @property
     def stages(self) -> int:
@@ -188,13 +196,14 @@ class Schedule:
 
     @cached_property
     def compute(self) -> tuple[tuple[Action, ...], ...]:
-        """The lists without communication."""
+        """Compute actions of each rank, without messages."""
         return tuple(tuple(action for action in actions if action.kind in COMPUTES) for actions in self.actions)
 
     @property
     def length(self) -> int:
-        """Actions of all ranks in a training step, both sides of each message included, whether `actions` has them
-        or not.
+        """Number of actions of all ranks in a training step.
+
+        Both sides of each message are counted, even if `actions` was built without messages.
         """
         crossings = sum(
             self.placement.sent_by(kind, position) is not None
@@ -204,7 +213,7 @@ class Schedule:
         return sum(map(len, self.compute)) + 2 * crossings * self.microbatches
 
     def label(self, action: Action) -> str:
-        """'F3' for people; 'F3.1' where ranks hold several virtual stages and this is a rank's second."""
+        """Return the action's text in figures: 'F3', or 'F3.1' for a rank's second virtual stage."""
         chunk = self.placement.rank_of[: action.position].count(self.placement.rank_of[action.position])
         return f"{action.kind.value}{action.microbatch}" + (f".{chunk}" if chunk else "")
 
@@ -213,14 +222,15 @@ _GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def is_pair(first: Action, second: Action) -> bool:
-    """Whether of two that follow each other directly the second goes backward through the other position of the
-    first, a forward.
+    """Return True if two consecutive actions of a rank are a pair.
+
+    The first is a forward, and the second is a backward (B or I) of the rank's other position.
     """
     return first.kind is Kind.FORWARD and second.kind in _GRADIENTS and second.position != first.position
 
 
 def units(actions: Sequence[Action], pairs: bool) -> Iterator[tuple[Action, ...]]:
-    """Each action alone or, with `pairs`, two of them."""
+    """Yield each action as a tuple of its own. With `pairs`, the two actions of a pair are one tuple."""
     if not pairs:
         yield from zip(actions)
         return
@@ -233,6 +243,6 @@ def units(actions: Sequence[Action], pairs: bool) -> Iterator[tuple[Action, ...]
 
 
 def beside(schedule: Schedule, rank: int | None = None) -> dict[Action, Action]:
-    """Of each backward in a pair, of one pipeline rank or all, its forward."""
+    """Map the backward of each pair to its forward, for one pipeline rank or for all ranks."""
     orders = schedule.compute[slice(rank, None if rank is None else rank + 1)] if schedule.pairs else ()
     return {second: first for order in orders for first, second in pairwise(order) if is_pair(first, second)}

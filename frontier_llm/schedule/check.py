@@ -1,4 +1,4 @@
-"""Is a schedule legal? Counts and dependencies of one rank's list."""
+"""Check that a schedule is legal: counts and dependencies of one rank's list."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ SPLIT_BACKWARD = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def check(schedule: Schedule, rank: int) -> None:
-    """Raise ScheduleError unless a pipeline rank's list is legal; cheap enough for every start.
+    """Raise ScheduleError unless a pipeline rank's list is legal. The check is cheap enough for every start.
 
-    Legal: the rank runs forward and backward (B, or I and later W) of each microbatch and position exactly once and in
-    that order; each message is sent once, after the compute that makes it, and its receive is posted before the compute
-    that needs it. An evaluation (`forward_only`) must have the forwards alone. A pair is of two microbatches. That
-    ranks do not wait for each other in a circle is the order's doing (`with_messages`).
+    In a legal list each microbatch and position has exactly one forward, and later one backward (B, or I and then W).
+    Each message is sent once, after the compute that makes it. Each receive is posted before the compute that needs
+    it. An evaluation (`forward_only`) has forwards only. A pair has two different microbatches.
+
+    Deadlocks between ranks are not checked here: `with_messages` excludes them.
     """
     if len(schedule.actions) != schedule.stages:
         raise ScheduleError(f"{len(schedule.actions)} lists of actions for {schedule.stages} stages")
@@ -26,7 +27,7 @@ def check(schedule: Schedule, rank: int) -> None:
 
 
 def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
-    """What is wrong with one stage's list, seen alone."""
+    """Return the problems of one stage's list. The lists of other stages are not needed."""
     where = f"stage {stage}"
     problems = []
     placement = schedule.placement
@@ -59,7 +60,7 @@ def _stage_problems(schedule: Schedule, stage: int) -> list[Problem]:
 
 
 def _order_problems(schedule: Schedule, stage: int) -> list[Problem]:
-    """Each compute action after what it needs on its own stage; each message after the compute that makes it."""
+    """Return a problem for each action that precedes an action of the same stage that it depends on."""
     place = {action: index for index, action in enumerate(schedule.actions[stage])}
     placement = schedule.placement
     problems = []

@@ -1,14 +1,18 @@
-"""DualPipeV: a V whose steady state is pairs, a forward beside the backward of another microbatch through the rank's
-other position.
+"""DualPipeV: a V-shaped schedule whose steady state consists of pairs.
 
-Neither half of a pair needs the other, so what one sends and waits for goes on under the other's compute: the forward
-comes first, its message leaves under the backward, and the gradient that the backward needs arrives under the forward.
-Kernels of the two are issued one after the other, so of the collectives inside layers only rows to experts go under the
-other half's products: there the pair is played as one (schedule/actions.py). Where a rank has one communication in
-flight, neighbours must keep step: the order of communication is made for halves of one length (`beat`). Made for a
-backward of twice a forward, a forward's message meets the neighbour in the middle of a backward: with F : I : W = 50 :
-62 : 44 and a message of 4 % of a forward a step of 4 to 16 ranks takes 28 to 37 % longer where compute waits for
-messages (simulated); so it takes 3 to 5 % less than ZB-V.
+A pair is a forward, and the backward of another microbatch through the rank's other position.
+
+Neither half of a pair depends on the other, so the communication of one half overlaps with the compute of the other.
+The forward comes first. Its message is sent during the backward, and the gradient for the backward arrives during the
+forward. Kernels of the two halves are issued one after the other. The collectives inside layers therefore do not
+overlap with the other half. The all-to-all to experts is an exception: for it a pair is executed as one unit
+(schedule/actions.py).
+
+If a rank may have only one communication in flight, neighbours must stay in step. The order of communication is
+therefore made for a forward and a backward of equal length (`ScheduleRule.beat`). If it is made for a backward of twice
+the length, a forward's message reaches the neighbour in the middle of a backward. Such a step takes 28 to 37 % longer
+with 4 to 16 ranks, if compute waits for messages (simulated with F : I : W = 50 : 62 : 44 and a message of 4 % of a
+forward). With equal lengths a step takes 3 to 5 % less time than with ZB-V.
 
 Source: DeepSeek-AI 2024 (arXiv:2412.19437, section 3.2.1) in the V form of its authors' repository
 (deepseek-ai/DualPipe).
@@ -24,13 +28,13 @@ from frontier_llm.schedule.actions import Action, Kind, Placement
 from frontier_llm.schedule.registry import Number, ScheduleRule, register
 from frontier_llm.schedule.zero_bubble import v_shape
 
-# the two ways through the ranks: a rank's first position and its second
+# The two directions through the ranks: DOWN is a rank's first position, UP its second.
 DOWN = 0
 UP = 1
 
 
 class _Rank:
-    """One rank's order as it grows; microbatches of each kind and way run in turn."""
+    """One rank's order while it is built. Microbatches of each kind and direction run in ascending order."""
 
     def __init__(self, positions: tuple[int, ...]) -> None:
         self.order: list[Action] = []
@@ -42,18 +46,18 @@ class _Rank:
         self._add(Kind.FORWARD, way)
 
     def backward(self, way: int, split: bool = False) -> None:
-        """Both gradients; with `split` the weights' follow later, by `weights`."""
+        """Append a backward. With `split` it is the input gradient only; `weights` appends the weight gradient."""
         self._add(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, way)
         if split:
             self._late.append(self.order[-1]._replace(kind=Kind.BACKWARD_WEIGHT))
 
     def pair(self, forward: int) -> None:
-        """A forward one way, a backward the other way."""
+        """Append a forward in one direction and a backward in the other."""
         self.forward(forward)
         self.backward(1 - forward)
 
     def weights(self) -> None:
-        """Of the split backward that has waited longest."""
+        """Append the weight gradient of the oldest split backward."""
         self.order.append(self._late.popleft())
 
     def _add(self, kind: Kind, way: int) -> None:
@@ -63,19 +67,16 @@ class _Rank:
 
 
 def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Action]:
-    """Fewer microbatches than positions are played as that many, of which the missing are skipped: what is left of a
-    legal order is legal.
-    """
-    # ranks behind this one; this one and those before
+    """With fewer than 2p microbatches, build the order for 2p and drop the missing ones. The result is still legal."""
     behind = placement.ranks - 1 - rank
-    before = rank + 1
+    before = rank + 1  # this rank included
     played = _Rank(placement.positions_of(rank))
     for _ in range(2 * behind):
         played.forward(DOWN)
     for _ in range(before):
         played.forward(DOWN)
         played.forward(UP)
-    for _ in range(behind):  # the first gradients come up one at a time: weight gradients fill the time between
+    for _ in range(behind):  # the first gradients arrive one at a time: weight gradients fill the time between them
         played.backward(UP, split=True)
         played.weights()
         played.forward(UP)
@@ -85,7 +86,7 @@ def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Act
     for _ in range(behind):
         played.backward(UP)
         played.pair(UP)
-    for turn in range(2 * before):  # from the middle on the weights' gradients wait, for the drain
+    for turn in range(2 * before):  # the second half leaves its weight gradients to the drain
         played.backward(UP if turn % 2 == 0 else DOWN, split=turn >= before)
     for _ in range(behind):
         played.weights()
@@ -96,20 +97,22 @@ def _dual_pipe_v(placement: Placement, microbatches: int, rank: int) -> list[Act
 
 
 def _peak_in_flight(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-    """Of its first position and of its second; with microbatches enough as many on every rank, one for each position
-    of the model and one for the pair.
+    """Return the sum over both positions. With enough microbatches it is 2p + 1 on every rank.
+
+    These are one activation for each position of the model, and one more for the pair.
     """
     return np.minimum(microbatches, 2 * stages - stage) + np.minimum(microbatches, stage + 1)
 
 
 def _peak_waiting(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-    """None: while there are forwards, weight gradients follow at once."""
+    """Return 0: until the last forward, each weight gradient directly follows its input gradient."""
     return 0 * microbatches
 
 
 def _split_share(stages: Number, microbatches: Number) -> Number:
-    """On each rank 2p - 1 - rank of 2m, before the pairs and behind them. Of fewer microbatches than positions it is
-    a guess, at most a quarter off.
+    """Return the share, averaged over the ranks. Rank r splits 2p - 1 - r of its 2m backwards.
+
+    With fewer microbatches than positions the result is an estimate with an error of at most a quarter.
     """
     return (3 * stages - 1) / (4 * np.maximum(microbatches, 2 * stages))
 

@@ -1,14 +1,22 @@
-"""The one order of communication. Every message and every collective is one event that its ranks share, and all ranks
-play restrictions of one topological order of these events. So the earliest unfinished event stands at the head of each
-participant's queue, and no circular wait exists, however few communications a rank may have in flight: one is enough
-(tests/harness/dry_run.py plays it so).
+"""The common order of communication of all pipeline ranks.
 
-The order comes from the schedule played with actions of equal length: a message stands where its producer ends, a
-compute action and the collectives inside it where it starts. Ranks then wait little for each other. With a single
-communication in flight, host and compute waiting for it, and a message of 2 % of a forward (simulated): 1F1B and GPipe
-lose 0.9 to 1.4 %, ZB-H1 1.2 to 2.2 %, interleaved in whole rounds 1.8 to 9.3 %, and with an incomplete last round (5
-stages, 13 microbatches, 3 chunks) 24 to 38 %. Two other orders are as safe and were rejected: each message directly
-behind its producer's start loses 8 to 221 %, compute at its end 8 to 129 %.
+Every message and every collective is one event that its ranks share. All events have one topological order, and each
+rank executes its own events in this order. The earliest unfinished event is therefore the next event of each of its
+participants, and ranks never wait for each other in a circle. This holds even if a rank may have only one communication
+in flight (tests/harness/dry_run.py executes schedules in this way).
+
+The order comes from a simulation of the schedule with fixed lengths of the actions. A message is placed at the end of
+the action that produces it. A compute action, with the collectives inside it, is placed at its start. Ranks then wait
+little for each other. Simulated with one communication in flight, for which host and compute wait, and a message of 2 %
+of a forward, the losses are:
+
+* 1F1B and GPipe: 0.9 to 1.4 %
+* ZB-H1: 1.2 to 2.2 %
+* interleaved with complete rounds: 1.8 to 9.3 %
+* interleaved with an incomplete last round (5 stages, 13 microbatches, 3 chunks): 24 to 38 %
+
+Two other orders are equally safe and were rejected. Placing each message directly after its producer's start loses 8 to
+221 %. Placing compute actions at their end loses 8 to 129 %.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ _ARRIVES = {Kind.SEND_FORWARD: Kind.RECV_FORWARD, Kind.SEND_BACKWARD: Kind.RECV_
 
 
 class ScheduleError(FrontierError):
-    """A schedule that cannot be played, or that would compute the wrong thing."""
+    """A schedule that cannot be executed, or that would compute a wrong result."""
 
 
 def with_messages(
@@ -35,11 +43,10 @@ def with_messages(
     backward: float = 2.0,
     pairs: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
-    """Each rank's restriction of the order: its compute actions, and its side of every message. `backward`: length of a
-    B beside an F of 1.
+    """Return each rank's part of the common order: its compute actions and its side of every message.
 
-    With `pairs` no message stands within one: its collectives are one event of the order, whichever way they
-    interleave. Raises ScheduleError when the ranks' orders of compute wait for each other in a circle.
+    `backward` is the length of a B relative to an F. With `pairs` no message is placed inside a pair: all collectives
+    of the pair are one event of the order. Raises ScheduleError if the ranks' orders of compute cause a deadlock.
     """
     length = {**_LENGTH, Kind.BACKWARD: backward}
     starts, ends = play(placement, orders, lambda rank, action: length[action.kind], pairs)
@@ -63,7 +70,7 @@ def with_messages(
             for end, action in zip(ends[rank], order, strict=True)
             if (route := routes[action.kind, action.position])
         ),
-        key=itemgetter(0, 1),  # those of a pair leave together, the forward's first
+        key=itemgetter(0, 1),  # a pair's two messages have equal times; the sort is stable, so the forward's is first
     )
     played: list[list[Action]] = [[] for _ in orders]
     begun = [0] * len(orders)
@@ -77,7 +84,7 @@ def with_messages(
         ):
             first = place = begun[end]
             times = starts[end]
-            while times[place] < moment:  # behind what the rank has begun by then
+            while times[place] < moment:  # the message follows all actions that the rank has begun by then
                 place += 1
             if place > first:
                 played[end] += orders[end][first:place]
@@ -87,19 +94,19 @@ def with_messages(
 
 
 def _route(placement: Placement, kind: Kind, position: int) -> tuple[Kind, Kind, int, int] | None:
-    """(send, receive, position and rank that receive) of the message that a compute action makes."""
+    """Return (send, receive, receiving position, receiving rank) of a compute action's message; None without one."""
     send = placement.sent_by(kind, position)
     return send and (send, _ARRIVES[send], placement.other_end(send, position), placement.peer(send, position))
 
 
 def posted_ahead(actions: Sequence[Action], pairs: bool = False) -> list[Action]:
-    """The same messages in the same sequence, each receive one compute action (or pair) early, so that it is open when
-    the message comes.
+    """Move each receive one compute action (or pair) earlier, so that it is posted when the message arrives.
 
-    For runtimes with many communications in flight: nothing waits behind a posted receive there.
+    The messages keep their sequence. Use it only with many communications in flight: a posted receive then blocks
+    no other communication.
     """
     ahead: list[Action] = []
-    place = 0  # where the next receive goes: before the compute action that it stands behind
+    place = 0  # index for the next receive: before the compute action that precedes it
     for unit in units(actions, pairs):
         if unit[0].kind in _ARRIVES.values():
             ahead[place:place] = unit

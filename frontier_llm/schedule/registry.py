@@ -1,10 +1,10 @@
-"""Schedules by name. A new one is one function and one call of `register`; everything else asks here.
+"""Registry of schedules by name. A new schedule is one function and one call of `register`.
 
-    def order(placement, microbatches, rank):          # what the rank computes, in order
+    def order(placement, microbatches, rank):          # the rank's compute actions, in order
         ...
     schedule.register("mine", schedule.ScheduleRule(order))
 
-Messages, channels, memory, simulation and figure follow from the order of compute and the placement.
+Messages, channels, memory, simulation and figure are derived from the order of compute and the placement.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ Formula = Callable[[Number, Number, Number, Number], Number]  # of (stages, micr
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """What makes a schedule."""
+    """Definition of a schedule: the order of compute, the placement, and formulas for memory and idle time."""
 
     order: Callable[[Placement, int, int], list[Action]]  # (placement, microbatches, rank) → the rank's compute actions
-    placement: Callable[[int, int], Placement] = round_robin  # (stages, chunks) → who holds what
-    chunks: Sequence[int] = (1,)  # allowed virtual stages per rank
-    splits_backward: bool = False  # I and W instead of B
-    # most virtual-stage activations that a stage keeps, from F to B or W; None: a bound is used, and finalists are
-    # counted on the actions
+    placement: Callable[[int, int], Placement] = round_robin  # (stages, chunks) → placement of the virtual stages
+    chunks: Sequence[int] = (1,)  # allowed numbers of virtual stages per rank
+    splits_backward: bool = False  # the schedule has I and W instead of B.
+    # Highest number of virtual-stage activations that a stage keeps, from F to B or W. If it is None, the planner uses
+    # an upper bound and counts the actions of its final candidates.
     peak_in_flight: Formula | None = None
-    # of these, most that wait between I and W; None likewise
+    # Highest number of these activations that wait between I and W. None as for peak_in_flight.
     peak_waiting: Formula | None = None
-    # share of 1F1B's bubble that is left where F = I = W, with one virtual stage per rank unless a V fixes two; the
-    # planner's closed form
+    # Bubble as a share of 1F1B's bubble if F = I = W, for the planner's formula. It is given for one virtual stage per
+    # rank, or for two if the schedule is a V.
     idle: float = 1.0
-    # forwards directly before backwards of the rank's other position may be played together (schedule/actions.py)
+    # A forward directly before a backward of the rank's other position may be executed as a pair (schedule/actions.py).
     pairs: bool = False
-    # length of a B beside an F of 1, to which the order of communication is made; 1: neighbours' pairs of both keep
-    # step
+    # Length of a B relative to an F for which the order of communication is made. 1 keeps pairs of neighbouring ranks
+    # in step.
     beat: float = 2.0
-    # of (stages, microbatches): share of a step's backwards that are split; None: all where any is
+    # (stages, microbatches) → share of a step's backwards that are split. None: all of them if `splits_backward`.
     split_share: Callable[[Number, Number], Number] | None = None
 
 
@@ -52,25 +52,26 @@ _FAMILIES: dict[str, Callable[[str], ScheduleRule | None]] = {}
 
 
 def register_family(name: str, parse: Callable[[str], ScheduleRule | None]) -> None:
-    """Make `parallel.schedule: name:parameters` mean the rule that `parse` makes of the parameters; None: they are
-    none.
+    """Register a family of schedules with parameters, selected by `parallel.schedule: name:parameters`.
+
+    `parse` makes a rule from the parameters. It returns None for invalid parameters.
     """
     _FAMILIES[name] = parse
 
 
 def register(name: str, rule: ScheduleRule) -> None:
-    """Make `parallel.schedule: name` mean this rule."""
+    """Register a schedule, selected by `parallel.schedule: name`."""
     _RULES[name] = rule
     build.cache_clear()
 
 
 def names() -> list[str]:
-    """All that are registered."""
+    """Return the registered names, without families of schedules."""
     return list(_RULES)
 
 
 def rule(name: str) -> ScheduleRule:
-    """What was registered. Raises LayoutError with the nearest name."""
+    """Return the rule of a schedule. Raises LayoutError with the closest name if it is unknown."""
     known = _rule(name)
     if known is None:
         raise LayoutError([_unknown(name)])
@@ -83,7 +84,7 @@ def _rule(name: str) -> ScheduleRule | None:
 
 
 def problems(name: str, chunks: int) -> list[Problem]:
-    """Why these settings name no schedule; empty when they do."""
+    """Return the problems of a schedule's name and number of chunks; empty if both are valid."""
     known = _rule(name)
     if known is None:
         return [_unknown(name)]
@@ -110,12 +111,13 @@ def build(
     messages: bool = True,
     pairs: bool = False,
 ) -> Schedule:
-    """The schedule `name` for `stages` pipeline ranks, `microbatches` per step and replica, `chunks` virtual stages per
-    rank.
+    """Build the schedule `name` for `stages` pipeline ranks.
 
-    Any count of microbatches >= 1 is legal for every schedule of the package. Raises LayoutError for an unknown name, a
-    size below 1, or chunks that the schedule does not take. Without `messages` it can be simulated, but not played.
-    With `pairs` those of a schedule that has some are played as one.
+    `microbatches` is the number per step and replica, `chunks` the number of virtual stages per rank. Every schedule of
+    the package accepts any number of microbatches >= 1. Without `messages` the schedule can be simulated, but not
+    executed. With `pairs` the pairs of a schedule that has them are executed as one unit.
+
+    Raises LayoutError for an unknown name, a size below 1, or a number of chunks that the schedule does not accept.
     """
     wrong = [
         Problem(where=f"schedule {what}", what=f"{size} is below 1", fix="use 1 or more")
@@ -135,27 +137,27 @@ def build(
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same pipeline without gradients, for evaluation: each stage's forwards in the order in which it trains.
+    """Return the same pipeline without gradients, for evaluation. Each stage keeps the order of its forwards.
 
-    (All microbatches through chunk 0, then all through chunk 1, would leave the last stage with every message of the
-    wrap-around undelivered, and with bounded sends in a deadlock.)
+    The simpler order with all microbatches in chunk 0 first would leave all wrap-around messages of the last stage
+    undelivered. With a limited number of sends in flight this is a deadlock.
     """
     orders = [[action for action in actions if action.kind is Kind.FORWARD] for actions in schedule.compute]
     return Schedule(FORWARD_ONLY, schedule.placement, schedule.microbatches, with_messages(schedule.placement, orders))
 
 
 def one_end(name: str) -> bool:
-    """Whether one rank of a pipeline holds both the embedding and the head."""
+    """Return True if one rank of a pipeline holds both the embedding and the head."""
     return len(rule(name).placement(2, rule(name).chunks[0]).ends) == 1
 
 
 def idle_share(name: str, chunks: Number) -> Number:
-    """Share of 1F1B's bubble that is left: virtual stages dealt out in turn divide it, those of a V do not."""
+    """Return the bubble as a share of 1F1B's bubble. The number of chunks divides it, except for a V."""
     return rule(name).idle / (1 if one_end(name) else chunks)
 
 
 def split_share(name: str, stages: Number, microbatches: Number) -> Number:
-    """Share of a step's backwards that are I and W instead of B."""
+    """Return the share of a step's backwards that are I and W instead of B."""
     some = rule(name).split_share
     if some is None:
         return float(rule(name).splits_backward) + 0 * microbatches
@@ -163,8 +165,9 @@ def split_share(name: str, stages: Number, microbatches: Number) -> Number:
 
 
 def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
-    """Most virtual-stage activations that a stage keeps at once; where the schedule declares no formula, all of a
-    step.
+    """Return the highest number of virtual-stage activations that a stage keeps at the same time.
+
+    If the schedule has no formula, this is the number of a complete step, an upper bound.
     """
     formula = rule(name).peak_in_flight
     if formula is None:
@@ -173,7 +176,10 @@ def peak_in_flight(name: str, stages: Number, chunks: Number, microbatches: Numb
 
 
 def peak_waiting(name: str, stages: Number, chunks: Number, microbatches: Number, stage: Number) -> Number:
-    """Of these, most whose input gradient is done and whose weight gradients are not (split backward)."""
+    """Return the highest number of activations that wait for their weight gradient after their input gradient.
+
+    It is 0 for schedules without a split backward. If the schedule has no formula, it is the number of a complete step.
+    """
     if not rule(name).splits_backward:
         return 0 * microbatches
     formula = rule(name).peak_waiting

@@ -1,4 +1,4 @@
-"""A timeline for people: as text for terminals and docs, as a figure for pages."""
+"""Drawings of a timeline: text for terminals and documentation, and a figure for HTML pages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ COLORS = {
 
 
 def render_text(timeline: Timeline, columns: int = 160) -> str:
-    """One line per stage, time to the right, idle time as dots; the shortest action gets just enough columns for its
-    name.
+    """Draw one line per stage, with time to the right and idle time as dots.
 
-    A timeline that needs more than `columns` is cut there, marked with '…'. The last line gives makespan and bubble.
+    The shortest action has exactly enough columns for its name. A longer timeline is cut after `columns` columns and
+    marked with '…'. The last line gives makespan and bubble.
     """
     schedule = timeline.schedule
     spans = [span for stage in range(schedule.stages) for span in islice(timeline.spans(stage), columns)]
@@ -50,17 +50,17 @@ def render_text(timeline: Timeline, columns: int = 160) -> str:
 
 
 def _color(action: Action, placement: Placement) -> str:
-    """The kind's colour, lighter for a rank's later virtual stages."""
+    """Return the kind's colour, lighter for a rank's later virtual stages."""
     lighter = 0.5 * (action.position * placement.chunks // len(placement.rank_of)) / placement.chunks
     parts = (int(COLORS[action.kind][index : index + 2], 16) for index in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * lighter):02x}" for part in parts)
 
 
 def timeline_chart(timeline: Timeline, unit: str = "time units", most_actions: int = 6000) -> Chart:
-    """The timeline as a figure: a row per pipeline rank, what is idle stays grey, bars carry the microbatch number
-    where there is room.
+    """Draw the timeline as a figure with one row per pipeline rank.
 
-    Of more than `most_actions` only the beginning is drawn.
+    Idle time is grey. With at most 80 actions per rank on average, bars are labelled with their microbatch. If the
+    schedule has more than `most_actions` actions, only the beginning is drawn.
     """
     schedule = timeline.schedule
     rows: dict[Kind, list[tuple[Action, int, float, float]]] = {}
@@ -102,7 +102,7 @@ def _bars(
     spans: list[tuple[Action, int, float, float]],
     labelled: bool,
 ) -> dict[str, Any]:
-    """All bars of one kind, as one trace that the legend toggles."""
+    """Return all bars of one kind as one trace, which the legend can hide."""
     name = kind.name.lower().replace("_", " ")
     hover = [
         f"{name}, microbatch {action.microbatch}"

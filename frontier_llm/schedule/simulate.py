@@ -1,5 +1,6 @@
-"""The list of actions played against a clock: exact for given durations, so closed forms can be checked and plans
-compared.
+"""Simulation of a schedule's list of actions.
+
+The result is exact for the given durations, so that it can verify closed formulas and compare plans.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Times = tuple[list[float], ...]
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each compute action runs. `start_s[stage][n]` belongs to the n-th compute action of that stage."""
+    """Start and end of each compute action. `start_s[stage][n]` belongs to the n-th compute action of that stage."""
 
     schedule: Schedule
     start_s: Times
@@ -27,61 +28,60 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end."""
+        """Seconds until the last action ends; the first action starts at 0."""
         return max(ends[-1] for ends in self.end_s)
 
     def busy_s(self, stage: int) -> float:
-        """Seconds that a stage computes."""
+        """Return the seconds that a stage computes."""
         return sum(self.end_s[stage]) - sum(self.start_s[stage])
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time over compute time, all stages together; (pp - 1) / m for 1F1B with equal stages (SC21, section
-        2.2).
+        """Idle time over compute time, summed over all stages.
+
+        (pp - 1) / m for 1F1B with equal stages (Narayanan et al., SC21, section 2.2).
         """
         busy_s = sum(self.busy_s(stage) for stage in range(self.schedule.stages))
         return self.schedule.stages * self.makespan_s / busy_s - 1
 
     def spans(self, stage: int) -> Iterator[tuple[Action, float, float]]:
-        """(action, start, end) of every compute action of a stage."""
+        """Return (action, start, end) of every compute action of a stage."""
         return zip(self.schedule.compute[stage], self.start_s[stage], self.end_s[stage], strict=True)
 
 
 def simulate(schedule: Schedule, duration: Duration, send_s: Transfer = 0.0) -> Timeline:
-    """Play the schedule. `duration(stage, action)` gives the seconds of a compute action.
+    """Simulate a schedule. `duration(stage, action)` returns the seconds of a compute action.
 
-    `send_s` is the seconds of one transfer, or a function of (source stage, target stage). Communication takes no time
-    on the rank; a message leaves when the action that makes it ends, one at a time per directed stream.
-    The schedule must be legal (see `check`). One step of 1600 microbatches on 64 stages takes less than a second.
+    `send_s` is the time of one transfer in seconds, or a function of (source stage, target stage). Communication takes
+    no time on the rank. A message is sent when the action that makes it ends. Each directed stream sends one message at
+    a time. The schedule must be legal (`check`). One step of 1600 microbatches on 64 stages takes less than a second.
     """
     player = _Player(schedule.placement, schedule.compute, duration, send_s, schedule.pairs)
     return Timeline(schedule, *player.play())
 
 
 def simulate_in_turn(schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> Timeline:
-    """Play the schedule with one communication in flight on each rank (comm.in_flight: one), in the one order of its
-    `actions`.
+    """Simulate a schedule with one communication in flight on each rank (comm.in_flight: one).
 
-    A message begins when both its ranks have ended what stands before it, compute and messages. With `waits` what
-    stands behind it begins when it has ended: where the host waits for each call, or where compute has collectives
-    inside, which take their turn. Otherwise compute waits only for what it needs. The schedule needs its messages.
+    A message begins when both its ranks have ended all compute and messages before it in `actions`. With `waits`, the
+    actions after a message begin when it has ended. This is so if the host waits for each call, or if compute has
+    collectives inside, which also use the one communication in flight. Without `waits`, compute waits only for its
+    input. The schedule must have been built with messages.
     """
     return Timeline(schedule, *_Turns(schedule, duration, send_s, waits).play())
 
 
 class _Meeting:
-    """The messages of one kind over one crossing; both its ranks have to come before one begins."""
+    """The messages of one kind between two neighbouring positions. A message begins when both ranks have reached it."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.came: dict[int, tuple[int, float]] = {}  # by microbatch: the rank that is there, and since when
+        self.came: dict[int, tuple[int, float]] = {}  # microbatch → the rank that came first, and its time in seconds
         self.ended_s: dict[int, float] = {}
 
 
 class _Turns:
-    """State of such a simulation: per rank one clock of its compute, one of its communication, and a place in the
-    list.
-    """
+    """State of `simulate_in_turn`: per rank one clock for compute, one for communication, and an index in the list."""
 
     def __init__(self, schedule: Schedule, duration: Duration, send_s: Transfer, waits: bool) -> None:
         self.schedule = schedule
@@ -89,7 +89,7 @@ class _Turns:
         self.waits = waits
         placement = schedule.placement
         seconds = send_s if callable(send_s) else lambda source, target: send_s
-        # of a message by either end; of a compute action, what it waits for
+        # for both ends of a message: its meeting; for a compute action: the meeting of the message that it waits for
         self.meetings: dict[tuple[Kind, int], _Meeting | None] = {}
         for kind, (position, rank) in product((Kind.FORWARD, Kind.BACKWARD), enumerate(placement.rank_of)):
             if send := placement.sent_by(kind, position):
@@ -108,14 +108,14 @@ class _Turns:
         self.end_s: Times = tuple([] for _ in schedule.actions)
 
     def play(self) -> tuple[Times, Times]:
-        """All ranks, each as far as it gets, until none is left."""
+        """Advance each runnable rank as far as possible, until no rank is runnable. Return (starts, ends)."""
         runnable = set(range(self.schedule.stages))
         while runnable:
             self._advance(runnable.pop(), runnable)
         return self.start_s, self.end_s
 
     def _advance(self, rank: int, runnable: set[int]) -> None:
-        """Play one rank until it stands in a message whose other end is not there; note whom it meets."""
+        """Advance one rank until a message whose other rank has not reached it. Mark ranks that can continue."""
         actions = self.orders[rank]
         meetings = self.meetings
         place = self.place[rank]
@@ -154,9 +154,9 @@ def play(
     duration: Duration,
     pairs: bool = False,
 ) -> tuple[Times, Times]:
-    """(starts, ends) of the compute actions in `orders`, by rank, the same for both of a pair; messages take no time.
+    """Return (starts, ends) of the compute actions in `orders`, by rank. Messages take no time.
 
-    The lists end early where ranks wait for each other in a circle.
+    Both actions of a pair have the same start and end. The lists are shorter if ranks wait for each other in a circle.
     """
     starts, ends = _Player(placement, orders, duration, 0.0, pairs).play()
     if not pairs:
@@ -170,7 +170,7 @@ def play(
 
 
 class _Stream:
-    """Messages of one kind from one rank to another: they leave one after the other."""
+    """Messages of one kind from one rank to another, which are sent one after the other."""
 
     def __init__(self, target: int, send_s: float) -> None:
         self.target = target
@@ -179,15 +179,15 @@ class _Stream:
 
 
 class _Wire(NamedTuple):
-    """Where the compute actions of one kind and position find and leave their data; arrivals by microbatch."""
+    """Input and output of the compute actions of one kind and position: arrival times by microbatch."""
 
-    arrivals_s: dict[int, float] | None  # None: waits for nothing
-    handed_s: dict[int, float]  # the neighbour's arrivals
-    stream: _Stream | None  # None: the neighbour is on the same rank, or there is none
+    arrivals_s: dict[int, float] | None  # of the input; None: the actions need no input
+    handed_s: dict[int, float]  # of the output at the neighbouring position
+    stream: _Stream | None  # None: the neighbouring position is on the same rank, or there is none
 
 
 class _Player:
-    """State of a simulation: one clock and one place in the list of units per rank."""
+    """State of `simulate`: per rank a clock and an index in the list of units."""
 
     def __init__(
         self,
@@ -226,14 +226,14 @@ class _Player:
         self.end_s: Times = tuple([] for _ in orders)
 
     def play(self) -> tuple[Times, Times]:
-        """All ranks, each as far as it gets, until none is left."""
+        """Advance each runnable rank as far as possible, until no rank is runnable. Return (starts, ends)."""
         runnable = set(range(len(self.orders)))
         while runnable:
             self._advance(runnable.pop(), runnable)
         return self.start_s, self.end_s
 
     def _advance(self, rank: int, runnable: set[int]) -> None:
-        """Play one rank until it waits for what was not made yet; note which ranks its messages make runnable."""
+        """Advance one rank until its next unit has no input yet. Mark the ranks that its messages make runnable."""
         order = self.orders[rank]
         clock_s = self.clock_s[rank]
         duration = self.duration

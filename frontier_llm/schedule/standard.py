@@ -1,4 +1,4 @@
-"""GPipe, 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2, each an order of compute and what it keeps.
+"""GPipe, 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2: order of compute and number of kept activations.
 
 Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-Flush, Narayanan et al. 2021), interleaved 1F1B (Narayanan et al.,
 SC21, section 2.2), ZB-H1 and ZB-H2 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2).
@@ -20,23 +20,24 @@ MOST_CHUNKS = 1024
 
 
 def _gpipe(placement: Placement, microbatches: int, rank: int) -> Order:
-    """All forwards, then all backwards."""
+    """Return all forwards, then all backwards."""
     return [*_all(Kind.FORWARD, microbatches, rank), *_all(Kind.BACKWARD, microbatches, rank)]
 
 
 def _one_f_one_b(placement: Placement, microbatches: int, rank: int) -> Order:
-    """As many forwards as there are stages behind, then forward and backward in turn."""
+    """Return one forward for each later stage as warm-up, then alternate forwards and backwards."""
     forwards = _all(Kind.FORWARD, microbatches, rank)
     backwards = _all(Kind.BACKWARD, microbatches, rank)
     return _alternate(forwards, backwards, warmup=placement.ranks - 1 - rank)
 
 
 def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
-    """Microbatches pass through a rank's chunks in rounds of pp, with twice the warm-up distance between neighbours.
+    """Return the order of interleaved 1F1B: rounds of pp microbatches pass through a rank's chunks.
 
-    An incomplete last round is played as a full one whose missing microbatches are skipped: what is left of a legal
-    order is legal, so no count of microbatches can deadlock. (Rounds shortened to the remainder do, for remainders
-    below pp.)
+    The warm-up is longer by 2 per rank towards the first rank, in 1F1B by 1. An incomplete last round is built as a
+    complete one, and the missing microbatches are dropped. Dropping microbatches from a legal order leaves a legal
+    order, so no number of microbatches causes a deadlock. Rounds shortened to the remainder would cause one, for
+    remainders below pp.
     """
     stages = placement.ranks
     held = placement.positions_of(rank)
@@ -57,16 +58,15 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Order:
 
 @dataclass(frozen=True)
 class _ZeroBubble:
-    """1F1B with backward split, and `depth` times its forwards before the first backward.
+    """1F1B with a split backward and `depth` times its warm-up forwards.
 
-    W of a microbatch follows `depth · rank` inputs' gradients late and fills the drain's bubbles. The delay equals the
-    forwards that a later stage has fewer in flight, so every stage holds what the first one holds.
+    W of a microbatch is delayed by `depth · rank` input gradients and fills the bubbles of the drain. A later stage has
+    fewer forwards in flight by the same number. Every stage therefore keeps the same number of activations.
     """
 
-    depth: int  # 1: ZB-H1; 2: ZB-H2, where no rank idles between its first and its last action
+    depth: int  # 1: ZB-H1; 2: ZB-H2, in which no rank idles between its first and its last action
 
     def __call__(self, placement: Placement, microbatches: int, rank: int) -> Order:
-        """See ScheduleRule."""
         forwards = _all(Kind.FORWARD, microbatches, rank)
         inputs = _all(Kind.BACKWARD_INPUT, microbatches, rank)
         weights = _all(Kind.BACKWARD_WEIGHT, microbatches, rank)
@@ -80,11 +80,9 @@ class _ZeroBubble:
         return order + weights[max(0, microbatches - delay) :]
 
     def peak_in_flight(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-        """See ScheduleRule."""
         return np.minimum(microbatches, self.depth * (stages - 1) + 1)
 
     def peak_waiting(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-        """See ScheduleRule."""
         return self.peak_in_flight(stages, microbatches, chunks, stage) - np.minimum(
             microbatches,
             self.depth * (stages - 1 - stage) + 1,
@@ -96,14 +94,14 @@ def _all(kind: Kind, microbatches: int, position: int) -> Order:
 
 
 def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Return `warmup` forwards, then one forward and one backward alternately, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     steady = len(forwards) - warmup
     pairs = chain.from_iterable(zip(forwards[warmup:], backwards[:steady], strict=True))
     return [*forwards[:warmup], *pairs, *backwards[steady:]]
 
 
-# ------------------------------------------------------------------------------------------------------ what is kept
+# --------------------------------------------------------------------------------------------------- kept activations
 
 
 def _peak_one_f_one_b(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
@@ -111,7 +109,7 @@ def _peak_one_f_one_b(stages: Number, microbatches: Number, chunks: Number, stag
 
 
 def peak_interleaved(stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-    """Megatron's warm-up and the forward that follows it; with an incomplete last round at most that."""
+    """Return Megatron's number of warm-up forwards plus 1. With an incomplete last round this is an upper bound."""
     rounds = np.minimum(microbatches * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1)
     return np.where(np.asarray(chunks) > 1, rounds, _peak_one_f_one_b(stages, microbatches, chunks, stage))
 

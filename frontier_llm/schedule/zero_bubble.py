@@ -1,13 +1,16 @@
-"""Schedules whose weight gradients fill what others idle: interleaved, and V shapes with a chosen share of the memory.
+"""Schedules whose weight gradients fill idle time: interleaved 1F1B, and V shapes with a chosen share of the memory.
 
-In a V, rank r holds positions r and 2p - 1 - r: embedding and head share a rank, the turn needs no message, and what a
-rank keeps of its two positions adds up to about the same on all ranks. A V's order repeats one *block* per microbatch,
-six units of time long (two forwards, two input gradients, two weight gradients). How far apart neighbouring positions
-run their passes decides how long an activation lives, and so the memory: with distances that sum up to s over F and I,
-a share of s/6 of what 1F1B keeps.
+In a V, rank r holds positions r and 2p - 1 - r. Embedding and head are on the same rank, and the last rank holds two
+consecutive positions, which exchange no message. The activations of a rank's two positions add up to about the same
+number on all ranks.
+
+A V's order repeats one *block* per microbatch. A block has six units of time: two forwards, two input gradients and two
+weight gradients. The time between the passes of neighbouring positions (the distance) determines how long an activation
+is kept, and therefore the memory. If the distances of F and I have the sum s, the schedule keeps s/6 of the activations
+of 1F1B.
 
 Source: Qi et al. 2024 ("Pipeline Parallelism with Controllable Memory": V-Min, V-Half, ZB-V). Orders are made for F = I
-= W and then kept, whatever the durations are.
+= W and do not depend on the real durations.
 """
 
 from __future__ import annotations
@@ -27,30 +30,33 @@ from frontier_llm.schedule.standard import MOST_CHUNKS, interleaved, peak_interl
 Order = list[Action]
 PERIOD = 6  # units of a microbatch on a rank that holds two positions
 _UNITS = range(1, PERIOD + 1)
-GAPS = list(product(_UNITS, _UNITS, _UNITS))  # (turn, loss, back) at a V's ends
+GAPS = list(product(_UNITS, _UNITS, _UNITS))  # units at a V's ends: (turn of F, loss, turn of I)
 
 
 def v_shape(stages: int, chunks: int) -> Placement:
-    """Down the ranks and up again."""
+    """Return the placement of a V: down the ranks and up again. `chunks` must be 2."""
     assert chunks == 2
     return Placement((*range(stages), *reversed(range(stages))))
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """When each position runs its three passes of microbatch 0; microbatch i runs them PERIOD · i later."""
+    """Time unit of each position's three passes for microbatch 0. Microbatch i runs PERIOD · i units later."""
 
     forward: tuple[int, ...]  # by position
-    backward: tuple[int, ...]  # input gradient
-    weight: tuple[int, ...]
+    backward: tuple[int, ...]  # input gradient, by position
+    weight: tuple[int, ...]  # weight gradient, by position
 
     @cached_property
     def lifetimes(self) -> tuple[int, ...]:
-        """By position, from the beginning of F to the end of W."""
+        """Units from the beginning of F to the end of W, by position."""
         return tuple(end + 1 - begin for begin, end in zip(self.forward, self.weight, strict=True))
 
     def alive(self, stages: int, microbatches: int, rank: int) -> tuple[int, int]:
-        """Most activations of a rank at the end of a forward, and of those that most wait for their W then."""
+        """Return two maxima over the ends of a rank's forwards.
+
+        The first is the number of kept activations, the second the number of these that wait for their W.
+        """
         held = rank, 2 * stages - 1 - rank
         indices = np.arange(microbatches)
         moments = np.concatenate([self.forward[position] + PERIOD * indices for position in held])
@@ -64,15 +70,15 @@ class Pattern:
         return int(counts[0].max()), int(counts[1].max())
 
 
-Distances = tuple[int, int, int, int]  # between neighbours: of F down the ranks and up, of I down the ranks and up
+Distances = tuple[int, int, int, int]  # units between neighbours: F down the ranks, F up, I down, I up
 
 
 @lru_cache(maxsize=1024)
 def pattern_of(stages: int, choices: tuple[Distances, ...]) -> Pattern:
-    """The shortest-lived block with neighbours' passes one of these distances apart.
+    """Return the block with the shortest lifetimes among the given distances between neighbours.
 
-    Units of a rank are taken modulo the period: the gaps at the turns are the smallest with which no two passes fall on
-    one.
+    A rank's units are taken modulo the period. The gaps at the ends of the V are chosen so that no two passes of a rank
+    use the same unit.
     """
     every = product(choices, GAPS)
     found = (candidate for distances, gaps in every if (candidate := _with_gaps(stages, distances, gaps)))
@@ -86,8 +92,9 @@ def pattern_of(stages: int, choices: tuple[Distances, ...]) -> Pattern:
 
 
 def _with_gaps(stages: int, distances: Distances, gaps: tuple[int, int, int]) -> Pattern | None:
-    """The block with these gaps at the turn of F, at the loss, and at the turn of I; None where two passes of a rank
-    fall on one unit.
+    """Return the block with these gaps at the turn of F, at the loss, and at the turn of I.
+
+    None if two passes of a rank use the same unit.
     """
     ways = [[distance] * (stages - 1) for distance in distances]
     steps = [*ways[0], gaps[0], *ways[1], gaps[1], *ways[2], gaps[2], *ways[3]]
@@ -111,27 +118,31 @@ def _with_gaps(stages: int, distances: Distances, gaps: tuple[int, int, int]) ->
 
 @dataclass(frozen=True)
 class VOrder:
-    """The order of a V with the best of these distances."""
+    """Order of a V with the best of the given distances. Implements the callables of a `ScheduleRule`."""
 
     choices: tuple[Distances, ...]
 
     def __call__(self, placement: Placement, microbatches: int, rank: int) -> Order:
-        """See ScheduleRule."""
+        """Return the rank's compute actions (`ScheduleRule.order`)."""
         return list(_v_orders(self, placement, microbatches)[rank])
 
     def peak_in_flight(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-        """See ScheduleRule. With no more microbatches than stages at most that: some weight gradients run earlier
-        than in the block.
+        """Return the peak of the block (`ScheduleRule.peak_in_flight`).
+
+        If the number of microbatches is at most the number of stages, it is an upper bound, because `filled` then runs
+        some weight gradients earlier.
         """
         return self._peaks(stages, microbatches, stage)[0]
 
     def peak_waiting(self, stages: Number, microbatches: Number, chunks: Number, stage: Number) -> Number:
-        """See ScheduleRule."""
+        """Return the peak of the block (`ScheduleRule.peak_waiting`)."""
         return self._peaks(stages, microbatches, stage)[1]
 
     def _peaks(self, stages: Number, microbatches: Number, stage: Number) -> tuple[np.ndarray, ...]:
-        """More microbatches than a block lives change nothing. Of a search's thousands of layouts some hundred
-        differ here: each is counted once.
+        """Return both peaks for arrays of layouts.
+
+        More than 3p + 4 microbatches do not change the peaks. A search has thousands of layouts, but only some hundred
+        different arguments. Each of them is computed once.
         """
         columns = np.broadcast_arrays(stages, np.minimum(microbatches, 3 * np.asarray(stages) + 4), stage)
         keys, places = np.unique(np.stack([column.ravel() for column in columns]), axis=1, return_inverse=True)
@@ -164,10 +175,11 @@ def _v_orders(order: VOrder, placement: Placement, microbatches: int) -> tuple[t
 
 
 def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """The orders with weight gradients moved to where a rank would idle.
+    """Return the orders with weight gradients moved to units in which the rank would idle.
 
-    Played in units of time. A weight gradient runs at its place, or before it when nothing else can run; behind its
-    rank's last forward, when memory only falls, input gradients go first, because other ranks wait for them.
+    The orders are simulated in units of time. A weight gradient runs at its place in the order, or earlier if nothing
+    else can run. After a rank's last forward its memory can only fall. From then on input gradients run first, because
+    other ranks wait for them.
     """
     ranks = [_Rank(order) for order in orders]
     ended: dict[tuple[bool, int, int], int] = {}  # (forward?, microbatch, position) → unit
@@ -186,14 +198,14 @@ def filled(placement: Placement, orders: Sequence[Sequence[Action]]) -> tuple[tu
 
 
 class _Rank:
-    """Where one rank stands."""
+    """State of one rank in `filled`."""
 
     def __init__(self, order: Sequence[Action]) -> None:
         self.passes = deque(action for action in order if action.kind is not Kind.BACKWARD_WEIGHT)
         self.last_forward = sum(action.kind is Kind.FORWARD for action in order)
         self.played: Order = []
         self.waiting: dict[Action, None] = {}  # weight gradients whose input gradient is done, in order
-        self.due: dict[Action, list[Action]] = {}  # before which pass a weight gradient stands
+        self.due: dict[Action, list[Action]] = {}  # pass → the weight gradients directly before it in the order
         late: list[Action] = []
         for action in order:
             if action.kind is Kind.BACKWARD_WEIGHT:
@@ -203,7 +215,7 @@ class _Rank:
                 late = []
 
     def next(self, placement: Placement, ended: dict[tuple[bool, int, int], int], moment: int) -> Action | None:
-        """What runs now; None: it idles."""
+        """Return the action that runs at `moment`; None if the rank idles."""
         if self.passes:
             action = self.passes[0]
             if self.last_forward:
@@ -229,7 +241,7 @@ class _Rank:
         return before < 0 or ended.get((forward, action.microbatch, before), moment + 1) <= moment
 
     def play(self, action: Action) -> None:
-        """It runs."""
+        """Record that an action has run."""
         self.played.append(action)
         if action.kind is Kind.BACKWARD_WEIGHT:
             del self.waiting[action]
@@ -242,8 +254,9 @@ class _Rank:
 
 
 def _interleaved_zero_bubble(placement: Placement, microbatches: int, rank: int) -> Order:
-    """Interleaved 1F1B with backward split; W follows as late as the first rank's memory allows, which has most in
-    flight.
+    """Return the order of interleaved 1F1B with a split backward.
+
+    The first rank has the most activations in flight. On the other ranks W is delayed until they reach this number.
     """
     return list(_interleaved_orders(placement, microbatches)[rank])
 
@@ -289,7 +302,7 @@ def _v_rule(order: VOrder, idle: float) -> ScheduleRule:
     )
 
 
-# distances with an order for every number of stages, by the share of 1F1B's memory, in sixths, that they keep
+# Distances that have a valid order for every number of stages. The key is the share of 1F1B's memory, in sixths.
 DISTANCES: dict[int, tuple[Distances, ...]] = {
     2: ((1, 1, 1, 1),),
     3: ((2, 1, 2, 1), (1, 2, 1, 2)),
@@ -317,13 +330,13 @@ DISTANCES: dict[int, tuple[Distances, ...]] = {
 
 
 def v_names() -> list[str]:
-    """Every V there is, as `parallel.schedule` names it."""
+    """Return the names of all V schedules in `DISTANCES`, as `parallel.schedule` accepts them."""
     return ["v:" + ",".join(map(str, distances)) for members in DISTANCES.values() for distances in members]
 
 
 @lru_cache(maxsize=1024)
 def _of_distances(text: str) -> ScheduleRule | None:
-    """'2,2,2,2'."""
+    """Return the rule for distances such as '2,2,2,2'; None if they are not in `DISTANCES`."""
     for sixths, members in DISTANCES.items():
         for distances in members:
             if text == ",".join(map(str, distances)):

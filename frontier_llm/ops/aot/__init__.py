@@ -1,3 +1,4 @@
-"""The GPU kernels are compiled ahead of time: this needs Triton, msgpack and pyelftools, and no GPU; launching needs
-none of them.
+"""Ahead-of-time compilation of the GPU kernels.
+
+Compiling needs Triton, msgpack and pyelftools, but no GPU. Launching needs none of these packages.
 """

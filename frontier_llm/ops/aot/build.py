@@ -1,10 +1,9 @@
-"""Ahead-of-time build: every variant of `kernel_table` into a code object, with a manifest; needs Triton, but no GPU
-and no driver.
+"""Ahead-of-time build: compile every variant of `kernel_table` into a code object, and write a manifest.
 
     python setup.py build_ops --arch gfx90a,sm_90
 
-writes frontier_llm/_native/gpu/<arch>/*.hsaco|cubin and manifest.json. Only this module and the sources in ops/triton
-import Triton.
+writes frontier_llm/_native/gpu/<arch>/*.hsaco|cubin and manifest.json. The build needs Triton, but no GPU and no
+driver. Only this module and the sources in ops/triton import Triton.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from frontier_llm.units import strict_json
 
 @dataclass(frozen=True)
 class CodeObject:
-    """One line of the manifest: all that the launcher needs, and what the compiler used."""
+    """One code object's entry in the manifest: the launcher's input, and the resources that the compiler used."""
 
     kernel: str
     dtype: str
@@ -42,15 +41,15 @@ class CodeObject:
     warps: int
     threads: int  # of a block
     shared_bytes: int
-    registers: int  # this and spills: see code_object.Declared
-    spills: int
-    matrix_instructions: int  # MFMA, MMA or WGMMA in the code
-    matrix_flops: int  # of them, per warp
+    registers: int  # as in code_object.Declared
+    spills: int  # as in code_object.Declared
+    matrix_instructions: int  # number of MFMA, MMA or WGMMA instructions in the code
+    matrix_flops: int  # flops of these instructions, per warp
 
 
 @dataclass(frozen=True)
 class Build:
-    """One thing to compile."""
+    """One variant of a kernel to compile for one architecture."""
 
     architecture: str
     kernel: str
@@ -60,12 +59,12 @@ class Build:
 
     @property
     def name(self) -> str:
-        """What its file is called, without the suffix."""
+        """Name of the code object's file, without the suffix."""
         return f"{self.kernel}-{self.dtype}-{self.variant}{'' if self.aligned else '-unaligned'}"
 
 
 def all_builds(architectures: list[str]) -> list[Build]:
-    """Everything to build; raises BackendError for an unknown architecture."""
+    """Return everything to build. Raises BackendError for an unknown architecture."""
     for architecture in architectures:
         if architecture not in ARCHITECTURES:
             raise BackendError(
@@ -84,7 +83,10 @@ def all_builds(architectures: list[str]) -> list[Build]:
 
 
 def compile_one(item: Build, folder: Path) -> CodeObject:
-    """Compile one variant into `folder`."""
+    """Compile one variant, and write its code object to `folder`.
+
+    Raises BackendError if the launcher could not start the kernel.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -110,16 +112,16 @@ def compile_one(item: Build, folder: Path) -> CodeObject:
         "enable_fp_fusion": True,
         **dict(architecture.options),
     }
-    # they name the folder of the sources: no two machines would build the same file
+    # Line information contains the folder of the sources, so that each machine would build a different file.
     triton.knobs.compilation.disable_line_info = True
-    # Triton's own choice on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS)
+    # Triton's default on gfx942, but not on gfx90a (docs/benchmarks/ops.md: LDS).
     triton.knobs.amd.use_in_thread_transpose = amd
     if variant.matrix:
         options["matrix_instr_nonkdim"] = variant.matrix
     if variant.waves:
         options["waves_per_eu"] = variant.waves
     if variant.strategy:
-        options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # an older Triton leaves it out
+        options["llvm_fn_attrs"] = f"amdgpu-sched-strategy={variant.strategy}"  # older versions of Triton ignore it
     compiled = triton.compile(
         source,
         target=GPUTarget(architecture.backend, architecture.target, architecture.wave),
@@ -162,13 +164,14 @@ _MATRIX = re.compile(
 
 def _flops(amd: str | None, group: str, *nvidia: str) -> int:
     sides = amd.split("x") if amd else nvidia
-    # one for the four warps of a group
+    # one WGMMA instruction is executed by a group of four warps
     return 2 * math.prod(map(int, sides)) // (4 if group == "wgmma.mma_async" else 1)
 
 
 def check_extras(metadata: Any) -> None:
-    """Refuses what csrc/gpu_launcher.cpp does not give: cluster or cooperative launches, tensor-memory descriptors,
-    scratch memory.
+    """Raise BackendError if a kernel needs a feature that csrc/gpu_launcher.cpp does not support.
+
+    These features are cluster and cooperative launches, tensor-memory descriptors and scratch memory.
     """
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "tensordesc_meta")
     asked = [name for name in extras if getattr(metadata, name, None)]
@@ -178,11 +181,12 @@ def check_extras(metadata: Any) -> None:
 
 
 def build(architectures: list[str], destination: Path, jobs: int | None = None) -> dict[str, list[CodeObject]]:
-    """Compile everything for the architectures and write their manifests; returns the code objects by architecture.
+    """Compile all kernels for the architectures, and write their manifests. Return the code objects by architecture.
 
-    Raises BackendError when Triton is missing, naming how to get it.
+    Raises BackendError for an unknown architecture, or if Triton, msgpack or pyelftools is missing. The error gives
+    the command that installs them.
     """
-    all_builds(architectures)  # refuses unknown names before anything is compiled
+    all_builds(architectures)  # raises for unknown names before anything is compiled
     named = ",".join(architectures)
     try:
         triton, *_ = (importlib.import_module(name) for name in ("triton", "msgpack", "elftools"))
@@ -203,11 +207,14 @@ def build(architectures: list[str], destination: Path, jobs: int | None = None) 
 
 
 def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> None:
-    """manifest.json, complete or not there: written beside and renamed."""
+    """Write manifest.json, and delete all other files except the code objects of `codes`.
+
+    The manifest is written to a temporary file and renamed, so that it is never incomplete.
+    """
     manifest: dict[str, Any] = {
         "version": MANIFEST_VERSION,
         "architecture": architecture,
-        # the package has other names in ROCm's wheels
+        # Triton's distribution has other names in ROCm's wheels, so importlib.metadata does not find its version.
         "tools": {"triton": importlib.import_module("triton").__version__},
         "sources": source_digests(),
         "kernels": [asdict(code) for code in codes],
@@ -222,7 +229,7 @@ def write_manifest(folder: Path, architecture: str, codes: list[CodeObject]) -> 
 
 
 def main() -> None:
-    """`python -m frontier_llm.ops.aot.build DESTINATION [ARCH…]`: what setup.py build_ops runs."""
+    """Run `python -m frontier_llm.ops.aot.build DESTINATION [ARCH…]`. setup.py build_ops calls this command."""
     import sys
 
     destination, *architectures = sys.argv[1:]

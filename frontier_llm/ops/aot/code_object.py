@@ -1,7 +1,7 @@
-"""What a code object itself says of its kernel, and whether that is what the launcher gives it.
+"""Reader of a code object's launch requirements, and their comparison with the launcher.
 
-Read from the ELF file: AMD's metadata note (msgpack) or NVIDIA's .nv.info sections. Needs no Triton and no vendor's
-tool. Only the build and the tests read code objects; a launch takes what the build wrote into the manifest.
+The requirements are read from the ELF file: AMD's metadata note (msgpack) or NVIDIA's .nv.info sections. This needs
+neither Triton nor a vendor's tool. Only the build and the tests read code objects; a launch uses the manifest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops.kernel_table import ARCHITECTURES
 
 _NT_AMDGPU_METADATA = 32
-# NVIDIA's attributes: of a kernel, then of the whole file (each there begins with the symbol's index)
+# NVIDIA's attributes: first attributes of a kernel, then attributes of the file, which begin with the symbol's index.
 _PARAMETER = 0x17
 _THREADS = 0x10
 _PARAMETER_BANK = 0x0A
@@ -29,12 +29,12 @@ _REGISTERS = 0x2F
 _STACK = 0x12
 _WITH_PAYLOAD = 4
 _GLOBAL_SPACE = 4
-_BYTES = {"i32": 4, "fp32": 4, "i64": 8}  # a pointer has 8
+_BYTES = {"i32": 4, "fp32": 4, "i64": 8}  # a pointer has 8 bytes
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One argument in the buffer that the driver fills."""
+    """Place of one argument in the buffer that the driver fills."""
 
     offset: int
     size_bytes: int
@@ -43,12 +43,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Declared:
-    """A kernel's own account of how it must be launched and of what it uses."""
+    """Launch requirements and resources of a kernel, as its code object declares them."""
 
     architecture: str
     symbol: str
     parameters: tuple[Slot, ...]
-    # what the driver copies; on AMD without the hidden ones (hidden_block_count_x …), which it fills itself
+    # bytes that the driver copies; on AMD without the hidden arguments (hidden_block_count_x …), which the driver fills
     parameters_bytes: int
     threads: int  # of a block
     wave: int
@@ -57,7 +57,7 @@ class Declared:
 
 
 def read(image: bytes) -> Declared:
-    """The only kernel of a code object. Raises BackendError for a file that does not say what is asked of it."""
+    """Return the requirements of a code object's only kernel. Raises BackendError for a file that cannot be read."""
     try:
         elf = ELFFile(io.BytesIO(image))
         machine = elf["e_machine"]
@@ -73,10 +73,10 @@ def read(image: bytes) -> Declared:
 def check_launch(
     declared: Declared, architecture: str, symbol: str, kinds: Sequence[str], threads: int, shared_bytes: int
 ) -> None:
-    """The kernel wants what csrc/gpu_launcher.cpp gives: these arguments and two scratch pointers, in blocks that the
-    machine can have.
+    """Compare a kernel's requirements with the launch of csrc/gpu_launcher.cpp.
 
-    `kinds` are the arguments' types in launch order. Raises BackendError that names every difference.
+    The launcher passes the arguments and two scratch pointers. `kinds` are the arguments' types in launch order. Raises
+    BackendError with every difference, and if a block needs more shared memory than the architecture has.
     """
     machine = ARCHITECTURES[architecture]
     pointers = [kind.startswith("*") for kind in kinds] + [True, True]
@@ -108,12 +108,15 @@ def check_launch(
 
 
 def sections(elf: ELFFile) -> dict[str, bytes]:
-    """Content of each section by name; of those that take no room in the file, nothing."""
+    """Return the content of each section by name, without sections that take no space in the file."""
     return {section.name: section.data() for section in elf.iter_sections() if section["sh_type"] != "SHT_NOBITS"}
 
 
 def amd_metadata(elf: ELFFile) -> dict[str, Any]:
-    """What LLVM's "User Guide for AMDGPU Backend" calls the code object's metadata."""
+    """Return the code object's metadata, as defined in LLVM's "User Guide for AMDGPU Backend".
+
+    Raises ValueError if the file's note is of another kind.
+    """
     note = sections(elf)[".note"]
     owner_bytes, size, kind = struct.unpack_from("<3I", note)
     if kind != _NT_AMDGPU_METADATA:
@@ -158,7 +161,7 @@ def _read_nvidia(elf: ELFFile) -> Declared:
     ((registers,), (stack,)) = (struct.unpack("<4xI", *found[attribute]) for attribute in (_REGISTERS, _STACK))
     x, y, z = struct.unpack("<3I", *found[_THREADS])
     return Declared(
-        architecture=f"sm_{flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF}",  # its place changed with ABI 8
+        architecture=f"sm_{flags >> 8 & 0xFF if abi >= 8 else flags & 0xFF}",  # ABI 8 moved the architecture's bits
         symbol=symbol,
         parameters=tuple(parameters[ordinal] for ordinal in range(len(parameters))),
         parameters_bytes=struct.unpack("<4xHH", *found[_PARAMETER_BANK])[1],
@@ -170,7 +173,7 @@ def _read_nvidia(elf: ELFFile) -> Declared:
 
 
 def _attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
-    """(attribute, payload) of an .nv.info section; those whose value is in the header come with those two bytes."""
+    """Yield (attribute, payload) of an .nv.info section. A value in the attribute's header has two bytes."""
     at = 0
     while at < len(section):
         form, attribute, value = struct.unpack_from("<BBH", section, at)

@@ -1,3 +1,4 @@
-"""The GPU ops: Triton sources, compiled ahead of time by `python setup.py build_ops`; nothing here is imported while
-training.
+"""Triton sources of the GPU ops. `python setup.py build_ops` compiles them ahead of time.
+
+Training does not import these modules.
 """

@@ -1,21 +1,22 @@
-"""Causal FlashAttention-2 (arXiv:2307.08691) with grouped heads, ALiBi and document masks; no atomics, so results are
-reproducible.
+"""Causal FlashAttention-2 (arXiv:2307.08691) with grouped heads, ALiBi and document masks.
 
-Scores are kept in base 2: log2(e) is folded into the scale, because exp2 is one instruction on both vendors' hardware.
-EXTRAS compiles ALiBi and documents in; without them only the diagonal blocks are masked. SOFTCAP, which comes with
-EXTRAS, compiles in that scores are bounded (Gemma 2, arXiv:2408.00118) and that a row sees the last `window` positions
-alone.
+The kernels use no atomics, so that results are reproducible.
 
-Queries and keys may be two stretches of a sequence: query i stands `offset` + i behind the first key, and sees keys up
-to there. Loads past a stretch read its last position instead of being masked: only blocks with the end of some row's
-keys compare positions, once for both ends, and lane masks would take the scalar registers of CDNA.
+Scores are in base 2: log2(e) is part of the scale, because exp2 is one instruction on both vendors' hardware. EXTRAS
+adds ALiBi and documents. Without EXTRAS only the diagonal blocks are masked. SOFTCAP, which requires EXTRAS, adds a
+soft cap of the scores (Gemma 2, arXiv:2408.00118) and a sliding window of `window` positions.
 
-With AHEAD a turn of the loop over whole blocks loads for the next, and the forward multiplies for it too, so that
-softmax and products overlap (docs/benchmarks/ops.md).
+Queries and keys may be two different parts of a sequence. Query i is `offset` + i positions after the first key, and
+sees the keys up to this position. Loads past the end of a part read its last position again. They are not masked,
+because lane masks would occupy the scalar registers of CDNA. Positions are compared only in blocks that contain the end
+of some row's keys. One comparison covers the diagonal and the end of the keys.
 
-fp16 probabilities are lifted by 2^14 before they are multiplied, and the product lowered again: at most 1, they would
-mostly be subnormal in long rows (below 6.1e-5), and MI200's matrix instructions take subnormals for zero
-(docs/numerics.md).
+With AHEAD, an iteration of the loop over complete blocks loads the next block. The forward also computes the next
+block's product, so that softmax and products overlap (docs/benchmarks/ops.md).
+
+fp16 probabilities are multiplied by 2^14 before a product, and the result is divided by 2^14. Probabilities are at
+most 1, and in long rows most of them would be subnormal (below 6.1e-5). MI200's matrix instructions treat subnormal
+numbers as zero (docs/numerics.md).
 """
 
 import triton
@@ -28,21 +29,23 @@ _PAD = tl.constexpr(ROWS_PER_PAD)
 
 @triton.jit
 def _lift(dtype: tl.constexpr):
-    """log2 of what probabilities are multiplied by in products of this type."""
+    """Return log2 of the factor of probabilities in products of this type."""
     return 14.0 if dtype == tl.float16 else 0.0
 
 
 @triton.jit
 def _lift_factor(dtype: tl.constexpr):
-    """2 to the power of `_lift`. Triton 3.6 has no power with a scalar base."""
+    """Return 2 to the power of `_lift`. Triton 3.6 has no power with a scalar base."""
     return 16384.0 if dtype == tl.float16 else 1.0
 
 
 @triton.jit
 def _narrow(x, dtype: tl.constexpr, SOFT_BF16: tl.constexpr):
-    """x in the type that it is multiplied in. CDNA2 has no conversion to bf16: of the compiler's five instructions for
-    a number, half hold on to a NaN and to ties to even. Neither matters here (a NaN is also in the fp32 sums), and
-    without them it is one and a half.
+    """Return x converted to the type of a product.
+
+    CDNA2 has no instruction that converts to bf16. The compiler emits five instructions per number, half of them to
+    keep NaN and to round ties to even. Neither is needed here, because a NaN also reaches the fp32 sums. With SOFT_BF16
+    the conversion takes one and a half instructions per number.
     """
     if SOFT_BF16 and dtype == tl.bfloat16:
         return ((x.to(tl.uint32, bitcast=True) + 0x8000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -52,7 +55,7 @@ def _narrow(x, dtype: tl.constexpr, SOFT_BF16: tl.constexpr):
 
 @triton.jit
 def _scales(scale, softcap, SOFTCAP: tl.constexpr):
-    """What `_scores` multiplies products by, and the bound of base-2 scores."""
+    """Return the factor of products in `_scores`, and the cap of base-2 scores."""
     if SOFTCAP:
         return 2.0 * 1.4426950408889634 * scale / softcap, 1.4426950408889634 * softcap
     else:
@@ -61,8 +64,9 @@ def _scales(scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _scores(products, scale2, bound2, SOFTCAP: tl.constexpr):
-    """Base-2 scores; bounded by bound2 * tanh(x) with tanh(x) = 1 - 2 / (e^2x + 1), where e^2x is one instruction
-    and may be infinite.
+    """Return base-2 scores. SOFTCAP replaces them by bound2 * tanh(x).
+
+    tanh(x) is computed as 1 - 2 / (e^2x + 1). e^2x is one instruction, and the formula is correct if it is infinite.
     """
     if SOFTCAP:
         return bound2 * (1.0 - 2.0 / (tl.exp2(products * scale2) + 1.0))
@@ -72,7 +76,7 @@ def _scores(products, scale2, bound2, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _bounded_slope(ds, scores, bound2, SOFTCAP: tl.constexpr):
-    """The gradient of scores to that of what was bounded."""
+    """Return the gradient before the soft cap, from the gradient `ds` of the capped scores."""
     if SOFTCAP:
         share = scores * (1.0 / bound2)
         return ds * (1.0 - share * share)
@@ -83,14 +87,18 @@ def _bounded_slope(ds, scores, bound2, SOFTCAP: tl.constexpr):
 @triton.jit
 def _logits(scores, tilt, row, last, column, row_document, column_document, window,
             DIAGONAL: tl.constexpr, EXTRAS: tl.constexpr, SOFTCAP: tl.constexpr):  # fmt: skip
-    """Base-2 logits of one block: ALiBi added, -inf where column comes after `last`, about -1e20 where it is of another
-    document or too far from row.
+    """Return the base-2 logits of one block, with ALiBi and masks.
 
-    `row`, `last` and its document, `column`, its document and its `tilt` broadcast against each other, in either order.
-    ALiBi is slope * (column - row); its part of the row is the same for a whole softmax, so only `tilt` = slope *
-    (column - some position near by) is added to each number. Documents and window by arithmetic: a comparison's lane
-    masks would spill the scalar registers of CDNA. A block that is all hidden leaves garbage in the running sums, which
-    the next visible block scales by exp2(-1e20) = 0; what only hidden blocks left is cleared at the end.
+    A logit is -inf if `column` comes after `last`. It is about -1e20 if the column is in another document than the row,
+    or outside the row's window. The arguments for rows and for columns broadcast against each other. Either of them may
+    be the first dim.
+
+    ALiBi is slope * (column - row). The row's part is constant in a softmax, so that only `tilt` = slope * (column - a
+    nearby position) is added. Documents and window use arithmetic, because the lane masks of comparisons would
+    spill the scalar registers of CDNA.
+
+    A completely hidden block leaves wrong values in the running sums. The next visible block multiplies them by
+    exp2(-1e20) = 0. The outputs of rows whose blocks are all hidden are set to 0 at the end.
     """
     if EXTRAS:
         apart = tl.abs(row_document - column_document)
@@ -104,17 +112,19 @@ def _logits(scores, tilt, row, last, column, row_document, column_document, wind
 
 @triton.jit
 def _padded(sequence):
-    """Positions for which logsumexp, delta and documents have room, so that blocks need no mask there."""
+    """Return the padded length of logsumexp, delta and documents. Padding makes masks for them unnecessary."""
     return tl.cdiv(sequence, _PAD) * _PAD
 
 
 @triton.jit
 def _rows(base, stride, first, end, head_dim, PAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """BLOCK rows from `first`. With PAST some may be past the end, and are its last row again; without, a lane's offset
-    is the same in every turn of a loop.
+    """Load BLOCK rows from `first` on.
 
-    Past head_dim come the row's first columns again: what they are multiplied with is 0 there, or the product is not
-    stored.
+    With PAST, rows may be past the end, and the last row is read instead. Without PAST, a lane's offset is the same in
+    every iteration of a loop.
+
+    Columns past head_dim read the row's first columns again. This is harmless, because the other factor is 0 there or
+    the product is not stored.
     """
     row = tl.arange(0, BLOCK)
     if PAST:
@@ -153,8 +163,8 @@ def _forward_block(
     if EXTRAS:
         tilt = slope2 * (column - origin).to(tl.float32)
         column_document = tl.load(key_documents + column)
-    # the largest product has the largest score, so the others are scaled where they are subtracted from it: one
-    # instruction
+    # The largest product has the largest score. Scaling can therefore be combined with the subtraction of the maximum
+    # in one instruction.
     inner, outer = (scale2, 1.0) if EXTRAS else (1.0, scale2)
     scores = _logits(
         _scores(products_MN, inner, bound2, SOFTCAP),
@@ -215,8 +225,9 @@ def attention_forward(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """BLOCK_M queries of one head. logsumexp [B, a, padded S] is in base 2, infinite past the sequence, and
-    -infinite where a row sees nothing.
+    """Compute attention for BLOCK_M queries of one head.
+
+    logsumexp [B, a, padded S] is in base 2. It is inf past the sequence, and -inf for rows that see no keys.
     """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -238,7 +249,7 @@ def attention_forward(
     total = tl.zeros([BLOCK_M], tl.float32)
     out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     origin = first_row + offset
-    # up to `whole` every row sees whole blocks
+    # every row sees all keys of the blocks before `whole`
     begin = 0
     whole = tl.minimum(origin + 1, keys) // BLOCK_N * BLOCK_N
     if SOFTCAP:
@@ -357,7 +368,7 @@ def attention_forward(
         )
     to = o + b * o_b + a * o_a + row.to(tl.int64)[:, None] * o_s + d[None, :]
     lse = top - _lift(q.dtype.element_ty) + tl.log2(total)
-    out_MD = out_MD * (1.0 / total)[:, None]  # a division is eleven instructions, and there are BLOCK_D in a row
+    out_MD = out_MD * (1.0 / total)[:, None]  # one division per row: a division takes eleven instructions
     if EXTRAS:
         sees = top > -1e19
         out_MD = tl.where(sees[:, None], out_MD, 0.0)
@@ -383,7 +394,7 @@ def attention_delta(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """delta [B, a, padded S] = rowsum(o * grad_o), 0 past the sequence."""
+    """Compute delta [B, a, padded S] = rowsum(o * grad_o). It is 0 past the sequence."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = (tl.program_id(1) // heads).to(tl.int64)
     a = (tl.program_id(1) % heads).to(tl.int64)
@@ -423,8 +434,11 @@ def _grad_kv_block(
     SOFT_BF16: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`origin` and `column` are counted as rows are. Scores are kept transposed, [N, M]: then they are the left operand
-    of both products without a way through shared memory. What columns past the keys add up is not stored.
+    """Add one block of queries to grad_k and grad_v.
+
+    `origin` and `column` are positions relative to the first query. Scores are transposed, [N, M]. They can then be the
+    left operand of both products without passing through shared memory. Results for columns past the keys are not
+    stored.
     """
     row = first + tl.arange(0, BLOCK_M)
     lse = tl.load(logsumexp + row)
@@ -502,9 +516,10 @@ def attention_grad_kv(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """grad_k and grad_v of BLOCK_N positions of one key/value head: all query heads that read it, all later queries.
+    """Compute grad_k and grad_v for BLOCK_N positions of one key/value head.
 
-    grad_k and grad_v have the same strides.
+    The program sums over all query heads that read this head, and over all later queries. grad_k and grad_v have the
+    same strides.
     """
     kv_heads = heads // group
     first_column = tl.program_id(0) * BLOCK_N
@@ -522,12 +537,12 @@ def attention_grad_kv(
     scale2, bound2 = _scales(scale, softcap, SOFTCAP)
     origin = first_column - offset
     begin = tl.maximum(origin, 0) // BLOCK_M * BLOCK_M
-    # from there on every row sees all of these keys
+    # from `whole` on every row sees all of these keys
     whole = tl.cdiv(tl.maximum(origin + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
     past_last = sequence
     if SOFTCAP:
         past_last = tl.minimum(sequence, origin + BLOCK_N + window - 1)
-    # the last block goes with those of the diagonal where it is not whole
+    # an incomplete last block is processed together with the blocks on the diagonal
     whole_end = tl.maximum(whole, tl.minimum(tl.cdiv(past_last, BLOCK_M), sequence // BLOCK_M) * BLOCK_M)
     diagonal = tl.cdiv(tl.maximum(tl.minimum(whole, past_last) - begin, 0), BLOCK_M)
     tail = (past_last > whole_end).to(tl.int32)
@@ -714,7 +729,7 @@ def attention_grad_q(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """grad_q of BLOCK_M queries of one head."""
+    """Compute grad_q for BLOCK_M queries of one head."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     b = (tl.program_id(1) // heads).to(tl.int64)
     a = (tl.program_id(1) % heads).to(tl.int64)
@@ -738,7 +753,7 @@ def attention_grad_q(
         lse += slope2 * (row - first_row).to(tl.float32)
     gq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     origin = first_row + offset
-    # up to `whole` every row sees whole blocks
+    # every row sees all keys of the blocks before `whole`
     begin = 0
     whole = tl.minimum(origin + 1, keys) // BLOCK_N * BLOCK_N
     if SOFTCAP:

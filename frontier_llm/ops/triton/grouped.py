@@ -1,8 +1,7 @@
-"""Products over ragged groups of rows (the tokens of one expert after the other); no atomics, so results are
-reproducible.
+"""Matrix products over groups of rows of different lengths (the tokens of one expert after the other).
 
-The groups' ends are read on the device: the grid is what any ends with these sums need, and programs without rows leave
-at once.
+The kernels use no atomics, so that results are reproducible. The ends of the groups are read on the device. The grid is
+large enough for any distribution of the rows over groups, and programs without rows return immediately.
 """
 
 import triton
@@ -11,11 +10,11 @@ import triton.language as tl
 
 @triton.jit
 def _group_of(slot, ends, groups, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """(group, its first row, the row past its last, the first row of this slot's block).
+    """Return (group, its first row, the row after its last, the first row of this slot's block).
 
-    Group e owns the slots from first_row // BLOCK_M + e to end // BLOCK_M + e, which are as many as its blocks of rows
-    or one more: a closed form of the ends, where the sum of all earlier groups' blocks would be a scan. Slots of rows
-    behind the last group belong to none, which ends at once.
+    Group e has the slots from first_row // BLOCK_M + e to end // BLOCK_M + e. These are enough for its blocks of rows,
+    with at most one unused slot. This formula needs only the group's own ends. An exact numbering of the blocks would
+    need a sum over all earlier groups. Slots after the last group return an empty group.
     """
     group = 0
     for first in range(0, groups, BLOCK_E):
@@ -46,10 +45,10 @@ def grouped_product(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """BLOCK_M rows of one group times BLOCK_N columns of its weights, which lie along the depth (a linear layer) or
-    along the columns (its backward).
+    """Multiply BLOCK_M rows of one group by BLOCK_N columns of its weights.
 
-    Rows past the group's last read that one and are not written.
+    With ALONG_DEPTH the weights are contiguous along the depth (a linear layer), otherwise along the columns (its
+    backward). Rows past the group's end read its last row and are not written.
     """
     group, _, end, first_row = _group_of(tl.program_id(1), ends, groups, BLOCK_M, BLOCK_E)
     if first_row >= end:
@@ -97,8 +96,9 @@ def grouped_weight_gradient(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """main_grad[group] += gradᵀ @ x over the group's rows: BLOCK_N outputs by BLOCK_K inputs, BLOCK_M rows at a
-    time.
+    """Add gradᵀ @ x over the group's rows to main_grad[group].
+
+    A program computes BLOCK_N outputs by BLOCK_K inputs and reads BLOCK_M rows at a time.
     """
     group = tl.program_id(2)
     begin = tl.where(group > 0, tl.load(ends + tl.maximum(group - 1, 0)), 0)

@@ -1,7 +1,8 @@
-"""One vocabulary shard's part of the cross-entropy; the logits are read in their own type, never copied to fp32.
+"""One vocabulary shard's part of the cross-entropy. The logits are read in their own type, without a copy in fp32.
 
-Vocabularies are no multiples of 16 (GPT-2's has 50257 words), but rows are padded and so aligned: blocks that lie in
-the row are read without a mask, in 16-byte accesses; the mask of the last block would forbid them.
+Vocabularies are often not a multiple of 16 (GPT-2's has 50257 words), but rows are padded and therefore aligned. All
+complete blocks of a row are read without a mask, in 16-byte accesses. Only the last block needs a mask, which prevents
+such accesses.
 """
 
 import triton
@@ -10,8 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def _seen(value, top, total):
-    """Running maximum and sum of exp(logit - maximum) with one more block (arXiv:1805.02867)."""
-    new_top = tl.maximum(top, tl.max(value))  # a NaN may be passed over here, but not in the sum
+    """Update the running maximum and the sum of exp(logit - maximum) with one more block (arXiv:1805.02867)."""
+    new_top = tl.maximum(top, tl.max(value))  # the maximum may ignore a NaN, but the sum does not
     return new_top, total * tl.exp(top - new_top) + tl.sum(tl.exp(value - new_top))
 
 
@@ -26,7 +27,7 @@ def cross_entropy_stats(
     first_vocab: "i32",
     BLOCK: tl.constexpr,
 ):
-    """stats [3, rows]: max, sum of exp(logit - max) in one pass, logit of the target or 0."""
+    """Compute stats [3, rows] in one pass: max, sum of exp(logit - max), and the target's logit or 0."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * row_stride
     lanes = tl.arange(0, BLOCK)
@@ -55,7 +56,7 @@ def cross_entropy_backward(
     logits: "*T:16", targets: "*i64", logsumexp: "*fp32:16", grad_loss: "*fp32", columns: "i32", row_stride: "i32:16",
     first_vocab: "i32", BLOCK: tl.constexpr
 ):  # fmt: skip
-    """logits = (exp(logits - logsumexp) - onehot) * grad_loss, in place."""
+    """Compute logits = (exp(logits - logsumexp) - onehot) * grad_loss in place."""
     row = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     column = first + tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm with an optional residual add, statistics in fp32.
+"""RMSNorm and LayerNorm with an optional residual add. Statistics are in fp32.
 
-Rows of at most BLOCK columns are read once and kept in registers; the `_long` kernels walk longer rows several times.
+Rows of at most BLOCK columns are read once and kept in registers. The `_long` kernels read longer rows several times.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _inverse_and_store(sums, mean, scale, row, centre, columns, eps, CENTRED: tl.constexpr):
-    """1 / sqrt(mean of squares + eps); both statistics are kept for the backward."""
+    """Return 1 / sqrt(mean of squares + eps), and store both statistics for the backward."""
     inverse = 1.0 / tl.sqrt(tl.sum(sums) / columns + eps)
     tl.store(scale + row, inverse)
     if CENTRED:
@@ -42,8 +42,9 @@ def norm_forward(
     CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = norm(x + residual) * weight + bias and total = x + residual; rows are contiguous, statistics go to mean
-    and scale.
+    """Compute out = norm(x + residual) * weight + bias and total = x + residual for one contiguous row.
+
+    The row's statistics are stored in mean and scale.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -81,7 +82,7 @@ def norm_forward_long(
     CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`norm_forward` for rows longer than a block."""
+    """Compute `norm_forward` for a row longer than a block."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
     lanes = tl.arange(0, BLOCK)
@@ -121,11 +122,10 @@ def norm_backward(
     partial_weight: "*fp32:16", partial_bias: "*fp32:16", rows: "i32", columns: "i32:16", rows_per_program: "i32",
     has_grad_total: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A strip of rows: grad_x = scale * (p - mean(p) - n * mean(p n)) (+ grad_total) with n the normed row and p = grad
-    * weight.
+    """Compute the gradients for a strip of rows: grad_x = scale * (p - mean(p) - n * mean(p n)) (+ grad_total).
 
-    The strip's share of grad_weight and grad_bias goes to one row of partial_* (fp32 [strips, columns]); the caller
-    adds them, in order.
+    n is the normalised row, and p = grad * weight. RMSNorm has no mean(p). One row of partial_* (fp32 [strips,
+    columns]) gets the strip's part of grad_weight and grad_bias. The caller adds these rows in order.
     """
     strip = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -158,7 +158,7 @@ def norm_backward_long(
     grad: "*T:16", grad_total: "*T:16", total: "*T:16", weight: "*T:16", mean: "*fp32", scale: "*fp32", grad_x: "*T:16",
     columns: "i32:16", has_grad_total: "i32", CENTRED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """grad_x as `norm_backward`, for one row longer than a block."""
+    """Compute grad_x of `norm_backward` for one row longer than a block."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
     lanes = tl.arange(0, BLOCK)
@@ -202,7 +202,7 @@ def norm_weight_gradient_long(
     CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of one strip of rows of grad_weight and grad_bias, fp32 [strips, columns]."""
+    """Sum grad_weight and grad_bias over one strip of rows, for BLOCK columns; fp32 [strips, columns]."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     strip = tl.program_id(1)

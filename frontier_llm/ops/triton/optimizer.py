@@ -1,5 +1,6 @@
-"""Passes over flat fp32 buffers: AdamW, the gradient norm, gradient sums; all bound by memory, so each reads and
-writes once.
+"""Passes over flat fp32 buffers: AdamW, the gradient norm, and gradient sums.
+
+They are memory-bound, and each reads its inputs and writes its outputs once.
 """
 
 import triton
@@ -24,11 +25,10 @@ def adamw(
     write_weights: "i32",
     BLOCK: tl.constexpr,
 ):
-    """AdamW with decoupled decay. step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), decay = lr * weight
-    decay.
+    """Update with AdamW. step_size = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t), decay = lr * weight decay.
 
-    Update and decay are added before the weight is rounded: fp32 rounds 1 - decay to 1 below 6e-8. grad_scale is read
-    from device memory: the clip factor is known there without a synchronisation.
+    Update and decay are added before the weight is rounded, because fp32 rounds 1 - decay to 1 below 6e-8. grad_scale
+    is read from device memory, so that the clip factor needs no synchronisation with the host.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -46,7 +46,10 @@ def adamw(
 
 @triton.jit
 def squares(x: "*T:16", partial: "*fp64", count: "i64:16", per_program: "i32:16", BLOCK: tl.constexpr):
-    """Sum of squares of one stretch, fp32 lanes of at most per_program / BLOCK terms, then fp64 [programs]."""
+    """Sum the squares of `per_program` numbers into one element of partial (fp64 [programs]).
+
+    Each lane sums at most per_program / BLOCK terms in fp32. The lanes are added in fp64.
+    """
     start = tl.program_id(0).to(tl.int64) * per_program
     sums = tl.zeros([BLOCK], tl.float32)
     for first in range(0, per_program, BLOCK):
@@ -58,7 +61,7 @@ def squares(x: "*T:16", partial: "*fp64", count: "i64:16", per_program: "i32:16"
 
 @triton.jit
 def accumulate(main_grad: "*fp32:16", grad: "*T:16", count: "i64:16", BLOCK: tl.constexpr):
-    """main_grad (fp32) += grad."""
+    """Add grad to main_grad (fp32)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     total = tl.load(main_grad + at, mask=inside, other=0.0) + tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -76,10 +79,11 @@ def embedding_backward(
     vocab_rows: "i32",
     BLOCK: tl.constexpr,
 ):
-    """main_grad[row] += grad of its tokens. `rows` is sorted and `order` says whose gradient each entry is.
+    """Add the gradients of a row's tokens to main_grad[row]. `rows` is sorted; `order` has the token of each entry.
 
-    The program at the first entry of a run of equal rows adds the run, in the tokens' order, so the sum is
-    reproducible. It sums blocks of 1,024 tokens: a million equal rows added one by one in fp32 give 0.95 % too little.
+    The program at the first entry of equal rows adds all their gradients in the order of the tokens, so that the sum is
+    reproducible. It sums blocks of 1,024 tokens, because the fp32 sum of a million equal rows, added one by one, is
+    0.95 % too small.
     """
     entry = tl.program_id(0)
     row = tl.load(rows + entry)

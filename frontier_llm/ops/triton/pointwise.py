@@ -1,7 +1,6 @@
-"""RoPE, SwiGLU and GELU with its bias (times a weight for each row), dropout with its residual, rows from anywhere and
-their sums.
+"""RoPE, SwiGLU, GELU with its bias, dropout with its residual, and gathered sums of rows.
 
-Each reads its inputs once and writes its outputs once.
+SwiGLU and GELU also multiply by a weight per row. Each kernel reads its inputs once and writes its outputs once.
 """
 
 import triton
@@ -27,7 +26,10 @@ def rope(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """One position: every head's first 2 * half dims rotated by the angle (sign -1 turns back), the rest copied."""
+    """Rotate the first 2 * half dims of every head of one position, and copy the other dims.
+
+    `sign` -1 rotates by the negative angle.
+    """
     position = tl.program_id(0)
     s = (position // batch).to(tl.int64)
     b = (position % batch).to(tl.int64)
@@ -50,7 +52,7 @@ def rope(
 
 @triton.jit
 def _of_parts(q, k, v, of_q, of_k, of_v):
-    """From the one of three places that a number has."""
+    """Load each number from q, k or v. The masks select at most one of them for each number."""
     return tl.where(
         of_q,
         tl.load(q, mask=of_q, other=0.0),
@@ -84,11 +86,10 @@ def heads(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """One position of a projection [groups, members, head_dim] whose members are a group's queries, its key and its
-    value.
+    """Split one position of a projection into q, k and v, and rotate q and k. JOIN is the backward.
 
-    Apart: queries and keys turned by the angle, values as they are. With JOIN: their gradients put together, turned
-    back.
+    The projection is [groups, members, head_dim]. The members are a group's queries, its key and its value. With JOIN
+    the gradients of q and k are rotated by the negative angle, and the projection's gradient is put together.
     """
     position = tl.program_id(0)
     s = (position // batch).to(tl.int64)
@@ -140,7 +141,7 @@ def heads(
 def swiglu_forward(
     x: "*T:16", weights: "*fp32", out: "*T:16", columns: "i32:16", has_weights: "i32", BLOCK: tl.constexpr
 ):
-    """out [rows, columns] = silu(gate) * up * weight of the row, for x [rows, 2, columns]."""
+    """Compute out [rows, columns] = silu(gate) * up * weight of the row, for x [rows, 2, columns]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -164,8 +165,9 @@ def swiglu_backward(
     has_weights: "i32",
     BLOCK: tl.constexpr,
 ):
-    """The gradient of both halves of x, and what these columns add to that of the row's weight, to partial_weights
-    [column blocks, rows].
+    """Compute the gradient of both halves of x.
+
+    The contribution of these columns to the gradient of the row's weight goes to partial_weights [column blocks, rows].
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -205,7 +207,7 @@ def gelu_forward(
     TANH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = gelu(x + bias) * weight of the row."""
+    """Compute out = gelu(x + bias) * weight of the row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -235,10 +237,10 @@ def gelu_backward(
     TANH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of a strip of rows: grad_x = grad * weight * gelu'(x + bias), its column sums to one row of
-    partial_bias [strips, columns].
+    """Compute grad_x = grad * weight * gelu'(x + bias) for BLOCK columns of a strip of rows.
 
-    What these columns add to the gradient of each row's weight goes to partial_weights [column blocks, rows].
+    The column sums of grad_x are one row of partial_bias [strips, columns]. The contribution of these columns to the
+    gradient of each row's weight goes to partial_weights [column blocks, rows].
     """
     strip = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -269,8 +271,10 @@ def gelu_backward(
 
 @triton.jit
 def _drop_one(x, residual, out, at, inside, drawn, limit, scale, has_residual):
-    """One feature of each of the lanes: its 16 bits are the upper ones of `drawn`, the rate those of `limit`; what
-    is below counts for nothing.
+    """Apply dropout to one feature of each lane.
+
+    The random number is the upper 16 bits of `drawn`, and the rate is the upper 16 bits of `limit`. The lower 16 bits
+    of `limit` are 0, so that the lower bits of `drawn` have no effect.
     """
     value = tl.where(drawn >= limit, tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale, 0.0)
     if has_residual:
@@ -294,7 +298,9 @@ def drop(
     has_residual: "i32",
     BLOCK: tl.constexpr,
 ):
-    """out = residual + x with features dropped: a lane draws one block of Philox for eight features, `blocks` apart
+    """Compute out = residual + dropout(x).
+
+    A lane computes one block of Philox for eight features. The distance between these features is `blocks`
     (ops/dropout.py).
     """
     row = tl.program_id(0)
@@ -381,7 +387,10 @@ def drop(
 
 @triton.jit
 def gather_rows(x: "*T:16", places: "*i64", out: "*T:16", fan: "i32", columns: "i32:16", BLOCK: tl.constexpr):
-    """out[row] = the sum of the rows of x that places[row, :fan] name, in their order; a negative place names none."""
+    """Compute out[row], the sum of the rows of x with the indices places[row, :fan], in this order.
+
+    A negative index adds nothing.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

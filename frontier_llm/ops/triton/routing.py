@@ -1,5 +1,6 @@
-"""A router's choice in one pass, in fp32 whatever the working type: scores over all experts, the best few of them,
-and their weights.
+"""Routing in one pass: scores over all experts, the `top_k` best experts, and their weights.
+
+Routing is in fp32 for every working type.
 """
 
 import triton
@@ -24,8 +25,10 @@ def route_forward(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Of equal experts the first is chosen; what is no number comes last, so that choices are always `top_k`
-    different ones.
+    """Compute scores, weights and chosen experts for BLOCK_N tokens.
+
+    Among equal experts the one with the smallest index is chosen. NaN comes last, so that there are always `top_k`
+    different experts.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)
@@ -79,14 +82,14 @@ def route_backward(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The logits' gradient from those of the scores and of the chosen ones' weights."""
+    """Compute the logits' gradient from the gradients of the scores and of the chosen experts' weights."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)
     inside = (row < rows)[:, None] & (e < count)[None, :]
     at = row[:, None] * count + e[None, :]
     score = tl.load(scores + at, mask=inside, other=0.0)
     of_weights = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    chosen = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)  # 1 where an expert is
+    chosen = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)  # 1 for chosen experts
     for j in range(0, top_k):
         expert = tl.load(experts + row * top_k + j, mask=row < rows, other=0).to(tl.int32)
         grad = tl.load(grad_weights + row * top_k + j, mask=row < rows, other=0.0) * scale
@@ -100,5 +103,6 @@ def route_backward(
     of_scores = of_weights + tl.load(grad_scores + at, mask=inside, other=0.0)
     drawn = of_scores * score
     if sigmoid == 0:
-        drawn = tl.broadcast_to(tl.sum(drawn, 1)[:, None], [BLOCK_N, BLOCK_E])  # a softmax's scores draw on each other
+        # a softmax's scores depend on all logits
+        drawn = tl.broadcast_to(tl.sum(drawn, 1)[:, None], [BLOCK_N, BLOCK_E])
     tl.store(grad_logits + at, score * (of_scores - drawn), mask=inside)
