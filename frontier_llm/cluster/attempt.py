@@ -225,9 +225,9 @@ class Fate:
 def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure | None) -> Outcome:
     """Find the rank that failed first, its host, and the reason.
 
-    Uses srun's exit code and messages and the record of the ranks. The ranks' logs are searched if there is no record,
-    or if the record names a silent rank and srun reports that another rank was killed. A rank with the exit code of a
-    refusal takes precedence over ranks that only lost a peer.
+    Uses srun's exit code and messages and the record of the ranks. The ranks' logs are searched if there is no record.
+    They are also searched if the record names a silent rank and srun reports that another rank was killed. A rank with
+    the exit code of a refusal takes precedence over ranks that only lost a peer.
     """
     fates = _fates(messages)
     first = next(iter(fates.values()), None)

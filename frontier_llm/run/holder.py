@@ -205,7 +205,7 @@ def watched_dead(path: Path) -> bool:
 
 
 def how_to_free(path: Path) -> str:
-    """Return the advice for a user who knows that a holder is dead although the lock does not show it."""
+    """Return advice for a holder that is dead although its lock does not show it."""
     return f"if you know that it is dead, delete {path}"
 
 

@@ -163,8 +163,7 @@ def is_row(row: Mapping[str, Any]) -> bool:
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """Return the valid rows of metrics.jsonl.
 
-    After a start or a rewind at step N the run repeats the steps N + 1, N + 2 … The earlier rows of these steps are
-    left out.
+    After a start or a rewind at step N, the run repeats all later steps. The earlier rows of these steps are left out.
     """
     valid: list[dict[str, Any]] = []
     for row in read_jsonl(run_dir / "metrics.jsonl"):
