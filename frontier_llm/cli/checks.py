@@ -15,7 +15,7 @@ from frontier_llm.errors import ConfigError, FrontierError, Problem, not_install
 from frontier_llm.run.run_dir import STOP_FILE
 from frontier_llm.units import format_bytes, plural
 
-GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # of the drivers; importing torch instead takes 2 s
+GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # files of the drivers; importing torch instead takes 2 s
 
 
 def check(config: RunConfig, world_size: int, saves: bool = True, position: Position = START) -> None:

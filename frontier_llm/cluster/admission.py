@@ -37,10 +37,10 @@ class Cost:
     """Predicted cost of the rest of a run."""
 
     config: RunConfig
-    directory: Path  # of the run
+    directory: Path  # run directory
     done: int  # saved steps
     step_s: float
-    nodes: int  # that Slurm charges, spares included
+    nodes: int  # nodes that Slurm charges, spares included
     slice_hours: float | None  # walltime of one job; None: the site has no limit
     lead_s: float  # warning time at the end of each job, for saving
     chained: bool  # whether an unfinished job is continued by another

@@ -33,9 +33,9 @@ from frontier_llm.units import printable
 
 ENDING_S = 15.0  # time that ranks have to end after SIGTERM before the batch shell continues
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
-_KILLING = "Terminating StepId"  # srun's message when it ends the step: a task killed after it is not the cause
-_TOLD_TO_SAVE = "User defined signal 1"  # Slurm's warning killed a rank whose Python had no signal handler yet
-_SILENT_NODE = "Timed out waiting for job step"  # srun received no reply from at least one node
+_KILLING = "Terminating StepId"  # srun's message when it ends the step: a task killed after it is not the cause.
+_TOLD_TO_SAVE = "User defined signal 1"  # Slurm's warning killed a rank whose Python had no signal handler yet.
+_SILENT_NODE = "Timed out waiting for job step"  # srun received no reply from at least one node.
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class JobStep:
     log_dir: Path
     variables: Mapping[str, str]
     deadline_s: float | None  # end the step when it runs longer
-    save_after_s: float = math.inf  # tell the ranks to save and end
+    save_after_s: float = math.inf  # signal the ranks to save and end after this time
 
     def srun(self) -> list[str]:
         """Return the command line: one task per GCD. If one task fails, srun ends all tasks."""
@@ -98,7 +98,7 @@ def start_ranks(
     A crash with a dead node is recorded as a node failure. `progress` returns the number of steps that a run directory
     has completed.
     """
-    forget_failure(run.directory)  # of an earlier attempt; the ranks may write a new one
+    forget_failure(run.directory)  # the record of an earlier attempt; the ranks may write a new one
     started_s = time.time()
     start_step = progress(run.directory)
     number = take(run.directory, run.allocation.job_id, run.allocation.batch_host)

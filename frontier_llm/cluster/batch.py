@@ -26,7 +26,7 @@ from frontier_llm.run.job import CONTINUATIONS, FILE, Job, read_job
 from frontier_llm.run.rank_env import COMMAND, environ
 from frontier_llm.topology.plan import plan_problems
 
-TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # of `frontier-llm train`, and the number of words after each
+TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # flags of `frontier-llm train`, and the number of words after each
 TRAIN = (*COMMAND, "train")
 RUN_DIR_FLAG = "--run-dir="
 RUN_FILE = "run.yaml"  # `submit` writes it into the run directory
@@ -102,7 +102,7 @@ class _Setting:
 
     name: str
     variable: str  # older name, which is still read
-    parse: Callable[[str, str], Any]  # from (text, name for error messages)
+    parse: Callable[[str, str], Any]  # takes (text, name for error messages)
 
 
 _SETTINGS = (

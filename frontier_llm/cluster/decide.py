@@ -18,7 +18,7 @@ from frontier_llm.run.run_dir import STOP_FILE, Attempt, crashed_twice, is_finis
 
 CRASH_LOOP = 3  # starts in a row without a new saved step, after which the supervisor gives up
 LOCK_STALE_S = STALE_AFTER_S + 5.0
-RESERVE_S = 20.0  # of the walltime, for the requeue
+RESERVE_S = 20.0  # part of the walltime that is kept for the requeue
 SLURM_EARLY_S = 60.0  # Slurm may send the signal of --signal up to this much early (sbatch manual)
 
 
@@ -26,16 +26,16 @@ SLURM_EARLY_S = 60.0  # Slurm may send the signal of --signal up to this much ea
 class History:
     """Progress and starts of the run, over all its jobs."""
 
-    target_step: int  # train.steps
-    saves_final: bool = True  # train.save_final
-    saved_step: int = 0  # of the newest complete checkpoint
-    node_hours: float = 0.0  # that all starts have used
-    last: Attempt | None = None  # the newest start
-    is_own: bool = False  # whether `last` belongs to this start of the supervisor
-    recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts, without starts that a node failure ended
-    crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash
-    bad_hosts: frozenset[str] = frozenset()  # used only if no other host is left
-    untrusted_hosts: frozenset[str] = frozenset()  # that computed wrong results; never used again
+    target_step: int  # train.steps.
+    saves_final: bool = True  # train.save_final.
+    saved_step: int = 0  # step of the newest complete checkpoint.
+    node_hours: float = 0.0  # total of all starts.
+    last: Attempt | None = None  # the newest start.
+    is_own: bool = False  # whether `last` belongs to this start of the supervisor.
+    recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts, without starts that a node failure ended.
+    crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash.
+    bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other is left.
+    untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
 
     def after(self, attempt: Attempt, saved_step: int, *, is_own: bool = True) -> History:
         """Return the history with one more start, after which the newest checkpoint is of `saved_step`."""
@@ -68,11 +68,11 @@ class Now:
     """The state of the allocation, the clock and the run directory at the time of a decision."""
 
     unix_s: float
-    nodes: tuple[str, ...]  # of the allocation, in its order
-    unhealthy: tuple[str, ...] = ()  # nodes that Slurm reports as down, draining, failing or not responding
-    slow_hosts: tuple[str, ...] = ()  # that were reported as stragglers as often as the site allows
-    time_left_s: float | None = None  # until the walltime; None: no limit
-    stop_requested: bool = False  # the file STOP exists
+    nodes: tuple[str, ...]  # nodes of the allocation, in its order.
+    unhealthy: tuple[str, ...] = ()  # nodes that Slurm reports as down, draining, failing or not responding.
+    slow_hosts: tuple[str, ...] = ()  # hosts that were reported as stragglers as often as the site allows.
+    time_left_s: float | None = None  # time until the walltime; None: no limit.
+    stop_requested: bool = False  # the file STOP exists.
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,17 @@ from frontier_llm.run import hostlist
 from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.units import GIB, format_bytes, plural
 
-MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and locks compare clocks to the second
-MIN_GCD_GIB = 60.0  # of 64; a GCD with less has lost memory or is in use
-SLOW_WRITE_S = 5.0  # for 1 MiB
-TIMEOUT_S = 45.0  # for the nodes' replies; including srun's start and end an examination takes less than a minute
+MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and locks compare clocks to the second.
+MIN_GCD_GIB = 60.0  # a GCD has 64 GiB; one with less has lost memory or is in use.
+SLOW_WRITE_S = 5.0  # time to write 1 MiB.
+TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
 SRUN_GRACE_S = 5.0
 NO_GCD = (
     "a login node has none: ask inside an allocation (salloc); there, exclude the node and tell the site "
     "(rocm-smi shows its GCDs)"
 )
 BROKEN = "exclude the node, and tell the site (rocm-smi there)"
-MIN_LOCAL_BYTES = 4 * GIB  # for the Python environment and the MIOpen cache
+MIN_LOCAL_BYTES = 4 * GIB  # space for the Python environment and the MIOpen cache
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Report:
     hosts: tuple[str, ...]
     findings: tuple[NodeFinding, ...]
     seconds: float
-    installation: tuple[Problem, ...] = ()  # of the ranks' interpreter, data and run directory
+    installation: tuple[Problem, ...] = ()  # problems of the ranks' interpreter, data and run directory
     variables: tuple[Setting, ...] = ()  # environment that ranks would get
 
     @property

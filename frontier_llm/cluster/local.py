@@ -128,7 +128,7 @@ class _Ranks:
         self.run_dir = run_dir
         self.place = place(run_dir)
         self.ended: queue.Queue[int] = queue.Queue()
-        self.exits: list[RankExit] = []  # in the order of their ends
+        self.exits: list[RankExit] = []  # ordered by the time of their ends
         self.stopping = False
         self.secret = new_secret()
         self.forwarded: signal.Signals | None = None  # the first signal that this process received from the user

@@ -46,8 +46,8 @@ class Facts:
 
     host: str
     gcd_memory_gib: tuple[float, ...]  # one entry per GCD
-    gcds_refused: int  # that the driver hides from this process: in a step without GPUs, or in a container
-    cores: int  # that this process may use
+    gcds_refused: int  # GPUs that the driver hides: in a step without GPUs, or in a container
+    cores: int  # cores that this process may use
     interfaces_down: tuple[str, ...]
     provider_error: str  # '' = usable, or the site names no provider
     plugin_error: str

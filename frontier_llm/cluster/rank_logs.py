@@ -14,7 +14,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _REFUSAL = re.compile(r"frontier-llm [a-z]+: error")  # printed by cli.main above a FrontierError
 _HEADING = re.compile(rf"({re.escape(_TRACEBACK)}|{_REFUSAL.pattern}$)")
-TAIL_LINES = 40  # of a log without a traceback and a refusal
+TAIL_LINES = 40  # lines that are kept of a log without a traceback and a refusal
 TAIL_BYTES = 1 << 20  # searched of each log, because thousands of ranks' logs lie on the parallel file system
 
 

@@ -30,15 +30,15 @@ class JobScript:
     """One job script: the program that it starts and the resources that it requests from Slurm."""
 
     name: str
-    about: str  # one comment line
-    config: str = ""  # path of the run file in a script under slurm/
+    about: str  # one comment line.
+    config: str = ""  # path of the run file in a script under slurm/.
     nodes: int = 1
     site: str = "frontier"
-    minutes: int | None = None  # None: the longest walltime that the site allows for `nodes`
-    program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs
-    words: tuple[str, ...] = ()  # between the module and the run file
-    warning_s: int | None = None  # None: the site's
-    run_dir: str = ""  # for a script of `submit`: its job.json contains all other settings
+    minutes: int | None = None  # None: the longest walltime that the site allows for `nodes`.
+    program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs.
+    words: tuple[str, ...] = ()  # arguments between the module and the run file.
+    warning_s: int | None = None  # None: the site's.
+    run_dir: str = ""  # set for a script of `submit`: its job.json contains all other settings.
 
     def command(self, site: Site) -> str:
         """Return the words after launch/job.sh and the site's name, quoted for the shell."""

@@ -33,8 +33,8 @@ class Site(Section):
     """One cluster: its limits, its Slurm options and the environment of its jobs."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-    machine: str  # name of a file in configs/machines
-    cluster: str | None = None  # Slurm's ClusterName; None: any cluster is taken for this site
+    machine: str  # name of a file in configs/machines.
+    cluster: str | None = None  # Slurm's ClusterName; None: any cluster is taken for this site.
     gpus_per_node: PositiveInt
     tasks_per_node: PositiveInt
     cpus_per_task: PositiveInt
@@ -42,26 +42,28 @@ class Site(Section):
     default_partition: str | None = None
     partitions: dict[str, tuple[Limit, ...]] = Field(default_factory=dict)
     max_queued_jobs: PositiveInt | None = None
-    unchained_qos: tuple[str, ...] = ()  # under which a job must not continue itself
-    signal_lead_s: PositiveInt = 600  # warning time before the walltime, until a save has been measured
-    node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s by default) and a margin
-    exclude_slow_after: PositiveInt | None = None  # exclude a host after this many straggler reports; None: never
-    sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value
+    unchained_qos: tuple[str, ...] = ()  # qualities of service that forbid a job to continue itself.
+    signal_lead_s: PositiveInt = 600  # warning time before the walltime, until a save has been measured.
+    node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s by default) and a margin.
+    exclude_slow_after: PositiveInt | None = (
+        None  # exclude a host after this many straggler reports; None: never exclude it.
+    )
+    sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value.
     srun: dict[str, str] = Field(default_factory=dict)
-    interfaces: tuple[str, ...] = ()  # that must be up on every node
-    interface: str | None = None  # network interface of the rendezvous; None = the host's own address
-    scratch: str | None = None  # directory for run directories; $PROJECT is the account, $USER the user
-    run_roots: tuple[str, ...] = ()  # file systems that run directories must lie on; empty: any
-    scratch_quota_tb: PositiveFloat | None = None  # default quota of a project on scratch
+    interfaces: tuple[str, ...] = ()  # network interfaces that must be up on every node.
+    interface: str | None = None  # network interface of the rendezvous; None = the host's own address.
+    scratch: str | None = None  # directory for run directories; $PROJECT is the account, $USER the user.
+    run_roots: tuple[str, ...] = ()  # file systems that run directories must lie on; empty: any.
+    scratch_quota_tb: PositiveFloat | None = None  # default quota of a project on scratch.
     node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
-    container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another
+    container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another.
     bind: Literal["gcd", "none"] = "none"
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    network_plugin: str | None = None  # library that RCCL must be able to load
+    network_plugin: str | None = None  # library that RCCL must be able to load.
     libfabric_provider: str | None = None
-    unset: tuple[str, ...] = ()  # unwanted variables of the modules; values that the user has exported stay
-    environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded
+    unset: tuple[str, ...] = ()  # unwanted variables of the modules; values that the user has exported stay.
+    environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded.
 
     def scratch_dir(self, account: str, user: str) -> Path | None:
         """Return the project's scratch directory.

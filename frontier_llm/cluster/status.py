@@ -41,32 +41,32 @@ class Status:
     """The current status of one run."""
 
     run_dir: str
-    state: str  # Slurm's state of the job that holds it, 'running', 'finished', 'stopped' or 'not queued'
+    state: str  # Slurm's state of the job that holds it, 'running', 'finished', 'stopped' or 'not queued'.
     job_id: str | None
-    reason: str | None  # for waiting
+    reason: str | None  # Slurm's reason for waiting.
     nodes: str | None
     step: int
     steps: int | None
-    tokens: int | None  # trained on so far
+    tokens: int | None  # trained on so far.
     loss: float | None
     tokens_per_s: float | None
     step_time_s: float | None
-    eta_s: float | None  # time of training until the last step
+    eta_s: float | None  # time of training until the last step.
     walltime_left_s: float | None
-    slices_left: int | None  # further jobs of the same length
+    slices_left: int | None  # further jobs of the same length.
     checkpoint_step: int
     checkpoint_age_s: float | None
     restarts: int
-    causes: tuple[str, ...]  # how each earlier attempt ended
+    causes: tuple[str, ...]  # how each earlier attempt ended.
     bad_hosts: tuple[str, ...]
-    slow_hosts: tuple[Slow, ...]  # reported as stragglers
-    # by axis: calls, p50_us and p99_us of the time that a call blocked rank 0, at the last save
+    slow_hosts: tuple[Slow, ...]  # reported as stragglers.
+    # axis → calls, p50_us and p99_us of the time that a call blocked rank 0, at the last save
     blocked: dict[str, dict[str, int]]
     last_failure: str | None
-    epochs: dict[str, float] = field(default_factory=dict)  # by path of each source, at the newest checkpoint
-    job: Job | None = None  # the record: nodes, spares, continuation, budget
-    node_hours: float = 0.0  # that all starts have used
-    damage: tuple[str, ...] = ()  # damaged files, whose values are missing above
+    epochs: dict[str, float] = field(default_factory=dict)  # path of each source → epochs at the newest checkpoint.
+    job: Job | None = None  # the record: nodes, spares, continuation, budget.
+    node_hours: float = 0.0  # total of all starts.
+    damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
 
 class RunParts:

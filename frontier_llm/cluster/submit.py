@@ -48,13 +48,15 @@ class JobRequest:
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
-    minutes: int | None = None  # None: the longest that the site allows
+    minutes: int | None = None  # None: the longest that the site allows.
     dependency: str | None = None
     exclude: tuple[str, ...] = ()
     name: str | None = None
-    saves: bool = True  # False: a run that is never continued, and so needs no time to save
-    step_s: float = 0.0  # predicted; 0: not predicted yet
-    job_tasks_per_node: int | None = None  # of a running job, which Slurm has accepted; None: not queued yet
+    saves: bool = True  # False: a run that is never continued, and so needs no time to save.
+    step_s: float = 0.0  # predicted; 0: not predicted yet.
+    job_tasks_per_node: int | None = (
+        None  # ranks per node of a running job, which Slurm has accepted; None: not queued yet.
+    )
 
     @property
     def is_running(self) -> bool:

@@ -40,12 +40,12 @@ _HARDWARE = re.compile(
 class Evidence(StrEnum):
     """The source from which a record was made."""
 
-    EXCEPTION = "exception"  # of the named rank, recorded by that rank
-    COMPARISON = "comparison"  # copies that must be equal differ
-    NOTICES = "notices"  # the heartbeats of the named rank stopped or fell behind
-    SYMPTOM = "symptom"  # the named rank lost its peers without finding the cause; it may not be the first
-    ENDS = "ends"  # of the processes: signals, exit codes, lost nodes
-    LOGS = "logs"  # of the ranks, searched because no rank could write a record
+    EXCEPTION = "exception"  # an exception of the named rank, recorded by that rank.
+    COMPARISON = "comparison"  # copies that must be equal differ.
+    NOTICES = "notices"  # the heartbeats of the named rank stopped or fell behind.
+    SYMPTOM = "symptom"  # the named rank lost its peers without finding the cause; it may not be the first.
+    ENDS = "ends"  # signals, exit codes or lost nodes with which processes ended.
+    LOGS = "logs"  # the ranks' logs, searched because no rank could write a record.
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Suspect:
 
     rank: int
     host: str
-    tensor: str  # that shows the wrong values
+    tensor: str  # the tensor with the wrong values
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Failure:
     evidence: Evidence
     cause: str = "crash"  # crash | wrong results | node failure | refused | walltime
     rank: int | None = None  # None: unknown
-    host: str = ""  # of that rank; '' = unknown
+    host: str = ""  # host of that rank; '' = unknown
     step: int | None = None  # None: training had not begun, or the step is unknown
-    section: str = ""  # of the program: train, evaluate, save …
+    section: str = ""  # part of the program: train, evaluate, save …
     host_suspect: bool = False  # the host may have caused it; after a second such failure the host is avoided
     message: tuple[str, ...] = ()  # the rank's traceback or last lines of output
-    suspects: tuple[Suspect, ...] = ()  # with wrong results
+    suspects: tuple[Suspect, ...] = ()  # only for wrong results
     excluded_hosts: tuple[str, ...] = ()  # no longer used because of this failure
     unix_s: float = field(default_factory=time.time)
 

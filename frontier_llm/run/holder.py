@@ -40,9 +40,9 @@ class Holder:
 
     host: str
     pid: int
-    process_start: str  # from /proc, so that a reused pid is not taken for the holder
-    job: str  # id from the scheduler, which stays the same after a requeue; '' outside of a job
-    restart: int  # how often that job was requeued
+    process_start: str  # from /proc, so that a reused pid is not taken for the holder.
+    job: str  # id from the scheduler, which stays the same after a requeue; '' outside of a job.
+    restart: int  # how often that job was requeued.
     since: str
     released: bool = False
 

@@ -30,11 +30,11 @@ TIMEOUT_S = 600.0  # torch's first import from a busy parallel file system takes
 class TorchFacts:
     """The torch of an interpreter."""
 
-    version: str  # torch.__version__; '' if torch cannot be imported
-    hip: str  # torch.version.hip; '' if torch was built without ROCm
-    cuda: str  # torch.version.cuda; '' if torch was built without CUDA
-    path: str  # of its package
-    error: str  # why importing it fails; '' if it can be imported
+    version: str  # torch.__version__; '' if torch cannot be imported.
+    hip: str  # torch.version.hip; '' if torch was built without ROCm.
+    cuda: str  # torch.version.cuda; '' if torch was built without CUDA.
+    path: str  # directory of the torch package.
+    error: str  # why importing it fails; '' if it can be imported.
 
     @property
     def vendor(self) -> str:
@@ -56,11 +56,11 @@ class TorchFacts:
 class KernelFacts:
     """The GPU kernels that were built ahead of time."""
 
-    architecture: str  # that was requested
-    digest: str  # sha256 of its manifest, which names each code object's digest; '' without a manifest
-    # no manifest, other kernel sources, damaged code objects; each with the build command
+    architecture: str  # the requested architecture.
+    digest: str  # sha256 of its manifest, which names each code object's digest; '' without a manifest.
+    # missing manifest, other kernel sources, damaged code objects; each with the build command.
     problems: tuple[Problem, ...]
-    built: tuple[str, ...]  # architectures that have a manifest
+    built: tuple[str, ...]  # architectures that have a manifest.
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class InputFacts:
     host.
     """
 
-    problems: tuple[Problem, ...]  # of data and tokenizer
+    problems: tuple[Problem, ...]  # problems of data and tokenizer
     run_dir_error: str  # why the run directory cannot be written; '' if it can
-    run_dir_free_bytes: int  # of its file system
+    run_dir_free_bytes: int  # free space of its file system
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ class Installation:
 
     host: str
     executable: str
-    python: str  # version
-    missing_modules: tuple[str, ...]  # requirements of the package that cannot be found
-    package: str  # directory from which frontier_llm is imported
-    package_digest: str  # of its Python sources
+    python: str  # version.
+    missing_modules: tuple[str, ...]  # requirements of the package that cannot be found.
+    package: str  # directory from which frontier_llm is imported.
+    package_digest: str  # digest of its Python sources.
     torch: TorchFacts
-    libraries: Mapping[str, str]  # file name -> why it cannot be used; '' if it can
-    built_for: str  # torch version that TORCH_OPS was built for; '' if the library does not load
-    kernels: KernelFacts | None  # None if no architecture was asked for, or if torch cannot be used
-    providers: Mapping[str, str]  # op back-end -> why it cannot be used; '' if it can. Without triton: see kernels
-    ops_error: str = ""  # why frontier_llm.ops cannot be imported with this torch
-    inputs: InputFacts | None = None  # None if no run was given, or if the run file cannot be read in this interpreter
-    seconds: float = field(default=0.0, compare=False)  # time that the collection took
+    libraries: Mapping[str, str]  # file name -> why it cannot be used; '' if it can.
+    built_for: str  # torch version that TORCH_OPS was built for; '' if the library does not load.
+    kernels: KernelFacts | None  # None if no architecture was requested, or if torch cannot be used.
+    providers: Mapping[str, str]  # op back-end -> why it cannot be used; '' if it can. Without triton: see kernels.
+    ops_error: str = ""  # why frontier_llm.ops cannot be imported with this torch.
+    inputs: InputFacts | None = None  # None if no run was given, or if the run file cannot be read in this interpreter.
+    seconds: float = field(default=0.0, compare=False)  # time that the collection took.
 
     def as_json(self) -> str:
         """One line."""

@@ -25,16 +25,16 @@ _FIX = "correct it, or delete the file: a start without it takes the values from
 class Job:
     """Settings of a run's jobs: nodes, warning time, budget, and the continuation of an unfinished job."""
 
-    run_dir: str  # absolute
-    words: tuple[str, ...]  # run file and overrides, in the form that the ranks receive
-    site: str  # name of a site file
-    nodes: int  # that one start of the ranks uses; spares are added
-    warning_s: float  # time before the walltime at which Slurm signals the ranks to save
+    run_dir: str  # absolute.
+    words: tuple[str, ...]  # run file and overrides, in the form that the ranks receive.
+    site: str  # name of a site file.
+    nodes: int  # nodes of one start of the ranks; spares are added.
+    warning_s: float  # time before the walltime at which Slurm signals the ranks to save.
     spares: int = 0
-    continuation: str = "requeue"  # one of CONTINUATIONS
-    max_node_hours: float | None = None  # budget of all jobs of the run together; None: no limit
-    preflight: bool = False  # examine every node before the first start
-    flags: tuple[str, ...] = ()  # of `frontier-llm train`
+    continuation: str = "requeue"  # one of CONTINUATIONS.
+    max_node_hours: float | None = None  # budget of all jobs of the run together; None: no limit.
+    preflight: bool = False  # examine every node before the first start.
+    flags: tuple[str, ...] = ()  # flags of `frontier-llm train`.
 
     @property
     def directory(self) -> Path:

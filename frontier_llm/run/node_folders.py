@@ -22,7 +22,7 @@ from frontier_llm import log
 PREFIX = "frontier-llm-"
 IN_USE = "in_use"
 STALE_AFTER_S = 600.0  # a younger folder may belong to a process that has not locked it yet
-MOST_REMOVED = 64  # by one start, to limit its delay
+MOST_REMOVED = 64  # limit per start, because removal delays the start
 _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-z_]{8,32}")
 _held: dict[Path, int] = {}
 

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NoReturn
 
 from frontier_llm.errors import FrontierError
 
-MAX_RECORD_BYTES = 1 << 20  # of a file that holds one JSON value; the largest in use is a list of 10,000 hosts
-MAX_LINE_BYTES = 1 << 20  # of a JSON-lines file; a step's metrics have 2 KB
+MAX_RECORD_BYTES = 1 << 20  # limit of a file with one JSON value; the largest in use is a list of 10,000 hosts.
+MAX_LINE_BYTES = 1 << 20  # limit of a line of a JSON-lines file; a step's metrics have 2 KB.
 LARGEST_COUNT = 2**53
 
 

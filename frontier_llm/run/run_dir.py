@@ -316,7 +316,7 @@ class Slow:
     host: str
     times: int  # number of steps at which it was reported
     last_step: int
-    slowdown: float  # at `last_step`
+    slowdown: float  # value at `last_step`
 
 
 def slow_hosts(run_dir: Path) -> list[Slow]:
