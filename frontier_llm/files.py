@@ -25,7 +25,7 @@ class NamedFile(io.FileIO):
     """File that adds its path to write errors. A bare ENOSPC does not name the file."""
 
     def write(self, data: Any, /) -> int:
-        """Write like `io.FileIO.write`. The OSError of a failed write names the file."""
+        """Write like `io.FileIO.write`, but the OSError of a failed write has the file's name."""
         try:
             return super().write(data)
         except OSError as error:

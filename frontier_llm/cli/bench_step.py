@@ -1,4 +1,4 @@
-"""frontier-llm bench step RUN [key=value …]."""
+"""frontier-llm bench step RUN [key=value …]: measure the training step."""
 
 from __future__ import annotations
 

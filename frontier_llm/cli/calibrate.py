@@ -64,7 +64,7 @@ def calibrate(args: argparse.Namespace) -> int:
     ranks = place.world_size if place else args.ranks
     config = load_run(args.run, args.overrides)
     if place is not None:
-        set_rank_variables(config, place)  # before anything imports torch
+        set_rank_variables(config, place)  # before torch is imported
     tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
     batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})

@@ -269,9 +269,9 @@ LOG_BYTES = 2**20  # space for logs
 
 
 def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return a problem if the first checkpoints of this start do not fit on the disk, in bytes or in files.
+    """Return a problem if the disk has too few bytes or files for logs and the first checkpoints of this start.
 
-    They are counted until the first one can be deleted.
+    These are the checkpoints that it writes before it can delete an old one.
     """
     from frontier_llm.blueprint.optimizers import state_bytes
 

@@ -1,4 +1,4 @@
-"""frontier-llm evaluate MODEL: held-out loss, perplexity and bits per byte; in-context tasks from local files."""
+"""frontier-llm evaluate MODEL: held-out loss, perplexity, bits per byte, and in-context tasks from local files."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
         return ""
     forever = train.steps // train.keep_every if train.keep_every else 0
     held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # + 1: the one in progress
-    if held_tb <= 0.8 * quota_tb:  # the rest is for data, logs and other runs
+    if held_tb <= 0.8 * quota_tb:  # 20 % stay for data, logs and other runs
         return ""
     return (
         f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are "

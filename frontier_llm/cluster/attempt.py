@@ -46,7 +46,7 @@ class JobStep:
     nodes: tuple[str, ...]
     log_dir: Path
     variables: Mapping[str, str]
-    deadline_s: float | None  # end the step when it runs longer
+    deadline_s: float | None  # time limit of the step; None: no limit
     save_after_s: float = math.inf  # signal the ranks to save and end after this time
 
     def srun(self) -> list[str]:
@@ -74,7 +74,7 @@ class JobStep:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended."""
+    """How one srun of all ranks ended."""
 
     exit_code: int
     failure: Failure | None = None  # None: finished or stopped on request

@@ -77,7 +77,7 @@ class Now:
 
 @dataclass(frozen=True)
 class Start:
-    """Start the ranks."""
+    """Start the ranks on `nodes`."""
 
     nodes: tuple[str, ...]
     wait_s: float = 0.0  # before the start, until the lock of the last start is stale

@@ -31,7 +31,7 @@ from frontier_llm.run.run_dir import Slow
 from frontier_llm.units import format_count, format_seconds, plural, printable
 
 RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # any of these files marks a run directory
-BAR = 24  # characters
+BAR = 24  # width in characters
 RECENT = 20  # number of steps whose median is the step time
 T = TypeVar("T")
 
@@ -312,7 +312,10 @@ def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -
 
 
 def find_runs(root: Path = Path("runs")) -> list[Path]:
-    """Return the run directories in and below `root`, newest first. Warns of a folder that cannot be read."""
+    """Return `root` if it is a run directory, otherwise the run directories below it, newest first.
+
+    Warns of a folder that cannot be read.
+    """
     runs = []
 
     def warn(error: OSError) -> None:

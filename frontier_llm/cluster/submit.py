@@ -54,9 +54,7 @@ class JobRequest:
     name: str | None = None
     saves: bool = True  # False: a run that is never continued, and so needs no time to save.
     step_s: float = 0.0  # predicted; 0: not predicted yet.
-    job_tasks_per_node: int | None = (
-        None  # ranks per node of a running job, which Slurm has accepted; None: not queued yet.
-    )
+    job_tasks_per_node: int | None = None  # ranks per node if Slurm already runs the job; None: not queued yet.
 
     @property
     def is_running(self) -> bool:

@@ -47,11 +47,11 @@ class Holder:
     released: bool = False
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the lock file: one line of JSON."""
         return (strict_json(asdict(self), indent=None) + "\n").encode()
 
     def describe(self) -> str:
-        """'job 4711 on n0 (pid 12, since 2026-11-20 22:31:00)'."""
+        """Return text such as 'job 4711 on n0 (pid 12, since 2026-11-20 22:31:00)'."""
         who = f"job {self.job} on {self.host}" if self.job else f"a process on {self.host}"
         return f"{who} (pid {self.pid}, since {self.since})"
 

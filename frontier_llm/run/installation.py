@@ -28,7 +28,7 @@ TIMEOUT_S = 600.0  # torch's first import from a busy parallel file system takes
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The torch of an interpreter."""
+    """The torch installation of an interpreter."""
 
     version: str  # torch.__version__; '' if torch cannot be imported.
     hip: str  # torch.version.hip; '' if torch was built without ROCm.
@@ -44,7 +44,7 @@ class TorchFacts:
         return "nvidia" if self.cuda else "none"
 
     def describe(self) -> str:
-        """One phrase for messages."""
+        """Return a phrase for messages, such as 'torch 2.10.0 for ROCm 7.0'."""
         if self.error:
             return f"no usable torch ({self.error})"
         if self.hip:
@@ -76,7 +76,7 @@ class InputFacts:
 
 @dataclass(frozen=True)
 class Installation:
-    """The facts of one interpreter."""
+    """The facts about one interpreter and its packages."""
 
     host: str
     executable: str
@@ -94,7 +94,7 @@ class Installation:
     seconds: float = field(default=0.0, compare=False)  # time that the collection took.
 
     def as_json(self) -> str:
-        """One line."""
+        """Return one line of JSON."""
         return strict_json(asdict(self), indent=None)
 
     @classmethod

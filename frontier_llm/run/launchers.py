@@ -253,5 +253,5 @@ LAUNCHERS: dict[str, Callable[[Mapping[str, str]], RankEnv]] = {
     "openmpi": partial(_from_mpi, "openmpi"),
     "pmi": partial(_from_mpi, "pmi"),
     "mpi4py": _from_mpi4py,
-    "local": _from_torchrun,  # cluster.local sets torchrun's variables
+    "local": _from_torchrun,  # `cluster.local` sets torchrun's variables
 }
