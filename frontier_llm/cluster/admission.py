@@ -26,7 +26,7 @@ from frontier_llm.run.rank_env import environ
 from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_bytes, plural
 
-BENCHMARK_STEPS = 100  # more steps on synthetic data need data.allow_synthetic if they cost over CHEAP_NODE_HOURS
+BENCHMARK_STEPS = 100  # more steps on synthetic data need data.allow_synthetic above CHEAP_NODE_HOURS
 CHEAP_NODE_HOURS = 10.0
 MANY_NODES = 8  # the number of nodes whose start OLCF has measured
 UNSAVED_STEPS = 20  # longest run on synthetic data that need not save

@@ -101,7 +101,7 @@ class _Setting:
     """A field of the job that a word `job.NAME=VALUE` sets."""
 
     name: str
-    variable: str  # older name, which is still read
+    variable: str  # older environment variable for the setting, which is still read
     parse: Callable[[str, str], Any]  # takes (text, name for error messages)
 
 

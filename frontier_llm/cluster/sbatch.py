@@ -113,7 +113,7 @@ JOBS: tuple[JobScript, ...] = (
         "One point of the weak series: sbatch -N NODES; the global batch grows with the nodes",
         "configs/runs/weak_scaling.yaml",
         128,
-        minutes=120,  # ten steps of at most 427 s each; the limit of the smallest jobs
+        minutes=120,  # ten steps of at most 427 s each; the site's limit for small jobs
         program="frontier_llm.experiments.scaling.point",
         words=("weak",),
     ),

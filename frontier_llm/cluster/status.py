@@ -47,7 +47,7 @@ class Status:
     nodes: str | None
     step: int
     steps: int | None
-    tokens: int | None  # trained on so far.
+    tokens: int | None  # tokens that the run has trained on.
     loss: float | None
     tokens_per_s: float | None
     step_time_s: float | None
@@ -59,7 +59,7 @@ class Status:
     restarts: int
     causes: tuple[str, ...]  # how each earlier attempt ended.
     bad_hosts: tuple[str, ...]
-    slow_hosts: tuple[Slow, ...]  # reported as stragglers.
+    slow_hosts: tuple[Slow, ...]  # hosts that were reported as stragglers.
     # axis → calls, p50_us and p99_us of the time that a call blocked rank 0, at the last save
     blocked: dict[str, dict[str, int]]
     last_failure: str | None
@@ -252,7 +252,7 @@ def _failure(directory: Path) -> Failure | None:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    """Return the run's own configuration without defaults. Empty if there is none yet.
+    """Return the content of the run's config.yaml, or else of its run.yaml. Empty if neither exists yet.
 
     Raises FrontierError for a damaged file.
     """

@@ -1,5 +1,7 @@
-"""The warning time: seconds before the walltime at which ranks are told to save. Measured if possible, else
-estimated."""
+"""The warning time: seconds before the walltime at which Slurm signals the ranks to save.
+
+It is measured from earlier steps and saves if possible, else estimated.
+"""
 
 from __future__ import annotations
 

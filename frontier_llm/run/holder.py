@@ -40,7 +40,7 @@ class Holder:
 
     host: str
     pid: int
-    process_start: str  # from /proc, so that a reused pid is not taken for the holder.
+    process_start: str  # from /proc, to detect that another process has reused the pid.
     job: str  # id from the scheduler, which stays the same after a requeue; '' outside of a job.
     restart: int  # how often that job was requeued.
     since: str

@@ -80,7 +80,7 @@ class Installation:
 
     host: str
     executable: str
-    python: str  # version.
+    python: str  # version of Python.
     missing_modules: tuple[str, ...]  # requirements of the package that cannot be found.
     package: str  # directory from which frontier_llm is imported.
     package_digest: str  # digest of its Python sources.

@@ -25,7 +25,7 @@ _FIX = "correct it, or delete the file: a start without it takes the values from
 class Job:
     """Settings of a run's jobs: nodes, warning time, budget, and the continuation of an unfinished job."""
 
-    run_dir: str  # absolute.
+    run_dir: str  # absolute path.
     words: tuple[str, ...]  # run file and overrides, in the form that the ranks receive.
     site: str  # name of a site file.
     nodes: int  # nodes of one start of the ranks; spares are added.
