@@ -1,4 +1,4 @@
-"""`python -m frontier_llm` is `frontier-llm`, where no script of that name is on the PATH."""
+"""`python -m frontier_llm` is the same as `frontier-llm`, for an environment without that script on its PATH."""
 
 from frontier_llm.cli.main import entry
 

@@ -1,4 +1,4 @@
-"""Errors for people: what is wrong, why, and how to fix it; several at once where several are known."""
+"""Errors for users: the fault, its reason and the repair. One error can hold several problems."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from frontier_llm.units import printable
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One fault.
 
-    `where` names the key, path or rank; `what` states the rule with the offending value;
-    `fix` is what to type or change, with the nearest valid values where they exist.
+    `where` names the key, path or rank. `what` states the rule and the offending value.
+    `fix` is the command or change that repairs it, with the nearest valid values if there are any.
     """
 
     where: str
@@ -28,15 +28,20 @@ class Problem:
 
 
 def not_installed(package: str, where: str = "") -> Problem:
-    """A package that is needed and not there; torch and what only some commands need (plots, models of others) are
-    not requirements of ours.
+    """Return the problem of a missing package.
+
+    torch and packages that only some commands need (plots, models of other libraries) are not requirements of
+    `frontier_llm`.
     """
     which = "  (docs/first_day.md has the index of the build for ROCm)" if package == "torch" else ""
     return Problem(where, f"{package} is not installed", f"pip install {package}{which}")
 
 
 def first_of(problems: Sequence[Problem], count: int = 8) -> list[Problem]:
-    """The first of a list that may be as long as a model's tensors, and how many more there are."""
+    """Return the first `count` problems, and one more that states how many were left out.
+
+    The list can be as long as a model's list of tensors.
+    """
     rest = len(problems) - count
     shown = list(problems[:count])
     if rest > 0:
@@ -45,7 +50,7 @@ def first_of(problems: Sequence[Problem], count: int = 8) -> list[Problem]:
 
 
 class FrontierError(Exception):
-    """Anything the user can mend. The command line prints it without a traceback and exits with `exit_code`."""
+    """An error that the user can repair. The command line prints it without a traceback and exits with `exit_code`."""
 
     exit_code = 2
 
@@ -59,7 +64,7 @@ class FrontierError(Exception):
         return "\n".join(f"  {problem}" if len(self.problems) > 1 else str(problem) for problem in self.problems)
 
     def reword(self, names: Mapping[str, str]) -> None:
-        """Say other names for what the problems speak of: a command's flags for the configuration's keys."""
+        """Replace names in all problems, for example configuration keys by a command's flags."""
 
         def said(text: str) -> str:
             for name, other in names.items():
@@ -72,7 +77,7 @@ class FrontierError(Exception):
 
 
 class ConfigError(FrontierError):
-    """A key, a value or a combination of values that the run cannot have."""
+    """A key, a value or a combination of values that is not allowed in a run."""
 
 
 class LayoutError(FrontierError):
@@ -88,16 +93,16 @@ class CheckpointError(FrontierError):
 
 
 class BackendError(FrontierError):
-    """A kernel, provider or communication back-end that was asked for and is not there."""
+    """A kernel, provider or communication back-end that was requested and is not available."""
 
 
 class RankFailure(FrontierError):
-    """A rank died or stopped answering; the message names it."""
+    """A rank ended or stopped responding. The message names the rank."""
 
     exit_code = 1
 
 
-# what others call our precisions, and torch's device of either vendor
+# names of other libraries for our precisions, and other names of torch's device "cuda", which is also the AMD device
 _SYNONYMS = {
     "float16": "fp16",
     "half": "fp16",
@@ -111,7 +116,7 @@ _SYNONYMS |= {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
 
 
 def closest(name: str, valid: Iterable[str]) -> str:
-    """The valid name that means the same or is most like `name`, or '' when none is near; for 'did you mean'."""
+    """Return the valid name that is a synonym of `name` or is spelled most similarly. '' if there is none."""
     valid = list(valid)
     if (synonym := _SYNONYMS.get(name.removeprefix("torch."), "")) in valid:
         return synonym
@@ -120,7 +125,7 @@ def closest(name: str, valid: Iterable[str]) -> str:
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """A `fix` sentence for an unknown name: the closest valid one first, then the whole list."""
+    """Return the `fix` text for an unknown name: the closest valid name first, then all valid names."""
     names = sorted(valid)
     listing = ", ".join(names)
     near = closest(name, names)
@@ -128,8 +133,8 @@ def suggest(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest(value: int, valid: Iterable[int], count: int = 2) -> list[int]:
-    """The `count` members of `valid` closest to `value`, sorted; for 'nearest valid values'."""
-    if isinstance(valid, range):  # may be as long as a batch size that somebody mistyped
+    """Return the `count` members of `valid` that are closest to `value`, sorted."""
+    if isinstance(valid, range):  # its length can be a mistyped batch size
         place = min(max((value - valid.start) // valid.step, 0), len(valid))
         valid = valid[max(0, place - count) : place + count + 1]
     return sorted(sorted(set(valid), key=lambda candidate: (abs(candidate - value), candidate))[:count])

@@ -1,12 +1,12 @@
-"""Named places in the code where a test may make a fault happen at an exact instant; a dictionary look-up when off.
+"""Named places in the code at which a test can inject a fault. If none is armed, a place costs one truth test.
 
-`arm("checkpoint.shard_written@1#2=kill")` kills rank 1 at the second time that it comes to
-`hit("checkpoint.shard_written")`. A specification is a comma-separated list of
-`name[@rank][#nth][%]=action[:argument]`; `%` repeats from the nth time on.
+`arm("checkpoint.shard_written@1#2=kill")` kills rank 1 at its second call of `hit("checkpoint.shard_written")`.
+A specification is a comma-separated list of `name[@rank][#nth][%]=action[:argument]`. With `%` the action repeats from
+the nth call on.
 
 Actions: kill (SIGKILL), stop (SIGSTOP), exit:CODE, sleep:SECONDS, errno:NAME (OSError, e.g. errno:ENOSPC), error:TEXT
-(RuntimeError), hold:SECONDS (sleeps with the interpreter lock held), perturb (adds 1 to the first of the values at
-hand).
+(RuntimeError), hold:SECONDS (sleeps and holds the interpreter lock), perturb (adds 1 to the first value that is passed
+to `hit`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _armed: dict[str, list[_Rule]] = {}
 
 
 def arm(specification: str, rank: int = 0) -> None:
-    """Replace what is armed by those rules of the specification that are for this rank; '' disarms. Raises
-    ConfigError.
+    """Replace all armed rules by the rules of the specification that apply to this rank.
+
+    '' disarms all. Raises ConfigError for a malformed specification.
     """
     _armed.clear()
     for text in filter(None, specification.split(",")):
@@ -60,7 +61,7 @@ def arm(specification: str, rank: int = 0) -> None:
 
 
 def hit(name: str, values: Any = None) -> None:
-    """Pass this place, with the numbers that a `perturb` may falsify; nothing happens unless a rule is armed for it."""
+    """Apply the rules that are armed for this place. The action `perturb` changes `values[0]`."""
     if _armed:
         for rule in _armed.get(name, ()):
             rule.hits += 1

@@ -1,7 +1,8 @@
-"""Files that are on the device when a call returns, and that no reader ever sees half of.
+"""Durable and atomic file writes, and bounded reads.
 
-Readers of files from elsewhere bound what they read. A user who trusts a larger file multiplies all bounds by the
-variable FRONTIER_LLM_LIFT_BOUNDS: a manifest of 75,000 ranks, a model of more tensors.
+A write is on the device when the call returns, and no reader sees a partly written file.
+Readers of untrusted files limit how much they read. The variable FRONTIER_LLM_LIFT_BOUNDS multiplies all limits, for a
+manifest of 75,000 ranks or a model with more tensors.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from frontier_llm.errors import ConfigError, FrontierError
 
 
 class NamedFile(io.FileIO):
-    """A file whose failed writes say which it is: write(2) does not know, and whoever is to make room asks."""
+    """File that adds its path to write errors. A bare ENOSPC does not name the file."""
 
     def write(self, data: Any, /) -> int:
-        """See io.FileIO."""
+        """Write like `io.FileIO.write`, but the OSError of a failed write has the file's name."""
         try:
             return super().write(data)
         except OSError as error:
@@ -33,7 +34,7 @@ class NamedFile(io.FileIO):
 
 
 def write_all(descriptor: int, data: memoryview, start: int) -> None:
-    """os.pwrite from byte `start` of the file on, until everything is taken."""
+    """Write `data` from byte `start` of the file on with os.pwrite, until everything is written."""
     while data:
         count = os.pwrite(descriptor, data, start)
         data = data[count:]
@@ -48,15 +49,15 @@ def open_plain(path: Path) -> int:
     if is_plain and status.st_nlink <= 1:
         return descriptor
     os.close(descriptor)
-    what = "is a hard link: copy the file" if is_plain else "is no plain file"  # a folder has two links
+    what = "is a hard link: copy the file" if is_plain else "is no plain file"  # a folder always has several links
     raise OSError(errno.EINVAL, what, str(path))
 
 
 def open_below(folder: Path, name: str, flags: int, mode: int = 0o644) -> int:
-    """Open the file `name` below `folder`, and follow no link on the way. Missing folders are made.
+    """Open the file `name` below `folder` without following links. Create missing folders.
 
-    `folder` itself may be a link, which is the user's own. Raises FrontierError for a link or a device below it,
-    OSError for the rest.
+    `folder` itself can be a link that the user has made. Raises FrontierError for a link or a device below `folder`,
+    and OSError for any other fault.
     """
     *parents, last = PurePath(name).parts
     inner = _enter(folder, parents)
@@ -75,7 +76,7 @@ def open_below(folder: Path, name: str, flags: int, mode: int = 0o644) -> int:
 
 
 def write_replaced(path: Path, content: bytes) -> None:
-    """Write a file anew in place of whatever has its name. A link is removed and not followed; nothing waits for the
+    """Replace the file `path` with a new one. A link is removed, not followed. The file is not flushed to the
     device.
     """
     path.unlink(missing_ok=True)
@@ -87,13 +88,16 @@ def write_replaced(path: Path, content: bytes) -> None:
 
 
 def folder_below(folder: Path, name: str) -> Path:
-    """Make the folder `name` below `folder` if it is missing, and follow no link on the way. Raises as `open_below`."""
+    """Create the folder `name` below `folder` if it is missing, without following links.
+
+    Raises the same errors as `open_below`.
+    """
     os.close(_enter(folder, PurePath(name).parts))
     return folder / name
 
 
 def _enter(folder: Path, parts: Sequence[str]) -> int:
-    """A descriptor of the folder `parts` below `folder`."""
+    """Return a descriptor of the folder `parts` below `folder`. Create missing folders without following links."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     done = folder
     for part in parts:
@@ -111,7 +115,7 @@ def _enter(folder: Path, parts: Sequence[str]) -> int:
 
 
 def _not_below(error: OSError, path: Path) -> Exception:
-    """The error for a user: a link is named as such, and any other fault of the system has the whole path."""
+    """Return the error to raise: FrontierError for a link or a device, otherwise `error` with the complete path."""
     if path.is_symlink():
         what = f"is a link to {os.readlink(path)}; nothing is written through links below a run directory"
         return FrontierError(
@@ -127,13 +131,13 @@ def _not_below(error: OSError, path: Path) -> Exception:
 
 @contextlib.contextmanager
 def created(path: Path) -> Iterator[int]:
-    """The descriptor of a new file, which is flushed to the device at the end."""
+    """Create a file and yield its descriptor. The file is flushed to the device at the end."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         yield descriptor
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno:  # write(2) does not know which file is full
+        if error.errno:  # the error of write(2) does not name the file
             error.filename = error.filename or str(path)
         raise
     finally:
@@ -147,7 +151,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and new names in a folder durable: else a power loss may bring the old content back."""
+    """Make renames and new names in a folder durable. Otherwise a power loss can restore the old content."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -156,10 +160,10 @@ def sync_directory(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], None] = lambda: None) -> None:
-    """Replace a file so that a reader sees the old or the new content, never half of it. Text is written as UTF-8.
+    """Replace a file so that a reader sees either the old or the new content. Text is written as UTF-8.
 
-    Its folder is made where it is missing; `on_written` is called between the flush and the rename. Raises OSError,
-    naming the file. What is no file of a folder, /dev/stdout or a pipe, is written as it is.
+    A missing folder is created. `on_written` is called between the flush and the rename. A pipe and a file in /dev,
+    such as /dev/stdout, are written directly. Raises OSError, which names the file.
     """
     if path.parent in (Path("/dev"), Path("/dev/fd")) or path.is_fifo():
         path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -173,13 +177,13 @@ def write_atomically(path: Path, content: str | bytes, on_written: Callable[[], 
     except BaseException as error:
         building.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename == str(building):
-            error.filename = str(path)  # the name that somebody asked for
+            error.filename = str(path)  # the user does not know the temporary name
         raise
     sync_directory(path.parent)
 
 
 def package_digest() -> str:
-    """Of the package's own sources as this node sees them: names and contents, right also where there is no git."""
+    """Return a digest of the names and contents of the package's Python sources. It needs no git."""
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -194,8 +198,9 @@ _times = 1
 
 
 def lift_bounds(times: str | None) -> None:
-    """What the environment says; None leaves the bounds as they are. Raises ConfigError for what is no number from 1
-    to 1000.
+    """Set the factor of `lifted_bound` from the text `times`. None sets it to 1.
+
+    Raises ConfigError if the text is not a whole number from 1 to 1000.
     """
     if times is not None and not (
         times.isascii() and times.isdecimal() and 1 <= len(times) <= 4 and 1 <= int(times) <= 1000
@@ -209,10 +214,10 @@ def lift_bounds(times: str | None) -> None:
 
 
 def lifted_bound(bound: int) -> int:
-    """The bound as it stands now."""
+    """Return `bound` times the factor that `lift_bounds` has set."""
     return bound * _times
 
 
 def read_beyond(file: BinaryIO, bound: int) -> bytes:
-    """A file's content, cut off one byte beyond the bound; memory is taken for what is there, not for the bound."""
+    """Return at most `bound` + 1 bytes of a file. Allocates memory for the file's size, not for `bound`."""
     return file.read(min(bound, os.fstat(file.fileno()).st_size) + 1)

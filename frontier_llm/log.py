@@ -1,6 +1,6 @@
-"""One line per message on stderr: rank 0 speaks for the run, any rank may speak for itself.
+"""Log messages, one line each, on stderr. Rank 0 logs for the run, and each rank can log for itself.
 
-A message that cannot be written (the log's disk is full, the terminal has gone) must not end what it tells of.
+A message that cannot be written (full disk, closed terminal) must not raise an error that hides the logged event.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _rank: int | None = None
 
 
 def set_rank(rank: int, world_size: int) -> None:
-    """Prefix this process's own messages with its rank; called once, by whoever learns the rank."""
+    """Prefix the warnings of this process with its rank. Called once, as soon as the rank is known."""
     globals()["_rank"] = rank if world_size > 1 else None
 
 
 def info(message: str) -> None:
-    """A message of the run; printed by rank 0 (or by the only process)."""
+    """Log a message of the run. Only rank 0, or the only process, prints it."""
     if not _rank:
         _say(message)
 
 
 def warn(message: str) -> None:
-    """A message of this process, from any rank."""
+    """Log a warning of this process. Every rank prints it."""
     who = "" if _rank is None else f"[rank {_rank}] "
     _say(f"{who}warning: {message}")
 

@@ -1,9 +1,9 @@
-"""The look of every page that this program writes: one style sheet, light and dark, and figures to hover, zoom and
-toggle.
+"""The HTML pages that this program writes: one style sheet with a light and a dark theme, tables, and interactive
+figures.
 
-A page is one file that needs nothing from elsewhere. Its figures are drawn by Plotly, whose script (4.8 MB) the page
-carries; without the `plotly` package a page has its texts and tables, and says what is missing. Plotly's Python classes
-are not used: a figure is its JSON, which starts in no time.
+A page is one self-contained file. Plotly draws its figures, and the page contains Plotly's script (4.8 MB). Without the
+`plotly` package a page has only texts and tables and states that figures are missing. A figure is written as JSON
+without Plotly's Python classes, because importing them is slow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from frontier_llm.units import strict_json
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
 DASHES = ("solid", "dash", "dot", "dashdot")
-# Plotly writes colours into each element; only the style sheet knows whether the page is light or dark
+# Plotly sets colours on each element, so these rules override them to follow the light or dark theme
 CSS = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6b7b; --line: #d9e0e7; --card: #fff; --page: #f5f7f9 }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --soft: #9aa8b5; --line: #33404c; --card: #1b232b; --page: #12181e } }
@@ -63,7 +63,7 @@ for (const source of document.querySelectorAll("script.figure")) {
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure: traces in Plotly's JSON on axes that say what they show and in which unit."""
+    """A figure: traces in Plotly's JSON format, and axis titles with their units."""
 
     title: str
     x: str
@@ -72,7 +72,7 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     height_px: int = 320
-    layout: Mapping[str, Any] = field(default_factory=dict)  # whatever else Plotly shall know
+    layout: Mapping[str, Any] = field(default_factory=dict)  # further Plotly layout options; override the defaults
 
 
 def line(
@@ -85,14 +85,15 @@ def line(
     dash: str = "",
     hover: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One curve in the colour of series `index`; `marks` draws points of that shape too, `hover` adds a text to each
-    point.
+    """Return a trace of one curve in the colour of series `index`.
+
+    `marks` is the shape of markers at the points, '' for none. `hover` has one text for each point.
     """
     look = {"color": COLORS[index % len(COLORS)]}
     places = _plain(x)
     return {
         "type": "scatter",
-        "mode": "lines+markers" if marks or len(places) == 1 else "lines",  # a line of one point would not be seen
+        "mode": "lines+markers" if marks or len(places) == 1 else "lines",  # a line of one point is invisible
         "name": name,
         "x": places,
         "y": _plain(y),
@@ -111,7 +112,7 @@ def points(
     shape: str = "circle",
     hover: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Points without a line between them."""
+    """Return a trace of points without a connecting line."""
     return {
         **line(
             name,
@@ -126,7 +127,7 @@ def points(
 
 
 def level(name: str, y: float, x: Sequence[float]) -> dict[str, Any]:
-    """A grey horizontal line over the range of `x`: a limit, or an ideal."""
+    """Return a grey horizontal line over the range of `x`, for a limit or an ideal value."""
     ends = [min(x), max(x)]
     return {
         "type": "scatter",
@@ -139,15 +140,13 @@ def level(name: str, y: float, x: Sequence[float]) -> dict[str, Any]:
 
 
 def figures(charts: Iterable[Chart]) -> str:
-    """HTML of several charts side by side where there is room; '' without Plotly, of which the page's head then
-    speaks.
-    """
+    """Return HTML of several charts, side by side if the window is wide enough. '' if Plotly is not installed."""
     drawn = "".join(map(figure, charts))
     return f"<div class=figures>{drawn}</div>" if drawn else ""
 
 
 def figure(chart: Chart) -> str:
-    """HTML of one chart; '' without Plotly."""
+    """Return HTML of one chart. '' if Plotly is not installed."""
     if not can_draw():
         return ""
     grid = {"automargin": True, "gridcolor": "#8884", "zerolinecolor": "#8884"}
@@ -174,19 +173,19 @@ def figure(chart: Chart) -> str:
 
 
 def _powers(chart: Chart) -> dict[str, Any]:
-    """A logarithmic axis labelled with some eight of the values that occur, such as counts of devices."""
+    """Return a logarithmic axis that is labelled with about eight of the values, such as numbers of devices."""
     values = sorted({value for trace in chart.traces for value in trace["x"]})
     shown = values[:: len(values) // 9 + 1]
     return {"type": "log", "tickvals": shown, "ticktext": [f"{value:,g}" for value in shown]}
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:
-    """As JSON knows them: numbers of Python, not of numpy."""
+    """Return a list that the JSON encoder accepts: numpy numbers become Python numbers."""
     return values.tolist() if isinstance(values, np.ndarray) else list(values)
 
 
 def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Iterable[str] = ()) -> str:
-    """An HTML table of texts, with a scroll bar of its own where the window is narrow; `classes` styles the rows."""
+    """Return an HTML table that scrolls sideways in a narrow window. `classes` has one CSS class for each row."""
 
     def row(tag: str, cells: Iterable[object], name: str = "") -> str:
         return (
@@ -201,23 +200,23 @@ def table(head: Iterable[object], rows: Iterable[Iterable[object]], classes: Ite
 
 
 def tiles(numbers: Iterable[tuple[object, object]]) -> str:
-    """(value, what it is), each in a box."""
+    """Return HTML with one box for each pair (value, label)."""
     boxes = "".join(f"<div class=tile><b>{text(value)}</b><span>{text(what)}</span></div>" for value, what in numbers)
     return f"<div class=tiles>{boxes}</div>"
 
 
 def text(value: object) -> str:
-    """As a page may show it."""
+    """Return the value as escaped HTML text."""
     return html.escape(str(value))
 
 
 def can_draw() -> bool:
-    """Whether Plotly's script is here."""
+    """Whether the `plotly` package, which contains Plotly's script, is installed."""
     return find_spec("plotly") is not None
 
 
 def write_page(path: Path, title: str, subtitle: str, parts: Iterable[str]) -> Path:
-    """Write a self-contained page and return `path`; warns where it lacks its figures."""
+    """Write a self-contained page and return `path`. Warns if figures are left out because Plotly is not installed."""
     body = "\n".join(parts)
     script = ""
     if not can_draw():

@@ -1,12 +1,12 @@
-"""How a table looks in a terminal and in Markdown. A heading that begins with '>' puts its column's cells to the
-right, as numbers stand.
+"""Tables for a terminal and for Markdown. A column whose heading begins with '>' is aligned to the right, as numbers
+usually are.
 """
 
 from collections.abc import Iterable, Sequence
 
 
 def aligned(head: Sequence[str], rows: Iterable[Iterable[object]], indent: str = "") -> str:
-    """Columns as wide as their widest cell."""
+    """Return the table as plain text. Each column is as wide as its widest cell."""
     lines = [[title.removeprefix(">") for title in head], *([str(cell) for cell in row] for row in rows)]
     sides = [
         f"{'>' if title.startswith('>') else '<'}{max(map(len, column))}"
@@ -16,7 +16,7 @@ def aligned(head: Sequence[str], rows: Iterable[Iterable[object]], indent: str =
 
 
 def markdown(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table as Markdown has it."""
+    """Return the table in Markdown."""
     rule = ["--:" if title.startswith(">") else "---" for title in head]
     return "\n".join(
         f"| {' | '.join(map(str, line))} |" for line in ([title.removeprefix(">") for title in head], rule, *rows)

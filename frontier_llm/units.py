@@ -1,4 +1,4 @@
-"""Units and how people read them; every quantity in the package names its unit (`_bytes`, `_s`, `_us`, `_flops`)."""
+"""Units and their text forms. Every quantity in the package has its unit in its name (`_bytes`, `_s`, `_flops`)."""
 
 import math
 import os
@@ -12,7 +12,7 @@ TERA = 1e12
 
 
 def format_bytes(size_bytes: float) -> str:
-    """1536 -> '1.5 KiB'; binary units because memory is sold in them."""
+    """1536 -> '1.5 KiB'. Uses binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -21,7 +21,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """1_234_000 -> '1.23M'; for parameters and tokens."""
+    """1_234_000 -> '1.23M'. For parameters and tokens."""
     for threshold, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(number) >= threshold:
             return f"{number / threshold:.3g}{suffix}"
@@ -29,7 +29,7 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """93784 -> '1d 02:03:04'; sub-minute values keep three significant digits."""
+    """93784 -> '1d 02:03:04'. Durations below one minute keep three significant digits."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
@@ -45,37 +45,38 @@ def format_seconds(seconds: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """(1, 'microbatch') -> '1 microbatch', (4, 'microbatch') -> '4 microbatches'; `-es` after a hissing sound,
-    otherwise `-s`.
-    """
+    """(1, 'microbatch') -> '1 microbatch', (4, 'microbatch') -> '4 microbatches'. Adds `-es` after s, x, ch and sh."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
 def format_age(seconds: float) -> str:
-    """5400 -> '1 h ago'; whole units, rounded down."""
+    """5400 -> '1 h ago'. Whole units, rounded down."""
     for unit, length_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length_s:
             return f"{seconds // length_s:.0f} {unit} ago"
     return "just now"
 
 
-# all but tab and newline; half surrogate pairs cannot be printed, and marks of direction show text in another order
-# than it has
+# All control characters except tab and newline. Unpaired surrogates cannot be printed, and direction marks change the
+# order in which a terminal shows text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """The text with control characters written out: a name that a stranger chose must not command the terminal."""
+    """Return the text with control characters escaped, so that a name from a foreign file cannot control the
+    terminal.
+    """
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def strict_json(content: Any, indent: int | None = 1, ensure_ascii: bool = True, sort_keys: bool = False) -> str:
-    """JSON that every reader takes: NaN and infinities, for which JSON has no word, become null; paths become text.
-    `indent=None`: one line.
+    """Return JSON that every parser accepts: NaN and infinities become null, and paths become text.
+
+    `indent=None` writes one line.
     """
-    import json  # `--help` is answered without it
+    import json  # not imported at the top, so that `--help` starts faster
 
     options: dict[str, Any] = {"indent": indent, "ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
     return json.dumps(_without_nan(content), allow_nan=False, default=os.fspath, **options)

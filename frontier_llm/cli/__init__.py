@@ -1,1 +1,1 @@
-"""frontier-llm <command>."""
+"""The commands of `frontier-llm`."""

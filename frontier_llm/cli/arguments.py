@@ -1,7 +1,7 @@
-"""How a command is declared: its arguments and what it does; what several commands take, and errors with a way out.
+"""How commands are declared: arguments, work and examples. Also shared options, parsers of values, and usage errors.
 
-argparse stays: typer or click would wrap the errors, help and `key=value` words below in as much code of their own, and
-start slower.
+argparse is used directly: typer or click would need as much code for the errors, help and `key=value` words below, and
+would start more slowly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Options at a fixed column; an epilog of examples keeps its lines."""
+    """Aligns the help of options at a fixed column. An epilog of examples keeps its lines."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, **{"max_help_position": 32, **settings})
@@ -34,14 +34,14 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with our help layout; a mistyped option or choice is answered with the nearest one."""
+    """argparse with this project's help layout. A mistyped option or choice is answered with the nearest one."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _Formatter, **settings})
 
     def error(self, message: str, fix: str = "") -> NoReturn:
-        """Exit with 2 after what, and what to type instead."""
-        # argparse takes a `*` that follows for required, too
+        """Print the fault and its repair, and exit with 2."""
+        # argparse also reports an optional `*` argument as required
         message = message.replace("required: RUN, key=value", "required: RUN")
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = closest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
@@ -49,8 +49,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error\n{message}\n    fix: {fix or f'{self.prog} --help'}\n")
 
     def refuse(self, words: list[str], typed: list[str]) -> NoReturn:
-        """Exit with 2 over the words of `typed` that nothing takes: a mistyped option, an option of another
-        framework, a value too many.
+        """Exit with 2 because of words of `typed` that no argument accepts.
+
+        Examples are a mistyped option, an option of another framework, and too many values.
         """
         flags = [flag for action in self._actions for flag in action.option_strings]
         near = [
@@ -75,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(words)}", fix)
 
     def _repeatable_before(self, word: str, typed: list[str]) -> str:
-        """The option left of the word, where it is one that may be given several times."""
+        """Return the option to the left of the word if that option is repeatable. '' otherwise."""
         left = [option for option in typed[: typed.index(word)] if option.startswith("-")] if word in typed else []
         action = self._option_string_actions.get(left[-1]) if left else None
         return left[-1] if isinstance(action, argparse._AppendAction) else ""
@@ -83,8 +84,9 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def as_typed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of the body speak of what the user has typed: `names` has the flag for each name that it goes by
-    elsewhere.
+    """Replace configuration keys in error messages of the body by the flags that the user typed.
+
+    `names` maps keys to flags.
     """
     try:
         yield
@@ -97,12 +99,12 @@ Option = Callable[[argparse._ActionsContainer], object]  # adds itself to a pars
 
 
 def option(*names: str, **settings: Any) -> Option:
-    """An option or a positional argument; the words are those of argparse's `add_argument`."""
+    """Return an option or a positional argument with the arguments of argparse's `add_argument`."""
     return lambda parser: parser.add_argument(*names, **settings)
 
 
 def one_of(*options: Option) -> Option:
-    """Options of which exactly one must be given."""
+    """Return a group of options of which exactly one must be given."""
 
     def add(parser: argparse._ActionsContainer) -> None:
         group = parser.add_mutually_exclusive_group(required=True)
@@ -114,10 +116,10 @@ def one_of(*options: Option) -> Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A command, or one action of it: its arguments and what it does; or the actions that it has instead.
+    """A command or one of its actions: arguments and work. A command with `actions` has no work of its own.
 
-    `line` is its line in the list of actions and, as a sentence, its description where `about` has none. Examples can
-    be typed as they stand.
+    `line` is its line in the list of actions. As a sentence it is also the description if `about` is empty. Users must
+    be able to run the examples unchanged.
     """
 
     work: Callable[[argparse.Namespace], int] | None = None
@@ -129,7 +131,7 @@ class Command:
     metavar: str = "ACTION"
 
     def add_to(self, subparsers: argparse._SubParsersAction, name: str) -> None:
-        """Register under this name."""
+        """Register the command under this name."""
         about = self.about or f"{self.line[0].upper()}{self.line[1:]}."
         epilog = "\n  ".join(["examples:", *self.examples]) if self.examples else None
         parser = subparsers.add_parser(
@@ -151,14 +153,15 @@ class Command:
 def command(
     *options: Option, line: str = "", about: str = "", examples: Sequence[str] = ()
 ) -> Callable[[Callable[..., int]], Command]:
-    """The decorated function is what a command does; see `Command`. It takes the parsed words and gives the exit
-    code.
+    """Return a decorator that makes a function the work of a `Command`.
+
+    The function takes the parsed arguments and returns the exit code.
     """
     return lambda work: Command(work, options, line, about, examples)
 
 
 def run_options(about: str = "", default: str | None = None) -> tuple[Option, Option]:
-    """RUN [key=value …]."""
+    """Return the arguments RUN and [key=value …]."""
     text = "run file, or the name of one in configs/runs" + (f"; {about}" if about else "")
     optional: dict[str, Any] = {} if default is None else {"nargs": "?", "default": default}
     return (
@@ -177,9 +180,9 @@ def run_options(about: str = "", default: str | None = None) -> tuple[Option, Op
     )
 
 
-# the same flag and the same promise everywhere
+# this flag has the same meaning in all commands
 JSON = option("--json", action="store_true", help="machine-readable result on stdout")
-# the only way to import code for a checkpoint that does not lie in the user's own run directory
+# the only way to import code for a checkpoint that is not in the user's own run directory
 PLUGIN = option(
     "--plugin",
     action="append",
@@ -188,12 +191,12 @@ PLUGIN = option(
     help="import this plugin: a .py file, module or entry point (docs/extending.md); repeatable",
 )
 NO_VERIFY = option("--no-verify", action="store_true", help="do not compare the checkpoint with its digests first")
-# whom Slurm charges and where it queues
+# account and partition for Slurm
 JOB = (
     option("-A", "--account", metavar="PROJECT", help="project to charge (default: SBATCH_ACCOUNT)"),
     option("--partition", metavar="NAME", help="default: the site's"),
 )
-# how to go on from a checkpoint that is damaged, or was made with other settings
+# behaviour for a newest checkpoint that is damaged or was made with other settings
 RESUME = (
     option(
         "--strict",
@@ -212,14 +215,15 @@ RESUME = (
 
 
 def show(args: argparse.Namespace, content: Any, text: Callable[[], str]) -> None:
-    """A command's result: with --json its content, else its text, in which names from files cannot command the
-    terminal.
+    """Print a command's result: `content` as JSON with --json, otherwise `text()`.
+
+    Control characters in names from files are escaped, so that they cannot control the terminal.
     """
     print(strict_json(content) if args.json else printable(text()))
 
 
 def dataset_prefix(text: str) -> str:
-    """A dataset's path without .bin/.idx; with one of them, as a shell's completion leaves it, it is the same."""
+    """Return a dataset's path without .bin/.idx. Shell completion can leave such an ending."""
     path = re.sub(r"\.(?:bin|idx)?$", "", text)
     if not path or path.endswith("/"):
         raise argparse.ArgumentTypeError(f"{text!r} names no file; give a path without .bin/.idx, e.g. {path}data")
@@ -227,8 +231,9 @@ def dataset_prefix(text: str) -> str:
 
 
 def _number(text: str, pattern: str, what: str) -> re.Match[str]:
-    """The text as the pattern splits it. Raises ArgumentTypeError that says `what` it should be, also for 0 where
-    the pattern has a group.
+    """Return the match of the pattern. Raises ArgumentTypeError with `what` as the expected kind of number.
+
+    If the pattern has a group, 0 is also refused.
     """
     match = re.fullmatch(pattern, text.strip().lower())
     if match is None or (match.re.groups and not float(match[1])):
@@ -237,22 +242,22 @@ def _number(text: str, pattern: str, what: str) -> re.Match[str]:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0."""
     return int(_number(text, r"(\d{1,18})", "a whole number above 0")[1])
 
 
 def natural(text: str) -> int:
-    """A whole number, 0 included."""
+    """Parse a whole number, 0 or more."""
     return int(_number(text, r"\d{1,18}", "a whole number, 0 or more")[0])
 
 
 def amount(text: str) -> float:
-    """A finite number, 0 or more: '1.5', '2e3'. Not nan, which no comparison would ever stop."""
+    """Parse a finite number, 0 or more: '1.5', '2e3'. nan is refused, because no comparison would detect it."""
     return float(_number(text, r"\d{1,18}(?:\.\d*)?(?:e\+?\d{1,2})?|\.\d+", "a number, 0 or more")[0])
 
 
 def positive_amount(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     if not (number := amount(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
@@ -275,14 +280,14 @@ def count_of(text: str) -> float:
 
 
 class ProgressBar:
-    """`on(what)` gives a callback; `close()` ends the line."""
+    """Shows progress on one line of a terminal. `on` returns a callback, and `close` ends the line."""
 
     def __init__(self, shown: bool = True) -> None:
         self._shown = shown and sys.stderr.isatty()
         self._any = False
 
     def on(self, what: str, unit: str) -> Callable[..., None]:
-        """A callback (done[, of]) that says how far `what` is."""
+        """Return a callback (done[, total]) that shows the progress of `what`."""
 
         def report(done: int, of: int | None = None) -> None:
             if self._shown:
@@ -293,6 +298,6 @@ class ProgressBar:
         return report
 
     def close(self) -> None:
-        """End the line, if there is one."""
+        """End the line if one was shown."""
         if self._any:
             sys.stderr.write("\n")

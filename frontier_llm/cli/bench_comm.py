@@ -1,4 +1,4 @@
-"""frontier-llm bench comm RUN [key=value …]: what the links of a layout deliver."""
+"""frontier-llm bench comm RUN [key=value …]: measured times and bandwidths of a layout's communication."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     about="Measure collectives and messages of a layout: time, bandwidth, slow links.",
 )
 def comm(args: argparse.Namespace) -> int:
-    """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
+    """Measure in the run's layout, on a launcher's ranks or on local ones."""
     from frontier_llm.cli.ranks import measure_on_ranks
 
     if args.hang_test:
@@ -134,7 +134,7 @@ def _write_files(
     pieces: list[PiecesTime],
     per_node: int,
 ) -> None:
-    """The table of algorithms and the machine file, where asked for."""
+    """Write the table of algorithms and the machine file that the user requested."""
     import platform
 
     from frontier_llm import log
@@ -199,7 +199,7 @@ def _report(
         "slow_links": [vars(pair) for pair in slow],
     }
     show(args, content, lambda: "\n".join([*_lines(measurements, pairs, slow, kind), *_piece_lines(pieces)]))
-    if args.heatmap and pairs:  # last: what was measured must not be lost for want of a plotting package
+    if args.heatmap and pairs:  # last, because a missing plotting package must not prevent the output above
         draw_pairs(args.heatmap, pairs)
 
 

@@ -1,4 +1,4 @@
-"""frontier-llm bench ops: each fused op against eager torch, in one interleaved run."""
+"""frontier-llm bench ops: each fused op against eager torch, with interleaved measurements in one run."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     about="Measure each fused op against eager torch, in one interleaved run.",
 )
 def ops(args: argparse.Namespace) -> int:
-    """Measure and print; bandwidth and FLOP rates are of our ops."""
+    """Measure and print. Bandwidths and FLOP rates belong to the package's ops."""
     from frontier_llm.config import OpsConfig, load_model
 
     model = load_model(args.model)
-    import torch  # after a mistyped model's name
+    import torch  # after the model's name is checked, because this import is slow
 
     from frontier_llm.errors import BackendError
     from frontier_llm.experiments.measure.ops import compare, copy_bandwidth
@@ -72,7 +72,7 @@ def ops(args: argparse.Namespace) -> int:
 
 
 def _table(timings: list[Timing]) -> str:
-    """One line per op: ours beside eager torch; below it what could not be timed."""
+    """Return a table of the package's ops and eager torch, one line per op, and then the failures."""
     rows = []
     failures = []
     for op, ways in groupby(timings, lambda timing: timing.op):

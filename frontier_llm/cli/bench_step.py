@@ -1,4 +1,4 @@
-"""frontier-llm bench step RUN [key=value …]."""
+"""frontier-llm bench step RUN [key=value …]: measure the training step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     about="Measure the training step against this device's own matrix-product rate.",
 )
 def step(args: argparse.Namespace) -> int:
-    """Measure in the run's layout; joins a launcher's ranks or starts local ones."""
+    """Measure in the run's layout, on a launcher's ranks or on local ones."""
     from frontier_llm.cli.ranks import measure_on_ranks
 
     def measure(config: RunConfig, place: RankEnv | None) -> None:

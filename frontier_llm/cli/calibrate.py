@@ -1,4 +1,4 @@
-"""`frontier-llm calibrate`: time the model's own products, attention, copies and collectives here, and write a
+"""`frontier-llm calibrate`: measure a model's products, attention, copies and collectives on this machine, and write a
 machine file.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     ),
 )
 def calibrate(args: argparse.Namespace) -> int:
-    """Join a launcher's ranks or start local ones; rank 0 writes the file."""
+    """Measure on a launcher's ranks or on local ones. Rank 0 writes the file."""
     from frontier_llm.cli.ranks import start_local_ranks
     from frontier_llm.config import load_run
     from frontier_llm.config.schema import ParallelConfig
@@ -64,7 +64,7 @@ def calibrate(args: argparse.Namespace) -> int:
     ranks = place.world_size if place else args.ranks
     config = load_run(args.run, args.overrides)
     if place is not None:
-        set_rank_variables(config, place)  # before anything imports torch
+        set_rank_variables(config, place)  # before torch is imported
     tensor = max(size for size in tensor_degrees(config.model, 2) if ranks % size == 0)
     batch = config.batch.model_copy(update={"global_batch": config.batch.micro_batch * ranks})
     config = config.model_copy(update={"parallel": ParallelConfig(tensor=tensor), "batch": batch})
@@ -91,7 +91,7 @@ def _measure(config: RunConfig, place: Any, args: argparse.Namespace) -> None:
 
 
 def memory_bytes(device: str, ranks: int) -> float:
-    """Memory of this rank's device; on a CPU the computer's physical memory divided over the ranks."""
+    """Return the memory of this rank's device. On a CPU, the computer's physical memory divided by the ranks."""
     if device == "cuda":
         import torch
 

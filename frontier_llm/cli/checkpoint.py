@@ -1,5 +1,6 @@
-"""frontier-llm checkpoint list|verify|diff|import-hf|export-hf; exit code 1 when a checkpoint is damaged or two
-differ.
+"""frontier-llm checkpoint list|verify|diff|import-hf|import-megatron|export-hf.
+
+The exit code is 1 if a checkpoint is damaged or if two differ.
 """
 
 from __future__ import annotations

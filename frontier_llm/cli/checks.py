@@ -1,4 +1,4 @@
-"""What is refused in one process, in seconds, before any rank starts: layout, data, run directory, disk."""
+"""Checks in one process, within seconds, before any rank starts: layout, data, run directory, disk."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from frontier_llm.errors import ConfigError, FrontierError, Problem, not_install
 from frontier_llm.run.run_dir import STOP_FILE
 from frontier_llm.units import format_bytes, plural
 
-GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # of the vendors' drivers; asking torch takes two seconds
+GPU_FILES = {"amd": "/dev/kfd", "nvidia": "/dev/nvidiactl"}  # files of the drivers; importing torch instead takes 2 s
 
 
 def check(config: RunConfig, world_size: int, saves: bool = True, position: Position = START) -> None:
-    """Refuse whatever would fail on the ranks, a disk without room for checkpoints if it `saves` them too, and log the
-    layout.
+    """Refuse a run that would fail on the ranks, and log its layout.
 
-    `position`: where the run is in its data.
-
-    Raises ConfigError (or its kin) with every problem found.
+    `position` is the run's position in its data. With `saves`, the disk must also have space for checkpoints.
+    Raises ConfigError or another FrontierError with all problems.
     """
     from frontier_llm.data.loader import data_problems
     from frontier_llm.data.summary import log_datasets
@@ -59,8 +57,9 @@ def check(config: RunConfig, world_size: int, saves: bool = True, position: Posi
 
 
 def _package_problems(config: RunConfig) -> Iterator[Problem]:
-    """Packages that ranks would miss. Events for TensorBoard are left out where it is not there, unless the run
-    itself asks for them.
+    """Yield missing packages that the ranks need.
+
+    A missing `tensorboard` is only a problem if the run file sets train.tensorboard. By default, events are left out.
     """
     if importlib.util.find_spec("torch") is None:
         yield not_installed("torch")
@@ -79,7 +78,7 @@ def _package_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _profile_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Steps and ranks that the run does not have, so that no trace would be written."""
+    """Yield profiled steps and ranks that the run does not have."""
     profile = config.train.profile
     steps = config.train.steps
     if profile is None:
@@ -99,7 +98,7 @@ def _profile_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _best_problems(config: RunConfig) -> Iterator[Problem]:
-    """A held-out set that is not there, or is looked at only when the run is over."""
+    """Yield a problem if `keep_best` names an unknown held-out set, or if no step is evaluated before the end."""
     best = config.train.keep_best
     sets = list(config.data.held_out)
     if best is not None and best not in sets:
@@ -113,7 +112,7 @@ def _best_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _task_problems(config: RunConfig) -> Iterator[Problem]:
-    """Files of questions that cannot be read, and questions that nobody can put into tokens."""
+    """Yield problems of question files: unreadable files, or text without a tokenizer."""
     from frontier_llm.inference.tasks import read_task, requests
 
     tasks = config.train.eval_tasks
@@ -130,15 +129,17 @@ def _task_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_start(config: RunConfig, world_size: int) -> None:
-    """Refuse to start ranks on this computer for nothing: beside a STOP file, or with more than its memory holds
-    without any activation.
+    """Refuse to start ranks on this computer in vain.
+
+    Raises ConfigError if a STOP file exists, if a GPU is missing, or if the state without activations exceeds the
+    memory.
     """
     from frontier_llm.blueprint.layout import DTYPE_BYTES, statistics_bytes
     from frontier_llm.blueprint.optimizers import state_bytes
     from frontier_llm.blueprint.parameters import total_parameters
 
     stop = Path(config.train.run_dir) / STOP_FILE
-    if stop.exists():  # in a job it keeps the next attempt from going on
+    if stop.exists():  # only checked here: in a job, the supervisor handles the file
         raise ConfigError(
             "ends a run at its next step, and has been here since before this start",
             f"rm {stop}",
@@ -188,7 +189,7 @@ def _check_driver(config: RunConfig) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that programs can still have, as Linux estimates it."""
+    """Return the memory that is available to programs, as Linux estimates it."""
     line = next(
         line
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -198,8 +199,9 @@ def available_bytes() -> int:
 
 
 def check_resume(config: RunConfig, allowed: Sequence[str]) -> None:
-    """Refuse to go on from checkpoints of other mathematics than `config`, but for the keys that are `allowed` to
-    change.
+    """Raise an error if the newest checkpoint was made with other mathematics than `config`.
+
+    The keys in `allowed` can differ.
     """
     checkpoints = Path(config.train.run_dir) / "checkpoints"
     if any(checkpoints.glob("step_*")):  # importing torch takes two seconds
@@ -225,7 +227,7 @@ def _check_deepspeed(config: RunConfig, microbatches: int) -> None:
 
 
 def _named_file_problems(config: RunConfig) -> Iterator[Problem]:
-    """The machine file and the table of algorithms that the run names."""
+    """Yield problems of the machine file and of the algorithm table of the run."""
     from frontier_llm.config.load import find_file
     from frontier_llm.machine.load import load_machine
 
@@ -263,11 +265,14 @@ def _run_dir_problems(run_dir: Path) -> list[Problem]:
     return []
 
 
-LOG_BYTES = 2**20  # of a run that saves nothing
+LOG_BYTES = 2**20  # space for logs
 
 
 def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """The checkpoints that this start writes before it may delete one must fit, in bytes and in files."""
+    """Return a problem if the disk has too few bytes or files for logs and the first checkpoints of this start.
+
+    These are the checkpoints that it writes before it can delete an old one.
+    """
     from frontier_llm.blueprint.optimizers import state_bytes
 
     train = config.train
@@ -276,13 +281,13 @@ def _space_problems(config: RunConfig, world_size: int) -> list[Problem]:
     saves = saves_between(train, 0, train.steps)
     count = min(saves, 1 if existing >= train.keep_checkpoints else 2)
     needed_bytes = LOG_BYTES + count * state_bytes(config.model, config.optimizer.name, config.precision.dtype)
-    # a log per rank; a shard per rank, manifest, its digest, the folder
+    # a log per rank; per checkpoint a shard of each rank, manifest, digest and folder
     needed_files = world_size + count * (world_size + 3)
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
     disk = os.statvfs(where)
     free_bytes = disk.f_bavail * disk.f_frsize
     free_files = disk.f_favail
-    # 0: a file system without a table of files
+    # f_files is 0 on a file system without a table of files
     if needed_bytes <= free_bytes and (needed_files <= free_files or disk.f_files == 0):
         return []
     return [

@@ -1,4 +1,4 @@
-"""frontier-llm completion bash|zsh: a script for the shell, written from the declared commands."""
+"""frontier-llm completion bash|zsh: print a completion script, generated from the declared commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from frontier_llm.cli.arguments import command, option
 
-# `path` is the command and action typed so far; a word that belongs to neither is a value. With no match the shell
+# `path` is the command and action typed so far. A word that belongs to neither is a value. Without a match the shell
 # completes file names.
 _BASH = """_frontier_llm() {{
     local path="" i
@@ -23,12 +23,13 @@ _BASH = """_frontier_llm() {{
     COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o bashdefault -o default -F _frontier_llm frontier-llm"""
-_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit"  # zsh then runs what is written for bash
+_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit"  # makes zsh accept bash's completion script
 
 
 def completions(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, Sequence[str]]]:
-    """(words typed before, words that may follow) of a command and of its actions: options, choices, names of
-    shipped files.
+    """Yield (words typed before, possible next words) of a command and of its actions.
+
+    Possible words are options, choices and names of shipped files.
     """
     from frontier_llm.config import available
 
@@ -54,7 +55,7 @@ def completions(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tup
     examples=("frontier-llm completion bash",),
 )
 def completion(args: argparse.Namespace) -> int:
-    """Print the script."""
+    """Print the completion script."""
     from frontier_llm.cli.main import COMMANDS, parser_of
 
     words = dict(completions(parser_of(*COMMANDS)))

@@ -1,4 +1,4 @@
-"""`frontier-llm data tokenizer|tokenize|import|index|inspect|check|plan|show|stdlib`: from text to a dataset that
+"""`frontier-llm data tokenizer|tokenize|import|index|inspect|check|plan|show|stdlib`: make and inspect datasets that
 `train` reads.
 """
 
@@ -304,7 +304,7 @@ def _inspect(args: argparse.Namespace) -> int:
     line="read every token and index entry of datasets; name the first id that a vocabulary does not have",
 )
 def _check(args: argparse.Namespace) -> int:
-    """Exit code 1 if an id is outside of a vocabulary."""
+    """Return exit code 1 if an id is outside of its vocabulary."""
     from frontier_llm.cli.arguments import ProgressBar
     from frontier_llm.data.ids import scan
 

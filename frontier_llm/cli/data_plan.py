@@ -1,4 +1,4 @@
-"""`frontier-llm data plan|show`: what a run reads, by phase and by step."""
+"""`frontier-llm data plan|show`: the data that a run reads, by phase and by step."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _plan_row(source: PlannedSource) -> tuple[object, ...]:
     line="sources, tokens, tokenizers and epochs of each phase, and what is read twice or left out",
 )
 def plan(args: argparse.Namespace) -> int:
-    """Print what each phase of a run reads."""
+    """Print the data that each phase of a run reads."""
     from frontier_llm.cluster.recorded import as_it_stands, recorded_position
     from frontier_llm.config import load_run
     from frontier_llm.data.plan import data_plan

@@ -1,4 +1,4 @@
-"""frontier-llm doctor: check this node, or inside a Slurm allocation every node of it, before a run starts."""
+"""frontier-llm doctor: check this node before a run, or all nodes of a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from frontier_llm.cli.arguments import JSON, command, option, positive, show
     ),
 )
 def doctor(args: argparse.Namespace) -> int:
-    """Exit code 0 when nothing fatal was found, else 1."""
+    """Return exit code 0 if nothing fatal was found, else 1."""
     from dataclasses import asdict, replace
 
     from frontier_llm import log

@@ -1,4 +1,4 @@
-"""frontier-llm evaluate MODEL: held-out loss, perplexity and bits per byte; in-context tasks from local files."""
+"""frontier-llm evaluate MODEL: held-out loss, perplexity, bits per byte, and in-context tasks from local files."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ if TYPE_CHECKING:
     ),
 )
 def evaluate(args: argparse.Namespace) -> int:
-    """Exit code 0 when everything was scored."""
+    """Return exit code 0 if everything was scored."""
     from frontier_llm.inference.tasks import requests
 
-    # every file is read and refused here, in one process, before ranks start; what would fail at the very end too
+    # every file is checked here in one process before ranks start, including the output, which is written last
     if args.output and not os.access(Path(args.output).absolute().parent, os.W_OK):
         raise ConfigError(
             f"{args.output} cannot be written",
@@ -132,7 +132,7 @@ def _named(words: list[str] | None, flag: str) -> dict[str, str]:
 
 
 def _tasks(args: argparse.Namespace) -> Iterator[tuple[str, Task, Task | None]]:
-    """(name, task, the task that its examples come from where it is another file)."""
+    """Yield (name, task, pool). The pool is the task of another file that gives the solved examples, or None."""
     from frontier_llm.inference.tasks import read_task
 
     pools = _named(args.shots_from, "--shots-from")
@@ -149,7 +149,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from frontier_llm.inference.open import check_dataset, open_model, open_tokenizer
 
     opened = open_model(args.model, plugins=args.plugin)
-    # whatever is missing is refused before the weights are read
+    # everything that is missing is refused before the weights are read
     datasets = args.data or ([] if args.task else _validation(opened.run))
     if args.needles and not datasets:
         raise ConfigError("needles are hidden in held-out text", where="--needles", fix="give --data PREFIX")

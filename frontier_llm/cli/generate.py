@@ -1,4 +1,4 @@
-"""frontier-llm generate MODEL --prompt TEXT: continue prompts; the text appears as it is made."""
+"""frontier-llm generate MODEL --prompt TEXT: continue prompts. The text is printed while it is generated."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ if TYPE_CHECKING:
     ),
 )
 def generate(args: argparse.Namespace) -> int:
-    """Exit code 0 when every prompt has been continued."""
-    _sampling(args), _prompts(args)  # refused here, in one process, before ranks start
+    """Return exit code 0 if every prompt was continued."""
+    _sampling(args), _prompts(args)  # invalid values are refused here, in one process, before ranks start
     return on_ranks(args, _generate)
 
 
@@ -133,7 +133,7 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
     sampling = _sampling(args)
     opened = open_model(args.model, plugins=args.plugin)
-    tokenizer = open_tokenizer(opened, args.tokenizer)  # a missing one is refused before the weights are read
+    tokenizer = open_tokenizer(opened, args.tokenizer)  # before the weights are read, because it can be missing
     with inference_model(args, opened) as (model, prints):
         if model.mesh.dp.size > 1:
             raise LayoutError(
@@ -173,6 +173,6 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _write(text: str) -> None:
-    """To stdout as it is; on a terminal without control characters, which a model may have learnt."""
+    """Write text to stdout. On a terminal, escape control characters, which a model can generate."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

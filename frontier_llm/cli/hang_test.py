@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def hang_test(args: argparse.Namespace) -> int:
-    """Exit code 0 when a mode is safe. Started alone it tries each mode in local ranks; with --mode it is what tries
-    one.
+    """Return exit code 0 if a mode is safe.
+
+    Without --mode, each mode is tried in local ranks. With --mode, this process is one of these ranks or starts them.
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.cli.ranks import local_world_size, start_local_ranks
@@ -34,7 +35,7 @@ def hang_test(args: argparse.Namespace) -> int:
     if args.mode:
         if place is None:
             return start_local_ranks(config, world_size, args.typed)
-        set_rank_variables(config, place)  # before anything imports torch
+        set_rank_variables(config, place)  # before torch is imported
         hang.run_steps(config, place, args.times, Path(config.train.run_dir) / "progress")
         return 0
     if place is not None:

@@ -1,5 +1,5 @@
-"""frontier-llm checkpoint import-hf | import-megatron | export-hf: other programs' models, in one process, without
-GPUs.
+"""frontier-llm checkpoint import-hf | import-megatron | export-hf: exchange models with other programs, in one process
+without GPUs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ IMPORT_OPTIONS = (
     about=f"Write step 0 of a run from a Hugging Face directory; {_THEN}",
 )
 def import_hf(args: argparse.Namespace) -> int:
-    """From a Hugging Face directory."""
+    """Import a Hugging Face directory."""
     from frontier_llm.config.plugins import import_plugins
     from frontier_llm.interop.huggingface import HuggingFaceModel, read_model_config
 
@@ -72,7 +72,7 @@ def import_hf(args: argparse.Namespace) -> int:
     f"running anything that its files contain; {_THEN}",
 )
 def import_megatron(args: argparse.Namespace) -> int:
-    """From a Megatron checkpoint; the run's vocabulary says how many of the embedding's rows are no padding."""
+    """Import a Megatron checkpoint. The run's vocabulary size separates the embedding's rows from its padding."""
     from frontier_llm.interop.megatron.weights import MegatronModel
 
     return _import(
@@ -87,8 +87,9 @@ def _import(
     read_model: Callable[[str], ModelConfig],
     read_weights: Callable[[str, ModelConfig], WeightSource],
 ) -> int:
-    """Without a run, print the model section that it needs; else check that run, weights and tokenizer fit, and
-    write the checkpoint.
+    """Write a checkpoint after checking that run, weights and tokenizer fit.
+
+    Without a run, print the model section that a run file needs.
     """
     from frontier_llm.checkpoint.weights import compare_models, write_checkpoint
     from frontier_llm.config import dump, load_run
@@ -136,7 +137,7 @@ def _import(
     "whatever layout wrote it.",
 )
 def export_hf(args: argparse.Namespace) -> int:
-    """Open, verify, write."""
+    """Open and verify a checkpoint, and write it as a Hugging Face model."""
     from frontier_llm.inference.open import open_model, open_tokenizer
     from frontier_llm.interop.huggingface import Companions, HubRepository, export_huggingface, tokenizer_files
     from frontier_llm.ops import working_dtype
@@ -169,7 +170,7 @@ def export_hf(args: argparse.Namespace) -> int:
 
 
 def run_facts(opened: OpenedModel) -> dict[str, object]:
-    """What the checkpoint itself recorded about the run, for the model card."""
+    """Return the facts about the run that the checkpoint recorded, for the model card."""
     from frontier_llm.checkpoint.weights import CheckpointWeights
     from frontier_llm.units import format_count
 

@@ -1,5 +1,6 @@
-"""What launch/job.sh runs in the batch shell of a training job: the checks of `frontier-llm submit`, then the
-supervisor of the ranks.
+"""The module that launch/job.sh runs in the batch shell of a training job.
+
+It makes the checks of `frontier-llm submit` and then supervises the ranks.
 """
 
 from __future__ import annotations

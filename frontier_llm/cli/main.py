@@ -1,4 +1,4 @@
-"""The command line: one table of commands, each in a module that is imported only when it is asked for."""
+"""The command line. Each command is in its own module, which is imported only if the user calls that command."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from frontier_llm.errors import FrontierError, not_installed, suggest
 from frontier_llm.files import LIFT_VARIABLE, lift_bounds
 from frontier_llm.run.rank_env import environ
 
-# name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` must answer in under 0.3 s, so it reads
-# only this table.
+# name → one line of help; `frontier_llm.cli.NAME.NAME` is the Command. `--help` reads only this table, because it must
+# respond in under 0.3 s.
 COMMANDS = {
     "plan": "choose tensor, pipeline and data parallelism for a model on a machine",
     "train": "train a run file; joins a launcher's ranks or starts local ones",
@@ -67,7 +67,7 @@ def _usage() -> str:
 
 
 def parser_of(*names: str) -> Parser:
-    """The parser of the program with these commands only."""
+    """Return the parser of the program with these commands only."""
     parser = Parser(prog="frontier-llm")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name in names:
@@ -76,9 +76,9 @@ def parser_of(*names: str) -> Parser:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The words of a command; they themselves are its `typed`, which local ranks are given again.
+    """Parse the words of a command. The result's `typed` has the words, which local ranks receive again.
 
-    key=value words may also stand after options, where argparse's own `*` no longer takes them.
+    key=value words can also follow options, although argparse's `*` does not accept them there.
     """
     parsed, rest = parser_of(arguments[0]).parse_known_args(arguments)
     loose = [word for word in rest if "=" in word and not word.startswith("-")]
@@ -92,7 +92,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Errors that the user can mend are printed without a traceback."""
+    """Run one command and return the exit code. Errors that the user can repair are printed without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FrontierError as error:
         print(f"frontier-llm {name}: error\n{error}", file=sys.stderr)
         return error.exit_code
-    except SystemExit as end:  # argparse has said what it had to say
+    except SystemExit as end:  # argparse has printed its message
         return int(end.code or 0)
     except BrokenPipeError:
         return 141
@@ -124,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"frontier-llm {name}: error\n{not_installed(package)}", file=sys.stderr)
         return FrontierError.exit_code
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # a write that fails does not say of which file
-        if (error.filename is None and not full) or name == "train":  # of a training rank the whole traceback is wanted
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # a failed write does not name its file
+        if (error.filename is None and not full) or name == "train":  # a training rank's log needs the traceback
             raise
         what = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
         if full:
@@ -139,15 +139,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """What a shell starts: `main`, then the end.
+    """Run `main` and exit with its code.
 
-    Where torch was loaded that is at once: all files are closed by now, and a background thread that wakes up inside
-    torch while the interpreter is being taken down aborts the process. Slurm then sees -6 where 75 asks for a requeue
-    (once in eight on a busy machine).
+    If torch is loaded, exit with `os._exit`. Otherwise a torch background thread can abort the interpreter's shutdown
+    and replace exit code 75 (requeue) by -6. This happened in one of eight exits on a busy machine. All files are
+    closed at this point.
     """
     code = main()
     sys.stdout.flush()
-    with suppress(OSError):  # a full disk under a rank's log must not change its code
+    with suppress(OSError):  # a full disk under a rank's log must not change the exit code
         sys.stderr.flush()
     if "torch" in sys.modules:
         os._exit(code)

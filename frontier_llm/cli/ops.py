@@ -1,6 +1,4 @@
-"""frontier-llm ops list|kernels|check|tune: which op runs with which back-end and why not; what the prebuilt GPU
-kernels are made of, and do.
-"""
+"""frontier-llm ops list|kernels|check|tune: back-ends of each op, and facts and checks of the prebuilt GPU kernels."""
 
 from __future__ import annotations
 
@@ -172,7 +170,7 @@ def _tune(args: argparse.Namespace) -> int:
     from frontier_llm.config import load_model
 
     model = load_model(args.model)
-    import torch  # after a mistyped model's name
+    import torch  # after the model's name is checked, because this import is slow
 
     from frontier_llm.errors import BackendError
     from frontier_llm.experiments.measure.attention_choice import tune

@@ -1,4 +1,4 @@
-"""`frontier-llm plan`: pick the layout of a model on a machine and say why; `--validate` scores predictions against
+"""`frontier-llm plan`: choose and explain the layout of a model on a machine. `--validate` compares predictions with
 measurements.
 """
 
@@ -133,7 +133,7 @@ if TYPE_CHECKING:
     ),
 )
 def plan(args: argparse.Namespace) -> int:
-    """Entry point; raises FrontierError for whatever the user can mend."""
+    """Run the command. Raises FrontierError for faults that the user can repair."""
     if args.validate is not None:
         return _validate(args)
     if args.measured:
@@ -142,7 +142,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    """`--validate`: score predictions. The published rows and the code that reads them are in the checkout alone."""
+    """Compare predictions with published measurements (`--validate`). Needs a checkout, which has data and code."""
     from frontier_llm.cluster.sites import root_dir
     from frontier_llm.errors import ConfigError
 
@@ -208,7 +208,7 @@ def _plan(args: argparse.Namespace) -> int:
         **shared,
     )
     check_found(outcome, machine, numbers)
-    # how many are shown must not change the choice
+    # search first, then shorten the list, so that --top does not change the choice
     best = outcome.best
     outcome = replace(outcome, plans=outcome.plans[: args.top])
     run_of = campaign(machine, best, args.tokens)
@@ -257,14 +257,14 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _width() -> int:
-    """Columns of the terminal; a file gets the full width."""
+    """Return the columns of the terminal. Output to a file has the full width."""
     from frontier_llm.planner.report import WIDTH
 
     return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
 def _model(args: argparse.Namespace) -> ModelConfig:
-    """The model named, at the sequence length asked for; an unknown name is answered with the closest."""
+    """Return the named model with the requested sequence length. Raises ConfigError with the closest valid name."""
     from frontier_llm.config import available, load_model
     from frontier_llm.errors import ConfigError, suggest
 
@@ -291,7 +291,7 @@ def _is_run(name: str) -> bool:
 
 
 def _measured(args: argparse.Namespace) -> int:
-    """`--measured`: runs that took place, each beside its prediction."""
+    """Show measured runs beside their predictions (`--measured`)."""
     from frontier_llm.experiments.measure.predicted import as_table, beside_prediction
     from frontier_llm.machine.load import load_machine, rates
 
@@ -313,7 +313,7 @@ def _extras(
     numbers: Rates,
     fixed: dict[str, Any],
 ) -> None:
-    """What-if lines and files."""
+    """Print what-if lines and write the requested files."""
     if args.what_if:
         from frontier_llm.planner.compare import what_if
 

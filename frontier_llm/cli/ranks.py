@@ -1,4 +1,4 @@
-"""Ranks of the commands that need them: those of a launcher, or else local ones."""
+"""Starts the ranks of commands that need them, or joins the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 
 def local_world_size(config: RunConfig) -> int:
-    """Ranks to start when no launcher has: the degrees as given, data = 1 where the run leaves it open."""
+    """Return the number of ranks to start without a launcher: the product of the degrees. data is 1 if not set."""
     return config.parallel.model_ranks * (config.parallel.data or 1)
 
 
 def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -> int:
-    """Run `frontier-llm ARGV` as `world_size` ranks, with their logs in the run directory; the exit code of the
-    first that failed, or 0.
+    """Run `frontier-llm ARGV` as `world_size` ranks, with their logs in the run directory.
+
+    Return the exit code of the first rank that failed, or 0.
     """
     from frontier_llm.cluster.local import run_local_ranks
     from frontier_llm.run.rank_env import environment
@@ -38,8 +39,10 @@ def start_local_ranks(config: RunConfig, world_size: int, argv: Sequence[str]) -
 
 
 def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, RankEnv | None], None]) -> int:
-    """`measure` in the run's layout: on this rank of a launcher, alone where one rank suffices, else on local ranks
-    that type the same.
+    """Run `measure` in the run's layout.
+
+    Under a launcher it runs on this rank. Without one it runs alone if one rank suffices, or else on local ranks that
+    receive the same command line.
     """
     from frontier_llm.cli.checks import check
     from frontier_llm.config import load_run
@@ -49,7 +52,7 @@ def measure_on_ranks(args: argparse.Namespace, measure: Callable[[RunConfig, Ran
     config = load_run(args.run, args.overrides)
     place = discover()
     if place is not None:
-        set_rank_variables(config, place)  # before anything imports torch
+        set_rank_variables(config, place)  # before torch is imported
     world_size = place.world_size if place else local_world_size(config)
     if place is None:
         check(config, world_size, saves=False)
@@ -108,10 +111,9 @@ MODEL_OPTIONS = (
 
 
 def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
-    """Run `work` on this rank when a launcher started it or one rank suffices, else on local ranks that are started
-    here.
+    """Run `work` on this rank if a launcher started it or one rank suffices. Otherwise start local ranks.
 
-    Model and layout are refused here, in one process, before any rank starts.
+    An invalid model or layout is refused here, in one process, before any local rank starts.
     """
     from frontier_llm.run.rank_env import discover, environment
 
@@ -133,8 +135,9 @@ def on_ranks(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]
 
 @contextmanager
 def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[tuple[InferenceModel, bool]]:
-    """(this rank's part with its weights, True on the rank that prints). A damaged checkpoint is refused, unless
-    args.no_verify.
+    """Yield (this rank's part of the model with its weights, True on the rank that prints).
+
+    Raises DamagedCheckpoint for a damaged checkpoint, unless `args.no_verify` is set.
     """
     from frontier_llm.config import OpsConfig
     from frontier_llm.inference.model import build_inference_model, inference_run
@@ -164,9 +167,9 @@ def inference_model(args: argparse.Namespace, opened: OpenedModel) -> Iterator[t
 
 
 def verify_together(args: argparse.Namespace, opened: OpenedModel, world: Axis, device: torch.device) -> None:
-    """Compare the checkpoint with its digests; each rank reads its share of the files. Collective.
+    """Compare the checkpoint with its digests. Each rank reads its share of the files. Collective.
 
-    Raises DamagedCheckpoint, alike on all ranks, naming each damaged file.
+    Raises DamagedCheckpoint with the damaged files on all ranks.
     """
     from frontier_llm.checkpoint.manifest import DamagedCheckpoint
     from frontier_llm.checkpoint.weights import CheckpointWeights
@@ -185,7 +188,7 @@ def verify_together(args: argparse.Namespace, opened: OpenedModel, world: Axis, 
 
 
 def verification(args: argparse.Namespace, opened: OpenedModel) -> str:
-    """How far what was read is known to be what was written, for a command's output."""
+    """Return a text for the output: whether the checkpoint was verified against its digests."""
     if opened.run is None:
         return "not verified: a Hugging Face directory has no digests"
     if args.no_verify:

@@ -1,4 +1,4 @@
-"""frontier-llm report RUN_DIR …: one self-contained page over one or several runs."""
+"""frontier-llm report RUN_DIR …: write one self-contained page about one or several runs."""
 
 from __future__ import annotations
 

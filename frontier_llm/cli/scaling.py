@@ -1,4 +1,4 @@
-"""frontier-llm scaling weak|strong|report: make a series, queue it, harvest it."""
+"""frontier-llm scaling weak|strong|report: make a series of runs, queue it, and collect its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _series_command(mode: Mode, batch: str, line: str) -> Command:
-    """`scaling weak` and `scaling strong`."""
+    """Return the command `scaling weak` or `scaling strong`."""
     options = (
         one_of(
             option("--model", help="one with a shipped training run, e.g. gpt-175b"),
@@ -150,7 +150,7 @@ def _run_here(
     words: tuple[str, ...],
     root: Path,
 ) -> int:
-    """`--in-job`: the series by srun steps of this allocation, then its report."""
+    """Run the series with srun steps of this allocation (`--in-job`), and write its report."""
     from frontier_llm import log
     from frontier_llm.cluster.admission import written
     from frontier_llm.errors import ConfigError
@@ -194,7 +194,7 @@ def _run_here(
 
 
 def _own_steps(args: argparse.Namespace, config: RunConfig) -> int | None:
-    """train.steps where the user has typed it."""
+    """Return train.steps if the user has set it on the command line. None otherwise."""
     if any(word.startswith("train.steps=") for word in args.overrides):
         return config.train.steps
     return None
@@ -206,7 +206,7 @@ def _submit(
     site: Site,
     config: RunConfig,
 ) -> tuple[list[Forecast], list[str | None]]:
-    """(each point priced, its job id or None in a dry run)."""
+    """Queue all points. Return each point with its cost, and its job id (None in a dry run)."""
     from frontier_llm import log
     from frontier_llm.cluster import submit
     from frontier_llm.cluster.admission import admit, cost_of
@@ -235,7 +235,7 @@ def _submit(
         )
         for row in priced
     ]
-    requests = [admit(request) for request in requests]  # all of them are legal before the first is queued
+    requests = [admit(request) for request in requests]  # check all before the first is queued
     costs = [cost_of(request) for request in requests]
     walltime = sum((cost.slice_hours or 0) * cost.nodes for cost in costs)
     total = f"{plural(sum(cost.steps for cost in costs), 'step')} in {plural(len(costs), 'job')}"
@@ -254,7 +254,7 @@ def _submit(
 
 
 def _print_rows(args: argparse.Namespace, rows: list[Row], paths: list[Path]) -> None:
-    """The table, and which files hold it."""
+    """Print the table and the paths of its files."""
     from frontier_llm import log
     from frontier_llm.experiments.scaling.harvest import as_json, as_text
     from frontier_llm.units import printable

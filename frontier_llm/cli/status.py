@@ -1,4 +1,4 @@
-"""frontier-llm status [DIR …]: what runs, how far it is, when it ends, what has failed."""
+"""frontier-llm status [DIR …]: state, progress, expected end and failures of runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from frontier_llm.cli.arguments import JSON, command, option, show
     ),
 )
 def status(args: argparse.Namespace) -> int:
-    """Exit code 0; 1 when no run was found; 2 when one could not be read."""
+    """Return exit code 0. 1 if no run was found, and 2 if a run could not be read."""
     from frontier_llm import log
     from frontier_llm.cluster.status import find_runs, read_statuses, render
     from frontier_llm.errors import FrontierError

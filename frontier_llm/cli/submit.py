@@ -1,4 +1,4 @@
-"""frontier-llm submit RUN --site SITE --nodes N [key=value …]: check everything, freeze the code, queue one job."""
+"""frontier-llm submit RUN --site SITE --nodes N [key=value …]: check everything, copy the code, queue one job."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ if TYPE_CHECKING:
     ),
 )
 def submit(args: argparse.Namespace) -> int:
-    """Exit code 0 if the job is queued, or if a dry run finds nothing wrong; 1 if something is not installed, or not
-    checkable.
+    """Return exit code 0 if the job is queued, or if a dry run finds no problem.
+
+    1 if something is not installed or cannot be checked.
     """
     from frontier_llm import log
     from frontier_llm.cluster import submit as slurm
@@ -149,7 +150,7 @@ def _resume_flags(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def with_token_target(config: RunConfig, tokens: float, overrides: list[str]) -> RunConfig:
-    """The run with as many steps as `tokens` need. Raises ConfigError when train.steps is given too."""
+    """Return the run with a duration of `tokens` tokens. Raises ConfigError if train.steps is also given."""
     from frontier_llm.config import RunConfig, build
     from frontier_llm.errors import ConfigError
 

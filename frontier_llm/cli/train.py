@@ -48,15 +48,15 @@ from frontier_llm.data.position import START
     ),
 )
 def train(args: argparse.Namespace) -> int:
-    """Exit code 0 when the run reached its last step."""
+    """Return exit code 0 if the run reached its last step."""
     from frontier_llm.run.rank_env import discover
     from frontier_llm.run.signals import BEFORE_RANKS, held
 
     if discover() is not None:
-        # a rank that is told to save while it reads and imports, which takes seconds, does so when it has begun
+        # the signals stay pending while the rank reads and imports, which takes seconds, until it can save
         with held():
             return _run(args)
-    with held(BEFORE_RANKS):  # until ranks start, SIGTERM ends the command at once: nothing is lost
+    with held(BEFORE_RANKS):  # until ranks start, SIGTERM ends the command at once, because nothing can be lost
         return _run(args)
 
 
@@ -72,12 +72,12 @@ def _run(args: argparse.Namespace) -> int:
         overrides.append("ops.no_jit=true")
     place = discover()
     if place is not None:
-        log.set_rank(place.rank, place.world_size)  # rank 0 alone reports what it finds in the run file
+        log.set_rank(place.rank, place.world_size)  # only rank 0 reports notes about the run file
     config = load_run(args.run, overrides)
     if config.train.device == "cpu":
         log.info(f"train.device=cpu: the ranks compute on CPUs, and no GPU of machine={config.machine} is checked")
     if place is not None:
-        set_rank_variables(config, place)  # before anything imports torch
+        set_rank_variables(config, place)  # before torch is imported
     world_size = place.world_size if place else local_world_size(config)
     if place is None:
         refuse_second_start(Path(config.train.run_dir))
@@ -97,6 +97,6 @@ def _run(args: argparse.Namespace) -> int:
             resume = Resume(args.strict, tuple(args.allow_change), args.leave_out, tuple(args.restart_source))
             code = train(config, place, signals, resume)
         if place is not None:
-            # Slurm's warning must not make a crash of a rank that is done and leaving
+            # Slurm's warning must not kill a rank that is finished and about to exit
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         return code

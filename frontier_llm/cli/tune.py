@@ -129,7 +129,7 @@ DIRECTORY = "runs/tune"
     ),
 )
 def tune(args: argparse.Namespace) -> int:
-    """Exit code 0 when a layout was measured."""
+    """Return exit code 0 if a layout was measured."""
     from frontier_llm import log
     from frontier_llm.experiments.tuning.measure import Bench
     from frontier_llm.experiments.tuning.search import Limits, run_search
@@ -166,7 +166,7 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def _tool_job(args: argparse.Namespace, root: Path) -> ToolJob | None:
-    """The job of this allocation; None outside of one."""
+    """Return the job of this allocation. None outside of an allocation."""
     from frontier_llm.cluster.sites import load_site
     from frontier_llm.experiments.scaling.launch import open_tool_job
     from frontier_llm.run.rank_env import environ
@@ -185,7 +185,7 @@ def _tool_job(args: argparse.Namespace, root: Path) -> ToolJob | None:
 
 
 def _local_ranks(args: argparse.Namespace) -> Launcher:
-    """Ranks of this machine. Raises ConfigError if more nodes are wanted than it has."""
+    """Return a launcher for this machine. Raises ConfigError if more than one node is requested."""
     from frontier_llm.config import load_run
     from frontier_llm.errors import ConfigError
     from frontier_llm.experiments.scaling.launch import LocalRanks
@@ -203,7 +203,7 @@ def _local_ranks(args: argparse.Namespace) -> Launcher:
 
 
 def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, root: Path) -> Tuner:
-    """The space and what has been tried of it."""
+    """Return the search space with the results of earlier trials."""
     from frontier_llm.config import load_run
     from frontier_llm.experiments.tuning.search import Everything, Tuner
     from frontier_llm.experiments.tuning.space import make_space
@@ -237,7 +237,7 @@ def _search(args: argparse.Namespace, overrides: list[str], launcher: Launcher, 
 
 
 def _cost(search: Tuner, nodes: int, args: argparse.Namespace, root: Path) -> str:
-    """The space, and what is about to be spent."""
+    """Return a text about the search space and the cost of its trials."""
     from frontier_llm.cluster.admission import written
     from frontier_llm.planner.predict import START_S
     from frontier_llm.units import format_seconds, plural
@@ -268,7 +268,7 @@ def _plan_rows(search: Tuner) -> list[dict[str, str]]:
 
 
 def _conclude(args: argparse.Namespace, search: Tuner, overrides: list[str], root: Path) -> int:
-    """The report and the files that were asked for."""
+    """Write the report and the requested files. Return the exit code."""
     from frontier_llm import log
     from frontier_llm.experiments.measure.machine_file import write_machine
     from frontier_llm.experiments.tuning.constants import tuned_machine

@@ -1,1 +1,1 @@
-"""Where a process stands in a job and how jobs are written, sent, checked and followed; imports no torch."""
+"""Write, submit, check and monitor jobs on a cluster. Imports no torch."""

@@ -1,5 +1,5 @@
-"""What a start on a site will cost, and what speaks against it: the same checks for `submit`, a bare `sbatch` and a
-series.
+"""The predicted cost of a start on a site, and the checks before it. `submit`, a bare `sbatch` and a scaling series run
+the same checks.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from frontier_llm.run.rank_env import environ
 from frontier_llm.topology.plan import plan_problems
 from frontier_llm.units import format_bytes, plural
 
-BENCHMARK_STEPS = 100  # on synthetic data; more of them, when they cost more than CHEAP_NODE_HOURS, must be meant
+BENCHMARK_STEPS = 100  # more steps on synthetic data need data.allow_synthetic above CHEAP_NODE_HOURS
 CHEAP_NODE_HOURS = 10.0
-MANY_NODES = 8  # whose start OLCF has measured
-UNSAVED_STEPS = 20  # longest run on synthetic data that may save nothing
+MANY_NODES = 8  # the number of nodes whose start OLCF has measured
+UNSAVED_STEPS = 20  # longest run on synthetic data that need not save
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What is left of a run, as predicted."""
+    """Predicted cost of the rest of a run."""
 
     config: RunConfig
-    directory: Path  # of the run
-    done: int  # steps that are saved
+    directory: Path  # run directory
+    done: int  # saved steps
     step_s: float
-    nodes: int  # that Slurm charges, spares included
-    slice_hours: float | None  # walltime of one job; None: the site states none
-    lead_s: float  # of each job's end, for saving
-    chained: bool  # whether a job that is not done is continued
+    nodes: int  # nodes that Slurm charges, spares included
+    slice_hours: float | None  # walltime of one job; None: the site has no limit
+    lead_s: float  # warning time at the end of each job, for saving
+    chained: bool  # whether an unfinished job is continued by another
 
     @property
     def steps(self) -> int:
-        """Left until train.steps."""
+        """Steps left until train.steps."""
         return max(0, self.config.train.steps - self.done)
 
     @property
     def job_steps(self) -> int:
-        """Left for the next job, which ends at its walltime."""
+        """Steps of the next job, which ends at its walltime."""
         if self.slice_hours is None:
             return self.steps
         trained_s = self.slice_hours * 3600 - START_S - self.lead_s
@@ -60,34 +60,35 @@ class Cost:
 
     @property
     def job_minutes(self) -> float:
-        """Of the next job, its start included."""
+        """Minutes of the next job, including its start."""
         return (START_S + self.job_steps * self.step_s) / 60
 
     @property
     def job_node_hours(self) -> float:
-        """Of the next job, its start included."""
+        """Node-hours of the next job, including its start."""
         return self.job_minutes / 60 * self.nodes
 
     @property
     def job_saves(self) -> int:
-        """Checkpoints that the next job writes, the one at its walltime included."""
+        """Number of checkpoints that the next job writes, including the one at its walltime."""
         saves = saves_between(self.config.train, self.done, self.done + self.job_steps)
         ends_early = self.job_steps < self.steps
         return saves + (ends_early and not saves_nothing(self.config.train))
 
     @property
     def hours(self) -> float:
-        """Of training alone."""
+        """Hours of training, without starts and saves."""
         return self.steps * self.step_s / 3600
 
     @property
     def node_hours(self) -> float:
-        """Of training alone."""
+        """Node-hours of training, without starts and saves."""
         return self.hours * self.nodes
 
     def chain(self) -> tuple[int, float] | None:
-        """(jobs, node-hours) when every job uses its whole walltime; None where no walltime is known or it leaves no
-        time to train.
+        """Return (jobs, node-hours) if every job uses its complete walltime.
+
+        None if the walltime is unknown or leaves no time to train.
         """
         if self.slice_hours is None or (trained_h := self.slice_hours - (START_S + self.lead_s) / 3600) <= 0:
             return None
@@ -95,9 +96,7 @@ class Cost:
         return jobs, jobs * self.slice_hours * self.nodes
 
     def describe(self, max_node_hours: float | None) -> str:
-        """Some lines for the start of a job: nodes, minutes, node-hours, what it writes and where, and what the run
-        costs.
-        """
+        """Return a text for the start of a job: nodes, minutes, node-hours, checkpoints, and the cost of the run."""
         steps = f"{plural(self.job_steps, 'step')} of about {self.step_s:.3g} s (predicted)"
         lines = [
             f"cost: this job takes {plural(self.nodes, 'node')} for about {self.job_minutes:,.0f} minutes, "
@@ -119,7 +118,7 @@ class Cost:
 
 
 def cost_of(request: submit.JobRequest) -> Cost:
-    """What the rest of a run is predicted to take."""
+    """Return the predicted cost of the rest of a run."""
     job = request.job
     return Cost(
         config=request.config,
@@ -134,7 +133,7 @@ def cost_of(request: submit.JobRequest) -> Cost:
 
 
 def written(config: RunConfig, saves: int, directory: Path) -> str:
-    """What so many checkpoints weigh, and where they and the logs go."""
+    """Return a text about the size of `saves` checkpoints and the place of checkpoints and logs."""
     if not saves:
         return f"no checkpoint (0 bytes), only logs and metrics, to {directory}"
     one_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
@@ -147,10 +146,9 @@ def written(config: RunConfig, saves: int, directory: Path) -> str:
 
 
 def admit(request: submit.JobRequest) -> submit.JobRequest:
-    """The request with the planner's step time. Raises ConfigError with everything that would fail, or that nobody can
-    have meant.
+    """Return the request with the planner's step time. Raises ConfigError with all problems of the request.
 
-    What is installed at the site, data and run directory are `cluster.readiness`'.
+    `cluster.readiness` checks the installation at the site, the data and the run directory.
     """
     devices = request.job.nodes * request.tasks_per_node
     problems = []
@@ -171,7 +169,7 @@ def admit(request: submit.JobRequest) -> submit.JobRequest:
 
 
 def unsaved_problems(config: RunConfig) -> Iterator[Problem]:
-    """A run that is more than a short benchmark on synthetic data, and would leave no checkpoint."""
+    """Yield a problem if the run writes no checkpoint and is more than a short benchmark on synthetic data."""
     steps = config.train.steps
     is_synthetic = all(phase.config.data.train == "synthetic" for phase in phases_of(config))
     if not saves_nothing(config.train) or (is_synthetic and steps <= UNSAVED_STEPS):
@@ -188,7 +186,7 @@ def unsaved_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def unfinished_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Problem]:
-    """A run that saves nothing and does not fit into one job."""
+    """Yield a problem if the run saves nothing and does not fit into one job."""
     if not request.saves or not saves_nothing(request.config.train) or cost.job_steps == cost.steps:
         return
     minutes = math.ceil((START_S + cost.steps * cost.step_s + cost.lead_s) / 60)
@@ -200,7 +198,7 @@ def unfinished_problems(request: submit.JobRequest, cost: Cost) -> Iterator[Prob
 
 
 def synthetic_problems(config: RunConfig, cost: Cost) -> Iterator[Problem]:
-    """A long and costly run that would learn nothing."""
+    """Yield a problem if a run on synthetic data is long and costly."""
     if config.data.train != "synthetic" or config.data.allow_synthetic or config.train.steps <= BENCHMARK_STEPS:
         return
     if cost.node_hours > CHEAP_NODE_HOURS:
@@ -216,7 +214,7 @@ def synthetic_problems(config: RunConfig, cost: Cost) -> Iterator[Problem]:
 
 
 def advice(request: submit.JobRequest) -> Iterator[str]:
-    """What the user should know and may want, beside what is refused."""
+    """Yield warnings about a request that is not refused."""
     config = request.config
     checkpoint_bytes = state_bytes(config.model, config.optimizer.name, config.precision.dtype)
     precision = fp16_note(config.precision, load_machine(request.site.machine).device.flushes_fp16)
@@ -231,8 +229,9 @@ def advice(request: submit.JobRequest) -> Iterator[str]:
 
 
 def scratch_note(request: submit.JobRequest) -> str:
-    """A warning when the run directory is not on the site's scratch filesystem; '' when it is, or when nobody can
-    tell.
+    """Return a warning if the run directory is not on the site's scratch file system.
+
+    '' if it is, or if the scratch directory is unknown.
     """
     scratch = request.site.scratch_dir(request.account or "", environ("USER") or "")
     directory = request.job.directory
@@ -242,16 +241,17 @@ def scratch_note(request: submit.JobRequest) -> str:
 
 
 def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
-    """A warning when the checkpoints that lie there at the same time come near the project's quota: statvfs sees the
-    whole file system.
+    """Return a warning if the checkpoints that exist at the same time approach the project's quota. '' otherwise.
+
+    statvfs reports the complete file system, so it does not show the quota.
     """
     train = request.config.train
     quota_tb = request.site.scratch_quota_tb
     if quota_tb is None or not request.saves or saves_nothing(train):
         return ""
     forever = train.steps // train.keep_every if train.keep_every else 0
-    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # one more while it is written
-    if held_tb <= 0.8 * quota_tb:  # the rest is for data, logs and other runs
+    held_tb = (forever + train.keep_checkpoints + 1) * checkpoint_bytes / 1e12  # + 1: the one in progress
+    if held_tb <= 0.8 * quota_tb:  # 20 % stay for data, logs and other runs
         return ""
     return (
         f"up to {forever + train.keep_checkpoints + 1} checkpoints of {checkpoint_bytes / 1e12:.1f} TB are "
@@ -262,7 +262,7 @@ def quota_note(request: submit.JobRequest, checkpoint_bytes: float) -> str:
 
 
 def start_note(request: submit.JobRequest) -> str:
-    """A warning when the ranks of many nodes would all read torch's thousands of files from the shared file system."""
+    """Return a warning if the ranks of many nodes would all import torch from the shared file system. '' otherwise."""
     elsewhere = request.site.container or environ("FRONTIER_LLM_CONTAINER") or environ("FRONTIER_LLM_ENV_ARCHIVE")
     if elsewhere or request.site.bind != "gcd" or request.job.all_nodes <= MANY_NODES:
         return ""
@@ -276,8 +276,9 @@ def start_note(request: submit.JobRequest) -> str:
 
 
 def device_note(request: submit.JobRequest) -> str:
-    """A warning when the ranks of a site with GPUs would compute on its processors, or in wide types: left over from
-    a test at home.
+    """Return a warning if the ranks of a site with GPUs would compute on CPUs or in fp32 or fp64. '' otherwise.
+
+    Such settings are often left over from a local test.
     """
     dtype = request.config.precision.dtype
     if request.site.bind != "gcd":
@@ -287,7 +288,7 @@ def device_note(request: submit.JobRequest) -> str:
             f"train.device=cpu leaves the GPUs of {request.site.name} idle, and the job is charged for them; take "
             f"the key out, or set train.device=auto"
         )
-    if dtype in ("fp32", "fp64"):  # MI250X: 95.7 TFLOP/s of matrices either way, 383 in bf16 (AMD's data sheet)
+    if dtype in ("fp32", "fp64"):  # MI250X: 95.7 TFLOP/s of matrices in both, 383 in bf16 (AMD's data sheet)
         return (
             f"precision.dtype={dtype} has a quarter of the matrix rate of bf16 on {request.site.name} and larger "
             f"activations; set precision.dtype=bf16"
@@ -296,10 +297,9 @@ def device_note(request: submit.JobRequest) -> str:
 
 
 def admit_job(run: BatchRun) -> None:
-    """The checks of `submit` in the first seconds of a job that sbatch has queued; says what it may cost. Raises
-    ConfigError.
+    """Run the checks of `submit` at the start of a job that sbatch has queued, and log its cost. Raises ConfigError.
 
-    Slurm has accepted account, partition and walltime.
+    Account, partition and walltime are not checked, because Slurm has already accepted them.
     """
     job = run.job
     left_s = slurm.time_left_s(run.allocation.job_id)
@@ -326,6 +326,6 @@ def admit_job(run: BatchRun) -> None:
 
 
 def admit_start(run: BatchRun) -> None:
-    """All checks of `submit` in the batch shell, before the first srun. Raises FrontierError."""
+    """Run all checks of `submit` in the batch shell, before the first srun. Raises FrontierError."""
     admit_job(run)
     refuse_unready(run)

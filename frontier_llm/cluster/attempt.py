@@ -1,4 +1,4 @@
-"""One srun of all ranks: its command line, its end, who failed first, and its line in attempts.jsonl."""
+"""One srun of all ranks: its command line, how it ended, the rank that failed first, and its line in attempts.jsonl."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 from frontier_llm.units import printable
 
-ENDING_S = 15.0  # what ranks that are told to end may take, before the batch shell goes on
+ENDING_S = 15.0  # time that ranks have to end after SIGTERM before the batch shell continues
 _TASK_ERROR = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>.+)")
-_KILLING = "Terminating StepId"  # srun says so when it ends the step: whoever is killed after this is a victim
-_TOLD_TO_SAVE = "User defined signal 1"  # Slurm's warning ended a rank whose Python could not listen yet
-_SILENT_NODE = "Timed out waiting for job step"  # srun did not hear from every node
+_KILLING = "Terminating StepId"  # srun's message when it ends the step: a task killed after it is not the cause.
+_TOLD_TO_SAVE = "User defined signal 1"  # Slurm's warning killed a rank whose Python had no signal handler yet.
+_SILENT_NODE = "Timed out waiting for job step"  # srun received no reply from at least one node.
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class JobStep:
     nodes: tuple[str, ...]
     log_dir: Path
     variables: Mapping[str, str]
-    deadline_s: float | None  # end the step when it runs longer
-    save_after_s: float = math.inf  # tell the ranks to save and end
+    deadline_s: float | None  # time limit of the step; None: no limit
+    save_after_s: float = math.inf  # signal the ranks to save and end after this time
 
     def srun(self) -> list[str]:
-        """The command line; one task per GCD, every task dies with the first that fails."""
+        """Return the command line: one task per GCD. If one task fails, srun ends all tasks."""
         run = self.run
         nodes = len(self.nodes)
         return [
@@ -61,7 +61,7 @@ class JobStep:
             f"--ntasks-per-node={run.allocation.tasks_per_node}",
             f"--cpus-per-task={run.allocation.cpus_per_task}",
             f"--gpus-per-node={run.site.gpus_per_node}",
-            "--distribution=block",  # neighbours in rank are neighbours on the node: tensor parallelism stays inside it
+            "--distribution=block",  # consecutive ranks on one node, so that tensor parallelism stays inside a node
             "--kill-on-bad-exit=1",
             "--wait=60",
             "--unbuffered",
@@ -74,15 +74,15 @@ class JobStep:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended."""
+    """How one srun of all ranks ended."""
 
     exit_code: int
-    failure: Failure | None = None  # None: in order, done or told to stop
-    peers_only: bool = False  # nobody but survivors has spoken: a node may be dead without Slurm knowing yet
+    failure: Failure | None = None  # None: finished or stopped on request
+    peers_only: bool = False  # only surviving ranks reported: a node may be dead before Slurm has noticed
 
     @property
     def cause(self) -> str:
-        """'interrupted', or that of the failure."""
+        """The cause of the failure, or 'interrupted' if there is none."""
         return self.failure.cause if self.failure else "interrupted"
 
 
@@ -93,12 +93,12 @@ def start_ranks(
     save_after_s: float = math.inf,
     progress: Callable[[Path], int] = run_dir.latest_step,
 ) -> tuple[Outcome, float]:
-    """Run all ranks on these nodes by one srun, and record the attempt: (how it ended, its seconds). A crash beside a
-    dead node is that node's failure.
+    """Run all ranks on these nodes with one srun and record the attempt. Return (outcome, its seconds).
 
-    `progress` tells how many steps a run directory has behind it.
+    A crash with a dead node is recorded as a node failure. `progress` returns the number of steps that a run directory
+    has completed.
     """
-    forget_failure(run.directory)  # of an earlier attempt; the ranks may write a new one
+    forget_failure(run.directory)  # the record of an earlier attempt; the ranks may write a new one
     started_s = time.time()
     start_step = progress(run.directory)
     number = take(run.directory, run.allocation.job_id, run.allocation.batch_host)
@@ -136,8 +136,9 @@ def start_ranks(
 
 
 def dead_nodes(run: BatchRun, nodes: tuple[str, ...], outcome: Outcome) -> list[str]:
-    """Nodes that Slurm calls unhealthy after a crash; when only survivors have spoken, wait until Slurm must have
-    noticed.
+    """Return the nodes that Slurm reports as unhealthy after a crash.
+
+    If only surviving ranks reported, wait up to the site's `node_timeout_s` for Slurm to notice a dead node.
     """
     deadline_s = time.monotonic() + (run.site.node_timeout_s if outcome.peers_only else 0.0)
     while not (dead := slurm.unhealthy(nodes)) and time.monotonic() < deadline_s:
@@ -146,7 +147,7 @@ def dead_nodes(run: BatchRun, nodes: tuple[str, ...], outcome: Outcome) -> list[
 
 
 def master_address(step: JobStep) -> str:
-    """The IPv4 address of the node of rank 0, found once, so that no rank asks DNS. Raises FrontierError."""
+    """Return the IPv4 address of rank 0's node. Found once, so that no rank calls DNS. Raises FrontierError."""
     command = [str(root_dir() / "launch" / "address.sh"), step.run.site.interface or ""]
     first = step.nodes[0]
     if first != step.run.allocation.batch_host:
@@ -160,10 +161,10 @@ def master_address(step: JobStep) -> str:
 
 
 def run_step(step: JobStep) -> Outcome:
-    """Start the ranks, wait, and say how they ended; the first failing rank's traceback is printed last."""
+    """Start the ranks and wait. Return how they ended. The traceback of the first failed rank is printed last."""
     run_dir.make_log_dir(step.log_dir, step.run.directory)
     variables = {
-        # the allocation survives a dead node, the step must not: its peers would only wait
+        # the allocation survives a dead node, but the step must end, because the other ranks would only wait
         **{name: value for name, value in environment().items() if name != "SLURM_NO_KILL"},
         **step_variables(step.run.config, len(step.nodes), step.run.site, step.run.allocation.cpus_per_task),
         **step.variables,
@@ -198,7 +199,7 @@ def run_step(step: JobStep) -> Outcome:
         return Outcome(0)
     outcome = diagnose(code, messages, step.log_dir, read_failure(step.run.directory))
     if outcome.failure is not None:
-        with suppress(OSError):  # the job's output is on a full disk
+        with suppress(OSError):  # the disk of the job's output can be full
             print(
                 printable("\n".join([*outcome.failure.message, "", outcome.failure.describe()])),
                 file=sys.stderr,
@@ -209,28 +210,29 @@ def run_step(step: JobStep) -> Outcome:
 
 @dataclass(frozen=True)
 class Fate:
-    """How one task ended, in srun's words."""
+    """How one task ended, according to srun."""
 
     host: str
     how: str
 
     @property
     def exit_code(self) -> int | None:
-        """None: a signal has ended it, or srun does not say."""
+        """None if a signal ended the task or srun reports no exit code."""
         code = re.search(r"exit code (\d+)", self.how)
         return int(code[1]) if code else None
 
 
 def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure | None) -> Outcome:
-    """From srun's exit code and messages and the ranks' own record: which rank failed first, where, and why.
+    """Find the rank that failed first, its host, and the reason.
 
-    The ranks' logs are searched if no rank has recorded a cause, or if the record blames a silent rank and srun saw
-    another one killed. A rank that refused tells more than the others, which only lost it.
+    Uses srun's exit code and messages and the record of the ranks. The ranks' logs are searched if there is no record.
+    They are also searched if the record names a silent rank and srun reports that another rank was killed. A rank with
+    the exit code of a refusal takes precedence over ranks that only lost a peer.
     """
     fates = _fates(messages)
     first = next(iter(fates.values()), None)
     if first and (first.exit_code == EXIT_INTERRUPTED or _TOLD_TO_SAVE in first.how):
-        return Outcome(EXIT_INTERRUPTED)  # srun's own code may be that of a slower rank which it then ended
+        return Outcome(EXIT_INTERRUPTED)  # srun's own code can come from a slower rank that srun then ended
     before = _fates(takewhile(lambda line: _KILLING not in line, messages))
     killed = [task for task, fate in before.items() if fate.exit_code is None]
     exit_code = code if 0 < code < 256 else 1
@@ -248,7 +250,7 @@ def diagnose(code: int, messages: Sequence[str], log_dir: Path, record: Failure 
 
 
 def _refusal(fate: Fate, rank: int, log_dir: Path) -> Outcome:
-    """A rank ended with the exit code of a refusal, and recorded nothing because training had not begun."""
+    """Return the outcome for a rank that refused to start. It recorded nothing, because training had not begun."""
     message: tuple[str, ...] = ()
     with suppress(OSError):
         message = tuple(failure_lines(log_dir / f"rank_{rank}.log"))
@@ -259,11 +261,11 @@ def _refusal(fate: Fate, rank: int, log_dir: Path) -> Outcome:
 
 
 def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], log_dir: Path) -> Outcome:
-    """No rank could write the record."""
+    """Return the outcome if no usable record exists, from the ranks' logs and srun's messages."""
     fates = _fates(messages)
     rank, secondary, message = first_traceback(log_dir)
     evidence = Evidence.LOGS
-    if rank is None or secondary:  # the cause left no traceback of its own: a killed rank or a dead node
+    if rank is None or secondary:  # the cause, a killed rank or a dead node, left no traceback
         speakers = [] if secondary else [task for task, fate in fates.items() if fate.exit_code != STUCK]
         if named := [*killed, *speakers]:
             rank = named[0]
@@ -289,7 +291,7 @@ def _from_logs(exit_code: int, messages: Sequence[str], killed: Sequence[int], l
 
 
 def _fates(lines: Iterable[str]) -> dict[int, Fate]:
-    """By task, in the order in which srun noticed."""
+    """Return how each task ended, in the order in which srun reported it."""
     fates: dict[int, Fate] = {}
     for match in filter(None, map(_TASK_ERROR.match, lines)):
         for task in hostlist.expand(f"[{match['tasks'].strip('[]')}]"):
@@ -298,8 +300,9 @@ def _fates(lines: Iterable[str]) -> dict[int, Fate]:
 
 
 def _copy(source: IO[str], lines: list[str]) -> None:
-    """Pass srun's messages on and keep them. srun stands still while nobody reads, so that a full disk is no reason
-    to stop.
+    """Copy srun's messages to stderr and keep them in `lines`.
+
+    An error of stderr is ignored: if nothing read the pipe, it would fill up and block srun.
     """
     for line in source:
         lines.append(line.rstrip("\n"))

@@ -1,7 +1,7 @@
-"""A job as its batch shell finds it: the record `job.json`, and the configuration, site and allocation that it names.
+"""A job as its batch shell opens it: the record `job.json`, and the configuration, site and allocation.
 
-    python -m frontier_llm.cli.job --run-dir=DIR [WORD …]          a script made by `submit`: the record is there
-    python -m frontier_llm.cli.job RUN [WORD …]                    a shipped script: the record is made of its words
+    python -m frontier_llm.cli.job --run-dir=DIR [WORD …]          for a script of `submit`: the record exists
+    python -m frontier_llm.cli.job RUN [WORD …]                    for a shipped script: the words define the record
 
 WORD is an override `key=value` of the run, a flag of `train`, or one of `job.spares=N`,
 `job.continuation=requeue|successor|never`, `job.max_node_hours=H`, `job.warning_s=S` and `job.preflight=true|false`.
@@ -26,10 +26,10 @@ from frontier_llm.run.job import CONTINUATIONS, FILE, Job, read_job
 from frontier_llm.run.rank_env import COMMAND, environ
 from frontier_llm.topology.plan import plan_problems
 
-TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # of `frontier-llm train`, and the number of words that follow
+TRAIN_FLAGS = {"--strict": 0, "--allow-change": 1}  # flags of `frontier-llm train`, and the number of words after each
 TRAIN = (*COMMAND, "train")
 RUN_DIR_FLAG = "--run-dir="
-RUN_FILE = "run.yaml"  # that `submit` writes into the run directory
+RUN_FILE = "run.yaml"  # `submit` writes it into the run directory
 SETTING_PREFIX = "job."
 
 
@@ -42,7 +42,7 @@ class BatchRun:
     site: Site
     allocation: slurm.Allocation
     program: tuple[str, ...] = TRAIN
-    more_words: tuple[str, ...] = ()  # of this start alone, after the job's
+    more_words: tuple[str, ...] = ()  # only for this start, after the job's words
     more_flags: tuple[str, ...] = ()
 
     @property
@@ -52,7 +52,7 @@ class BatchRun:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The words after the ranks' interpreter."""
+        """The arguments of the ranks' interpreter."""
         return (*self.program, *self.job.words, *self.more_words, *self.job.flags, *self.more_flags)
 
 
@@ -71,7 +71,7 @@ def _continuation(text: str, where: str) -> str:
 def _positive(text: str) -> float | None:
     with suppress(ValueError):
         number = float(text)
-        if math.isfinite(number) and number > 0:  # nan would be no limit at all
+        if math.isfinite(number) and number > 0:  # nan would never be exceeded
             return number
     return None
 
@@ -101,8 +101,8 @@ class _Setting:
     """A field of the job that a word `job.NAME=VALUE` sets."""
 
     name: str
-    variable: str  # that was read before there were such words, and still is
-    parse: Callable[[str, str], Any]  # of (text, what to name in an error)
+    variable: str  # older environment variable for the setting, which is still read
+    parse: Callable[[str, str], Any]  # takes (text, name for error messages)
 
 
 _SETTINGS = (
@@ -116,9 +116,9 @@ ALL_SETTINGS = frozenset(setting.name for setting in _SETTINGS)
 
 
 def split_settings(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(fields of the job by name, the other words). Of two words for one field the later counts.
+    """Return (fields of the job by name, all other words). A later word for the same field wins.
 
-    Raises FrontierError for a word `job.…` that is none of the settings or has another value.
+    Raises FrontierError for a word `job.…` that is not a setting or has an invalid value.
     """
     known = {setting.name: setting for setting in _SETTINGS}
     settings: dict[str, Any] = {}
@@ -136,7 +136,10 @@ def split_settings(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...
 
 
 def settings_of_variables(names: Collection[str] = ALL_SETTINGS, *, notice: bool = True) -> dict[str, Any]:
-    """The same fields from the variables that are set, each with a notice. Raises FrontierError for a bad value."""
+    """Return the fields that are set by environment variables, with a notice for each.
+
+    Raises FrontierError for an invalid value.
+    """
     settings: dict[str, Any] = {}
     for setting in _SETTINGS:
         text = environ(setting.variable)
@@ -150,7 +153,7 @@ def settings_of_variables(names: Collection[str] = ALL_SETTINGS, *, notice: bool
 
 
 def _note_ignored_variables(job: Job) -> None:
-    """Say which variables would have changed a job that already has its record."""
+    """Warn of variables that are ignored because the job already has a record."""
     for setting in _SETTINGS:
         text = environ(setting.variable)
         value = getattr(job, setting.name)
@@ -159,10 +162,10 @@ def _note_ignored_variables(job: Job) -> None:
 
 
 def open_batch(words: Sequence[str], program: tuple[str, ...] = TRAIN, continuation: str | None = None) -> BatchRun:
-    """The job of this batch shell, by the words after its module; `continuation` replaces what they say.
+    """Return the job of this batch shell. `words` follow the module's name on the command line.
 
-    Writes nothing. Raises FrontierError for a bad record, configuration, layout or environment, before any rank
-    starts.
+    `continuation` replaces the setting in the words. Writes nothing. Raises FrontierError for an invalid record,
+    configuration, layout or environment, before any rank starts.
     """
     allocation = slurm.Allocation.from_environment()
     site = load_site()
@@ -176,7 +179,7 @@ def open_batch(words: Sequence[str], program: tuple[str, ...] = TRAIN, continuat
             return run
         words = (str(directory / RUN_FILE), "ops.no_jit=true", *words[1:])
     words, flags = split_flags(words)
-    words = (words[0], f"machine={site.machine}", *words[1:])  # a run file may have been written for another site
+    words = (words[0], f"machine={site.machine}", *words[1:])  # the run file can name the machine of another site
     config = as_it_stands(load_run(words[0], words[1:]))
     chosen = {**settings_of_variables(), **settings}
     if continuation is not None:
@@ -202,7 +205,10 @@ def _open_recorded(
     site: Site,
     program: tuple[str, ...],
 ) -> BatchRun:
-    """The recorded job, with settings and words of this start. Raises FrontierError if it does not fit in here."""
+    """Return the recorded job with settings and words of this start.
+
+    Raises FrontierError if the job does not fit the site, the allocation or the run directory.
+    """
     path = str(job.directory / FILE)
     if job.site != site.name:
         raise FrontierError(f"site is {job.site}, and this job runs on {site.name}", "submit the run here", path)
@@ -238,7 +244,7 @@ def make_job(
     allocated: int,
     settings: Mapping[str, Any],
 ) -> Job:
-    """The record of a job that has `allocated` nodes. Raises FrontierError if its spares leave none to work."""
+    """Return the record of a job that has `allocated` nodes. Raises FrontierError if all of them are spares."""
     return Job(
         run_dir=str(directory),
         words=words,
@@ -250,7 +256,7 @@ def make_job(
 
 
 def working_nodes(settings: Mapping[str, Any], allocated: int) -> int:
-    """Nodes of an allocation that are no spares. Raises FrontierError if there are none."""
+    """Return the number of nodes that are not spares. Raises FrontierError if there are none."""
     spares: int = settings.get("spares", 0)
     if spares >= allocated:
         raise FrontierError(f"{spares} of {allocated} nodes", "keep at least one to work", "job.spares")
@@ -265,12 +271,12 @@ def _refuse_layout(run: BatchRun) -> None:
 
 
 def default_continuation(config: RunConfig) -> str:
-    """`requeue`, or `never` for a run that saves nothing: a further job would begin at the first step again."""
+    """Return `requeue`, or `never` for a run that saves nothing, because its next job would restart at step 1."""
     return "never" if saves_nothing(config.train) else "requeue"
 
 
 def split_flags(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(run file and overrides, flags of train) of the words after the script's name.
+    """Return (run file and overrides, flags of `train`) from the words after the script's name.
 
     Raises FrontierError for a flag that `train` does not have.
     """

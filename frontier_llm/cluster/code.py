@@ -1,4 +1,4 @@
-"""The code that a job runs: a copy of the package and of what starts it, frozen when the job is queued."""
+"""The code that a job runs: a copy of the package and of its start scripts, made when the job is queued."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ SNAPSHOT = ("launch", "slurm", "configs")
 
 
 def plugin_places(plugins: Sequence[str]) -> dict[str, Path]:
-    """Path in the snapshot of each plugin file. Modules belong to the Python environment, which is not copied."""
+    """Return the path in the snapshot of each plugin file. Plugins that are modules are not copied."""
     files = [name for name in dict.fromkeys(plugins) if name.endswith(".py")]
     return {name: Path("plugins") / str(number) / Path(name).name for number, name in enumerate(files)}
 
 
 def _job_code(site: Site, plugins: Sequence[str]) -> dict[Path, bytes]:
-    """What a job needs: path in the snapshot -> content; from a checkout, or from an installed package and its share
-    directory.
+    """Return the files of a job: path in the snapshot -> content.
 
-    With the site as the job will read it: `--site` may have named a file outside of the checkout. With the run's plugin
-    files.
+    The files come from a checkout, or from an installed package and its share directory. They include the run's plugin
+    files and the site as the job reads it, because `--site` can name a file outside of the checkout.
     """
     package = Path(__file__).resolve().parents[1]
     sites = Path("slurm") / "sites"
@@ -48,7 +47,7 @@ def _job_code(site: Site, plugins: Sequence[str]) -> dict[Path, bytes]:
 
 
 def code_digest(site: Site, plugins: Sequence[str] = ()) -> str:
-    """sha256 over names and contents of what a snapshot holds; equal code, site and plugins give equal digests."""
+    """Return the sha256 of the names and contents of a snapshot. Equal code, site and plugins have equal digests."""
     digest = hashlib.sha256()
     for relative, content in _job_code(site, plugins).items():
         digest.update(f"{relative}\0{len(content)}\0".encode() + content)
@@ -56,8 +55,9 @@ def code_digest(site: Site, plugins: Sequence[str] = ()) -> str:
 
 
 def snapshot(target: Path, site: Site, plugins: Sequence[str] = (), *, compiled: bool = True) -> None:
-    """Copy the code and the plugin files to `target`, unless this very code is there already; appears whole or not
-    at all. `compiled`: with bytecode.
+    """Copy the code and the plugin files to `target`. Do nothing if `target` exists.
+
+    The copy appears atomically. With `compiled` it also contains bytecode.
     """
     if target.is_dir():
         return
@@ -68,5 +68,5 @@ def snapshot(target: Path, site: Site, plugins: Sequence[str] = (), *, compiled:
         if content.startswith(b"#!"):
             (partial / relative).chmod(0o755)
     if compiled:
-        compileall.compile_dir(partial, quiet=2)  # once, here: ranks read bytecode and write none (launch/rank.sh)
+        compileall.compile_dir(partial, quiet=2)  # here, because ranks write no bytecode (launch/rank.sh)
     partial.rename(target)

@@ -1,7 +1,7 @@
-"""The supervisor's decisions: records in, one decision out. No I/O, no clock.
+"""The decisions of the supervisor. `decide` maps records to one decision. It does no I/O and reads no clock.
 
-`decide` is called before each start of the ranks and after it. `cluster.supervisor` reads the records from Slurm, the
-clock and the run directory, and carries the decision out. A simulation makes the records itself (`History.after`).
+`decide` is called before and after each start of the ranks. `cluster.supervisor` reads the records from Slurm, the
+clock and the run directory, and executes the decision. A simulation makes its own records (`History.after`).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from frontier_llm.run.holder import STALE_AFTER_S
 from frontier_llm.run.job import Job
 from frontier_llm.run.run_dir import STOP_FILE, Attempt, crashed_twice, is_finished
 
-CRASH_LOOP = 3  # starts in a row without a further saved step, after which the run is given up
+CRASH_LOOP = 3  # starts in a row without a new saved step, after which the supervisor gives up
 LOCK_STALE_S = STALE_AFTER_S + 5.0
-RESERVE_S = 20.0  # of the walltime, for requeueing
-SLURM_EARLY_S = 60.0  # Slurm may send the warning of --signal this much before its time (sbatch manual)
+RESERVE_S = 20.0  # part of the walltime that is kept for the requeue
+SLURM_EARLY_S = 60.0  # Slurm may send the signal of --signal up to this much early (sbatch manual)
 
 
 @dataclass(frozen=True)
 class History:
-    """What the run has done so far, in all its jobs."""
+    """Progress and starts of the run, over all its jobs."""
 
-    target_step: int  # train.steps
-    saves_final: bool = True  # train.save_final
-    saved_step: int = 0  # of the newest complete checkpoint
-    node_hours: float = 0.0  # that all starts have used
-    last: Attempt | None = None  # the newest start
-    is_own: bool = False  # whether `last` belongs to this start of the supervisor
-    recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts; those that a node failure ended are left out
-    crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash
-    bad_hosts: frozenset[str] = frozenset()  # that are used again only if no other is left
-    untrusted_hosts: frozenset[str] = frozenset()  # that computed wrongly: never used again
+    target_step: int  # train.steps.
+    saves_final: bool = True  # train.save_final.
+    saved_step: int = 0  # step of the newest complete checkpoint.
+    node_hours: float = 0.0  # total of all starts.
+    last: Attempt | None = None  # the newest start.
+    is_own: bool = False  # whether `last` belongs to this start of the supervisor.
+    recent: tuple[Attempt, ...] = ()  # the newest CRASH_LOOP starts, without starts that a node failure ended.
+    crashed_hosts: tuple[str, ...] = ()  # suspect host of each crash.
+    bad_hosts: frozenset[str] = frozenset()  # hosts that are used only if no other is left.
+    untrusted_hosts: frozenset[str] = frozenset()  # hosts that computed wrong results; never used again.
 
     def after(self, attempt: Attempt, saved_step: int, *, is_own: bool = True) -> History:
-        """The history with one more start, after which the newest checkpoint has `saved_step`."""
+        """Return the history with one more start, after which the newest checkpoint is of `saved_step`."""
         recent = self.recent
         if attempt.cause != "node failure":
             recent = (*recent, attempt)[-CRASH_LOOP:]
@@ -58,37 +58,37 @@ class History:
 
     @property
     def is_crash_loop(self) -> bool:
-        """Whether the newest starts made no progress at all, node failures aside."""
+        """Whether the newest starts made no progress. Node failures are not counted."""
         is_full = len(self.recent) == CRASH_LOOP
         return is_full and all(attempt.end_step <= self.recent[0].start_step for attempt in self.recent)
 
 
 @dataclass(frozen=True)
 class Now:
-    """What Slurm, the clock and the user say at this moment."""
+    """The state of the allocation, the clock and the run directory at the time of a decision."""
 
     unix_s: float
-    nodes: tuple[str, ...]  # of the allocation, in its order
-    unhealthy: tuple[str, ...] = ()  # nodes of the allocation that Slurm calls down, draining, failing or silent
-    slow_hosts: tuple[str, ...] = ()  # that were named slow as often as the site tolerates
-    time_left_s: float | None = None  # until the walltime; None: no limit
-    stop_requested: bool = False  # the file STOP exists
+    nodes: tuple[str, ...]  # nodes of the allocation, in its order.
+    unhealthy: tuple[str, ...] = ()  # nodes that Slurm reports as down, draining, failing or not responding.
+    slow_hosts: tuple[str, ...] = ()  # hosts that were reported as stragglers as often as the site allows.
+    time_left_s: float | None = None  # time until the walltime; None: no limit.
+    stop_requested: bool = False  # the file STOP exists.
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start the ranks."""
+    """Start the ranks on `nodes`."""
 
     nodes: tuple[str, ...]
-    wait_s: float = 0.0  # before the start, until the lock of the last one is stale
+    wait_s: float = 0.0  # before the start, until the lock of the last start is stale
     deadline_s: float | None = None  # end the ranks after this time; None: never
-    save_after_s: float = math.inf  # tell the ranks to save and end after this time, because the budget ends
+    save_after_s: float = math.inf  # signal the ranks to save and end after this time, because the budget ends
     avoid: tuple[str, ...] = ()  # hosts to add to the run's bad hosts
 
 
 @dataclass(frozen=True)
 class Requeue:
-    """Put the same job back into the queue."""
+    """Requeue this job."""
 
     reason: str
     avoid: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class Requeue:
 
 @dataclass(frozen=True)
 class Successor:
-    """Make sure that exactly one new job is queued, on none of the bad hosts."""
+    """Ensure that exactly one new job is queued. It excludes the bad hosts."""
 
     reason: str
     avoid: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class Successor:
 
 @dataclass(frozen=True)
 class Done:
-    """End in order: the run is finished, was stopped, or is not to be continued."""
+    """End without an error: the run is finished, was stopped, or must not be continued."""
 
     reason: str
     avoid: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class Done:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End with a failure that another start would not repair."""
+    """End with an error that another start would not repair."""
 
     problem: Problem
     exit_code: int
@@ -123,7 +123,7 @@ Decision = Start | Requeue | Successor | Done | GiveUp
 
 
 def decide(job: Job, history: History, now: Now) -> Decision:
-    """What the supervisor of `job` does next."""
+    """Return the next action of the supervisor of `job`."""
     last = history.last if history.is_own else None
     if last is not None and last.cause == "refused":
         what = "the ranks refused this run, so that it is not started again"
@@ -140,7 +140,7 @@ def decide(job: Job, history: History, now: Now) -> Decision:
 
 
 def reason_to_end(job: Job, history: History, stop_requested: bool) -> str:
-    """Why no further start is wanted: the run is finished, stopped by a person, or out of budget; '' otherwise."""
+    """Return the reason for ending the run: finished, stopped by a user, or out of budget. '' otherwise."""
     step = history.saved_step
     if is_finished(step, history.target_step, history.saves_final, history.last):
         if step >= history.target_step:
@@ -158,14 +158,14 @@ def reason_to_end(job: Job, history: History, stop_requested: bool) -> str:
 
 
 def budget_left_s(job: Job, history: History) -> float:
-    """Time for which the job's nodes may still run within the budget; infinite without a budget."""
+    """Return the time for which the job's nodes can still run within the budget. Infinite without a budget."""
     if job.max_node_hours is None:
         return math.inf
     return (job.max_node_hours - history.node_hours) * 3600 / job.nodes
 
 
 def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
-    """Whether no further start fits: the ranks were told to end, or Slurm's warning is past."""
+    """Whether this job has no time for another start: the ranks had to end, or Slurm's warning is due."""
     if last.cause in ("interrupted", "finished", "walltime"):
         return True
     latest_s = max(job.warning_s + SLURM_EARLY_S, 2 * RESERVE_S)
@@ -173,7 +173,7 @@ def _is_job_over(job: Job, last: Attempt, now: Now) -> bool:
 
 
 def _short_walltime(job: Job, left_s: float) -> Problem:
-    """The warning is due already: ranks would save what they have just loaded, without end."""
+    """Return the problem of a job whose warning is already due. Its ranks would only load and save again."""
     what = f"{left_s:.0f} s of walltime, but ranks are told to save {job.warning_s:.0f} s before its end"
     minutes = -(-2 * int(job.warning_s) // 60)
     fix = f"sbatch --time={minutes} or more; or lower --signal and job.warning_s, both, if a step and a save need less"
@@ -197,7 +197,7 @@ def _give_up_crash_loop(job: Job, history: History, last: Attempt) -> GiveUp:
 
 
 def _next_job(job: Job, history: History, now: Now, reason: str) -> Decision:
-    """What continues the run after this job."""
+    """Return the decision that continues the run after this job, or ends it."""
     avoid = now.slow_hosts
     last = history.last if history.is_own else None
     if job.continuation == "never":
@@ -206,14 +206,14 @@ def _next_job(job: Job, history: History, now: Now, reason: str) -> Decision:
         what = f"the run is not done and not continued, because job.continuation is never ({reason})"
         exit_code = 1 if last is None else last.exit_code or 1
         return GiveUp(Problem("", what, "start it again; it goes on from its newest checkpoint"), exit_code, avoid)
-    # a requeued job may get the same nodes again; a new job excludes them
+    # a requeued job can get the same nodes again, but a new job can exclude them
     if job.continuation == "requeue" and history.untrusted_hosts.isdisjoint(now.nodes):
         return Requeue(reason, avoid)
     return Successor(reason, avoid)
 
 
 def _start(job: Job, history: History, now: Now) -> Decision:
-    """A start on the best nodes, in the allocation's order; the next job if too few are left."""
+    """Return a start on the best nodes, in the allocation's order. If too few are left, continue in the next job."""
     avoid = (*now.unhealthy, *now.slow_hosts)
     unusable = {*now.unhealthy, *history.untrusted_hosts} & {*now.nodes}
     usable = [node for node in now.nodes if node not in unusable]
@@ -236,11 +236,11 @@ def _start(job: Job, history: History, now: Now) -> Decision:
 
 
 def _lock_wait_s(last: Attempt | None, first_node: str, unix_s: float) -> float:
-    """Time until the checkpoints' lock of the last start is stale.
+    """Return the time until the checkpoint lock of the last start is stale.
 
-    Rank 0 holds this lock. After a crash, another node can tell only by the lock's silence that the holder is dead.
+    Rank 0 holds this lock. After a crash, another node recognises a dead holder only by missing heartbeats.
     """
     if last is None or not last.failed or last.nodes[0] == first_node:
         return 0.0
     left_s = last.ended_unix_s + LOCK_STALE_S - unix_s
-    return min(max(0.0, left_s), LOCK_STALE_S)  # the clock may have been set back since
+    return min(max(0.0, left_s), LOCK_STALE_S)  # the clock may have been set back in the meantime

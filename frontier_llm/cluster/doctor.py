@@ -1,4 +1,4 @@
-"""Pre-flight: ask every node of an allocation for its facts, and judge them. Each finding names its remedy."""
+"""Pre-flight check: collect facts from every node of an allocation and judge them. Each finding has a remedy."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from frontier_llm.run import hostlist
 from frontier_llm.run.rank_env import environment, rank_python
 from frontier_llm.units import GIB, format_bytes, plural
 
-MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and leases compare clocks to the second
-MIN_GCD_GIB = 60.0  # of 64: a GCD that shows less has lost memory or is in use
-SLOW_WRITE_S = 5.0  # for 1 MiB
-TIMEOUT_S = 45.0  # for the nodes' answers; with srun's start and end an examination stays below a minute
+MAX_SKEW_S = 2.0  # srun's own delay is below 0.3 s; logs and locks compare clocks to the second.
+MIN_GCD_GIB = 60.0  # a GCD has 64 GiB; one with less has lost memory or is in use.
+SLOW_WRITE_S = 5.0  # time to write 1 MiB.
+TIMEOUT_S = 45.0  # limit for the nodes' replies; with srun's start and end an examination takes less than a minute.
 SRUN_GRACE_S = 5.0
 NO_GCD = (
     "a login node has none: ask inside an allocation (salloc); there, exclude the node and tell the site "
     "(rocm-smi shows its GCDs)"
 )
 BROKEN = "exclude the node, and tell the site (rocm-smi there)"
-MIN_LOCAL_BYTES = 4 * GIB  # environment, MIOpen cache
+MIN_LOCAL_BYTES = 4 * GIB  # space for the Python environment and the MIOpen cache
 
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """One thing that is wrong, on which hosts, and what to do."""
+    """One fault, the hosts that have it, and its remedy."""
 
     check: str
     hosts: tuple[str, ...]
     what: str
     remedy: str
-    fatal: bool = True  # False: worth knowing, but the run may start
+    fatal: bool = True  # False: a warning, with which the run can start
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,14 @@ class Report:
     hosts: tuple[str, ...]
     findings: tuple[NodeFinding, ...]
     seconds: float
-    installation: tuple[Problem, ...] = ()  # what is wrong with the interpreter of the ranks, data and run directory
-    variables: tuple[Setting, ...] = ()  # what ranks would get in their environment
+    installation: tuple[Problem, ...] = ()  # problems of the ranks' interpreter, data and run directory
+    variables: tuple[Setting, ...] = ()  # environment that ranks would get
 
     @property
     def bad_hosts(self) -> tuple[str, ...]:
-        """Hosts to exclude: those with a fatal finding that not every host shares (that would be the site, not the
-        node).
+        """Hosts to exclude: they have a fatal finding that not all hosts share.
+
+        A finding on all hosts is a fault of the site, not of a node.
         """
         named = {
             host
@@ -73,16 +74,16 @@ class Report:
 
     @property
     def shared_fault(self) -> bool:
-        """Something fatal that every host has: the site's, and there is no node to run on."""
+        """Whether all hosts have the same fatal finding. It is a fault of the site, and no node can be used."""
         return any(finding.fatal and len(finding.hosts) == len(self.hosts) for finding in self.findings)
 
     @property
     def healthy(self) -> bool:
-        """No fatal finding, and nothing that is not installed."""
+        """Whether there is no fatal finding and no problem of the installation."""
         return not self.installation and not any(finding.fatal for finding in self.findings)
 
     def as_dict(self) -> dict[str, object]:
-        """For --json."""
+        """Return the report for --json."""
         return {
             "healthy": self.healthy,
             "hosts": list(self.hosts),
@@ -94,7 +95,7 @@ class Report:
         }
 
     def render(self) -> str:
-        """For a terminal."""
+        """Return the report for a terminal."""
         health = "healthy" if self.healthy else "NOT healthy"
         lines = []
         if self.variables:
@@ -114,7 +115,10 @@ class Report:
 
 
 def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, timeout_s: float = TIMEOUT_S) -> Report:
-    """Probe `nodes` of this allocation (or, with none, this machine) and judge. `needed_bytes`: two checkpoints."""
+    """Probe `nodes` of this allocation, or this machine if `nodes` is empty, and judge the facts.
+
+    `needed_bytes` is the size of two checkpoints.
+    """
     started_s = time.monotonic()
     if nodes:
         log.info(f"asking {len(nodes)} nodes, for at most {timeout_s:.0f} s")
@@ -130,10 +134,11 @@ def examine(settings: Settings, nodes: Sequence[str], needed_bytes: int = 0, tim
 
 
 def preflight(site: Site, directory: Path, nodes: Sequence[str], needed: int) -> tuple[str, ...]:
-    """The bad ones of an allocation's nodes. Raises FrontierError when fewer than `needed` are left, or when all
-    share a fatal fault.
+    """Return the bad nodes of an allocation.
+
+    Raises FrontierError if fewer than `needed` are left, or if all share a fatal fault.
     """
-    gone = slurm.unhealthy(nodes)  # srun refuses a step that has one of them
+    gone = slurm.unhealthy(nodes)  # srun refuses a step that includes such a node
     report = examine(Settings(site=site, run_dir=str(directory)), [node for node in nodes if node not in gone])
     log.info(report.render())
     left = 0 if report.shared_fault else len(nodes) - len(gone) - len(report.bad_hosts)
@@ -148,21 +153,22 @@ def preflight(site: Site, directory: Path, nodes: Sequence[str], needed: int) ->
 
 
 def _job_has_gpus() -> bool:
-    """Whether a step may ask for GPUs: Slurm refuses one that asks for what its job does not have."""
+    """Whether a step can request GPUs. Slurm refuses a step that requests more than its job has."""
     asked = environment()
     return any(name in asked for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_GPUS_PER_NODE"))
 
 
 def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tuple[dict[str, Facts], dict[str, float]]:
-    """Facts and clock offset by host; a host that does not answer within `timeout_s` is missing. Raises
-    FrontierError when none answers.
+    """Return facts and clock offset in seconds by host. A host without a reply within `timeout_s` is missing.
+
+    Raises FrontierError if no host replies.
     """
-    python = rank_python()  # in a container: libfabric and the plugin are looked for where the ranks will find them
+    python = rank_python()  # in a container, so that libfabric and the plugin are found as the ranks find them
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     count = len(nodes)
     with (
         tempfile.NamedTemporaryFile("w", dir=settings.run_dir, prefix=".doctor-", suffix=".json") as file,
-        tempfile.TemporaryFile("w+") as complaints,  # not a pipe: hundreds of nodes' complaints would fill it
+        tempfile.TemporaryFile("w+") as complaints,  # not a pipe, which error messages of hundreds of nodes would fill
     ):
         file.write(settings.model_dump_json())
         file.flush()
@@ -187,7 +193,7 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         process = subprocess.Popen(  # noqa: S603 a list
             command, stdout=subprocess.PIPE, stderr=complaints, errors="replace", env=environment()
         )
-        # srun's --time has a grain of a minute, and a hung node must not hold up the others' answers
+        # srun's --time has a resolution of one minute, and one hung node must not delay the others' replies
         ends = [threading.Timer(timeout_s, process.terminate), threading.Timer(timeout_s + SRUN_GRACE_S, process.kill)]
         for end in ends:
             end.start()
@@ -200,13 +206,14 @@ def ask_nodes(settings: Settings, nodes: Sequence[str], timeout_s: float) -> tup
         message = complaints.read().strip()[-500:]
     if not facts:
         raise FrontierError(f"no node answered: {message}", f"try srun {python} -V on the nodes", "doctor")
-    middle = statistics.median(offsets.values())  # the transport's delay, and our own clock's error
+    middle = statistics.median(offsets.values())  # the delay of the output, and the error of this host's own clock
     return facts, {host: offset - middle for host, offset in offsets.items()}
 
 
 def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, float]]:
-    """Facts by host, and each host's clock minus ours when a stamp arrived; of several that of the one with the
-    least delay.
+    """Return facts by host, and each host's clock minus this host's clock at the arrival of a time stamp.
+
+    The stamp with the smallest delay counts, which has the largest difference.
     """
     facts: dict[str, Facts] = {}
     offsets: dict[str, float] = {}
@@ -225,7 +232,7 @@ def _read_answers(lines: Iterable[str]) -> tuple[dict[str, Facts], dict[str, flo
 def judge(
     site: Site, facts: Mapping[str, Facts], skew_s: Mapping[str, float], nodes: Sequence[str], needed_bytes: int
 ) -> list[NodeFinding]:
-    """Every finding; hosts with the same one are named together."""
+    """Return every finding. Hosts with the same finding are grouped."""
     hosts: dict[NodeFinding, list[str]] = defaultdict(list)
     for host in nodes:
         if host not in facts:
@@ -240,7 +247,7 @@ def judge(
 
 
 def _findings(site: Site, fact: Facts, skew_s: float, needed_bytes: int, networked: bool) -> Iterator[NodeFinding]:
-    """What is wrong on one node; its name is added by the caller."""
+    """Yield the findings of one node. The caller adds the node's name."""
     yield from _gcd_findings(site, fact)
     yield from _network_findings(site, fact, networked)
     yield from _storage_findings(fact, needed_bytes)
@@ -274,7 +281,10 @@ def _gcd_findings(site: Site, fact: Facts) -> Iterator[NodeFinding]:
 
 
 def _network_findings(site: Site, fact: Facts, networked: bool) -> Iterator[NodeFinding]:
-    """A job of one node uses no network, and Slurm gives it no access to Slingshot unless it asks: not fatal then."""
+    """Yield findings of the network. They are not fatal for a job of one node.
+
+    Such a job uses no network, and Slurm gives it access to Slingshot only on request.
+    """
     if fact.interfaces_down:
         what = f"{', '.join(fact.interfaces_down)} down or missing"
         yield NodeFinding("network", (), what, "exclude the node, and tell the site")
@@ -313,7 +323,7 @@ def _storage_findings(fact: Facts, needed_bytes: int) -> Iterator[NodeFinding]:
 
 
 def different_values(facts: Mapping[str, Facts]) -> Iterator[tuple[str, str, str, list[str]]]:
-    """(name, the majority's value, another value, the hosts that have it) wherever nodes disagree."""
+    """Yield (name, the majority's value, another value, hosts with that value) for values that differ."""
     for name in sorted({name for fact in facts.values() for name in fact.environment}):
         values = {host: fact.environment.get(name, "(not set)") for host, fact in facts.items()}
         expected, _ = Counter(values.values()).most_common(1)[0]

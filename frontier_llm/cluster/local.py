@@ -1,7 +1,7 @@
-"""Several ranks on this machine without any launcher: a laptop, a workstation, one node.
+"""Starts several ranks on this machine without another launcher: a laptop, a workstation, one node.
 
-The parent starts the ranks, shows rank 0's output, keeps everybody's in files, and makes sure that they end together:
-when one dies the others are stopped within seconds, and the last thing on the terminal is the traceback of the first.
+The parent starts the ranks, shows rank 0's output, and writes the output of each rank to a file. If one rank dies, the
+parent stops the others within seconds and prints the traceback of the first failed rank last.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended. `exit_code` as a shell would give it (128 + signal number)."""
+    """How one rank ended. `exit_code` is the code that a shell would report (128 + signal number)."""
 
     rank: int
     host: str
@@ -52,18 +52,18 @@ class RankExit:
 
     @property
     def how(self) -> str:
-        """'killed by SIGKILL', 'exit code 1'."""
+        """Text such as 'killed by SIGKILL' or 'exit code 1'."""
         if self.signal == "SIGBUS":
             return "killed by SIGBUS (a mapped file was cut while it was in use, or its disk failed)"
         return f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
 
     def describe(self) -> str:
-        """'rank 3 on n0: killed by SIGKILL'."""
+        """Return text such as 'rank 3 on n0: killed by SIGKILL'."""
         return f"rank {self.rank} on {self.host}: {self.how}"
 
 
 def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What `rank_env.discover` reads in a rank started here."""
+    """Return the variables that `rank_env.discover` reads in a rank that is started here."""
     names = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -80,7 +80,7 @@ def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def thread_variables(num_ranks: int) -> dict[str, str]:
-    """Share this computer's cores among its ranks. An exported OMP_NUM_THREADS wins over this."""
+    """Divide this computer's cores over its ranks. An exported OMP_NUM_THREADS takes precedence."""
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -98,14 +98,15 @@ def run_local_ranks(
     run_dir: Path | None = None,
     grace_s: float = 5.0,
 ) -> int:
-    """Run `program + argv` as `num_ranks` ranks and return the exit code of the first that failed, or 0.
+    """Run `program + argv` as `num_ranks` ranks. Return the exit code of the first rank that failed, or 0.
 
-    Each rank's stdout and stderr go to `log_dir/rank_N.log`; rank 0's also to this terminal. SIGINT, SIGTERM, SIGUSR1
-    and SIGHUP are forwarded, once all ranks are started where the caller holds them back (`signals.held`); then the
-    ranks do so too, until they listen. After the first failure the others get SIGTERM, and SIGKILL `grace_s` later;
-    failure.json in `run_dir`, where the ranks leave their own record (default: `log_dir`), then says who was first.
-    Raises FrontierError, before anything is touched, when somebody trains in `run_dir` already.
-    Ranks die with this process even when it is killed (Linux: PR_SET_PDEATHSIG).
+    Each rank's stdout and stderr go to `log_dir/rank_N.log`. Those of rank 0 also go to this terminal.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks. If the caller blocks them (`signals.held`), they are
+    forwarded after all ranks are started, and the ranks block them until they have handlers.
+    After the first failure the other ranks get SIGTERM, and SIGKILL `grace_s` later. failure.json in `run_dir`
+    (default: `log_dir`) then names the rank that failed first.
+    Raises FrontierError, before anything is changed, if a process already trains in `run_dir`.
+    Ranks die with this process even if it is killed (Linux: PR_SET_PDEATHSIG).
     """
     refuse_second_start(run_dir or log_dir)
     make_log_dir(log_dir, run_dir)
@@ -127,10 +128,10 @@ class _Ranks:
         self.run_dir = run_dir
         self.place = place(run_dir)
         self.ended: queue.Queue[int] = queue.Queue()
-        self.exits: list[RankExit] = []  # in the order of their ends
+        self.exits: list[RankExit] = []  # ordered by the time of their ends
         self.stopping = False
         self.secret = new_secret()
-        self.forwarded: signal.Signals | None = None  # the first signal that the user sent us
+        self.forwarded: signal.Signals | None = None  # the first signal that this process received from the user
         self.threads: list[threading.Thread] = []
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -143,22 +144,22 @@ class _Ranks:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             self._start()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, old)  # now that all ranks can be told
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, old)  # all ranks exist and can receive the signals
             self._wait()
         finally:
-            self._signal_all(signal.SIGKILL)  # only when an exception ended the wait: nobody outlives us
-            shutil.rmtree(folder_of(self.secret.encode()), ignore_errors=True)  # ranks that were killed have left it
+            self._signal_all(signal.SIGKILL)  # ranks are still alive only if an exception ended the wait
+            shutil.rmtree(folder_of(self.secret.encode()), ignore_errors=True)  # killed ranks leave it behind
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in old.items():
                 signal.signal(number, handler)
         for thread in self.threads:
-            thread.join(timeout=2.0)  # a grandchild may still hold rank 0's pipe
+            thread.join(timeout=2.0)  # a grandchild may still hold rank 0's pipe open
         first = next((end for end in self.exits if end.exit_code and not end.stopped_by_us), None)
         if first is None:
             return 0
         if self.forwarded is not None and first.signal == self.forwarded.name:
             print(f"ranks ended by {first.signal}", file=sys.stderr, flush=True)
-        elif first.exit_code != EXIT_INTERRUPTED:  # a save at a signal is no failure, and rank 0 has told it
+        elif first.exit_code != EXIT_INTERRUPTED:  # a save at a signal is no failure, and rank 0 has reported it
             refuse_moved(self.run_dir, self.place)
             self._report(first)
         return first.exit_code
@@ -179,7 +180,7 @@ class _Ranks:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
                 stderr=subprocess.PIPE if piped else subprocess.STDOUT,
-                start_new_session=True,  # its own process group: the terminal's Ctrl-C comes through `_forward`, once
+                start_new_session=True,  # so that Ctrl-C of the terminal reaches a rank only once, through `_forward`
                 preexec_fn=_die_with_parent,
             )
             self.processes.append(process)
@@ -189,7 +190,7 @@ class _Ranks:
                 self._thread(_copy, process.stderr, sys.stderr, log)
             else:
                 log.close()
-        # threads only now: forking with threads running is unsafe
+        # threads are started only now, because forking with running threads is unsafe
         for rank, process in enumerate(self.processes):
             self._thread(self._await_end, rank, process)
         for thread in self.threads:
@@ -200,11 +201,11 @@ class _Ranks:
 
     def _await_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
-        _signal_group(process.pid, signal.SIGKILL)  # data workers that a killed rank has left behind
+        _signal_group(process.pid, signal.SIGKILL)  # data workers that a killed rank has left
         self.ended.put(rank)
 
     def _wait(self) -> None:
-        """Collect ends in their order; after the first failure stop the rest."""
+        """Collect the ends of all ranks in their order. After the first failure, stop the other ranks."""
         deadline_s: float | None = None
         while len(self.exits) < self.num_ranks:
             try:
@@ -242,11 +243,11 @@ class _Ranks:
         self._signal_all(signal.Signals(number))
 
     def _report(self, first: RankExit) -> None:
-        """Others first, the cause last, because the end of the output is what people read. A refusal that rank 0 has
-        told stays the end.
+        """Print the failures, the first one last, because users read the end of the output.
 
-        The ranks' own record says who was first, unless they only missed another than the one that has been killed;
-        without it the first to end was.
+        If rank 0 has already printed a refusal, nothing is added. The record of the ranks names the first failed rank.
+        The first rank that ended is named if there is no record, or if the record only reports missing heartbeats and
+        another rank was killed.
         """
         record = read_failure(self.run_dir)
         named = next((end for end in self.exits if record and end.rank == record.rank), None)
@@ -275,13 +276,14 @@ class _Ranks:
 
 
 def _copy(source: IO[bytes], terminal: IO[str], log: BinaryIO) -> None:
-    """Pass a rank's output on line by line, to the terminal and into its log; either goes on without the other. A
-    rank stands still while nobody reads.
+    """Copy a rank's output line by line to the terminal and into its log. An error of one does not stop the other.
+
+    The rank would block if its pipe were not read.
     """
     for line in source:
-        with suppress(OSError):  # the disk is full
+        with suppress(OSError):  # the disk can be full
             log.write(line)
-        with suppress(OSError, ValueError):  # the terminal is gone
+        with suppress(OSError, ValueError):  # the terminal can be closed
             terminal.write(line.decode(errors="replace"))
             terminal.flush()
 
@@ -291,7 +293,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, because after fork nothing may be loaded
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here, because loading after fork is unsafe
 
 
 def _die_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""What one node says about itself for `doctor`: facts, not verdicts. Run once per node by srun; needs no torch.
+"""Collects the facts of one node for `doctor`, without judging them. srun runs it once per node. Needs no torch.
 
 python -m frontier_llm.cluster.probe SETTINGS.json      prints a time stamp at once, then one JSON line of facts
 """
@@ -26,32 +26,32 @@ from frontier_llm.units import GIB
 
 TIME_MARK = "probe-time "
 FACTS_MARK = "probe-facts "
-# on a busy node a stamp may be late by seconds, hardly all of them
+# On a busy node a stamp can be late by seconds. That all stamps are late is unlikely.
 MORE_STAMPS = 3
 PAUSE_S = 0.2
 NO_FI_INFO = "fi_info is not on PATH"
 
 
 class Settings(Section):
-    """What every node is asked to look at."""
+    """Settings of the probe on every node."""
 
     site: Site
     run_dir: str
-    system_root: str = "/"  # where /sys is looked for; {host} is replaced (tests point it at planted trees)
+    system_root: str = "/"  # directory that contains sys/; {host} is replaced by the host's name (for tests)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One node's answers."""
+    """Facts of one node."""
 
     host: str
     gcd_memory_gib: tuple[float, ...]  # one entry per GCD
-    gcds_refused: int  # that the driver does not let this process read: in a step without GPUs, or in a container
-    cores: int  # that this process may use
+    gcds_refused: int  # GPUs that the driver hides: in a step without GPUs, or in a container
+    cores: int  # cores that this process may use
     interfaces_down: tuple[str, ...]
-    provider_error: str  # '' = usable or not asked
+    provider_error: str  # '' = usable, or the site names no provider
     plugin_error: str
-    environment: dict[str, str]  # name -> value or digest, to be compared
+    environment: dict[str, str]  # name -> value or digest, which must be equal on all nodes
     run_dir_error: str
     run_dir_write_s: float
     run_dir_free_bytes: int
@@ -60,7 +60,7 @@ class Facts:
 
 
 def probe(settings: Settings) -> Facts:
-    """Look at everything once."""
+    """Collect the facts of this node."""
     host = node_name()
     root = Path(settings.system_root.replace("{host}", host))
     run_error, run_free, run_s = storage(Path(settings.run_dir), host)
@@ -84,8 +84,9 @@ def probe(settings: Settings) -> Facts:
 
 
 def gcd_memory_gib(root: Path) -> tuple[tuple[float, ...], int]:
-    """(memory of each GPU that the kernel driver (KFD) shows, how many entries it refuses to show); a CPU node of
-    its topology has no SIMDs.
+    """Return (memory of each GPU in GiB, number of unreadable entries) from the kernel driver's (KFD) topology.
+
+    Entries of CPU nodes, which have no SIMDs, are left out.
     """
     sizes = []
     refused = 0
@@ -93,7 +94,7 @@ def gcd_memory_gib(root: Path) -> tuple[tuple[float, ...], int]:
         try:
             properties = _properties(node / "properties")
             banks = [_properties(bank).get("size_in_bytes", 0) for bank in node.glob("mem_banks/*/properties")]
-        except OSError:  # EPERM, of a GPU that the process's cgroup does not have
+        except OSError:  # EPERM for a GPU that is not in the process's cgroup
             refused += 1
             continue
         if properties.get("simd_count", 0) > 0:
@@ -102,13 +103,13 @@ def gcd_memory_gib(root: Path) -> tuple[tuple[float, ...], int]:
 
 
 def _properties(path: Path) -> dict[str, int]:
-    """Name → number. Raises OSError where the driver does not let it be read."""
+    """Return name → number. Raises OSError if the driver does not allow reading."""
     pairs = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdigit()}
 
 
 def interface_is_up(root: Path, name: str) -> bool:
-    """True when the network interface exists and has a carrier."""
+    """Return True if the network interface exists and has a carrier."""
     try:
         return (root / "sys/class/net" / name / "operstate").read_text(encoding="utf-8").strip() == "up"
     except OSError:
@@ -116,7 +117,7 @@ def interface_is_up(root: Path, name: str) -> bool:
 
 
 def provider_error(provider: str | None) -> str:
-    """Why libfabric does not offer `provider`, by its own fi_info; '' when it does."""
+    """Return the reason why libfabric's fi_info does not list `provider`. '' if it does."""
     if provider is None:
         return ""
     tool = shutil.which("fi_info")
@@ -131,9 +132,9 @@ def provider_error(provider: str | None) -> str:
 
 
 def plugin_error(plugin: str | None) -> str:
-    """Why the dynamic loader cannot open RCCL's network plugin; '' when it can. Its message names a missing dependency.
+    """Return the dynamic loader's error for RCCL's network plugin. '' if the plugin can be loaded.
 
-    NCCL_NET_PLUGIN, which Frontier's module sets, comes first, as for RCCL itself.
+    The error names a missing dependency. As in RCCL, NCCL_NET_PLUGIN, which Frontier's module sets, comes first.
     """
     if plugin is None:
         return ""
@@ -146,7 +147,7 @@ def plugin_error(plugin: str | None) -> str:
 
 
 def comparable_environment(site: Site) -> dict[str, str]:
-    """What must not differ between nodes: interpreter, kernel, ROCm, our code, the site's variables."""
+    """Return values that must be equal on all nodes: interpreter, kernel, ROCm, package, the site's variables."""
     version = Path("/opt/rocm/.info/version")
     env = environment()
     variables = (*site.environment, *(variable.name for variable in machine_environment(site.machine, 2)))
@@ -161,7 +162,7 @@ def comparable_environment(site: Site) -> dict[str, str]:
 
 
 def main(words: list[str]) -> int:
-    """The time stamps go alone: the reader notes when each arrives, and believes the one with the least delay."""
+    """Print time stamps and the facts. The reader uses the time stamp with the smallest delay."""
     _say_time()
     settings = Settings.model_validate_json(Path(words[0]).read_text(encoding="utf-8"))
     _say(FACTS_MARK, asdict(probe(settings)))
@@ -176,7 +177,7 @@ def _say_time() -> None:
 
 
 def _say(mark: str, content: dict[str, object]) -> None:
-    """One line in one write, so that srun cannot mix it with another node's."""
+    """Print one line in a single write, so that srun cannot mix it with another node's line."""
     os.write(1, f"{mark}{json.dumps(content)}\n".encode())
 
 

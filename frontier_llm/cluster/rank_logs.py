@@ -1,6 +1,4 @@
-"""What the logs of ranks say about a failure: searched where no rank could write the record of it
-(frontier_llm.run.failure).
-"""
+"""Finds a failure in the logs of ranks if no rank could write the record of it (`frontier_llm.run.failure`)."""
 
 from __future__ import annotations
 
@@ -12,17 +10,18 @@ from pathlib import Path
 from frontier_llm.run.failure import lost_a_peer
 
 _TRACEBACK = "Traceback (most recent call last)"
-# between chained tracebacks
+# lines between chained tracebacks
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
-_REFUSAL = re.compile(r"frontier-llm [a-z]+: error")  # cli.main, above a FrontierError
+_REFUSAL = re.compile(r"frontier-llm [a-z]+: error")  # printed by cli.main above a FrontierError
 _HEADING = re.compile(rf"({re.escape(_TRACEBACK)}|{_REFUSAL.pattern}$)")
-TAIL_LINES = 40  # of a log without either
-TAIL_BYTES = 1 << 20  # of a log that are searched: those of thousands of ranks lie on the parallel file system
+TAIL_LINES = 40  # lines that are kept of a log without a traceback and a refusal
+TAIL_BYTES = 1 << 20  # searched of each log, because thousands of ranks' logs lie on the parallel file system
 
 
 def failure_lines(log: Path) -> list[str]:
-    """The last Python traceback of a log, with the exceptions it was raised from; else the last refusal, else the
-    log's last lines.
+    """Return the last Python traceback of a log with its chained exceptions.
+
+    Without a traceback, return the last refusal, or else the last lines of the log.
     """
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -38,8 +37,9 @@ def failure_lines(log: Path) -> list[str]:
 
 
 def conclusion(message: Sequence[str]) -> Sequence[str]:
-    """What follows the frames of the last traceback, or the heading of the command's own errors: the exception, and
-    what was said after it.
+    """Return the lines after the frames of the last traceback, or after the heading of a command's error.
+
+    They begin with the exception's message.
     """
     headings = [number for number, line in enumerate(message) if _HEADING.match(line)]
     if not headings:
@@ -51,8 +51,9 @@ def conclusion(message: Sequence[str]) -> Sequence[str]:
 
 
 def first_traceback(log_dir: Path) -> tuple[int | None, bool, tuple[str, ...]]:
-    """(rank, whether it only complains about a lost peer, its last traceback): the earliest cause, else the earliest
-    complaint.
+    """Return (rank, whether it only lost a peer, its last traceback).
+
+    The earliest traceback of a cause takes precedence over any traceback of a lost peer.
     """
     tracebacks: list[tuple[bool, int, int, tuple[str, ...]]] = []
     for path in log_dir.glob("rank_*.log"):

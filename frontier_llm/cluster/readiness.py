@@ -1,7 +1,7 @@
-"""Is everything that a run needs installed at its site? Facts are asked of the ranks' interpreter and judged here.
+"""Checks that everything a run needs is installed at its site. The ranks' interpreter reports facts, judged here.
 
-`submit` asks through launch/job.sh, hence with the site's modules; the batch script and `doctor` ask in the environment
-that job.sh has made. The judgement is `problems_of`, a pure function of the facts, the site, its machine and the run.
+`submit` starts that interpreter through launch/job.sh, with the site's modules. The batch script and `doctor` start it
+in the environment that job.sh has made. `problems_of` judges: a pure function of the facts, site, machine and run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from frontier_llm.run.installation import Installation, ask
 from frontier_llm.run.rank_env import environ, environment, rank_python
 from frontier_llm.units import format_bytes
 
-OLDEST_TORCH = (2, 10)  # setup.py refuses to build for an older one
+OLDEST_TORCH = (2, 10)  # the oldest version for which setup.py builds
 INSTALL_PAGE = "docs/first_day.md, section 1"
 ARCHIVE_PAGE = "docs/frontier.md, section 1"
 CHECKED = (
@@ -35,7 +35,7 @@ CHECKED = (
 
 
 class NotReadyError(FrontierError):
-    """Something that the run needs is missing at its site, or nothing can be checked here."""
+    """Something that the run needs is missing at its site, or this machine cannot check the site."""
 
     exit_code = 1
 
@@ -45,11 +45,11 @@ class Readiness:
     """The outcome of a check before a job is queued."""
 
     problems: tuple[Problem, ...] = ()
-    open_points: tuple[str, ...] = ()  # what could not be checked here, and who checks it
+    open_points: tuple[str, ...] = ()  # checks that are not possible here, and the command that makes them
     is_checkable: bool = True  # False on a machine that is not the site
 
     def render(self) -> str:
-        """For a terminal."""
+        """Return the result for a terminal."""
         if not self.is_checkable:
             return "nothing was checked"
         return "\n".join(f"error: {problem}" for problem in self.problems) or "everything that ranks need is installed"
@@ -65,7 +65,7 @@ class Readiness:
 
 
 def why_not_here(site: Site) -> str:
-    """Why this machine cannot check what is installed at the site; '' on the site itself."""
+    """Return the reason why this machine cannot check the installation at the site. '' on the site itself."""
     name = slurm.cluster_name()
     if name is None:
         return f"not checkable here: no Slurm answers, so this is no login node of {site.name}"
@@ -75,8 +75,9 @@ def why_not_here(site: Site) -> str:
 
 
 def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: Mapping[str, str]) -> Readiness:
-    """Check what the job will find, through launch/job.sh of a copy of the code. `variables` are those that sbatch
-    will pass on.
+    """Check what the job will find, through launch/job.sh of a copy of the code.
+
+    `variables` are the variables that sbatch will pass to the job.
     """
     if reason := why_not_here(site):
         return Readiness(open_points=(f"{reason}. `submit` on the site checks {CHECKED}",), is_checkable=False)
@@ -94,7 +95,7 @@ def before_the_queue(config: RunConfig, site: Site, directory: Path, variables: 
 
 
 def installation_problems(site: Site, config: RunConfig | None, directory: Path) -> Readiness:
-    """What `doctor` finds: in the environment that launch/job.sh has made, or else through job.sh."""
+    """Return the result for `doctor`: in the environment that launch/job.sh has made, or else through job.sh."""
     if reason := why_not_here(site):
         return Readiness(open_points=(f"what is installed is {reason}",), is_checkable=False)
     if environ("FRONTIER_LLM_SITE") != site.name or environ("FRONTIER_LLM_ROOT") is None:
@@ -107,7 +108,7 @@ def installation_problems(site: Site, config: RunConfig | None, directory: Path)
 
 
 def _ask_here(site: Site, config: RunConfig | None) -> Installation:
-    """Ask the ranks' interpreter in the environment of this process."""
+    """Collect facts from the ranks' interpreter in the environment of this process."""
     architecture = load_machine(site.machine).device.architecture
     return ask((rank_python(), "-P", "-m"), environment(), architecture, None if config is None else dump(config))
 
@@ -115,7 +116,7 @@ def _ask_here(site: Site, config: RunConfig | None) -> Installation:
 def _problems_as_rank(
     site: Site, config: RunConfig | None, directory: Path, variables: Mapping[str, str]
 ) -> tuple[Problem, ...]:
-    """Ask the interpreter that launch/job.sh of a copy of the code chooses, and judge its facts."""
+    """Collect facts from the interpreter that launch/job.sh of a code copy chooses, and judge them."""
     architecture = load_machine(site.machine).device.architecture
     with tempfile.TemporaryDirectory(prefix="frontier-llm-check-") as folder:
         root = Path(folder) / "code"
@@ -131,7 +132,7 @@ def _problems_as_rank(
 
 
 def _without_copy(problem: Problem, copy: Path) -> Problem:
-    """Name the package itself where a problem names the copy that was asked."""
+    """Replace paths of the temporary copy in a problem by paths of the package."""
     package = Path(__file__).resolve().parents[1]
 
     def original(text: str) -> str:
@@ -141,7 +142,7 @@ def _without_copy(problem: Problem, copy: Path) -> Problem:
 
 
 def refuse_unready(run: BatchRun) -> None:
-    """The same check in the batch shell, before the first srun. Raises ConfigError, so that nothing is tried again."""
+    """Run the same check in the batch shell, before the first srun. Raises ConfigError, so that no restart follows."""
     name = slurm.cluster_name()
     site = run.site
     if site.cluster is not None and name is not None and name != site.cluster:
@@ -157,10 +158,9 @@ def refuse_unready(run: BatchRun) -> None:
 def problems_of(
     facts: Installation, site: Site, config: RunConfig | None = None, directory: Path | None = None
 ) -> Iterator[Problem]:
-    """Everything that keeps these ranks from training on this site, each with the value found, the one expected, and
-    the repair.
+    """Yield every problem that keeps these ranks from training on this site: found value, expected value, repair.
 
-    Without a run only what is installed is judged.
+    Without a run, only the installation is judged.
     """
     device = load_machine(site.machine).device
     on_gpus = device.vendor != "none" and (config is None or config.train.device != "cpu")
@@ -185,8 +185,8 @@ def problems_of(
 
 
 def needs_kernels(config: RunConfig) -> bool:
-    """Whether the run uses the prebuilt GPU kernels: `auto` takes them, and refuses to go on without, unless told
-    to.
+    """Whether the run uses the prebuilt GPU kernels. `auto` uses them, and fails without them unless
+    `ops.allow_fallback` is set.
     """
     wanted = {getattr(config.ops, group) for group in _op_groups(config)}
     automatic = "auto" in wanted and not config.ops.allow_fallback and config.precision.dtype != "fp64"
@@ -194,7 +194,7 @@ def needs_kernels(config: RunConfig) -> bool:
 
 
 def _op_groups(config: RunConfig) -> list[str]:
-    """Keys of OpsConfig that name a back-end."""
+    """Return the keys of OpsConfig that select a back-end."""
     others = {"attention_table", "allow_fallback", "no_jit"}
     return [name for name in type(config.ops).model_fields if name not in others]
 
@@ -221,7 +221,7 @@ def _torch_problems(facts: Installation, site: Site, device: Device, on_gpus: bo
 
 
 def _library_problems(facts: Installation) -> Iterator[Problem]:
-    """Libraries with the same fault are named together."""
+    """Yield the problems of libraries. Libraries with the same fault are grouped."""
     found: dict[str, list[str]] = {}
     for name, error in facts.libraries.items():
         if error:

@@ -1,4 +1,4 @@
-"""What the newest complete checkpoint of a run says of its position in the data. Needs no torch."""
+"""Reads the position in the data, and the progress, from the newest complete checkpoint of a run. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from frontier_llm.units import strict_json
 
 
 def recorded_position(run_dir: Path) -> Position | None:
-    """None without a checkpoint, and of one that records no position (imported weights, formats before 4)."""
+    """Return the position in the data at the newest checkpoint.
+
+    None without a checkpoint, or if the checkpoint records no position (imported weights, formats before 4).
+    """
     content = _progress(run_dir).get("position")
     try:
         if content is None:
             return None
         return Position.model_validate_json(strict_json(content))
     except ValidationError:
-        return None  # the load names what is wrong
+        return None  # loading the checkpoint reports the fault
 
 
 def epochs_read(run_dir: Path) -> dict[str, float]:
-    """Path → how often the run has trained on that dataset, at all lengths, by the newest checkpoint; none of
-    synthetic data.
+    """Return path → number of epochs that the run has read of that dataset, over all sequence lengths.
+
+    Taken from the newest checkpoint. Empty for synthetic data.
     """
     position = recorded_position(run_dir)
     if position is None:
@@ -40,9 +44,9 @@ def epochs_read(run_dir: Path) -> dict[str, float]:
 
 
 def before_step(run_dir: Path, step: int) -> tuple[Position, int]:
-    """(position before a step, counted from 1; samples that the step reads), by the run's records of what it reads.
+    """Return (position before a step, samples of the step) from the run's records. Steps are counted from 1.
 
-    Raises DataError for a step that the run has not trained, or whose records have no position.
+    Raises DataError if the run has not trained the step or recorded no position for it.
     """
     trained = max((row["step"] for row in rows(run_dir) if row.get("kind") == "step"), default=0)
     if not 1 <= step <= trained:
@@ -63,7 +67,7 @@ def before_step(run_dir: Path, step: int) -> tuple[Position, int]:
 
 
 def steps_done(run_dir: Path) -> Stretches:
-    """The steps that a run has done, with their sizes; () if that is not known."""
+    """Return the steps that a run has done, with their sizes in tokens. () if that is not known."""
     position = recorded_position(run_dir)
     if position is not None:
         return position.steps_done
@@ -76,7 +80,10 @@ def steps_done(run_dir: Path) -> Stretches:
 
 
 def as_it_stands(config: RunConfig) -> RunConfig:
-    """A run's configuration with its durations in tokens counted from what the run in its directory has done."""
+    """Return a run's configuration in which durations in tokens are converted to steps.
+
+    The steps that the run in its directory has already done keep their sizes.
+    """
     return resolved(config, steps_done(Path(config.train.run_dir)))
 
 

@@ -1,9 +1,10 @@
-"""Job scripts as text: one template, pure functions. What is committed under slurm/ is what these functions return.
+"""Generates the job scripts from one template with pure functions. The files under slurm/ are their committed results.
 
     python -m frontier_llm.cluster.sbatch          rewrite slurm/*.sbatch, slurm/sites/*.sh and launch/bind_gcd.sh
-    python -m frontier_llm.cluster.sbatch --check  exit 1 when a committed file differs
+    python -m frontier_llm.cluster.sbatch --check  exit 1 if a committed file differs
 
-User text never enters a script: overrides arrive as "$@", and account, partition and the like are arguments of sbatch.
+No text of a user gets into a script: overrides arrive as "$@", and account, partition and the like are arguments of
+sbatch.
 """
 
 from __future__ import annotations
@@ -20,47 +21,46 @@ from frontier_llm.cluster.warning_time import warning_s
 from frontier_llm.errors import ConfigError
 from frontier_llm.machine.affinity import NODE, Place
 
-# nothing that a shell or an #SBATCH line would read as more than a word
+# characters that neither a shell nor an #SBATCH line interprets
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/+=@%^\[\]-]*")
 
 
 @dataclass(frozen=True)
 class JobScript:
-    """What one script starts and asks Slurm for."""
+    """One job script: the program that it starts and the resources that it requests from Slurm."""
 
     name: str
-    about: str  # one comment line
-    config: str = ""  # run file, as a script under slurm/ names it
+    about: str  # one comment line.
+    config: str = ""  # path of the run file in a script under slurm/.
     nodes: int = 1
     site: str = "frontier"
-    minutes: int | None = None  # None: the longest that the site's bin allows
-    program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs
-    words: tuple[str, ...] = ()  # between the module and the run file
-    warning_s: int | None = None  # None: the site's
-    run_dir: str = ""  # of a script that `submit` makes: job.json there holds everything else
+    minutes: int | None = None  # None: the longest walltime that the site allows for `nodes`.
+    program: str = "frontier_llm.cli.job"  # module that launch/job.sh runs.
+    words: tuple[str, ...] = ()  # arguments between the module and the run file.
+    warning_s: int | None = None  # None: the site's.
+    run_dir: str = ""  # set for a script of `submit`: its job.json contains all other settings.
 
     def command(self, site: Site) -> str:
-        """The words after launch/job.sh and the site's name, quoted for the shell."""
+        """Return the words after launch/job.sh and the site's name, quoted for the shell."""
         if self.run_dir:
             return shlex.join([self.program, f"--run-dir={self.run_dir}"])
         words = shlex.join([self.program, *self.words, self.config, "ops.no_jit=true"])
-        # the variable is what users exported with `sbatch --signal` before there was job.warning_s
+        # users could export this variable together with `sbatch --signal` before job.warning_s existed
         warning = f'"job.warning_s=${{FRONTIER_LLM_SIGNAL_LEAD_S:-{self.signal_s(site)}}}"'
         return f"{words} \\\n    {warning}"
 
     def signal_s(self, site: Site) -> int:
-        """Seconds before the walltime at which Slurm warns the ranks."""
+        """Return the seconds before the walltime at which Slurm warns the ranks."""
         return self.warning_s or site.signal_lead_s
 
 
 BENCHMARK_WARNING_S = 60  # nothing is saved before the walltime
 
 # The walltime of a benchmark is about twice its start (10 minutes, assumed) and five steps at ORNL's published
-# throughput.
-# A step of the largest two outlasts the site's lead time: ORNL's 48 (175B) and 7.5 (1T) tokens/s per GCD make 427 s and
-# 853 s of these
-# batches. Saves, 12 bytes per parameter: 2.1 TB at BLOOM's measured 0.06 TB/s; 12 TB at twice that from three times as
-# many GPUs (assumed).
+# throughput. A step of the largest two takes longer than the site's warning time: ORNL's 48 (175B) and 7.5 (1T)
+# tokens/s per GCD make 427 s and 853 s for these batches. A save has 12 bytes per parameter. For 175B
+# that is 2.1 TB at BLOOM's measured 0.06 TB/s. For 1T it is 12 TB at twice this rate, because three times the number of
+# GPUs write (assumed).
 JOBS: tuple[JobScript, ...] = (
     JobScript(
         "train_22b",
@@ -113,7 +113,7 @@ JOBS: tuple[JobScript, ...] = (
         "One point of the weak series: sbatch -N NODES; the global batch grows with the nodes",
         "configs/runs/weak_scaling.yaml",
         128,
-        minutes=120,  # ten steps of at most 427 s each; what the smallest bin allows
+        minutes=120,  # ten steps of at most 427 s each; the site's limit for small jobs
         program="frontier_llm.experiments.scaling.point",
         words=("weak",),
     ),
@@ -122,7 +122,7 @@ JOBS: tuple[JobScript, ...] = (
         "One point of the strong series: sbatch -N NODES; the global batch stays",
         "configs/runs/strong_scaling.yaml",
         128,
-        minutes=120,  # ten steps from 128 nodes on, eight from 64; below, a smaller batch or --partition=extended
+        minutes=120,  # ten steps from 128 nodes on, eight from 64; below, reduce the batch or use --partition=extended
         program="frontier_llm.experiments.scaling.point",
         words=("strong",),
     ),
@@ -175,9 +175,9 @@ exec "$root/launch/job.sh" "${{FRONTIER_LLM_SITE:-{site}}}" \\
 
 
 def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
-    """The sbatch options of a job at a site, in order; '' = a flag without a value.
+    """Return the sbatch options of a job at a site, in order. '' is an option without a value.
 
-    Raises ConfigError when a value holds a character that an #SBATCH line could read as more than one word.
+    Raises ConfigError if a value has a character that would end or split a word of an #SBATCH line.
     """
     minutes = job.minutes or site.max_minutes(job.nodes)
     options = {
@@ -191,11 +191,11 @@ def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
         options["partition"] = site.default_partition
     if minutes:
         options["time"] = format_walltime(minutes)
-    # every rank is told this long before the end (Slurm may be up to 60 s early) and saves
+    # every rank gets this signal before the walltime (Slurm may be up to 60 s early) and saves
     options["signal"] = f"USR1@{job.signal_s(site)}"
     options["requeue"] = ""
-    options["open-mode"] = "append"  # a requeued job goes on writing the same file
-    options["no-kill"] = ""  # a dead node ends the step, not the allocation: a spare may take its place
+    options["open-mode"] = "append"  # a requeued job continues the same file
+    options["no-kill"] = ""  # a dead node ends the step, not the allocation, so that a spare can replace it
     options["output"] = "%x-%j.out"
     options |= site.sbatch
     bad = [
@@ -213,7 +213,7 @@ def directives(job: JobScript, site: Site) -> list[tuple[str, str]]:
 
 
 def render(job: JobScript, site: Site) -> str:
-    """The whole script. Raises ConfigError for text that could end its comment line."""
+    """Return the complete script. Raises ConfigError for text that could end its comment line."""
     if not job.about.isprintable():
         raise ConfigError(f"{job.about!r} has characters that cannot be printed", "give the model a plain name", "job")
     lines = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in directives(job, site)]
@@ -233,7 +233,7 @@ def render(job: JobScript, site: Site) -> str:
 
 
 def render_site(site: Site) -> str:
-    """What launch/job.sh sources on a site: modules and environment."""
+    """Return the script with a site's modules and environment, which launch/job.sh sources."""
     lines = [
         f"# Modules and environment of {site.name}, sourced by launch/job.sh.",
         f"# Rendered from slurm/sites/{site.name}.yaml by `python -m frontier_llm.cluster.sbatch`; change that and "
@@ -259,7 +259,7 @@ def render_site(site: Site) -> str:
 
 
 def _module_load(module: str) -> str:
-    """`return`, because a user may source the file in a shell of their own."""
+    """Return shell lines that load a module. They use `return`, because users may source the file in their shell."""
     message = shlex.quote(f"the module {module} cannot be loaded")
     return f"module load {shlex.quote(module)} || {{\n    echo {message} >&2\n    return 2\n}}"
 
@@ -272,7 +272,7 @@ def _names(names: Iterable[str], where: str) -> list[str]:
 
 
 def _expandable(value: str) -> str:
-    """A word in which $NAME, and nothing else, is expanded; an unset name is empty (`set -u` is on)."""
+    """Return a shell word in which only $NAME is expanded. An unset name is empty (`set -u` is on)."""
     pieces = re.split(r"(\$[A-Za-z_][A-Za-z0-9_]*)", value)
     if len(pieces) == 1:
         return shlex.quote(value)
@@ -283,7 +283,7 @@ def _expandable(value: str) -> str:
 
 
 def render_bind_script(node: Sequence[Place] = NODE) -> str:
-    """The script that pins a task beside the GCD of its local rank and then becomes the given command."""
+    """Return the script that binds a task to the cores near the GCD of its local rank and runs the given command."""
     count = len(node)
     return f"""\
 #!/bin/bash
@@ -309,7 +309,7 @@ exec taskset --cpu-list "${{cores[local_rank]}}" "$@"
 
 
 def rendered_files() -> dict[Path, str]:
-    """Every generated file, relative to the checkout, and its content."""
+    """Return path, relative to the checkout, and content of every generated file."""
     files = {Path("slurm") / f"{job.name}.sbatch": render(job, load_site(job.site)) for job in JOBS}
     files |= {Path("slurm") / "sites" / f"{name}.sh": render_site(load_site(name)) for name in site_names()}
     files[Path("launch") / "bind_gcd.sh"] = render_bind_script()
@@ -317,7 +317,7 @@ def rendered_files() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the generated files, or with --check name those that differ."""
+    """Write the generated files. With --check, print the files that differ instead."""
     stale = []
     for relative, text in rendered_files().items():
         path = root_dir() / relative

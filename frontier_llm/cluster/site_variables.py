@@ -1,4 +1,4 @@
-"""Variables of the ranks as the supervisor sets them: from the machine, the run, and the site's file."""
+"""The environment variables that the supervisor sets for the ranks: from the machine, the run, and the site's file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from frontier_llm.units import strict_json
 
 
 def _site_origins(site: Site) -> dict[str, str]:
-    """Origin of each variable that the site's file sets."""
+    """Return the origin of each variable that the site's file sets."""
     return dict.fromkeys(site.environment, f"slurm/sites/{site.name}.yaml")
 
 
 def expected_settings(wanted: Sequence[Variable], site: Site) -> list[Setting]:
-    """What the ranks of a job would get if it were submitted from this shell, before launch/job.sh has loaded the
-    site's file.
+    """Return the variables that the ranks of a job would get if it were submitted from this shell.
+
+    If launch/job.sh has not loaded the site's file yet, its variables are added.
     """
     exported = environment()
     origins = _site_origins(site)
@@ -39,8 +40,9 @@ def expected_settings(wanted: Sequence[Variable], site: Site) -> list[Setting]:
 def job_settings(
     wanted: Sequence[Variable], site: Site, cpus_per_task: int, exported: Mapping[str, str]
 ) -> list[Setting]:
-    """What the ranks of a job get if their parent has the environment `exported`. `wanted`: what the machine and the
-    run need.
+    """Return the variables that the ranks of a job get if their parent has the environment `exported`.
+
+    `wanted` are the variables that the machine and the run need.
     """
     exported = dict(exported)
     origins = known_origins(exported, _site_origins(site))
@@ -51,7 +53,7 @@ def job_settings(
 
 
 def step_variables(config: RunConfig, nodes: int, site: Site, cpus_per_task: int) -> dict[str, str]:
-    """What the supervisor adds to the environment of srun: all that is the same for every rank, and ORIGINS."""
+    """Return the variables to add to the environment of srun: all that are equal for every rank, and ORIGINS."""
     wanted = run_variables(config, nodes)
     by_rank = {variable.name for variable in wanted if variable.differs_by_rank}
     settings = job_settings(wanted, site, cpus_per_task, environment())

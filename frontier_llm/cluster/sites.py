@@ -1,8 +1,7 @@
-"""Sites as data: `slurm/sites/*.yaml` → `Site`, and its limits checked before anything is queued.
+"""Sites as data: `slurm/sites/*.yaml` → `Site`, and the checks of its limits before a job is queued.
 
-A site file holds what an administrator decides: partitions with their limits by node count, account, modules, network
-flags, paths. What the hardware is lives in `configs/machines`; which RCCL and libfabric variables it wants, in
-`machine.env`.
+A site file holds the settings of an administrator: partitions with their limits by node count, account, modules,
+network flags, paths. `configs/machines` describes the hardware, and `machine.env` the variables of RCCL and libfabric.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from frontier_llm.run.rank_env import environ
 
 
 class Limit(Section):
-    """Jobs of up to `max_nodes` nodes may run `max_hours`."""
+    """Jobs of up to `max_nodes` nodes can run for `max_hours`."""
 
     max_nodes: PositiveInt
     max_hours: PositiveFloat
 
 
 class Site(Section):
-    """One cluster, as its users meet it."""
+    """One cluster: its limits, its Slurm options and the environment of its jobs."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-    machine: str  # name of a file in configs/machines
-    cluster: str | None = None  # Slurm's ClusterName; None: any cluster is taken for this site
+    machine: str  # name of a file in configs/machines.
+    cluster: str | None = None  # Slurm's ClusterName; None: any cluster is taken for this site.
     gpus_per_node: PositiveInt
     tasks_per_node: PositiveInt
     cpus_per_task: PositiveInt
@@ -43,30 +42,31 @@ class Site(Section):
     default_partition: str | None = None
     partitions: dict[str, tuple[Limit, ...]] = Field(default_factory=dict)
     max_queued_jobs: PositiveInt | None = None
-    unchained_qos: tuple[str, ...] = ()  # under which a job must not continue itself
-    signal_lead_s: PositiveInt = 600  # before the walltime, while no save has been measured
-    node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s unless changed) and a little
-    exclude_slow_after: PositiveInt | None = None  # leave a host out once it was named slow so often; None: only say so
-    sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value
+    unchained_qos: tuple[str, ...] = ()  # qualities of service that forbid a job to continue itself.
+    signal_lead_s: PositiveInt = 600  # warning time before the walltime, until a save has been measured.
+    node_timeout_s: PositiveInt = 330  # Slurm's SlurmdTimeout (300 s by default) and a margin.
+    exclude_slow_after: PositiveInt | None = None  # straggler reports that exclude a host; None: only report them.
+    sbatch: dict[str, str] = Field(default_factory=dict)  # further options; '' = a flag without a value.
     srun: dict[str, str] = Field(default_factory=dict)
-    interfaces: tuple[str, ...] = ()  # that must be up on every node
-    interface: str | None = None  # network interface of the rendezvous; None = the host's own address
-    scratch: str | None = None  # where run directories belong; $PROJECT is the account, $USER the user
-    run_roots: tuple[str, ...] = ()  # file systems that run directories must lie on; empty: any
-    scratch_quota_tb: PositiveFloat | None = None  # what a project may keep there unless it has asked for more
+    interfaces: tuple[str, ...] = ()  # network interfaces that must be up on every node.
+    interface: str | None = None  # network interface of the rendezvous; None = the host's own address.
+    scratch: str | None = None  # directory for run directories; $PROJECT is the account, $USER the user.
+    run_roots: tuple[str, ...] = ()  # file systems that run directories must lie on; empty: any.
+    scratch_quota_tb: PositiveFloat | None = None  # default quota of a project on scratch.
     node_local: str = "/tmp"  # noqa: S108 the default of a site file, not a file we open
-    container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another
+    container: str | None = None  # image whose Python the ranks use, unless FRONTIER_LLM_CONTAINER names another.
     bind: Literal["gcd", "none"] = "none"
     module_paths: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    network_plugin: str | None = None  # what RCCL must be able to load
+    network_plugin: str | None = None  # library that RCCL must be able to load.
     libfabric_provider: str | None = None
-    unset: tuple[str, ...] = ()  # what the modules set and should not; what the user has exported stays
-    environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded
+    unset: tuple[str, ...] = ()  # unwanted variables of the modules; values that the user has exported stay.
+    environment: dict[str, str] = Field(default_factory=dict)  # exported before Python starts; $NAME is expanded.
 
     def scratch_dir(self, account: str, user: str) -> Path | None:
-        """The project's scratch directory, or None when the site file names none or it does not exist for this
-        account.
+        """Return the project's scratch directory.
+
+        None if the site file names none or it does not exist for this account.
         """
         if self.scratch is None:
             return None
@@ -74,7 +74,7 @@ class Site(Section):
         return path.resolve() if path.is_dir() else None
 
     def limits(self, partition: str | None) -> tuple[Limit, ...]:
-        """The bins of a partition, smallest first; empty when the site file states none."""
+        """Return the limits of a partition, smallest node count first. Empty if the site file has none."""
         return tuple(
             sorted(
                 self.partitions.get(partition or self.default_partition or "", ()),
@@ -83,14 +83,15 @@ class Site(Section):
         )
 
     def max_minutes(self, nodes: int, partition: str | None = None) -> int | None:
-        """The longest walltime of the bin that `nodes` falls into, or None without limits."""
+        """Return the longest walltime of a job of `nodes` nodes. None if the site has no limit for it."""
         limit = next((limit for limit in self.limits(partition) if nodes <= limit.max_nodes), None)
         return round(limit.max_hours * 60) if limit else None
 
 
 def root_dir() -> Path:
-    """The checkout, which holds slurm/, launch/ and configs/; or the prefix's share directory when installed from a
-    wheel.
+    """Return the checkout, which contains slurm/, launch/ and configs/.
+
+    For a package that is installed from a wheel, return the prefix's share directory.
     """
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "slurm").is_dir():
@@ -99,13 +100,14 @@ def root_dir() -> Path:
 
 
 def site_names() -> list[str]:
-    """The shipped sites."""
+    """Return the names of the shipped sites."""
     return sorted(path.stem for path in (root_dir() / "slurm" / "sites").glob("*.yaml"))
 
 
 def load_site(name_or_path: str | None = None) -> Site:
-    """A shipped site by name, or a site file by path; by default FRONTIER_LLM_SITE, else `generic`. Raises
-    ConfigError for an unknown name or a bad key.
+    """Load a shipped site by name, or a site file by path. Default: FRONTIER_LLM_SITE, or else `generic`.
+
+    Raises ConfigError for an unknown name or an invalid key.
     """
     name_or_path = name_or_path or environ("FRONTIER_LLM_SITE") or "generic"
     path = Path(name_or_path)
@@ -121,7 +123,7 @@ def load_site(name_or_path: str | None = None) -> Site:
 
 
 def walltime_s(text: str) -> int | None:
-    """Slurm's time formats as seconds: '90' (minutes), '1:30:00', '2-12'; None for another text, e.g. UNLIMITED."""
+    """Return Slurm's time formats in seconds: '90' (minutes), '1:30:00', '2-12'. None for any other text."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text)
     if match is None:
         return None
@@ -132,7 +134,7 @@ def walltime_s(text: str) -> int | None:
 
 
 def parse_walltime(text: str) -> int:
-    """`walltime_s` in whole minutes, rounded up. Raises ConfigError."""
+    """Return the time in whole minutes, rounded up. Raises ConfigError for any other text."""
     seconds = walltime_s(text)
     if seconds is None:
         raise ConfigError(
@@ -151,7 +153,7 @@ def format_walltime(minutes: int) -> str:
 
 
 def longer_jobs(site: Site, nodes: int, minutes: int, partition: str | None) -> list[str]:
-    """Where a site lets a job run for `minutes`: from how many nodes on, and in which other partition."""
+    """Return advice on how a job can run for `minutes`: more nodes, or another partition."""
     limits = site.limits(partition)
     bins = []
     if wider := next((limit for limit in limits if limit.max_hours * 60 >= minutes), None):
@@ -163,8 +165,9 @@ def longer_jobs(site: Site, nodes: int, minutes: int, partition: str | None) -> 
 
 
 def whole_replicas(nodes: int, tasks_per_node: int, replica: int) -> list[int]:
-    """The node counts nearest to `nodes` on which replicas of so many ranks leave no rank over; `nodes` among them
-    where it is one.
+    """Return the node counts closest to `nodes` whose ranks divide into complete replicas of `replica` ranks.
+
+    The result contains `nodes` if its ranks do.
     """
     step = math.lcm(replica, tasks_per_node) // tasks_per_node
     return nearest(nodes, range(step, 2 * nodes + step + 1, step))
@@ -177,7 +180,7 @@ def request_problems(
     account: str | None,
     partition: str | None,
 ) -> Iterator[Problem]:
-    """Everything that the site would refuse, each with the limit and the nearest allowed value."""
+    """Yield everything that the site would refuse, with the limit and the nearest allowed value."""
     if site.account == "required" and not account:
         yield Problem("--account", f"{site.name} charges every job to a project", "pass -A PROJECT (e.g. -A ABC123)")
     if nodes < 1:

@@ -1,4 +1,4 @@
-"""The few Slurm commands that the package runs; arguments as lists, never through a shell."""
+"""Runs Slurm commands. Arguments are passed as lists, never through a shell."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AWAY = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|did not answer "
     r"within"
 )
-# a controller is restarted within minutes; a run of 384 nodes must not end for that
+# a controller restarts within minutes, which must not end a run of 384 nodes
 PATIENCE_S = 900.0
 PAUSE_S = 10.0
 _BAD_STATES = ("down", "drain", "fail", "unknown", "error", "power", "no_respond", "reboot", "not_responding")
@@ -51,7 +51,7 @@ class Allocation:
 
     @classmethod
     def from_environment(cls) -> Allocation:
-        """Read SLURM_*; raises FrontierError naming what is missing when this is no job."""
+        """Read the SLURM_* variables. Raises FrontierError, which names the missing ones, outside of a job."""
         needed = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NTASKS_PER_NODE", "SLURMD_NODENAME")
         missing = [name for name in needed if environ(name) is None]
         if missing:
@@ -76,7 +76,7 @@ def call(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
 ) -> str:
-    """stdout of a Slurm command. Raises FrontierError with its own message when it fails or does not exist."""
+    """Return the stdout of a Slurm command. Raises FrontierError with its message if it fails or does not exist."""
     try:
         done = subprocess.run(  # noqa: S603 a list
             list(command),
@@ -107,8 +107,9 @@ def call(
 
 
 def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
-    """`call` for the supervisor of a running job: a controller that is away is asked again. Only for commands that
-    may be given twice.
+    """Run `call` for the supervisor of a running job. Retry while the controller does not respond.
+
+    Only for commands that can safely run twice.
     """
     started_s = time.monotonic()
     warned = False
@@ -127,8 +128,9 @@ def ask(command: Sequence[str], patience_s: float = PATIENCE_S) -> str:
 
 
 def unhealthy(nodes: Sequence[str]) -> list[str]:
-    """Those of `nodes` that Slurm calls down, draining, failing or not answering, or that did not get the job's
-    environment.
+    """Return the members of `nodes` that cannot be used.
+
+    Slurm reports them as down, draining, failing or not responding, or they did not get the job's environment.
     """
     text = ask(["sinfo", "--noheader", "--Node", f"--nodes={hostlist.compress(nodes)}", "--format=%N|%T"])
     states = [line.strip().split("|") for line in text.splitlines() if "|" in line]
@@ -138,13 +140,13 @@ def unhealthy(nodes: Sequence[str]) -> list[str]:
 
 
 def time_left_s(job_id: str) -> float | None:
-    """Seconds until the job's walltime ends, or None when it has no limit."""
-    # None: UNLIMITED, NOT_SET, INVALID
+    """Return the seconds until the job's walltime ends. None if it has no limit."""
+    # walltime_s returns None for UNLIMITED, NOT_SET and INVALID
     return walltime_s(ask(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]).strip())
 
 
 def job_fields(job_id: str) -> dict[str, str]:
-    """`scontrol show job` as a mapping; empty when Slurm has forgotten or never knew the job."""
+    """Return the fields of `scontrol show job`. Empty if Slurm does not know the job."""
     try:
         text = call(["scontrol", "show", "job", "--oneliner", job_id])
     except FrontierError as error:
@@ -155,7 +157,7 @@ def job_fields(job_id: str) -> dict[str, str]:
 
 
 def cluster_name() -> str | None:
-    """ClusterName of the Slurm that this machine belongs to; None if no Slurm answers."""
+    """Return the ClusterName of this machine's Slurm. None if no Slurm responds."""
     if named := environ("SLURM_CLUSTER_NAME"):
         return named
     try:
@@ -167,10 +169,10 @@ def cluster_name() -> str | None:
 
 
 def is_active(job_id: str) -> bool:
-    """True while the job waits or runs."""
+    """Return True while the job waits or runs."""
     return job_fields(job_id).get("JobState") in ACTIVE
 
 
 def requeue(job_id: str) -> None:
-    """Put this job back into the queue; Slurm then ends the batch shell, the caller included."""
+    """Requeue this job. Slurm then ends the batch shell, which is the caller."""
     ask(["scontrol", "requeue", job_id])

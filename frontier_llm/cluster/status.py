@@ -1,4 +1,4 @@
-"""Where runs stand, from their directories and from Slurm."""
+"""The status of runs, from their directories and from Slurm."""
 
 from __future__ import annotations
 
@@ -30,54 +30,54 @@ from frontier_llm.run.records import DamagedRecord, damaged_lines, is_count, rea
 from frontier_llm.run.run_dir import Slow
 from frontier_llm.units import format_count, format_seconds, plural, printable
 
-RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # a directory with one of these is a run's
-BAR = 24  # characters
-RECENT = 20  # steps whose median gives the speed
+RUN_MARKS = ("incarnation.json", "metrics.jsonl", "submissions.jsonl")  # any of these files marks a run directory
+BAR = 24  # width in characters
+RECENT = 20  # number of steps whose median is the step time
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Status:
-    """One run, now."""
+    """The current status of one run."""
 
     run_dir: str
-    state: str  # Slurm's state of the job that holds it, 'running', 'finished', 'stopped' or 'not queued'
+    state: str  # Slurm's state of the job that holds it, 'running', 'finished', 'stopped' or 'not queued'.
     job_id: str | None
-    reason: str | None  # why it waits
+    reason: str | None  # Slurm's reason for waiting.
     nodes: str | None
     step: int
     steps: int | None
-    tokens: int | None  # trained on so far
+    tokens: int | None  # tokens that the run has trained on.
     loss: float | None
     tokens_per_s: float | None
     step_time_s: float | None
-    eta_s: float | None  # of compute until the last step
+    eta_s: float | None  # time of training until the last step.
     walltime_left_s: float | None
-    slices_left: int | None  # further jobs of the same length
+    slices_left: int | None  # further jobs of the same length.
     checkpoint_step: int
     checkpoint_age_s: float | None
     restarts: int
-    causes: tuple[str, ...]  # how each earlier attempt ended
+    causes: tuple[str, ...]  # how each earlier attempt ended.
     bad_hosts: tuple[str, ...]
-    slow_hosts: tuple[Slow, ...]  # named as stragglers
-    # by axis: calls, p50_us and p99_us of how long one blocked on rank 0, at the last save
+    slow_hosts: tuple[Slow, ...]  # hosts that were reported as stragglers.
+    # axis → calls, p50_us and p99_us of the time that a call blocked rank 0, at the last save
     blocked: dict[str, dict[str, int]]
     last_failure: str | None
-    epochs: dict[str, float] = field(default_factory=dict)  # by path of each source, at the newest checkpoint
-    job: Job | None = None  # what was wanted: nodes, spares, continuation, budget
-    node_hours: float = 0.0  # that all starts have used
-    damage: tuple[str, ...] = ()  # files that are damaged, and how; what they would tell is missing above
+    epochs: dict[str, float] = field(default_factory=dict)  # path of each source → epochs at the newest checkpoint.
+    job: Job | None = None  # the record: nodes, spares, continuation, budget.
+    node_hours: float = 0.0  # total of all starts.
+    damage: tuple[str, ...] = ()  # damaged files, whose values are missing above.
 
 
 class RunParts:
-    """Reads the parts of one run directory. A part that cannot be read is named, and the others are still shown."""
+    """Reads the parts of one run directory. An unreadable part is recorded, and the other parts are still read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.damage: list[str] = []
 
     def read(self, part: Callable[[Path], T], default: T) -> T:
-        """`part` of the directory, or `default` if its file is damaged."""
+        """Return `part` of the directory. If its file is damaged, record that and return `default`."""
         try:
             return part(self.directory)
         except FrontierError as error:
@@ -89,11 +89,11 @@ class RunParts:
         return default
 
     def note(self, problem: Problem) -> None:
-        """Something is wrong that does not keep the part from being read."""
+        """Record a problem of a part that could still be read."""
         self.damage.append(self._relative(problem))
 
     def value(self, content: Mapping[str, Any], name: str, key: str, is_sound: Callable[[Any], bool]) -> Any:
-        """A value of a section that was read; None, and named, if it has another type."""
+        """Return a value of a section. If it has another type, record that and return None."""
         section = content.get(name, {})
         if not isinstance(section, dict):
             self.damage.append(f"config.yaml: {name} is {section!r}, not a section of keys")
@@ -105,15 +105,16 @@ class RunParts:
         return None
 
     def _relative(self, problem: Problem) -> str:
-        """The problem on one line, its path below the run directory."""
+        """Return the problem on one line, with its path relative to the run directory."""
         where = problem.where.removeprefix(f"{self.directory}/").removeprefix(str(self.directory))
         text = f"{where}: {problem.what}" if where else problem.what
         return printable(f"{text}; {problem.fix}" if problem.fix else text)
 
 
 def read_status(directory: Path) -> Status:
-    """The status of one run directory; its damaged files are named in `damage`. Raises FrontierError when it is
-    none.
+    """Return the status of one run directory. Its damaged files are listed in `damage`.
+
+    Raises FrontierError if `directory` is not a run directory.
     """
     if not directory.is_dir():
         raise FrontierError(
@@ -135,7 +136,7 @@ def read_status(directory: Path) -> Status:
     length = parts.value(config, "model", "sequence_length", is_count)
     checkpoint, saved_unix_s = _checkpoint(parts)
     job_id, fields = _job(_job_ids(parts))
-    living = parts.read(living_holder, None)  # also of a run without any job
+    living = parts.read(living_holder, None)  # also for a run without a job
     _note_clock(parts, living)
     step = int(last.get("step", checkpoint))
     times = [float(row["step_time_s"]) for row in rows[-RECENT:] if row.get("step_time_s") is not None]
@@ -180,7 +181,7 @@ def read_status(directory: Path) -> Status:
 
 
 def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Problem]]:
-    """The status of each run, and what kept the others from being read: one run never hides another."""
+    """Return the statuses of the readable runs and the problems of the others."""
     statuses: list[Status] = []
     problems: list[Problem] = []
     for directory in directories:
@@ -197,14 +198,15 @@ def read_statuses(directories: Iterable[Path]) -> tuple[list[Status], list[Probl
 
 
 def _note_lines(parts: RunParts, name: str, is_sound: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Name the lines of a file that were left out."""
+    """Record the lines of a file that were left out."""
     if what := parts.read(lambda directory: damaged_lines(directory / name, is_sound), ""):
         parts.note(Problem(name, what))
 
 
 def _job_ids(parts: RunParts) -> list[str]:
-    """Ids of the job that started last and of the one that was queued last; a damaged file of one does not hide the
-    other.
+    """Return the ids of the job that started last and of the job that was queued last.
+
+    A damaged file of one does not hide the other.
     """
     started = parts.read(lambda directory: str(last_start(directory).get("job_id", "")), "")
     queued = parts.read(run_dir.queued_job, "")
@@ -212,7 +214,7 @@ def _job_ids(parts: RunParts) -> list[str]:
 
 
 def _note_clock(parts: RunParts, living: Holder | None) -> None:
-    """Say when a holder counts as alive only because of its clock."""
+    """Record that a holder counts as alive only because its clock is ahead."""
     if living is None or living.host == socket.gethostname():
         return
     path = newest_lock(parts.directory)
@@ -223,7 +225,7 @@ def _note_clock(parts: RunParts, living: Holder | None) -> None:
 
 
 def _checkpoint(parts: RunParts) -> tuple[int, float | None]:
-    """(step of the newest complete checkpoint, when it was written); newer ones that are not complete are named."""
+    """Return (step, Unix time of writing) of the newest complete checkpoint. Record newer incomplete ones."""
 
     def newest(directory: Path) -> tuple[int, float | None]:
         folder = directory / "checkpoints"
@@ -238,7 +240,7 @@ def _checkpoint(parts: RunParts) -> tuple[int, float | None]:
 
 
 def _failure(directory: Path) -> Failure | None:
-    """The record of the last failure. Raises DamagedRecord for a file that holds none."""
+    """Return the record of the last failure. Raises DamagedRecord if the file contains no record."""
     path = directory / FILE
     text = read_text(path)
     if text is None:
@@ -250,19 +252,21 @@ def _failure(directory: Path) -> Failure | None:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    """The run's own configuration, as it is written; empty where it has none yet. Raises FrontierError for a damaged
-    file.
+    """Return the content of the run's config.yaml, or else of its run.yaml. Empty if neither exists yet.
+
+    Raises FrontierError for a damaged file.
     """
     for name in ("config.yaml", "run.yaml"):
         if os.path.lexists(directory / name):
-            read_text(directory / name)  # names what is not a file
+            read_text(directory / name)  # raises an error if the name is not a regular file
             return read_yaml(directory / name)
     return {}
 
 
 def _counted(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A configuration with the number of steps that its duration in tokens takes. Raises FrontierError for a
-    duration that has no end.
+    """Return the configuration with durations in tokens converted to steps.
+
+    Raises FrontierError for a duration without an end.
     """
     content: dict[str, Any] = in_steps(config, steps_done(directory))
     train = content.get("train")
@@ -272,7 +276,7 @@ def _counted(config: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _blocked(directory: Path) -> dict[str, dict[str, int]]:
-    """The rows of the newest communication record that have the three counts which are shown."""
+    """Return the axes of the newest communication record that have all three shown counts."""
     rows = (row for row in reversed(run_dir.rows(directory)) if row.get("kind") == "communication")
     axes: Any = next((row.get("axes", {}) for row in rows), {})
     if not isinstance(axes, dict):
@@ -284,8 +288,8 @@ def _blocked(directory: Path) -> dict[str, dict[str, int]]:
 
 
 def _job(ids: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """The job that holds the run, or else the one queued for it."""
-    with suppress(FrontierError):  # no Slurm here: the directory still tells the rest
+    """Return the job that holds the run, or else the job that is queued for it, with its fields."""
+    with suppress(FrontierError):  # without Slurm the directory still gives the other facts
         for job_id in ids:
             fields = slurm.job_fields(job_id)
             if fields.get("JobState") in slurm.ACTIVE:
@@ -308,7 +312,10 @@ def _slices(eta_s: float | None, left_s: float | None, fields: dict[str, str]) -
 
 
 def find_runs(root: Path = Path("runs")) -> list[Path]:
-    """`root` itself or the run directories below it, newest first. A folder that cannot be read is a warning."""
+    """Return `root` if it is a run directory, otherwise the run directories below it, newest first.
+
+    Warns of a folder that cannot be read.
+    """
     runs = []
 
     def warn(error: OSError) -> None:
@@ -319,14 +326,14 @@ def find_runs(root: Path = Path("runs")) -> list[Path]:
         here = Path(folder)
         if not {*RUN_MARKS}.isdisjoint([*files, *folders]):
             runs.append(here)
-            folders.clear()  # a run holds no other, but thousands of logs and shards
+            folders.clear()  # runs are not nested, and a run has thousands of logs and shards
         linked = [here / name for name in folders if (here / name).is_symlink()]  # os.walk does not enter them
         runs += [path for path in linked if any((path / mark).exists() for mark in RUN_MARKS)]
     return sorted(runs, key=_changed_unix_s, reverse=True)
 
 
 def _changed_unix_s(run: Path) -> float:
-    """When one of the files that make a run changed last; 0 if none can be read."""
+    """Return the time of the last change of a marking file. 0 if none can be read."""
     times = [0.0]
     for mark in RUN_MARKS:
         with suppress(OSError):
@@ -335,12 +342,12 @@ def _changed_unix_s(run: Path) -> float:
 
 
 def render(statuses: Sequence[Status]) -> str:
-    """For a terminal."""
+    """Return the statuses as text for a terminal."""
     return "\n\n".join(_render_one(status) for status in statuses)
 
 
 def _render_one(status: Status) -> str:
-    """One line of heading, then facts under aligned names; what is not known is left out."""
+    """Return a heading and one aligned line for each known fact."""
     job = f"job {status.job_id} " if status.job_id else ""
     where = f" on {status.nodes}" if status.nodes else ""
     reason = f" ({status.reason})" if status.reason and status.reason != "None" else ""
@@ -371,7 +378,7 @@ def _render_one(status: Status) -> str:
 
 
 def _wanted(job: Job, node_hours: float) -> str:
-    """What the job's record asks for, and how much of its budget is used."""
+    """Return the requests in the job's record, and the used part of its budget, as text."""
     spares = f" + {job.spares} spare" if job.spares else ""
     used = f"{node_hours:,.1f} node-hours used"
     if job.max_node_hours is not None:

@@ -1,10 +1,10 @@
-"""Queue a run: check everything, freeze code and configuration in the run directory, then call sbatch once.
+"""Queues a run: checks everything, copies code and configuration into the run directory, and calls sbatch once.
 
-RUN_DIR/run.yaml        the resolved configuration that the job reads
-RUN_DIR/code-DIGEST/    the package, launch/, slurm/, configs/ and plugin files as they were
-RUN_DIR/job.json        the record of the job
-RUN_DIR/job.sbatch      the script; a successor job uses it again
-RUN_DIR/submissions.jsonl
+* `RUN_DIR/run.yaml`: the resolved configuration that the job reads.
+* `RUN_DIR/code-DIGEST/`: copies of the package, launch/, slurm/, configs/ and plugin files.
+* `RUN_DIR/job.json`: the record of the job.
+* `RUN_DIR/job.sbatch`: the script, which a successor job uses again.
+* `RUN_DIR/submissions.jsonl`: one line per call of sbatch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCRIPT = "job.sbatch"
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job, and what Slurm is asked for it."""
+    """A job, and the resources that it requests from Slurm."""
 
     job: Job
     config: RunConfig
@@ -48,17 +48,17 @@ class JobRequest:
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
-    minutes: int | None = None  # None: the longest that the bin allows
+    minutes: int | None = None  # None: the longest that the site allows.
     dependency: str | None = None
     exclude: tuple[str, ...] = ()
     name: str | None = None
-    saves: bool = True  # False: a run that is never continued needs no time to save
-    step_s: float = 0.0  # predicted; 0: not predicted yet
-    job_tasks_per_node: int | None = None  # of a job that runs already: Slurm has accepted it, its warning time is set
+    saves: bool = True  # False: a run that is never continued, and so needs no time to save.
+    step_s: float = 0.0  # predicted; 0: not predicted yet.
+    job_tasks_per_node: int | None = None  # ranks per node if Slurm already runs the job; None: not queued yet.
 
     @property
     def is_running(self) -> bool:
-        """Whether the job runs already, so that Slurm has accepted it and its warning time is set."""
+        """Whether the job already runs, so that Slurm has accepted it and its warning time is fixed."""
         return self.job_tasks_per_node is not None
 
     @property
@@ -68,11 +68,11 @@ class JobRequest:
 
     @property
     def slice_minutes(self) -> int | None:
-        """Walltime of one job, or None when only Slurm knows it."""
+        """Walltime of one job in minutes. None if only Slurm knows it."""
         return self.minutes or self.site.max_minutes(self.job.all_nodes, self.partition)
 
     def with_step(self, step_s: float) -> JobRequest:
-        """The request with the predicted time of a step, and with the warning time that follows from it."""
+        """Return the request with the predicted time of a step, and with the resulting warning time."""
         predicted = replace(self, step_s=step_s)
         if self.is_running:
             return predicted
@@ -84,7 +84,10 @@ class JobRequest:
 
 
 def wanted_job(config: RunConfig, site: Site, nodes: int, **settings: Any) -> Job:
-    """The record of a job whose configuration lies in the run directory. `settings`: further fields of `Job`."""
+    """Return the record of a job that reads its configuration from the run directory.
+
+    `settings` are further fields of `Job`.
+    """
     directory = Path(config.train.run_dir).resolve()
     return Job(
         run_dir=str(directory),
@@ -97,7 +100,7 @@ def wanted_job(config: RunConfig, site: Site, nodes: int, **settings: Any) -> Jo
 
 @dataclass(frozen=True)
 class Submission:
-    """What is, or with a dry run would be, given to sbatch."""
+    """The script and command line for sbatch. `job_id` is None until the job is queued."""
 
     script: str
     command: tuple[str, ...]
@@ -106,7 +109,7 @@ class Submission:
     job_id: str | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """For --json."""
+        """Return the submission for --json."""
         return {
             "job_id": self.job_id,
             "run_dir": self.job.run_dir,
@@ -118,7 +121,7 @@ class Submission:
 
 
 def _whole_node_problems(request: JobRequest) -> Iterator[Problem]:
-    """Nodes whose ranks cannot be divided into replicas. The answer names numbers of nodes."""
+    """Yield a problem if the ranks do not divide into replicas. The fix has the nearest numbers of nodes."""
     parallel = request.config.parallel
     per_node = request.tasks_per_node
     nodes = request.job.nodes
@@ -131,7 +134,7 @@ def _whole_node_problems(request: JobRequest) -> Iterator[Problem]:
 
 
 def problems(request: JobRequest) -> Iterator[Problem]:
-    """Everything that would fail later, found before sbatch is called: the site's limits, the layout, the names."""
+    """Yield everything that would fail later: limits of the site, layout, invalid names."""
     job = request.job
     site = request.site
     if not request.is_running:
@@ -157,7 +160,7 @@ def problems(request: JobRequest) -> Iterator[Problem]:
 
 
 def more_time(request: JobRequest, minutes: int) -> str:
-    """How a job of these nodes gets so many minutes."""
+    """Return advice on how a job of these nodes gets `minutes` of walltime."""
     nodes = request.job.all_nodes
     longest = request.site.max_minutes(nodes, request.partition)
     if longest is None or minutes <= longest:
@@ -167,7 +170,7 @@ def more_time(request: JobRequest, minutes: int) -> str:
 
 
 def prepare(request: JobRequest) -> Submission:
-    """The script and the command line. Raises ConfigError with every problem; writes nothing."""
+    """Return script and command line without writing anything. Raises ConfigError with all problems."""
     if refusals := list(problems(request)):
         raise ConfigError(refusals)
     directory = request.job.directory
@@ -203,16 +206,19 @@ def prepare(request: JobRequest) -> Submission:
 
 
 def readiness(request: JobRequest, submission: Submission) -> Readiness:
-    """What the site has of what the job needs."""
+    """Check that everything the job needs is installed at the site."""
     return before_the_queue(request.config, request.site, request.job.directory, submission.variables)
 
 
 def submit(request: JobRequest) -> Submission:
-    """Check, freeze and queue; the result carries the job's id. Raises FrontierError before anything is queued."""
+    """Check the request, copy the code and queue the job. Return the submission with the job's id.
+
+    Raises FrontierError before anything is queued.
+    """
     submission = prepare(request)
     readiness(request, submission).refuse()
     directory = request.job.directory
-    read_job(directory)  # raises if the record there cannot be replaced
+    read_job(directory)  # raises an error if a damaged record exists, which must not be replaced
     _refuse_busy(request)
     with reserved(directory):
         code = Path(submission.variables["FRONTIER_LLM_ROOT"])
@@ -232,8 +238,9 @@ def submit(request: JobRequest) -> Submission:
 
 
 def _frozen(request: JobRequest, code: Path) -> RunConfig:
-    """The configuration that the job reads: it names the run directory, and the copies of plugin files by paths
-    relative to it.
+    """Return the configuration that the job reads.
+
+    It has the absolute run directory, and the paths of copied plugin files relative to that directory.
     """
     copies = {
         name: str(code.relative_to(request.job.directory) / place)
@@ -248,22 +255,22 @@ def _frozen(request: JobRequest, code: Path) -> RunConfig:
 
 
 def sbatch_command(directory: Path, options: Mapping[str, str | None]) -> tuple[str, ...]:
-    """For the script of a run directory; an option without a value is left out."""
-    # relative paths of the configuration keep their meaning
+    """Return the sbatch command for the script of a run directory. Options without a value are left out."""
+    # with chdir, relative paths of the configuration stay valid
     own = {"output": str(directory / "job-%j.out"), "chdir": os.getcwd()}
     words = (f"--{name}={value}" for name, value in {**options, **own}.items() if value)
     return ("sbatch", "--parsable", *words, str(directory / SCRIPT))
 
 
 def queue(directory: Path, command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """The id of the new job, which the run directory then names as the one queued last."""
+    """Queue a job and return its id. The run directory records it as the job that was queued last."""
     job_id = slurm.call(command, env={**environment(), **variables}).strip().split(";")[0]
     write_atomically(directory / "successor", job_id + "\n")
     return job_id
 
 
 def _refuse_busy(request: JobRequest) -> None:
-    """One job per run directory, and no more in the queue than the site lets a user have."""
+    """Raise ConfigError if a job of this run is active, or if the user has too many queued jobs for the site."""
     busy = []
     for job_id in jobs(request.job.directory):
         if slurm.is_active(job_id):
@@ -285,7 +292,7 @@ def _refuse_busy(request: JobRequest) -> None:
 
 
 def describe(request: JobRequest, submission: Submission) -> str:
-    """What a person wants to see before or after queueing."""
+    """Return a short description of a submission for the user."""
     job = request.job
     nodes = f"{job.nodes} + {job.spares} spare nodes" if job.spares else plural(job.nodes, "node")
     minutes = request.slice_minutes
@@ -301,5 +308,5 @@ def describe(request: JobRequest, submission: Submission) -> str:
 
 
 def default_account() -> str | None:
-    """What Slurm itself would take when no -A is given."""
+    """Return the account that Slurm uses if no -A is given."""
     return environ("SBATCH_ACCOUNT") or environ("SLURM_ACCOUNT")

@@ -1,7 +1,7 @@
-"""The supervisor in the batch shell of a job: a thin shell around `cluster.decide` (launch/job.sh starts it).
+"""The supervisor in the batch shell of a job, which launch/job.sh starts. `cluster.decide` makes its decisions.
 
-One attempt is one srun of every rank. `decide` says what comes next. This module reads its records from Slurm, the
-clock and the run directory, starts the ranks, and carries out the last decision.
+One attempt is one srun of all ranks. `decide` returns the next action. This module reads the records from Slurm, the
+clock and the run directory, starts the ranks, and executes the final decision.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OLD_WARNING_VARIABLE = "FRONTIER_LLM_SIGNAL_LEAD_S"
 def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: None) -> int:
     """Start the ranks until the run is finished, stopped, or continued by another job.
 
-    `admit` may refuse what is left of the run. Returns the exit code of the batch script.
+    `admit` can refuse the rest of the run by an error. Return the exit code of the batch script.
     """
     refuse_second_holder(run)
     if read_job(run.directory) != run.job:
@@ -65,11 +65,11 @@ def supervise(run: BatchRun, admit: Callable[[BatchRun], None] = lambda run: Non
 
 
 def look_and_decide(run: BatchRun, earlier: int) -> Start | Requeue | Successor | Done | GiveUp:
-    """The decision of this moment. `earlier`: recorded starts before this supervisor."""
+    """Return the decision for the current state. `earlier` is the number of starts before this supervisor."""
     history = read_history(run, earlier)
     stop_requested = (run.directory / run_dir.STOP_FILE).exists()
     now = Now(unix_s=time.time(), nodes=run.allocation.nodes, stop_requested=stop_requested)
-    if not reason_to_end(run.job, history, stop_requested):  # a finished run does not need Slurm's answers
+    if not reason_to_end(run.job, history, stop_requested):  # Slurm is not needed to end a finished run
         now = replace(
             now,
             unhealthy=tuple(slurm.unhealthy(run.allocation.nodes)),
@@ -80,7 +80,7 @@ def look_and_decide(run: BatchRun, earlier: int) -> Start | Requeue | Successor 
 
 
 def read_history(run: BatchRun, earlier: int) -> History:
-    """What the run directory records of the run."""
+    """Return the history that the run directory records."""
     history = History(
         target_step=run.config.train.steps,
         saves_final=run.config.train.save_final,
@@ -94,7 +94,7 @@ def read_history(run: BatchRun, earlier: int) -> History:
 
 
 def too_slow(run: BatchRun) -> tuple[str, ...]:
-    """Hosts that were named slow as often as the site tolerates."""
+    """Return hosts that were reported as stragglers at least `site.exclude_slow_after` times."""
     limit = run.site.exclude_slow_after
     if limit is None:
         return ()
@@ -102,7 +102,7 @@ def too_slow(run: BatchRun) -> tuple[str, ...]:
 
 
 def attempt(run: BatchRun, start: Start) -> None:
-    """Start all ranks once, wait for their end, and record it."""
+    """Start all ranks once, wait for their end, and record a failure."""
     if start.wait_s > 0:
         log.info(f"rank 0 moves to {start.nodes[0]}: waiting {start.wait_s:.0f} s until the old lock is stale")
         time.sleep(start.wait_s)
@@ -112,7 +112,7 @@ def attempt(run: BatchRun, start: Start) -> None:
 
 
 def carry_out(run: BatchRun, decision: Requeue | Successor | Done | GiveUp) -> int:
-    """Do what ends this job. Returns the exit code of the batch script."""
+    """Execute the decision that ends this job. Return the exit code of the batch script."""
     match decision:
         case Done():
             log.info(decision.reason)
@@ -131,7 +131,7 @@ def carry_out(run: BatchRun, decision: Requeue | Successor | Done | GiveUp) -> i
 
 
 def requeue(job_id: str) -> None:
-    """Put this job back into the queue. Slurm then ends this shell. Raises FrontierError if it does not."""
+    """Requeue this job. Slurm then ends this shell. Raises FrontierError if this shell is still alive after 120 s."""
     log.info(f"requeueing job {job_id}")
     sys.stderr.flush()
     slurm.requeue(job_id)
@@ -140,9 +140,9 @@ def requeue(job_id: str) -> None:
 
 
 def queue_successor(run: BatchRun) -> None:
-    """Queue one new job by the run's own script, unless one is queued already. It avoids the run's bad hosts.
+    """Queue one new job with the run's own script, unless one is queued already. It excludes the run's bad hosts.
 
-    The new job starts when this one has ended.
+    The new job starts when this job has ended.
     """
     queued = run_dir.queued_job(run.directory)
     if queued not in ("", run.allocation.job_id) and slurm.is_active(queued):
@@ -161,13 +161,13 @@ def queue_successor(run: BatchRun) -> None:
         raise FrontierError(f"there is no {script}", fix, "successor")
     warning_s = measured_warning_s(run.directory) or round(run.job.warning_s)
     options = {
-        # where this job runs and which account pays for it: `submit` has put that beside the script, not into it
+        # partition and account of this job, which `submit` passed on the command line and not in the script
         **{name: environ(f"SLURM_JOB_{name.upper()}") for name in ("account", "partition", "qos")},
         "dependency": f"afterany:{run.allocation.job_id}",
         "signal": f"USR1@{warning_s}",
         "exclude": hostlist.compress(bad),
     }
-    # a script from before job.json reads the variable
+    # a script that is older than job.json reads the variable
     variables = {OLD_WARNING_VARIABLE: str(warning_s)} if environ(OLD_WARNING_VARIABLE) else {}
     job_id = queue(run.directory, sbatch_command(run.directory, options), variables)
     write_job(replace(run.job, warning_s=float(warning_s)))
@@ -175,9 +175,9 @@ def queue_successor(run: BatchRun) -> None:
 
 
 def refuse_second_holder(run: BatchRun) -> None:
-    """Raise FrontierError if another live job owns the run directory."""
+    """Raise FrontierError if another live job holds the run directory."""
     living = living_holder(run.directory)
-    if living is not None and not living.job:  # a rank of a job may have died just now: Slurm says whether it lives
+    if living is not None and not living.job:  # for a holder with a job, Slurm is queried instead
         refuse_second_start(run.directory)
     other = last_start(run.directory)
     if not other or other["job_id"] == run.allocation.job_id:
@@ -192,7 +192,7 @@ def refuse_second_holder(run: BatchRun) -> None:
 
 
 def _warn_of_records(run: BatchRun) -> None:
-    """Warn of starts that cannot be read, and of a warning time that has been too short so far."""
+    """Warn of unreadable starts, and of a warning time that has been too short so far."""
     if what := damaged_lines(run.directory / "attempts.jsonl", run_dir.is_attempt):
         log.warn(f"attempts.jsonl: {what}; the node-hours of these starts are not counted")
     needed_s = measured_warning_s(run.directory)
@@ -209,7 +209,7 @@ def main(
     continuation: str | None = None,
     admit: Callable[[BatchRun], None] = lambda run: None,
 ) -> int:
-    """Command line of the batch shell; `admit` may refuse what is left of the run."""
+    """Run the command line of the batch shell. `admit` can refuse the rest of the run by an error."""
     if not words:
         print("usage: python -m frontier_llm.cli.job RUN [key=value ...], or --run-dir=DIR", file=sys.stderr)
         return 2

@@ -1,4 +1,7 @@
-"""How long before the walltime the ranks are told to save: measured if the run has saved before, else estimated."""
+"""The warning time: seconds before the walltime at which Slurm signals the ranks to save.
+
+It is measured from earlier steps and saves if possible, else estimated.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,18 @@ GRAIN_S = 30
 
 
 def warning_s(step_s: float, save_s: float) -> int:
-    """Twice (a step + a save) + 60 s, in whole half minutes, at least two minutes.
+    """Return twice (a step + a save) + 60 s, rounded up to half minutes, and at least two minutes.
 
-    A rank notices at the end of a step; a late step and a slow filesystem are allowed as much again; Slurm's clock has
-    a grain of a minute.
+    A rank notices the signal at the end of a step. The factor 2 allows for a slow step and a slow file system. Slurm's
+    clock has a resolution of one minute.
     """
     return max(MIN_WARNING_S, -(-int(2 * (step_s + save_s) + 60) // GRAIN_S) * GRAIN_S)
 
 
 def next_warning_s(directory: Path, site: Site, expected_step_s: float = 0.0) -> int:
-    """The warning time of the next job of a run: from its own steps and saves, else the site's plus twice the expected
-    step.
+    """Return the warning time of the next job of a run, measured from its own steps and saves.
+
+    Without measurements, return the site's time plus twice the expected step.
     """
     if (measured := measured_warning_s(directory)) is not None:
         return measured
@@ -31,14 +35,14 @@ def next_warning_s(directory: Path, site: Site, expected_step_s: float = 0.0) ->
 
 
 def measured_warning_s(directory: Path) -> int | None:
-    """What the median step and the slowest save recorded in a run directory ask for; None before the first save."""
+    """Return the warning time from the median step and the slowest save of a run. None before the first save."""
     saves = save_seconds(directory)
     steps = [float(row["step_time_s"]) for row in run_dir.steps(directory) if "step_time_s" in row]
     return warning_s(statistics.median(steps), max(saves)) if saves and steps else None
 
 
 def save_seconds(directory: Path) -> list[float]:
-    """How long each recorded save took until it was durable: from the line of its step to the line of the save."""
+    """Return the duration of each recorded save, from the line of its step to the line of the durable save."""
     seconds: list[float] = []
     finished: dict[int, float] = {}
     for row in run_dir.read_jsonl(directory / "metrics.jsonl"):

@@ -1,3 +1,3 @@
-"""The run directory and a rank's identity: the only channel between ranks, supervisor, `status` and `tune`. Imports
-the root modules alone.
+"""The run directory and the identity of a rank. Ranks, supervisor, `status` and `tune` communicate only through the run
+directory. This package imports only the root modules.
 """

@@ -1,8 +1,7 @@
-"""Decides which checkpoint of a run is the newest complete one. Loader, supervisor and `status` all call this; it needs
-no torch.
+"""Decides which checkpoint of a run is the newest complete one, without torch. Loader, supervisor and `status` call it.
 
-A checkpoint `step_00000100/` is complete if its manifest is the one that was written and every shard is there in its
-full size. The pointer file LATEST is for people. It does not decide anything.
+A checkpoint `step_00000100/` is complete if its manifest matches its digest and every shard has its full size.
+The pointer file LATEST is only for users. No code reads it to choose a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from frontier_llm.units import strict_json
 
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.sha256"
-MAX_MANIFEST_BYTES = 1 << 26  # the 1T model on 3072 ranks, with 72,087 pieces, needs a twentieth
+MAX_MANIFEST_BYTES = 1 << 26  # 20 times the manifest of the 1T model on 3072 ranks, which has 72,087 pieces
 _NAME = re.compile(r"step_([0-9]{8,12})")
 
 
 class BrokenManifest(Exception):
-    """A manifest that cannot be read or is not the one that was written."""
+    """A manifest that cannot be read or does not match its digest."""
 
     def __init__(self, path: Path, what: str, fix: str = "") -> None:
         super().__init__(f"{path}: {what}")
@@ -39,18 +38,18 @@ class BrokenManifest(Exception):
 
 
 def step_name(step: int) -> str:
-    """'step_00000100'."""
+    """100 -> 'step_00000100'."""
     return f"step_{step:08}"
 
 
 def named_step(name: str) -> int | None:
-    """The step in a checkpoint's name; None for any other name."""
+    """Return the step in a checkpoint's name. None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def named_steps(directory: Path) -> list[int]:
-    """Steps of all folders with a checkpoint's name, newest first. Links do not count. Raises OSError."""
+    """Return the steps of all folders that are named like a checkpoint, newest first, without links. Raises OSError."""
     if not directory.is_dir():
         return []
     with os.scandir(directory) as entries:
@@ -59,12 +58,12 @@ def named_steps(directory: Path) -> list[int]:
 
 
 def digest_line(content: bytes) -> bytes:
-    """The content of manifest.sha256; `sha256sum --check` reads it."""
+    """Return the content of manifest.sha256, in the format of `sha256sum --check`."""
     return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def manifest_bytes(path: Path) -> bytes:
-    """The manifest of the checkpoint `path`, compared with its digest. Raises BrokenManifest."""
+    """Return the manifest of the checkpoint `path` after comparing it with its digest. Raises BrokenManifest."""
     limit = lifted_bound(MAX_MANIFEST_BYTES)
     content = _read_small(path / MANIFEST, limit)
     if len(content) > limit:
@@ -86,7 +85,10 @@ def _read_small(path: Path, limit: int) -> bytes:
 
 
 def fault(path: Path) -> Problem | None:
-    """What keeps the checkpoint `path` from being complete; None if it is. The shards' contents are not read."""
+    """Return the fault that makes the checkpoint `path` incomplete. None if it is complete.
+
+    The contents of the shards are not read.
+    """
     try:
         content = manifest_bytes(path)
         manifest = json.loads(content)
@@ -102,9 +104,8 @@ def fault(path: Path) -> Problem | None:
 
 
 def _shard_fault(path: Path, sizes: dict[str, object]) -> Problem | None:
-    """The first shard that is missing or has another size. One pass over the folder, because a parallel file system
-    reads ahead then.
-    """
+    """Return the first shard that is missing or has another size. None if all are complete."""
+    # one pass over the folder, because a parallel file system reads file attributes ahead during a scan
     missing = dict(sizes)
     try:
         with os.scandir(path) as entries:
@@ -125,11 +126,14 @@ def _shard_fault(path: Path, sizes: dict[str, object]) -> Problem | None:
 
 
 def faults(directory: Path) -> Iterator[tuple[int, Problem | None]]:
-    """(step, what keeps it from being complete) of each checkpoint of a `checkpoints` folder, newest first."""
+    """Yield (step, fault or None) for each checkpoint of a `checkpoints` folder, newest first."""
     for step in named_steps(directory):
         yield step, fault(directory / step_name(step))
 
 
 def newest_complete(directory: Path) -> int | None:
-    """The step of the newest complete checkpoint in a `checkpoints` folder; None if there is none. Raises OSError."""
+    """Return the step of the newest complete checkpoint in a `checkpoints` folder. None if there is none.
+
+    Raises OSError.
+    """
     return next((step for step, problem in faults(directory) if problem is None), None)

@@ -1,8 +1,9 @@
-"""Who failed first: the one record of it, `failure.json` in the run directory, written and read here alone.
+"""The record of the first failure of a start, `failure.json` in the run directory.
 
-The rank that failed writes it, or rank 0 about one that died or froze (training/guard/cause.py). Whoever started the
-ranks completes it with what only he sees: signal, exit code, a node that is gone. Where no rank could write, he
-searches their logs, and `evidence` says so.
+Only this module reads and writes the file.
+The failed rank writes the record, or rank 0 writes it about a rank that died or froze (training/guard/cause.py).
+The launcher adds signal, exit code and lost nodes. If no rank wrote a record, the launcher searches the ranks' logs,
+and `evidence` records that source.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from frontier_llm.files import write_atomically, write_durably
 from frontier_llm.units import strict_json
 
 FILE = "failure.json"
-# exit code of a rank whose user has to change something: trying again is useless (errors.FrontierError.exit_code)
+# exit code of a rank whose user has to change something, so that a restart is useless (errors.FrontierError.exit_code)
 REFUSED = 2
-STUCK = 70  # EX_SOFTWARE: a rank's watchdog ended it, because another did not move
+STUCK = 70  # EX_SOFTWARE: the rank's watchdog ended it, because another rank made no progress
 _LOST_A_PEER = re.compile(
     r"RankFailure|secondary failure|has died or left|connection (reset|closed|refused)|broken pipe|timed "
     r"out|peer|nccl|gloo|"
@@ -37,14 +38,14 @@ _HARDWARE = re.compile(
 
 
 class Evidence(StrEnum):
-    """What a record rests on."""
+    """The source from which a record was made."""
 
-    EXCEPTION = "exception"  # of the named rank, told by itself
-    COMPARISON = "comparison"  # copies that must be equal are not
-    NOTICES = "notices"  # that all ranks keep posting: the named one fell silent or behind
-    SYMPTOM = "symptom"  # the named rank lost its peers and could ask nobody: it need not be the first
-    ENDS = "ends"  # of the processes: signals, exit codes, nodes that are gone
-    LOGS = "logs"  # searched, because no rank could write a record
+    EXCEPTION = "exception"  # an exception of the named rank, recorded by that rank.
+    COMPARISON = "comparison"  # copies that must be equal differ.
+    NOTICES = "notices"  # the heartbeats of the named rank stopped or fell behind.
+    SYMPTOM = "symptom"  # the named rank lost its peers without finding the cause; it may not be the first.
+    ENDS = "ends"  # signals, exit codes or lost nodes with which processes ended.
+    LOGS = "logs"  # the ranks' logs, searched because no rank could write a record.
 
 
 @dataclass(frozen=True)
@@ -53,40 +54,40 @@ class Suspect:
 
     rank: int
     host: str
-    tensor: str  # in which it shows
+    tensor: str  # the tensor with the wrong values
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run first."""
+    """The first failure of a start."""
 
     what: str
     evidence: Evidence
     cause: str = "crash"  # crash | wrong results | node failure | refused | walltime
-    rank: int | None = None  # None: nobody knows
-    host: str = ""  # of that rank; '' = unknown
-    step: int | None = None  # None: training had not begun, or nobody knows
-    section: str = ""  # of the program: train, evaluate, save …
-    host_suspect: bool = False  # only a host can fail so: again on this one, and it is avoided
-    message: tuple[str, ...] = ()  # the rank's traceback or last words
-    suspects: tuple[Suspect, ...] = ()  # with wrong results
-    excluded_hosts: tuple[str, ...] = ()  # no longer used because of it
+    rank: int | None = None  # None: unknown
+    host: str = ""  # host of that rank; '' = unknown
+    step: int | None = None  # None: training had not begun, or the step is unknown
+    section: str = ""  # part of the program: train, evaluate, save …
+    host_suspect: bool = False  # the host may have caused it; after a second such failure the host is avoided
+    message: tuple[str, ...] = ()  # the rank's traceback or last lines of output
+    suspects: tuple[Suspect, ...] = ()  # only for wrong results
+    excluded_hosts: tuple[str, ...] = ()  # no longer used because of this failure
     unix_s: float = field(default_factory=time.time)
 
     def describe(self) -> str:
-        """'rank 2 on n0 failed first, at step 17 (train): …'."""
+        """Return a sentence such as 'rank 2 on n0 failed first, at step 17 (train): …'."""
         if self.rank is None:
             return self.what
         where = "" if self.step is None else f", at step {self.step} ({self.section})"
         return f"rank {self.rank} on {self.host or 'an unknown host'} failed first{where}: {self.what}"
 
     def to_json(self) -> str:
-        """For a file or the ranks' store."""
+        """Return the text for a file or the ranks' store."""
         return strict_json(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Failure:
-        """What `to_json` gave. Raises ValueError, TypeError or KeyError for anything else."""
+        """Return the failure that `to_json` wrote. Raises ValueError, TypeError or KeyError for any other text."""
         content: dict[str, Any] = json.loads(text)
         content |= {name: tuple(content[name]) for name in ("message", "excluded_hosts")}
         suspects = tuple(Suspect(**suspect) for suspect in content["suspects"])
@@ -94,9 +95,9 @@ class Failure:
 
 
 def write_failure(run_dir: Path, failure: Failure, *, complete: bool = False) -> None:
-    """Record it. Among the ranks the first one wins; `complete` replaces the ranks' record with one that knows more.
+    """Write the record. The first rank that writes wins. `complete` replaces the record with a more complete one.
 
-    A disk that fails must not hide the cause: it is a warning.
+    A failed write only warns, so that it does not hide the cause.
     """
     path = run_dir / FILE
     try:
@@ -116,12 +117,12 @@ def _write_first(path: Path, content: bytes) -> None:
     except FileExistsError:
         raise
     except OSError:
-        path.unlink(missing_ok=True)  # half a record would keep the other ranks from writing theirs
+        path.unlink(missing_ok=True)  # a partly written record would keep the other ranks from writing theirs
         raise
 
 
 def read_failure(run_dir: Path) -> Failure | None:
-    """The record of the run's last start; None when that has not failed, or no rank could write."""
+    """Return the record of the run's last start. None if that start has not failed or no rank could write."""
     try:
         return Failure.from_json((run_dir / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError):
@@ -129,17 +130,15 @@ def read_failure(run_dir: Path) -> Failure | None:
 
 
 def forget_failure(run_dir: Path) -> None:
-    """Before a new start."""
+    """Delete the record before a new start."""
     (run_dir / FILE).unlink(missing_ok=True)
 
 
 def lost_a_peer(text: str) -> bool:
-    """Whether an exception only says that another rank is gone: then it is not the cause."""
+    """Whether an exception only reports the loss of another rank. Such an exception is not the cause."""
     return bool(_LOST_A_PEER.search(text))
 
 
 def speaks_of_hardware(text: str) -> bool:
-    """Whether an exception says that the host may be at fault; any other is the program's own, wherever its rank
-    sits.
-    """
+    """Whether an exception points to a fault of the host. Any other exception is a fault of the program."""
     return bool(_HARDWARE.search(text))

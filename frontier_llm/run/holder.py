@@ -1,9 +1,9 @@
-"""Who holds a run directory: which start of the run is the newest, and whether its rank 0 lives.
+"""Which start of a run is the newest, which process holds the run directory, and whether that process is alive.
 
-incarnation.json                               a supervisor numbers each start of its ranks, and names the job
-submit.lock                                    a process that queues a job or writes job.json reserves the directory
-checkpoints/incarnations/NNNNNNNN.json         rank 0 takes the lock of its start (checkpoint.lock), which only a dead
-holder loses
+* `incarnation.json`: a supervisor numbers each start of its ranks here and records the job.
+* `submit.lock`: a process that queues a job or writes job.json reserves the directory with this file.
+* `checkpoints/incarnations/NNNNNNNN.json`: rank 0 takes the lock of its start here (checkpoint.lock). A later start can
+  take over only if the holder is dead.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from frontier_llm.run.records import DamagedRecord, is_count, is_number, read_js
 from frontier_llm.run.run_dir import queued_job
 from frontier_llm.units import strict_json
 
-# A holder on another host without a sign of life for so long is dead: twelve heartbeats, more than a usual Lustre
-# failover pause
+# A holder on another host is dead after this time without a heartbeat: twelve heartbeats, and longer than a usual
+# Lustre failover pause
 STALE_AFTER_S = 60.0
 LOCKS = Path("checkpoints") / "incarnations"
 RESERVATION = "submit.lock"
@@ -36,35 +36,36 @@ WATCH_PERIOD_S = 1.0
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run directory."""
+    """The process that holds a run directory."""
 
     host: str
     pid: int
-    process_start: str  # from /proc, so that a reused pid is not taken for the holder
-    job: str  # of the scheduler; the same after a requeue; '' outside of any
-    restart: int  # how often that job was requeued
+    process_start: str  # from /proc, to detect that another process has reused the pid.
+    job: str  # id from the scheduler, which stays the same after a requeue; '' outside of a job.
+    restart: int  # how often that job was requeued.
     since: str
     released: bool = False
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the lock file: one line of JSON."""
         return (strict_json(asdict(self), indent=None) + "\n").encode()
 
     def describe(self) -> str:
-        """'job 4711 on n0 (pid 12, since 2026-11-20 22:31:00)'."""
+        """Return text such as 'job 4711 on n0 (pid 12, since 2026-11-20 22:31:00)'."""
         who = f"job {self.job} on {self.host}" if self.job else f"a process on {self.host}"
         return f"{who} (pid {self.pid}, since {self.since})"
 
 
 def this_process(job: str = "", restart: int = 0) -> Holder:
-    """The holder that this process would be."""
+    """Return a Holder that describes this process."""
     pid = os.getpid()
     return Holder(socket.gethostname(), pid, process_start(pid) or "", job, restart, time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
 def process_start(pid: int) -> str | None:
-    """Start time of a live process in clock ticks since boot ('' where there is no /proc); None when it is dead or a
-    zombie.
+    """Return the start time of a live process in clock ticks since boot. None if it is dead or a zombie.
+
+    '' on a system without /proc.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
@@ -76,7 +77,7 @@ def process_start(pid: int) -> str | None:
 
 
 def incarnations(folder: Path) -> list[int]:
-    """The numbers of the starts that have left a file there; none where there is no such folder."""
+    """Return the numbers of the starts that have a file in `folder`. Empty if the folder does not exist."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
@@ -84,9 +85,9 @@ def incarnations(folder: Path) -> list[int]:
 
 
 def start_after(folder: Path, newest: int, counted: int = 0) -> int:
-    """The number of the next start: above `newest`, the highest in `folder`, and at least `counted`.
+    """Return the number of the next start: above `newest`, the highest in `folder`, and at least `counted`.
 
-    Raises FrontierError if a file claims the last number: no run starts so often, and the count could never go on.
+    Raises FrontierError if a file claims the last number, because no later start could get a higher one.
     """
     if newest >= LAST_START:
         what = f"claims to be start {newest} of the run, and no run starts so often"
@@ -100,7 +101,10 @@ def start_after(folder: Path, newest: int, counted: int = 0) -> int:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """The holder in a file; None when it is gone or not one (nobody writes it in place, so then a disk lost it)."""
+    """Return the holder in a file. None if the file is missing or damaged.
+
+    Holders are written atomically, so only a disk fault can damage the file.
+    """
     try:
         content = read_json(path, dict)
         holder = Holder(**(content or {}))
@@ -112,10 +116,12 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def take(run_dir: Path, job_id: str, host: str) -> int:
-    """Record a new start and return its number, under which its ranks take the checkpoints' lock: that keeps an old
-    rank from writing.
+    """Record a new start and return its number.
+
+    Its ranks take the checkpoint lock with this number, which keeps ranks of older starts from writing.
     """
-    folder = run_dir / LOCKS  # has also the starts without a supervisor
+    # this folder also has the starts without a supervisor
+    folder = run_dir / LOCKS
     newest = max(incarnations(folder), default=0)
     number = start_after(folder, newest, last_start(run_dir).get("incarnation", 0) + 1)
     text = {"incarnation": number, "job_id": job_id, "host": host, "pid": os.getpid(), "since_unix_s": time.time()}
@@ -124,10 +130,9 @@ def take(run_dir: Path, job_id: str, host: str) -> int:
 
 
 def last_start(run_dir: Path) -> dict[str, Any]:
-    """The newest start that a supervisor has recorded: incarnation, job_id, host, pid, since_unix_s; empty for a new
-    run.
+    """Return the newest start that a supervisor has recorded. Empty for a new run.
 
-    Raises DamagedRecord for a file that holds anything else.
+    Keys: incarnation, job_id, host, pid, since_unix_s. Raises DamagedRecord for any other content.
     """
     path = run_dir / "incarnation.json"
     fix = f"if no job of this run is alive, delete it: starts are also counted in {LOCKS}"
@@ -147,14 +152,15 @@ def last_start(run_dir: Path) -> dict[str, Any]:
 
 
 def jobs(run_dir: Path) -> list[str]:
-    """Ids of the job that started last and of the one that was queued last, as far as there are any."""
+    """Return the ids of the job that started last and of the job that was queued last. Missing ones are left out."""
     ids = (str(last_start(run_dir).get("job_id", "")), queued_job(run_dir))
     return list(dict.fromkeys(filter(None, ids)))
 
 
 def living_holder(run_dir: Path) -> Holder | None:
-    """Who is training in a run directory now; None when nobody is. A holder on another host lives as long as its
-    heartbeats are recent.
+    """Return the process that is training in a run directory now. None if there is none.
+
+    A holder on another host counts as alive while its heartbeats are recent.
     """
     path = newest_lock(run_dir)
     holder = read_holder(path)
@@ -166,28 +172,28 @@ def living_holder(run_dir: Path) -> Holder | None:
 
 
 def newest_lock(run_dir: Path) -> Path:
-    """The file of the newest start that has taken the lock; it need not be there."""
+    """Return the lock file of the newest start. The file may not exist."""
     folder = run_dir / LOCKS
     return folder / f"{max(incarnations(folder), default=0):08}.json"
 
 
 def silence_s(path: Path) -> float:
-    """Seconds since the last heartbeat. Negative if the clock that stamped it is ahead of this host's. Raises
-    OSError.
+    """Return the seconds since the last heartbeat. Negative if the holder's clock is ahead of this host's clock.
+
+    Raises OSError.
     """
     return time.time() - path.stat().st_mtime
 
 
 def is_ahead(silent_s: float) -> bool:
-    """True for a heartbeat so far in the future that its age says nothing: the holder's clock was wrong, or this one
-    is.
-    """
+    """Whether the last heartbeat is so far in the future that one of the two clocks must be wrong."""
     return silent_s < -STALE_AFTER_S
 
 
 def watched_dead(path: Path) -> bool:
-    """Watch a heartbeat whose time cannot be trusted; True if none comes for as long as a dead holder is silent.
-    Takes up to a minute.
+    """Watch the heartbeats of a holder whose clock is wrong. Return True if none comes within STALE_AFTER_S.
+
+    Takes up to 60 s.
     """
     before = path.stat().st_mtime_ns
     deadline_s = time.monotonic() + STALE_AFTER_S
@@ -199,13 +205,14 @@ def watched_dead(path: Path) -> bool:
 
 
 def how_to_free(path: Path) -> str:
-    """What a user can do about a holder that is dead without a sign of it."""
+    """Return advice for a holder that is dead although its lock does not show it."""
     return f"if you know that it is dead, delete {path}"
 
 
 def refuse_second_start(run_dir: Path) -> None:
-    """Raises FrontierError when somebody trains there: looked at first, because a start replaces logs and the last
-    failure's record.
+    """Raise FrontierError if a process is training in the directory.
+
+    Must be called before a start replaces the logs and the record of the last failure.
     """
     holder = living_holder(run_dir)
     if holder is None:
@@ -229,12 +236,12 @@ def refuse_second_start(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def reserved(run_dir: Path) -> Iterator[None]:
-    """Hold the directory while the body writes job.json or queues a job.
+    """Reserve the directory while the body writes job.json or queues a job.
 
-    Raises FrontierError if another living process does so, or if ranks without a job train there.
+    Raises FrontierError if another living process holds the reservation, or if ranks without a job train there.
     """
     living = living_holder(run_dir)
-    if living is not None and not living.job:  # a job is refused by its state in Slurm
+    if living is not None and not living.job:  # a holder with a job is refused elsewhere, by its state in Slurm
         refuse_second_start(run_dir)
     path = run_dir / RESERVATION
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -255,7 +262,7 @@ def _refuse_reserved(run_dir: Path, path: Path) -> None:
     try:
         silent_s = silence_s(path)
     except FileNotFoundError:
-        return  # released meanwhile
+        return  # the other process has released it since
     holder = read_holder(path)
     if holder is None:
         alive = silent_s <= STALE_AFTER_S  # not written completely yet

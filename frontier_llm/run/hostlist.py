@@ -1,7 +1,7 @@
-"""Slurm's host list syntax, both ways: `frontier[00001-00003,00010]` ↔ four names. Pure: asks no `scontrol` and no DNS.
+"""Parse and write Slurm's host list syntax: `frontier[00001-00003,00010]` ↔ four names. Calls no `scontrol` and no DNS.
 
-Our own, because python-hostlist is under the GPL and ClusterShell brings a whole administration framework for these two
-functions.
+It does not use a library, because python-hostlist has the GPL license and ClusterShell is a complete administration
+framework.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import groupby, product, zip_longest
 
 from frontier_llm.errors import FrontierError
 
-# an order of magnitude above the largest machine (Frontier: 9856 nodes); guards against `n[1-999999999]`
+# about ten times the largest machine (Frontier: 9856 nodes); guards against `n[1-999999999]`
 MAX_HOSTS = 100_000
 
 
@@ -22,16 +22,16 @@ _BRACKETS = re.compile(r"\[([^\]]*)\]")
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """The names in a host list, in Slurm's order: 'n[0-1,7],login1' -> ('n0', 'n1', 'n7', 'login1').
+    """Return the names in a host list, in Slurm's order: 'n[0-1,7],login1' -> ('n0', 'n1', 'n7', 'login1').
 
-    Raises FrontierError for unbalanced brackets, an empty or reversed range, or more than MAX_HOSTS names; these are
-    counted before any is made.
+    Raises FrontierError for unbalanced brackets, an empty or reversed range, or more than MAX_HOSTS names. Names are
+    counted before the list is built.
     """
     if set("[]") & set(_ITEM.sub("", text)):
         raise FrontierError("brackets do not match", "write e.g. n[0-3,8]", _shorten(text))
     hosts: list[str] = []
     for item in filter(None, map(str.strip, _ITEM.findall(text))):
-        pieces = _BRACKETS.split(item)  # words and insides of brackets in turn
+        pieces = _BRACKETS.split(item)  # alternately text and the content of brackets
         choices = [[_range(part.strip(), text) for part in inside.split(",")] for inside in pieces[1::2]]
         if len(hosts) + math.prod(sum(len(numbers) for numbers, _ in choice) for choice in choices) > MAX_HOSTS:
             raise FrontierError(f"names more than {MAX_HOSTS} hosts", where=_shorten(text))
@@ -41,7 +41,7 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 def first(text: str) -> str:
-    """The first name of a host list, where rank 0 runs under Slurm's block and cyclic distributions."""
+    """Return the first name of a host list. Rank 0 runs on it with Slurm's block and cyclic distributions."""
     hosts = expand(text)
     if not hosts:
         raise FrontierError("the host list is empty", "check SLURM_STEP_NODELIST", "host list")
@@ -49,8 +49,9 @@ def first(text: str) -> str:
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """The shortest list of ranges, as `--exclude` and `--nodelist` take it: ('n0', 'n1', 'n7') -> 'n[0-1,7]';
-    sorted, no repeats.
+    """Return the shortest host list for `--exclude` and `--nodelist`: ('n0', 'n1', 'n7') -> 'n[0-1,7]'.
+
+    The names are sorted and without repeats.
     """
     split = sorted(
         {_split_number(host) for host in hosts},
@@ -69,7 +70,7 @@ def compress(hosts: Iterable[str]) -> str:
 
 
 def _ranges(numbers: list[str]) -> list[str]:
-    """Equal-width sorted digit strings as ranges: ['08', '09', '11'] -> ['08-09', '11']."""
+    """Return sorted digit strings of equal width as ranges: ['08', '09', '11'] -> ['08-09', '11']."""
     ranges = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: int(pair[1]) - pair[0]):
         members = [number for _, number in run]
@@ -83,7 +84,7 @@ def _split_number(host: str) -> tuple[str, str]:
 
 
 def _range(part: str, text: str) -> tuple[range, int]:
-    """The numbers of '08-11', and how many digits each is written with at least."""
+    """Return the numbers of a range such as '08-11', and their minimum number of digits."""
     match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
     if match is None:
         raise FrontierError(f"{part!r} is not a number or a range", "write e.g. n[0-3,8]", _shorten(text))

@@ -1,5 +1,4 @@
-"""What is installed in the interpreter that ranks run in: the record of its facts, and how another process asks for
-them.
+"""The facts about the installation in the interpreter that runs the ranks, and the query that collects them.
 
 `training/installed.py` collects the facts inside that interpreter. This module imports neither torch nor pydantic, so
 that it works in an interpreter that lacks both.
@@ -29,13 +28,13 @@ TIMEOUT_S = 600.0  # torch's first import from a busy parallel file system takes
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The torch of an interpreter."""
+    """The torch installation of an interpreter."""
 
-    version: str  # torch.__version__; '' if torch cannot be imported
-    hip: str  # torch.version.hip; '' if torch was built without ROCm
-    cuda: str  # torch.version.cuda; '' if torch was built without CUDA
-    path: str  # of its package
-    error: str  # why importing it fails; '' if it can be imported
+    version: str  # torch.__version__; '' if torch cannot be imported.
+    hip: str  # torch.version.hip; '' if torch was built without ROCm.
+    cuda: str  # torch.version.cuda; '' if torch was built without CUDA.
+    path: str  # directory of the torch package.
+    error: str  # why importing it fails; '' if it can be imported.
 
     @property
     def vendor(self) -> str:
@@ -45,7 +44,7 @@ class TorchFacts:
         return "nvidia" if self.cuda else "none"
 
     def describe(self) -> str:
-        """One phrase for messages."""
+        """Return a phrase for messages, such as 'torch 2.10.0 for ROCm 7.0'."""
         if self.error:
             return f"no usable torch ({self.error})"
         if self.hip:
@@ -57,50 +56,50 @@ class TorchFacts:
 class KernelFacts:
     """The GPU kernels that were built ahead of time."""
 
-    architecture: str  # that was asked for
-    digest: str  # sha256 of its manifest, which names each code object's digest; '' without a manifest
-    # no manifest, other kernel sources, damaged code objects; each with the build command
+    architecture: str  # the requested architecture.
+    digest: str  # sha256 of its manifest, which names each code object's digest; '' without a manifest.
+    # missing manifest, other kernel sources, damaged code objects; each with the build command.
     problems: tuple[Problem, ...]
-    built: tuple[str, ...]  # architectures that have a manifest
+    built: tuple[str, ...]  # architectures that have a manifest.
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What a run reads and writes, as the interpreter of the ranks sees it: a container sees other file systems than
-    its host.
+    """The inputs and outputs of a run, checked in the ranks' interpreter. A container sees other file systems than its
+    host.
     """
 
-    problems: tuple[Problem, ...]  # of data and tokenizer
+    problems: tuple[Problem, ...]  # problems of data and tokenizer
     run_dir_error: str  # why the run directory cannot be written; '' if it can
-    run_dir_free_bytes: int  # of its file system
+    run_dir_free_bytes: int  # free space of its file system
 
 
 @dataclass(frozen=True)
 class Installation:
-    """The facts of one interpreter."""
+    """The facts about one interpreter and its packages."""
 
     host: str
     executable: str
-    python: str  # version
-    missing_modules: tuple[str, ...]  # requirements of the package that cannot be found
-    package: str  # directory from which frontier_llm is imported
-    package_digest: str  # of its Python sources
+    python: str  # version of Python.
+    missing_modules: tuple[str, ...]  # requirements of the package that cannot be found.
+    package: str  # directory from which frontier_llm is imported.
+    package_digest: str  # digest of its Python sources.
     torch: TorchFacts
-    libraries: Mapping[str, str]  # file name -> why it cannot be used; '' if it can
-    built_for: str  # torch version that TORCH_OPS was built for; '' if the library does not load
-    kernels: KernelFacts | None  # None if no architecture was asked for, or if torch cannot be used
-    providers: Mapping[str, str]  # op back-end -> why it cannot be used; '' if it can. Without triton: see kernels
-    ops_error: str = ""  # why frontier_llm.ops cannot be imported with this torch
-    inputs: InputFacts | None = None  # None if no run was given, or if the run file cannot be read in this interpreter
-    seconds: float = field(default=0.0, compare=False)  # that collecting took
+    libraries: Mapping[str, str]  # file name -> why it cannot be used; '' if it can.
+    built_for: str  # torch version that TORCH_OPS was built for; '' if the library does not load.
+    kernels: KernelFacts | None  # None if no architecture was requested, or if torch cannot be used.
+    providers: Mapping[str, str]  # op back-end -> why it cannot be used; '' if it can. Without triton: see kernels.
+    ops_error: str = ""  # why frontier_llm.ops cannot be imported with this torch.
+    inputs: InputFacts | None = None  # None if no run was given, or if the run file cannot be read in this interpreter.
+    seconds: float = field(default=0.0, compare=False)  # time that the collection took.
 
     def as_json(self) -> str:
-        """One line."""
+        """Return one line of JSON."""
         return strict_json(asdict(self), indent=None)
 
     @classmethod
     def from_json(cls, line: str) -> Installation:
-        """The inverse of `as_json`. Raises ValueError, KeyError or TypeError for another text."""
+        """Return the inverse of `as_json`. Raises ValueError, KeyError or TypeError for any other text."""
         fields: dict[str, Any] = json.loads(line)
         kernels = fields["kernels"]
         inputs = fields["inputs"]
@@ -123,10 +122,11 @@ def ask(
     run_text: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Installation:
-    """Facts of the interpreter that `command` starts: ("python", "-P", "-m"), or ("launch/job.sh", SITE, "--as-rank").
+    """Return the facts of the interpreter that `command` starts.
 
-    `run_text` is a run file's content, whose data, tokenizer and run directory are examined there.
-    Raises FrontierError with the interpreter's own last words if it gives no facts.
+    `command` is for example ("python", "-P", "-m") or ("launch/job.sh", SITE, "--as-rank"). `run_text` is the content
+    of a run file. The interpreter then also checks the run's data, tokenizer and run directory.
+    Raises FrontierError with the last lines of the interpreter's output if it returns no facts.
     """
     words = [*command, COLLECTOR, architecture or "none"]
     if run_text is not None:
@@ -159,12 +159,15 @@ def ask(
 def of_this_interpreter(
     architecture: str | None, environment: Mapping[str, str], python: str = sys.executable
 ) -> Installation:
-    """`ask` an interpreter that has the environment of this process."""
+    """Call `ask` for an interpreter that is started with `environment`."""
     return ask((python, "-P", "-m"), environment, architecture)
 
 
 def storage(directory: Path, host: str) -> tuple[str, int, float]:
-    """(error, free bytes, seconds to write and flush 1 MiB) of a directory, which is made if it is missing."""
+    """Measure a directory, which is created if it is missing. Return (error, free bytes, seconds).
+
+    The seconds are the time to write and flush 1 MiB.
+    """
     started_s = time.monotonic()
     path = directory / f".doctor-{host}-{os.getpid()}"
     try:

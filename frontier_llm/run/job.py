@@ -1,6 +1,6 @@
-"""The record of a job, `job.json` in the run directory: what `submit` or a batch script wants for a run.
+"""The record of a job, `job.json` in the run directory: the settings that `submit` or a batch script chose for a run.
 
-The supervisor, the successor job, `status` and `tune` read this file. It holds no secret.
+The supervisor, the successor job, `status` and `tune` read this file. It contains no secret.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _FIX = "correct it, or delete the file: a start without it takes the values from
 
 @dataclass(frozen=True)
 class Job:
-    """What is wanted for one run: nodes, time to save, budget, and what follows an unfinished job."""
+    """Settings of a run's jobs: nodes, warning time, budget, and the continuation of an unfinished job."""
 
-    run_dir: str  # absolute
-    words: tuple[str, ...]  # run file and overrides, as the ranks get them
-    site: str  # name of a site file
-    nodes: int  # that one start of the ranks uses; spares come on top
-    warning_s: float  # time before the walltime at which Slurm tells the ranks to save
+    run_dir: str  # absolute path.
+    words: tuple[str, ...]  # run file and overrides, in the form that the ranks receive.
+    site: str  # name of a site file.
+    nodes: int  # nodes of one start of the ranks; spares are added.
+    warning_s: float  # time before the walltime at which Slurm signals the ranks to save.
     spares: int = 0
-    continuation: str = "requeue"  # one of CONTINUATIONS
-    max_node_hours: float | None = None  # budget of all jobs of the run together; None: no limit
-    preflight: bool = False  # examine every node before the first start
-    flags: tuple[str, ...] = ()  # of `frontier-llm train`
+    continuation: str = "requeue"  # one of CONTINUATIONS.
+    max_node_hours: float | None = None  # budget of all jobs of the run together; None: no limit.
+    preflight: bool = False  # examine every node before the first start.
+    flags: tuple[str, ...] = ()  # flags of `frontier-llm train`.
 
     @property
     def directory(self) -> Path:
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The values that a field of the file may have."""
+    """Condition for the value of one field, and the text that describes it in messages."""
 
     holds: Callable[[Any], bool]
     expected: str
@@ -76,9 +76,10 @@ _RULES = {
 
 
 def read_job(run_dir: Path) -> Job | None:
-    """The job of a run directory; None if there is no record.
+    """Return the job of a run directory. None if there is no record.
 
-    Raises DamagedRecord, which names the field, for a file that is damaged, of a newer version, or of another run.
+    Raises DamagedRecord if the file is damaged, has a newer version, or belongs to another run. The error names the
+    field.
     """
     path = run_dir / FILE
     content: dict[str, Any] | None = read_json(path, dict, _FIX)
@@ -110,6 +111,6 @@ def _damaged(path: Path, name: str, what: str) -> DamagedRecord:
 
 
 def write_job(job: Job) -> None:
-    """Replace the record in the job's run directory. The caller holds the directory (`holder.reserved`)."""
+    """Replace the record in the job's run directory. The caller must hold the directory (`holder.reserved`)."""
     job.directory.mkdir(parents=True, exist_ok=True)
     write_atomically(job.directory / FILE, strict_json({"version": VERSION, **asdict(job)}) + "\n")

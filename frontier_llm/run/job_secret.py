@@ -1,7 +1,8 @@
-"""What the ranks of one job know each other by, and a folder on each node that is theirs alone.
+"""The secret with which the ranks of one job authenticate each other, and the job's private folder on each node.
 
-Our launchers hand the secret on in FRONTIER_LLM_SECRET: of a process's environment only its own user can read. Under
-others (torchrun, mpirun, a bare srun) rank 0 writes it into the run directory, readable by this user only.
+This project's launchers pass the secret in FRONTIER_LLM_SECRET, because only the same user can read a process's
+environment. With other launchers (torchrun, mpirun, a bare srun) rank 0 writes it into the run directory, in a file
+that only this user can read.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from frontier_llm.run.node_folders import PREFIX, hold, remove_stale
 from frontier_llm.run.rank_env import environ
 
 VARIABLE = "FRONTIER_LLM_SECRET"
-SHORTEST = 32  # characters: 128 bits where they are hexadecimal
+SHORTEST = 32  # characters: 128 bits if they are hexadecimal digits
 POLL_S = 0.02
 
 
 def new_secret() -> str:
-    """For a launcher to hand on."""
+    """Return a random secret, which a launcher passes to its ranks."""
     return secrets.token_hex(32)
 
 
 class JobSecret:
-    """The secret of this process's job; a call reads it."""
+    """The secret of this process's job. Calling the object returns the secret."""
 
     def __init__(self, place: RankEnv, run_dir: Path) -> None:
-        """Rank 0 of a launcher that has handed none on makes it. Raises FrontierError for one that is too short."""
+        """Create the secret on rank 0 if the launcher passed none.
+
+        Raises FrontierError for a secret that is too short.
+        """
         given = environ(VARIABLE) or (new_secret() if place.world_size == 1 else "")
         if given and len(given) < SHORTEST:
             raise FrontierError(
@@ -49,7 +53,7 @@ class JobSecret:
             self._write()
 
     def __call__(self) -> bytes:
-        """Raises OSError while rank 0 has not written it, and for a file that others may have written or read."""
+        """Return the secret. Raises OSError until rank 0 has written it, and if other users can access the file."""
         if self._given:
             return self._given
         descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -57,10 +61,10 @@ class JobSecret:
             status = os.fstat(descriptor)
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise PermissionError(f"{self._path} is not this user's alone: delete it")
-            return file.read(1024)  # what an earlier start has left is read anew when nobody is there who knows it
+            return file.read(1024)  # can be the secret of an earlier start, so each new connection reads it again
 
     def wait(self, timeout_s: float) -> bytes:
-        """Raises FrontierError when rank 0 has not written it within that time."""
+        """Return the secret. Raises FrontierError if rank 0 has not written it within that time."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -79,11 +83,11 @@ class JobSecret:
                 time.sleep(POLL_S)
 
     def forget(self) -> None:
-        """Rank 0, when the job ends."""
+        """Delete the secret's file on rank 0 when the job ends."""
         if self._place.rank == 0 and not self._given:
             self._path.unlink(missing_ok=True)
             if self._made_folder:
-                with suppress(OSError):  # the run has put something there
+                with suppress(OSError):  # the folder is not empty
                     self._path.parent.rmdir()
 
     def _write(self) -> None:
@@ -104,16 +108,17 @@ class JobSecret:
 
 
 def folder_of(secret: bytes) -> Path:
-    """Where on this node's local disk the job has its folder: nobody else can know its name before it is there."""
-    local = Path(environ("FRONTIER_LLM_NODE_LOCAL") or "/tmp")  # noqa: S108 a folder of the job's own is made in it
+    """Return the path of the job's folder on this node's local disk. Its name cannot be guessed without the secret."""
+    local = Path(environ("FRONTIER_LLM_NODE_LOCAL") or "/tmp")  # noqa: S108 the job makes its own folder there
     if not local.is_dir():
         local = Path("/tmp")  # noqa: S108 the same
     return local / f"{PREFIX}{hmac.digest(secret, b'folder', 'sha256').hex()[:32]}"
 
 
 def private_folder(secret: bytes) -> Path:
-    """The job's folder on this node, which its first rank here makes. Raises FrontierError when it is not this
-    user's alone.
+    """Return the job's folder on this node. The first rank on the node creates it.
+
+    Raises FrontierError if other users can access the folder.
     """
     folder = folder_of(secret)
     try:

@@ -1,8 +1,7 @@
-"""What each launcher leaves behind for its processes, read into one `RankEnv`; nothing here looks at this process's own
-environment.
+"""Reads the environment variables that a launcher sets for its processes into one `RankEnv`.
 
-One function per launcher: torchrun, Slurm's srun, Open MPI's mpirun, a PMI launcher (Cray PALS, MPICH), or MPI itself
-through mpi4py.
+There is one function per launcher: torchrun, Slurm's srun, Open MPI's mpirun, a PMI launcher (Cray PALS, MPICH), or MPI
+itself through mpi4py. The functions receive the environment as an argument.
 """
 
 from __future__ import annotations
@@ -19,28 +18,27 @@ from zlib import crc32
 from frontier_llm.errors import FrontierError, Problem
 from frontier_llm.run import hostlist
 
-# Ports 20000-31999: above the registered services in use on clusters, below Linux's ephemeral range (32768-60999), so
-# that no
-# outgoing connection of another process can be sitting on the one that every rank has derived.
+# Ports 20000-31999 are above the registered services that clusters use and below Linux's ephemeral range (32768-60999).
+# So no outgoing connection of another process can occupy the port that all ranks have derived.
 FIRST_PORT = 20_000
 PORT_COUNT = 12_000
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process's place in the job, and where its ranks meet."""
+    """Rank, world size and node of this process, and the address of the rendezvous."""
 
-    rank: int  # 0 … world_size - 1
+    rank: int  # 0 … world_size - 1.
     world_size: int
-    local_rank: int  # among the ranks of this node
+    local_rank: int  # among the ranks of this node.
     local_world_size: int
     hostname: str
-    master_addr: str  # name or address where rank 0 listens
-    master_port: int | None  # None: the launcher gave no job identity to derive one from (one rank only)
-    launcher: str  # a key of LAUNCHERS, or 'local'
+    master_addr: str  # name or address where rank 0 listens.
+    master_port: int | None  # None: the launcher gave no job identity from which a port is derived (one rank only).
+    launcher: str  # a key of LAUNCHERS, or 'local'.
 
     def describe(self) -> str:
-        """'rank 12 of 32 (local 4 of 8 on n1), rendezvous n0:23456, started by slurm' for messages."""
+        """Return text such as 'rank 12 of 32 (local 4 of 8 on n1), rendezvous n0:23456, started by slurm'."""
         return (
             f"rank {self.rank} of {self.world_size} (local {self.local_rank} of {self.local_world_size} on "
             f"{self.hostname}), "
@@ -49,7 +47,7 @@ class RankEnv:
 
 
 class _Reader:
-    """Collects integers from variables and every complaint about them."""
+    """Reads integers from variables and collects all problems with them."""
 
     def __init__(self, env: Mapping[str, str], launcher: str) -> None:
         self.env = env
@@ -57,7 +55,7 @@ class _Reader:
         self.problems = list[Problem]()
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is set, as a non-negative integer."""
+        """Return the first of `names` that is set, as a non-negative integer. Collect a problem otherwise."""
         name = next((candidate for candidate in names if candidate in self.env), None)
         if name is None:
             if default is None:
@@ -72,7 +70,7 @@ class _Reader:
         return int(self.env[name])
 
     def finish(self) -> None:
-        """Raise all complaints at once."""
+        """Raise FrontierError with all collected problems."""
         if self.problems:
             raise FrontierError(self.problems)
 
@@ -84,7 +82,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
     local = read.integer("LOCAL_RANK")
     local_world = read.integer("LOCAL_WORLD_SIZE", default=world)
     port = read.integer("MASTER_PORT")
-    # torchrun's own store listens on that port: ours needs another, and a new one after each restart
+    # torchrun's own store uses that port, so the ranks need another port, and a new one after each restart
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port = FIRST_PORT + (port + read.integer("TORCHELASTIC_RESTART_COUNT", default=0)) % PORT_COUNT
     if "MASTER_ADDR" not in env:
@@ -112,7 +110,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     return _with_rendezvous(env, "slurm", rank, world, local, counts[node])
 
 
-# what a launcher calls rank, world size, local rank and local world size
+# names of rank, world size, local rank and local world size
 _MPI_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "openmpi": (
         ("OMPI_COMM_WORLD_RANK",),
@@ -137,10 +135,10 @@ def _from_mpi(launcher: str, env: Mapping[str, str]) -> RankEnv:
 
 
 def _from_mpi4py(env: Mapping[str, str]) -> RankEnv:
-    """Ask MPI itself; rank 0 tells its address and a port that it has found free."""
+    """Read the ranks from MPI. Rank 0 broadcasts its address and a free port."""
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and finds no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed and finds no MPI library
         raise FrontierError(
             f"mpi4py cannot be used: {error}",
             "install it against the site's MPI and load that, or unset the variable",
@@ -164,8 +162,9 @@ def _with_rendezvous(
     local: int,
     local_world: int,
 ) -> RankEnv:
-    """The place, and where the ranks meet: MASTER_*, else the first node of the step and a port derived from the
-    job's identity.
+    """Return the RankEnv with the rendezvous: MASTER_ADDR and MASTER_PORT if they are set.
+
+    Otherwise the address is the first node of the step, and the port is derived from the job's identity.
     """
     hostname = env.get("SLURMD_NODENAME") if launcher == "slurm" else None
     address = _address(env, launcher, one_node=world == local_world)
@@ -180,7 +179,7 @@ def _with_rendezvous(
 
 
 def _address(env: Mapping[str, str], launcher: str, one_node: bool) -> str:
-    """Where rank 0 listens."""
+    """Return the address at which rank 0 listens."""
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"]
     if one_node:
@@ -195,7 +194,7 @@ def _address(env: Mapping[str, str], launcher: str, one_node: bool) -> str:
     return hostlist.first(nodes)
 
 
-# what tells one job, step or restart from another
+# variables whose values differ between jobs, steps or restarts
 _IDENTITY = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
@@ -208,7 +207,7 @@ _IDENTITY = (
 
 
 def _port(env: Mapping[str, str], launcher: str) -> int | None:
-    """MASTER_PORT, else one that all ranks of the job derive alike; None where nothing tells jobs apart."""
+    """Return MASTER_PORT, or a port that all ranks of the job derive. None if no variable identifies the job."""
     if "MASTER_PORT" in env:
         read = _Reader(env, launcher)
         port = read.integer("MASTER_PORT")
@@ -219,7 +218,7 @@ def _port(env: Mapping[str, str], launcher: str) -> int | None:
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """Slurm's run-length list: '8(x2),4' -> (8, 8, 4). Raises FrontierError when it is something else."""
+    """Expand Slurm's run-length list: '8(x2),4' -> (8, 8, 4). Raises FrontierError for any other text."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
@@ -230,12 +229,12 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
 
 
 def job_port(*identity: str | int) -> int:
-    """A rendezvous port that every rank of a job derives alike and that differs between jobs, steps and restarts."""
+    """Return a rendezvous port. All ranks of a job derive the same port; it varies with job, step and restart."""
     return FIRST_PORT + crc32("/".join(map(str, identity)).encode()) % PORT_COUNT
 
 
 def free_port() -> int:
-    """A port of the rendezvous range that nobody listens on now; for ranks of one machine."""
+    """Return a port of the rendezvous range on which no process listens now, for ranks of one machine."""
     start = job_port(os.getpid(), os.urandom(4).hex()) - FIRST_PORT
     for offset in range(PORT_COUNT):
         port = FIRST_PORT + (start + offset) % PORT_COUNT
@@ -254,5 +253,5 @@ LAUNCHERS: dict[str, Callable[[Mapping[str, str]], RankEnv]] = {
     "openmpi": partial(_from_mpi, "openmpi"),
     "pmi": partial(_from_mpi, "pmi"),
     "mpi4py": _from_mpi4py,
-    "local": _from_torchrun,  # cluster.local sets torchrun's variables
+    "local": _from_torchrun,  # `cluster.local` sets torchrun's variables
 }

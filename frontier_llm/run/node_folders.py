@@ -1,7 +1,7 @@
-"""Folders in a node's temporary directory, and the removal of those whose processes were killed.
+"""Temporary folders of a node, and the removal of folders that killed processes have left.
 
-Every process that uses a folder holds a shared lock on its file `in_use` until it ends, however it ends. A folder
-without any lock is stale.
+Every process that uses a folder holds a shared lock on its file `in_use`. The kernel releases the lock when the process
+ends. A folder without any lock is stale.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from frontier_llm import log
 PREFIX = "frontier-llm-"
 IN_USE = "in_use"
 STALE_AFTER_S = 600.0  # a younger folder may belong to a process that has not locked it yet
-MOST_REMOVED = 64  # by one start, so that no start waits for long
+MOST_REMOVED = 64  # limit per start, because removal delays the start
 _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-z_]{8,32}")
 _held: dict[Path, int] = {}
 
 
 def hold(folder: Path) -> None:
-    """Lock a folder of this user until this process ends. A file system without locks leaves it as it is: it is then
-    never removed.
+    """Lock a folder of this user until this process ends.
+
+    On a file system without locks the folder stays unlocked and is never removed.
     """
     with suppress(OSError):
         if folder in _held and os.fstat(_held[folder]).st_ino == (folder / IN_USE).lstat().st_ino:
@@ -41,8 +42,9 @@ def hold(folder: Path) -> None:
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Remove the folders of this user below `root` whose processes are gone. Returns them; what cannot be removed
-    stays.
+    """Remove the folders of this user below `root` whose processes are gone. Return the removed folders.
+
+    A folder that cannot be removed is left.
     """
     removed: list[Path] = []
     try:
@@ -59,7 +61,7 @@ def remove_stale(root: Path) -> list[Path]:
 
 
 def _remove_if_stale(folder: Path) -> bool:
-    """Only a folder that no other user can have made or changed, and whose lock nobody holds."""
+    """Remove a folder that belongs to this user, is private, and is not locked. Return whether it was removed."""
     try:
         status = folder.lstat()
         is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
@@ -80,8 +82,9 @@ def _remove_if_stale(folder: Path) -> bool:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder in the temporary directory until the end of the body. If this process is killed, a later one removes
-    it.
+    """Create a folder in the temporary directory and remove it after the body.
+
+    If this process is killed, a later one removes the folder.
     """
     root = Path(tempfile.gettempdir())
     remove_stale(root)

@@ -1,7 +1,7 @@
-"""Reads the small files of a run directory. A file that is not what the program wrote is named; it never becomes a
-traceback.
+"""Reads the small files of a run directory. A file with unexpected content raises an error that names the file.
 
-A full disk, a restored backup or an editor can leave any content behind. So every value has its type checked here.
+A full disk, a restored backup or an editor can leave any content behind. Therefore the type of every value is checked
+here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, BinaryIO, NoReturn
 
 from frontier_llm.errors import FrontierError
 
-MAX_RECORD_BYTES = 1 << 20  # of a file that holds one JSON value; the largest in use is a list of 10,000 hosts
-MAX_LINE_BYTES = 1 << 20  # of a JSON-lines file; a step's metrics have 2 KB
+MAX_RECORD_BYTES = 1 << 20  # limit of a file with one JSON value; the largest in use is a list of 10,000 hosts.
+MAX_LINE_BYTES = 1 << 20  # limit of a line of a JSON-lines file; a step's metrics have 2 KB.
 LARGEST_COUNT = 2**53
 
 
 class DamagedRecord(FrontierError):
-    """A file of a run directory that is not what the program wrote there."""
+    """A file of a run directory whose content this program cannot have written."""
 
 
 def is_number(value: Any) -> bool:
@@ -37,7 +37,7 @@ def is_count(value: Any) -> bool:
 
 
 def open_record(path: Path) -> BinaryIO | None:
-    """Open a regular file for reading; None if nothing has that name. Raises DamagedRecord for everything else."""
+    """Open a regular file for reading. None if the name does not exist. Raises DamagedRecord for everything else."""
     if not os.path.lexists(path):
         return None
     try:
@@ -59,7 +59,7 @@ def open_record(path: Path) -> BinaryIO | None:
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a small file; None if there is no such file. Raises DamagedRecord."""
+    """Return the text of a small file. None if the file does not exist. Raises DamagedRecord."""
     file = open_record(path)
     if file is None:
         return None
@@ -77,8 +77,9 @@ def read_text(path: Path) -> str | None:
 
 
 def read_json(path: Path, expected: type, fix: str = "restore it from a copy, or move it away") -> Any:
-    """The JSON value in a small file, which must be an `expected` (dict or list); None if there is no such file.
-    Raises DamagedRecord.
+    """Return the JSON value in a small file, which must have the type `expected` (dict or list).
+
+    None if the file does not exist. Raises DamagedRecord.
     """
     text = read_text(path)
     if text is None:
@@ -95,10 +96,9 @@ def read_json(path: Path, expected: type, fix: str = "restore it from a copy, or
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(line number, its object) of a JSON-lines file; None for a line that holds no object. A last line that a crash
-    cut off is left out.
+    """Yield (line number, object) of a JSON-lines file. The object is None if the line holds no JSON object.
 
-    No lines if there is no such file. Raises DamagedRecord.
+    A last line that a crash cut off is left out. Yields nothing if the file does not exist. Raises DamagedRecord.
     """
     file = open_record(path)
     if file is None:
@@ -117,8 +117,9 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def damaged_lines(path: Path, is_sound: Callable[[dict[str, Any]], bool]) -> str:
-    """'line 43 is damaged and left out' if a JSON-lines file has lines that are no object or not sound; ''
-    otherwise. Raises DamagedRecord.
+    """Return a text such as 'line 43 is damaged and left out' if a JSON-lines file has damaged lines. '' otherwise.
+
+    A line is damaged if it is not an object or `is_sound` is False for it. Raises DamagedRecord.
     """
     bad = [number for number, row in json_lines(path) if row is None or not is_sound(row)]
     if not bad:

@@ -1,14 +1,16 @@
-"""What a run directory tells about its run, read without torch: last checkpoint, metrics, attempts, and who may write.
+"""The contents of a run directory, read and written without torch.
 
-checkpoints/step_NNNNNNNN/     complete.py decides which one is the newest complete one
-metrics.jsonl                  one line per step, evaluation, tasks, save, start and rewind; the last two name the
-layout attempts.jsonl                 one line per start of the ranks: nodes, steps, how it ended
-incarnation.json               the newest start, and its job (holder.py)
-bad_nodes.json                 hosts that failed: left out of the next submission, used only when no other is left
-successor                      id of the job that was queued last
-untrusted_nodes.json           hosts that computed wrongly or differed from the others at a start: never used again;
-delete the file to forgive them STOP                           made by a person: save, end, and do not continue until it
-is deleted SAVE                           made by a person: save within a step and go on; the run deletes it
+* `checkpoints/step_NNNNNNNN/`: `complete.py` decides which one is the newest complete checkpoint.
+* `metrics.jsonl`: one line per step, evaluation, tasks, save, start and rewind. Lines of starts and rewinds contain the
+  layout.
+* `attempts.jsonl`: one line per start of the ranks: nodes, steps and how the start ended.
+* `incarnation.json`: the newest start and its job (`holder.py`).
+* `bad_nodes.json`: hosts that failed. The next submission excludes them. They are used only if no other is left.
+* `successor`: id of the job that was queued last.
+* `untrusted_nodes.json`: hosts that computed wrong results or differed from the others at a start. They are never used
+  again until the file is deleted.
+* `STOP`: made by a user. The run saves, ends, and is not continued until the file is deleted.
+* `SAVE`: made by a user. The run saves within a step, continues, and deletes the file.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ STOP_FILE = "STOP"
 SAVE_FILE = "SAVE"
 MOVED = "was moved away or deleted while the run goes on; nothing is written in its old place"
 MOVE_BACK = "move it back, or start again where it is now"
-TORN_BYTES = 1 << 16  # no line is nearly as long
-# of a row of metrics.jsonl, where it has them
+TORN_BYTES = 1 << 16  # longer than any line
+# optional numbers in a row of metrics.jsonl
 NUMBERS = ("loss", "gradient_norm", "tokens_per_s", "step_time_s", "consumed_tokens")
-# so null in the file; a null `mfu` is not known
+# A non-finite value of these is null in the file. A null `mfu` means that the value is unknown.
 NOT_ALWAYS_FINITE = ("loss", "gradient_norm", "perplexity", "bits_per_byte")
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks and how it ended."""
+    """One start of the ranks, and how it ended."""
 
     incarnation: int
     job_id: str
@@ -52,33 +54,33 @@ class Attempt:
     exit_code: int
     cause: str  # finished | interrupted | node failure | wrong results | crash | refused | walltime
     detail: str = ""
-    failed_host: str = ""  # where its hardware may be the cause
+    failed_host: str = ""  # set only if its hardware may be the cause
     started_unix_s: float = 0.0
     ended_unix_s: float = field(default_factory=time.time)
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Attempt:
-        """The attempt that a row of attempts.jsonl records; `is_attempt` is true of it."""
+        """Return the attempt of a row of attempts.jsonl. `is_attempt(row)` must be True."""
         known = cls.__dataclass_fields__.keys() & row.keys()
         return cls(**{**{key: row[key] for key in known}, "nodes": tuple(row["nodes"])})
 
     @property
     def failed(self) -> bool:
-        """Neither done nor told to stop."""
+        """Whether the start neither finished nor was interrupted on request."""
         return self.cause not in ("finished", "interrupted")
 
     @property
     def node_hours(self) -> float:
-        """What its nodes have used."""
+        """Node-hours that the start used."""
         return len(self.nodes) * max(0.0, self.ended_unix_s - self.started_unix_s) / 3600
 
 
 class Moved(FrontierError):
-    """The run directory is no longer where it was when the launcher started."""
+    """The run directory is no longer at the path that it had when the launcher started."""
 
 
 def place(run_dir: Path) -> tuple[int, int]:
-    """(device, inode) of the run directory, by which `refuse_moved` finds it again. Raises Moved if it is not there."""
+    """Return (device, inode) of the run directory, for `refuse_moved`. Raises Moved if the directory does not exist."""
     try:
         status = run_dir.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -87,16 +89,18 @@ def place(run_dir: Path) -> tuple[int, int]:
 
 
 def refuse_moved(run_dir: Path, before: tuple[int, int]) -> None:
-    """Raise Moved if the run directory was renamed, deleted or replaced: a record in its old place would begin
-    another run.
+    """Raise Moved if the run directory was renamed, deleted or replaced since `place` returned `before`.
+
+    A record that is written to the old path would begin another run.
     """
     if place(run_dir) != before:
         raise Moved(MOVED, MOVE_BACK, str(run_dir))
 
 
 def open_lines(path: Path) -> FileIO:
-    """For appending whole lines. Half a line that a crash or a full disk has left at the end is cut off. Raises
-    FrontierError for a link.
+    """Open a file for appending complete lines. Cut off a partial last line that a crash or a full disk has left.
+
+    Raises FrontierError for a link.
     """
     lines = FileIO(open_below(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
     size = os.fstat(lines.fileno()).st_size
@@ -106,8 +110,9 @@ def open_lines(path: Path) -> FileIO:
 
 
 def make_log_dir(log_dir: Path, run_dir: Path | None) -> None:
-    """Make the folder of the ranks' logs. Raises FrontierError if it lies below the run directory and a link is on
-    the way.
+    """Create the folder of the ranks' logs.
+
+    Raises FrontierError if the folder lies below the run directory and a link is on the path.
     """
     if run_dir is not None and log_dir.is_relative_to(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -117,7 +122,7 @@ def make_log_dir(log_dir: Path, run_dir: Path | None) -> None:
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
-    """One more line, on the device when this returns."""
+    """Append one line and flush it to the device."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_lines(path) as lines:
         lines.write((strict_json(row, indent=None) + "\n").encode())
@@ -125,7 +130,10 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def latest_step(run_dir: Path) -> int:
-    """Step of the newest complete checkpoint, 0 without one. Raises DamagedRecord if the folder cannot be read."""
+    """Return the step of the newest complete checkpoint. 0 if there is none.
+
+    Raises DamagedRecord if the folder cannot be read.
+    """
     folder = run_dir / "checkpoints"
     try:
         return newest_complete(folder) or 0
@@ -136,14 +144,15 @@ def latest_step(run_dir: Path) -> int:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file. Lines that are no object are left out. Raises DamagedRecord if it is not a
-    file.
+    """Return the objects of a JSON-lines file. Lines without an object are left out.
+
+    Raises DamagedRecord if the path is not a regular file.
     """
     return (row for _, row in json_lines(path) if row is not None)
 
 
 def is_row(row: Mapping[str, Any]) -> bool:
-    """True if a row of metrics.jsonl has the types that this program writes."""
+    """Return True if a row of metrics.jsonl has the types that this program writes."""
     if not is_count(row.get("step")) or not isinstance(row.get("kind", "step"), str):
         return False
     return all(row.get(key) is None or is_number(row[key]) for key in NUMBERS) and (
@@ -152,8 +161,9 @@ def is_row(row: Mapping[str, Any]) -> bool:
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what the run has taken back: a start or a rewind at step N is followed by steps N + 1, N
-    + 2 … again.
+    """Return the valid rows of metrics.jsonl.
+
+    After a start or a rewind at step N, the run repeats all later steps. The earlier rows of these steps are left out.
     """
     valid: list[dict[str, Any]] = []
     for row in read_jsonl(run_dir / "metrics.jsonl"):
@@ -166,7 +176,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Training rows, one per step, in their order."""
+    """Return the training rows, one per step, in ascending order of steps."""
     by_step = {
         row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind", "step") == "step" and "loss" in row
     }
@@ -174,7 +184,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:
-    """What was not finite is null in the file."""
+    """Replace null by NaN for values that can be non-finite."""
 
     def is_number(key: str) -> bool:
         return key in NOT_ALWAYS_FINITE or key.startswith("validation/")
@@ -183,13 +193,13 @@ def _numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Held-out losses, one per step at which they were taken, in their order."""
+    """Return the rows of validation losses, one per evaluated step, in ascending order of steps."""
     by_step = {row["step"]: _numbers(row) for row in rows(run_dir) if row.get("kind") == "evaluation"}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def tasks(run_dir: Path) -> list[dict[str, Any]]:
-    """Accuracies of in-context tasks by kind and name, one row per step at which they were asked, in their order."""
+    """Return the rows of accuracies on in-context tasks, one per step, in ascending order of steps."""
     by_step = {
         row["step"]: row
         for row in rows(run_dir)
@@ -199,25 +209,26 @@ def tasks(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def layouts(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of starts and rewinds from which on the run had another `layout` than before; none in files from
-    before it was written down.
+    """Return the rows of starts and rewinds at which the `layout` of the run changed.
+
+    Empty for files that were written before the layout was recorded.
     """
     changes: list[dict[str, Any]] = []
     for row in rows(run_dir):
         if isinstance(row.get("layout"), dict):
-            changes = [change for change in changes if change["step"] < row["step"]]  # no step came of the others
+            changes = [change for change in changes if change["step"] < row["step"]]  # the others made no step
             if not changes or changes[-1]["layout"] != row["layout"]:
                 changes.append(row)
     return changes
 
 
 def attempts(run_dir: Path) -> list[Attempt]:
-    """Every recorded start, oldest first. Raises DamagedRecord if attempts.jsonl is not a file."""
+    """Return every recorded start, oldest first. Raises DamagedRecord if attempts.jsonl is not a regular file."""
     return [Attempt.of(row) for row in read_jsonl(run_dir / "attempts.jsonl") if is_attempt(row)]
 
 
 def is_attempt(row: Mapping[str, Any]) -> bool:
-    """True if a row of attempts.jsonl has the types that this program writes."""
+    """Return True if a row of attempts.jsonl has the types that this program writes."""
     counts = ("incarnation", "start_step", "end_step")
     texts = ("job_id", "cause", "detail", "failed_host")
     times = ("started_unix_s", "ended_unix_s")
@@ -233,33 +244,32 @@ def is_attempt(row: Mapping[str, Any]) -> bool:
 
 
 def last_attempt(run_dir: Path) -> Attempt | None:
-    """The newest, or None before the first has ended."""
+    """Return the newest recorded start. None if no start has ended yet."""
     return next(reversed(attempts(run_dir)), None)
 
 
 def end(run_dir: Path, steps: float, save_final: bool = True) -> str:
-    """'finished' when a run of so many steps is done, 'stopped' while a person has stopped it, '' when there is
-    work.
-    """
+    """Return 'finished' if the run of `steps` steps is done, 'stopped' if a STOP file exists, otherwise ''."""
     if is_finished(latest_step(run_dir), steps, save_final, last_attempt(run_dir)):
         return "finished"
     return "stopped" if (run_dir / STOP_FILE).exists() else ""
 
 
 def is_finished(saved_step: int, steps: float, save_final: bool, last: Attempt | None) -> bool:
-    """Whether a run of so many steps is done, given its newest checkpoint and its newest start."""
+    """Whether a run of `steps` steps is done, given its newest checkpoint and its newest start."""
     ended_without_save = not save_final and last is not None and last.cause == "finished"
     return saved_step >= steps or ended_without_save
 
 
 def record(run_dir: Path, attempt: Attempt) -> None:
-    """Append one attempt."""
+    """Append one start to attempts.jsonl."""
     append_line(run_dir / "attempts.jsonl", asdict(attempt))
 
 
 def queued_job(run_dir: Path) -> str:
-    """The id of the job that was queued last for this run; '' when none was. Raises DamagedRecord for a file without
-    a job id.
+    """Return the id of the job that was queued last for this run. '' if there is none.
+
+    Raises DamagedRecord if the file holds no job id.
     """
     path = run_dir / "successor"
     text = (read_text(path) or "").strip()
@@ -269,25 +279,26 @@ def queued_job(run_dir: Path) -> str:
 
 
 def bad_hosts(run_dir: Path) -> list[str]:
-    """Hosts that failed: that went down, that computed wrongly, or on which ranks were twice killed or found their
-    hardware broken.
+    """Return hosts that failed: listed hosts, and suspect hosts of at least two crashes.
+
+    Listed hosts went down, failed an examination, were too slow, or computed wrong results.
     """
     crashed = [attempt.failed_host for attempt in attempts(run_dir) if attempt.cause == "crash" and attempt.failed_host]
     return sorted({*listed_bad_hosts(run_dir), *crashed_twice(crashed)})
 
 
 def listed_bad_hosts(run_dir: Path) -> list[str]:
-    """`bad_hosts` without those that two crashes have made suspect."""
+    """Return `bad_hosts` without the suspect hosts of crashes."""
     return sorted({*_listed(run_dir / "bad_nodes.json"), *untrusted_hosts(run_dir)})
 
 
 def crashed_twice(hosts: Sequence[str]) -> set[str]:
-    """Hosts that occur at least twice among the suspect hosts of crashes."""
+    """Return hosts that occur at least twice among the suspect hosts of crashes."""
     return {host for host in hosts if hosts.count(host) >= 2}
 
 
 def untrusted_hosts(run_dir: Path) -> list[str]:
-    """Hosts that computed wrongly, or that differed from the others at a start (training/agreement.py)."""
+    """Return hosts that computed wrong results or differed from the others at a start (training/agreement.py)."""
     return _listed(run_dir / "untrusted_nodes.json")
 
 
@@ -300,16 +311,16 @@ def _listed(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Slow:
-    """A host on which ranks were named stragglers."""
+    """A host whose ranks were reported as stragglers."""
 
     host: str
-    times: int  # steps at which it was named
+    times: int  # number of steps at which it was reported
     last_step: int
-    slowdown: float  # then
+    slowdown: float  # value at `last_step`
 
 
 def slow_hosts(run_dir: Path) -> list[Slow]:
-    """Those most often named first. Steps that the run has taken back count: the host was slow in them all the same."""
+    """Return the slow hosts, most often reported first. Steps that the run later repeated are included."""
     named: dict[str, dict[tuple[int, int], float]] = {}
     for row in read_jsonl(run_dir / "metrics.jsonl"):
         if row.get("kind") == "straggler" and is_row(row) and row["host"]:
@@ -320,12 +331,12 @@ def slow_hosts(run_dir: Path) -> list[Slow]:
 
 
 def add_bad_hosts(run_dir: Path, hosts: Sequence[str]) -> None:
-    """Remember hosts for `--exclude` of the next submission; delete bad_nodes.json to forgive them."""
+    """Record hosts that the next submission excludes. A user can delete bad_nodes.json to allow them again."""
     _add(run_dir / "bad_nodes.json", bad_hosts(run_dir), hosts)
 
 
 def distrust(run_dir: Path, hosts: list[str]) -> None:
-    """Never use hosts again."""
+    """Record hosts that are never used again."""
     _add(run_dir / "untrusted_nodes.json", untrusted_hosts(run_dir), hosts)
 
 

@@ -1,13 +1,13 @@
-"""Signals that reach a rank even while it is blocked inside a collective.
+"""Receive signals even while a rank is blocked inside a collective.
 
-A Python signal handler runs between byte codes of the main thread; a rank waiting in gloo for a dead peer never gets
-there (measured: 6.0 s late, exactly when the collective returned). CPython's C-level handler, however, writes the
-signal's number to the wakeup descriptor at once, from whichever thread the kernel chose. A thread reads it here and
-raises a flag; the training loop looks at the flag between steps.
+A Python signal handler runs between byte codes of the main thread. A rank that waits in gloo for a dead peer does not
+run it (measured: 6.0 s late, when the collective returned). However, CPython's C handler writes the signal's number to
+the wakeup descriptor at once. A thread reads it here and sets a flag. The training loop checks the flag between steps.
 
-Until there are handlers, half a second after the start at best, a signal would kill the process. So whoever starts
-ranks holds the warnings back (`held`): they wait in the kernel, also across exec, until a watcher takes them. Before
-any rank starts, a command checks its run and has nothing to save: SIGTERM then ends it at once.
+Before the handlers exist, which takes at least 0.5 s after the start, a signal would kill the process. Therefore the
+process that starts ranks blocks these signals (`held`). They stay pending in the kernel, also across exec, until a
+SignalWatcher is entered. Before any rank starts, a command checks its run and has nothing to save, so SIGTERM ends it
+at once.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Any
 
-# A rank saved at a signal and is not done: a batch script requeues on this code (75 = EX_TEMPFAIL, "try again later")
+# Exit code of a rank that saved because of a signal: the batch script then requeues (75 = EX_TEMPFAIL, "try again")
 EXIT_INTERRUPTED = 75
-# blocked while a command checks its run: a batch script's warning is then acted on later
+# blocked while a command checks its run, so that Slurm's warning stays pending until ranks can save
 BEFORE_RANKS = (signal.SIGUSR1, signal.SIGHUP)
 HELD = (*BEFORE_RANKS, signal.SIGTERM)
-SIGNALS = (*HELD, signal.SIGINT)  # Ctrl-C is not held back: nothing is lost yet, and the user sits there waiting
+SIGNALS = (*HELD, signal.SIGINT)  # SIGINT is not blocked: nothing is lost yet, and the user expects an immediate end
 
 
 def heeded() -> list[signal.Signals]:
-    """SIGNALS, without a SIGHUP that is ignored: who starts us under `nohup` means us to outlive the terminal."""
+    """Return SIGNALS, without SIGHUP if it is ignored: under `nohup` the run must survive the end of the terminal."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def held(numbers: Collection[signal.Signals] = HELD) -> Iterator[None]:
-    """In the body, and in processes started there, these signals wait until a SignalWatcher is entered. Main thread
-    only.
+    """Block these signals in the body and in processes started there. Main thread only.
+
+    They stay pending until a SignalWatcher is entered.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -49,12 +50,12 @@ def held(numbers: Collection[signal.Signals] = HELD) -> Iterator[None]:
 
 
 class SignalWatcher:
-    """Context manager: `.requested` is None until one of SIGNALS arrives, then its name ('SIGUSR1').
+    """Context manager that records signals. `.requested` is the name of the first of SIGNALS ('SIGUSR1'), or None.
 
-    The first signal asks for an orderly end. A second one, `debounce_s` or more after it, ends the process at once with
-    128 + its number, even when the main thread is stuck: what has been committed to disk stays, nothing else is waited
-    for. Within `debounce_s` repeats count as one request, because Slurm and a script's trap may both deliver the same
-    warning. Must be entered in the main thread; restores handlers, wakeup descriptor and mask when left.
+    The first signal requests an orderly end. A second signal, `debounce_s` or more later, ends the process at once with
+    128 + its number, even if the main thread is blocked. Data that is committed to disk stays. Repeats within
+    `debounce_s` count as one request, because Slurm and a script's trap can both deliver the same warning.
+    Must be entered in the main thread. Restores handlers, wakeup descriptor and mask on exit.
     """
 
     def __init__(self, debounce_s: float = 1.0) -> None:
@@ -66,11 +67,11 @@ class SignalWatcher:
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        # the handlers do nothing: the wakeup descriptor has already told the thread
+        # the handlers do nothing, because the wakeup descriptor already informs the thread
         self._old: dict[signal.Signals, Any] = {number: signal.signal(number, lambda *_: None) for number in heeded()}
         self._thread = threading.Thread(target=self._listen, name="signal-watcher", daemon=True)
         self._thread.start()
-        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # takes what has been held back
+        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # delivers pending signals
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""Daemon threads: unlike a pool's, one that hangs does not keep the process from ending."""
+"""Daemon threads. Unlike a thread of a pool, a daemon thread that hangs does not keep the process from ending."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin the work in a thread of this name; its result or its exception, whatever it is, is the future's."""
+    """Start `work` in a daemon thread of this name. The future receives its result or exception of any type."""
     future = Future[T]()
 
     def run() -> None:
@@ -29,7 +29,7 @@ def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
 
 
 class Heartbeat:
-    """Touches a file every few seconds, so that others see that whoever made it lives."""
+    """Touches a file at a fixed interval, so that other processes can see that its owner is alive."""
 
     def __init__(self, path: Path, every_s: float) -> None:
         self._path = path
@@ -42,10 +42,10 @@ class Heartbeat:
         while not self._stopped.wait(self._every_s):
             try:
                 os.utime(self._path)
-            except OSError as error:  # a file system that hangs for a while must not end it
+            except OSError as error:  # the thread must continue when the file system recovers
                 log.warn(f"cannot renew {self._path}: {error.strerror}")
 
     def stop(self) -> None:
-        """No touch comes after this."""
+        """Stop the thread. The file is not touched after the return."""
         self._stopped.set()
         self._thread.join()
