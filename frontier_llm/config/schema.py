@@ -186,9 +186,8 @@ class DataConfig(Section):
 class OpsConfig(Section):
     """Implementation of each fused op. `auto` selects the fastest available one, once, at start-up."""
 
-    attention: Literal["auto", "reference", "sdpa", "cudnn", "cpu", "triton", "flash_attn"] = (
-        "auto"  # Attention: softmax(q k) v.
-    )
+    # Attention: softmax(q k) v.
+    attention: Literal["auto", "reference", "sdpa", "cudnn", "cpu", "triton", "flash_attn"] = "auto"
     norm: Literal["auto", "reference", "cpu", "triton", "apex"] = "auto"  # LayerNorm and RMSNorm.
     rope: Literal["auto", "reference", "cpu", "triton"] = "auto"  # Rotation of queries and keys.
     activation: Literal["auto", "reference", "cpu", "triton"] = "auto"  # Non-linearity of the MLP, with bias or gate.
