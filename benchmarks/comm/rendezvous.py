@@ -29,10 +29,10 @@ from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.rendezvous import CONNECTIONS, StoreKind, open_store
 from frontier_llm.topology.grid import Grid
 
-JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the set by the last rank; the same per group
-OPERATIONS_PER_GROUP = 3 + 2  # also RCCL's unique id: one set or get, with its check
-GROUPS_PER_RANK = 8  # tp, pp, dp, world, tied and up to four channels
-WHOLE_MACHINE = (3072, 16_384, 75_264)  # the 1T run, a larger run, all of Frontier's GCDs
+JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the set by the last rank; the same per group.
+OPERATIONS_PER_GROUP = 3 + 2  # also RCCL's unique id: one set or get, with its check.
+GROUPS_PER_RANK = 8  # tp, pp, dp, world, tied and up to four channels.
+WHOLE_MACHINE = (3072, 16_384, 75_264)  # The 1T run, a larger run, all of Frontier's GCDs.
 # TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId).
 RANKS_PER_ID = 128
 ID_BYTES = 128
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 def connections(port: int) -> int:
-    """Count the established TCP connections of this process to the store."""
+    """Count the established TCP connections to the store on this machine, at the clients' ends."""
     rows = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
     ]

@@ -1,4 +1,6 @@
-"""The fit finds what made the data, says how sure it is, and admits what the data cannot tell."""
+"""The fit recovers the constants that generated the data, and reports an uncertainty that includes what cannot be
+determined.
+"""
 
 from __future__ import annotations
 
