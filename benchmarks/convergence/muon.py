@@ -210,8 +210,9 @@ def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
 
 
 def convergence_lines(result: dict[str, Any]) -> list[str]:
-    """Return a table with the best learning rate of each optimizer, the loss by seed, and the steps that Muon needs to
-    reach AdamW's final loss.
+    """Return a table with the best learning rate of each optimizer and the loss by seed.
+
+    It also has the steps that Muon needs to reach AdamW's final loss.
     """
     lines = [
         "| model | optimizer | learning rates tried, times the rule's: mean held-out loss | seeds at the best | mean "

@@ -50,7 +50,7 @@ LAYOUTS = {
 
 
 def frontier_llm(*words: str) -> str:
-    """Run the command line and return its stdout. A single rank gets the number of threads that each of `RANKS` ranks would have."""
+    """Run the command line and return its stdout. A single rank gets the threads of one of `RANKS` ranks."""
     threads = max(1, (os.cpu_count() or 1) // RANKS)
     command = [sys.executable, "-m", "frontier_llm.cli.main", *words]
     env = {**environment(), "OMP_NUM_THREADS": str(threads)}

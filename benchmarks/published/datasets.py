@@ -44,8 +44,8 @@ class PublishedRun:
     # False: degrees or batch are not stated, or the machine file belongs to a similar cluster. Such a row is never
     # fitted.
     known: bool
-    # The source's parallelism has no equivalent here (AxoNN's 4D), or its memory is not described completely. Not
-    # scored.
+    # The source's parallelism has no equivalent here (AxoNN's 4D), or its memory is not described completely. Such a
+    # row is excluded from the checks of memory and uncertainty.
     approximate: bool = False
     # Fields of the layout that the source does not give. The fastest value that fits is assumed.
     unstated: tuple[str, ...] = ()

@@ -119,8 +119,8 @@ def even_stages(layers: int, pieces: int) -> tuple[StageSpec, ...]:
 
 
 def complete(row: PublishedRun, numbers: Rates) -> Layout:
-    """Return the row's layout with unstated fields set to the fastest choice that fits the device, as a user who tunes
-    would do.
+    """Return the row's layout. Unstated fields are set to the fastest choice that fits the device, as a tuned run would
+    have.
     """
     given = row.layout
     model = row.model

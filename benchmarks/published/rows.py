@@ -31,8 +31,8 @@ def number_of(text: str | None, default: float = 0.0) -> float:
 def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
     """Return a model of these sizes.
 
-    Llama models get Llama's other settings with rotary positions. All others get the settings of Megatron's GPT: biases, and a
-    head that shares the embedding.
+    Llama models get Llama's other settings with rotary positions. All others get the settings of Megatron's GPT:
+    biases, and a head that shares the embedding.
     """
     llama = "lama" in row["model"]
     return ModelConfig(

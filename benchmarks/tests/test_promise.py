@@ -1,5 +1,6 @@
-"""The uncertainty of a plan's figures holds on published runs that no constant was fitted on. The best published rates
-equal those of the rows.
+"""The uncertainty of a plan's figures holds on published runs that no constant was fitted on.
+
+The best published rates equal the best rates of the shipped rows.
 """
 
 from __future__ import annotations
