@@ -1,6 +1,4 @@
-"""The fit recovers the constants that generated the data, and reports an uncertainty that includes what cannot be
-determined.
-"""
+"""The fit recovers the constants that generated the data, and its intervals show what the data do not determine."""
 
 from __future__ import annotations
 

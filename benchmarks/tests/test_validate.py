@@ -128,7 +128,7 @@ def test_a_depth_that_no_number_of_stages_divides_is_cut_unevenly() -> None:
 
     assert layers(12, 4) == [3, 3, 3, 3]
     assert layers(13, 4) == [4, 3, 3, 3]
-    assert layers(14, 4) == [3, 4, 4, 3]  # even if embedding and head count as layers
+    assert layers(14, 4) == [3, 4, 4, 3]  # an even split if embedding and head count as layers
     assert layers(126, 128) == [0, *[1] * 126, 0]
 
 

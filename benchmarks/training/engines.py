@@ -2,10 +2,10 @@
 
     python -m benchmarks.training.engines [RUN] [key=value …] [--engines native,zero-1,fsdp] [--rounds 6] [--json FILE]
 
-Each engine has its own rank processes, which wait during the others' steps. All engines therefore run on the same
-machine state, and each one's memory can be measured. Reports median step time, tokens per second of the job, and memory
-of the largest rank. Memory is counted above a process that has imported everything but built nothing, between steps and
-at its peak. It is host memory on a CPU, and torch's own count on GPUs.
+Each engine has its own rank processes, which wait during the others' steps. All engines therefore run under the same
+load, and the memory of each can be measured. Reports median step time, tokens per second of the job, and memory of the
+largest rank. Memory is counted above a process that has imported everything but built nothing, between steps and at its
+peak. It is host memory on a CPU, and torch's own count on GPUs.
 """
 
 from __future__ import annotations

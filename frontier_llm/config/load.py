@@ -28,8 +28,7 @@ from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
 
-# Bytes of a YAML file or value. Larger ones take more than a second or two to parse. The largest shipped file has 10
-# KB.
+# Bytes of a YAML file or value. This size takes a second or two to parse. The largest shipped file has 10 KB.
 MAXIMUM_BYTES = 1 << 17
 MAXIMUM_NODES = 100_000  # Values in a YAML file with aliases expanded. The shipped files have fewer than 1,000.
 

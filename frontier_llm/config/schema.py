@@ -45,18 +45,20 @@ class ParallelConfig(Section):
     expert_tensor: Degree = 1
     # Rows sent to other nodes: one per expert (flat), or one per node (hierarchical).
     expert_all_to_all: Literal["auto", "flat", "hierarchical"] = "auto"
-    # Virtual stages per pipeline rank; interleaved needs more than 1, the V schedules have 2.
+    # Virtual stages per pipeline rank. More than 1 needs a schedule that supports it: interleaved, or a V schedule
+    # (always 2).
     chunks: LayerCount = 1
     schedule: str = "1f1b"  # 1f1b, interleaved, zb-h1, zb-v, v-half, … (docs/schedules.md), or a registered schedule.
     # Megatron's sequence parallelism: tp ranks split the activations between blocks along the sequence.
     sequence_parallel: bool = False
     axis_order: str = "tp-dp-pp"  # Innermost axis first: neighbouring ranks differ in the first axis.
-    # zero: the optimizer state is split as `zero` says; fsdp: torch's fully_shard also splits the weights over dp,
-    # without pipeline.
+    # zero: parallel.zero controls how the optimizer state is split. fsdp: torch's fully_shard also splits the weights
+    # over dp, without pipeline.
     data_mode: Literal["zero", "fsdp"] = "zero"
     # fsdp: number of neighbouring replicas that shard one copy of the weights; None = all.
     data_shard: Degree | None = None
-    # 1 = the optimizer state is split over dp; 0 = every replica holds all of it; 2 and 3 are refused.
+    # 1 = the optimizer state is split over dp; 0 = every replica holds all of it. 2 and 3 occur in records of older
+    # runs and are refused.
     zero: Literal[0, 1, 2, 3] = 1
     stage_layers: tuple[LayerCount, ...] | None = None  # Layers of each virtual stage in order; None = balanced.
 
@@ -376,7 +378,7 @@ class TrainConfig(Section):
     # Further receivers of the metrics: wandb, mlflow, or a plugin's (`training.observers.register`).
     observers: tuple[str, ...] = ()
     profile: ProfileConfig | None = None  # Steps whose trace is written; None = no trace.
-    # auto: the GPU of the machine file; cpu: no check of the device; cuda: any GPU, also with ROCm.
+    # auto: the GPU of the machine file, or the CPU if it has none; cpu: no check of the device; cuda: a GPU, also of AMD.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     peak_tflops: PositiveFloat | None = None  # Peak TFLOP/s of one device, for MFU; None = from the machine file.
     # Timeout of any collective in seconds; comm.timeouts_s overrides it for each axis.

@@ -112,8 +112,8 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failpoint", "where"),
     [
-        thorough("train.step@1#5=sleep:1000", "in hit"),  # as in a data loader or any other Python that never returns
-        ("train.step@1#5=hold:1000", "in hit"),  # in C, the interpreter lock held: no thread of this rank runs any more
+        thorough("train.step@1#5=sleep:1000", "in hit"),  # like Python code that never returns
+        ("train.step@1#5=hold:1000", "in hit"),  # in C with the interpreter lock held
         # In the thread that writes. The main thread waits for it.
         thorough("checkpoint.shard_written@1#1=sleep:1000", "in write"),
     ],

@@ -79,7 +79,7 @@ def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> Non
     ours, theirs = os.openpty()
 
     def take_terminal() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite started under nohup ignores it, and so would the run
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests and the run ignore it
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 

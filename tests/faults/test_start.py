@@ -17,7 +17,7 @@ from frontier_llm.run.failure import Evidence, read_failure
 from frontier_llm.run.launchers import free_port
 from frontier_llm.run.run_dir import steps, untrusted_hosts
 
-# A toy model with the keys of a shipped run.
+# A toy model with the structure and the keys of a shipped run.
 TOY = (
     "model.layers=2",
     "model.hidden=64",
@@ -37,7 +37,7 @@ TOY = (
     "train.tensorboard=false",
     "ops.no_jit=true",
 )
-TIME_LIMIT_S = 600  # train.timeout_s of these runs; a start that waits for this timeout does not end within a test
+TIME_LIMIT_S = 600  # train.timeout_s of these runs. A start that waits for this timeout does not end within a test.
 # Simulates another torch in a site's Python, only on the nodes in PLANTED_ON.
 OTHER_TORCH = """
 import os

@@ -79,7 +79,7 @@ def train(words: list[str]) -> int:
                         suspects=(suspect,),
                     )
                     write_failure(directory, record)
-                while not (directory / "failure.json").exists():  # else srun would end rank 0 before it has written
+                while not (directory / "failure.json").exists():  # otherwise srun ends rank 0 before it has written
                     time.sleep(0.02)
                 return 1
             time.sleep(float(environ("STAND_IN_STEP_S") or 0.05))
