@@ -69,7 +69,7 @@ SIGNALS = {
     "term": signal.SIGTERM,
 }
 # Permitted exit codes, besides 0 and the launcher's SIGKILL. 1: a rank failed, or a surviving rank detected that. 2:
-# the last save of a run must not fail. 70: the watchdog ended a rank that made no progress.
+# the last save of a run failed, which is an error. 70: the watchdog ended a rank that made no progress.
 CODES = {
     "kill": {1},
     "flip": {1},

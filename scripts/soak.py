@@ -34,7 +34,7 @@ from frontier_llm.run.run_dir import STOP_FILE
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 
 FAULTS = ["kill", "kill", *CODES]
-LONG_SHARE = 1 / 6  # share of the long run in the time
+LONG_SHARE = 1 / 6  # share of the time that is used for the long run
 SLACK = {"files": 2, "rss_mib": 24, "shared_regions": 0, "orphans": 0, "leftovers": 0}  # largest growth of a series
 
 Series = dict[str, list[float]]

@@ -378,7 +378,8 @@ class TrainConfig(Section):
     # Further receivers of the metrics: wandb, mlflow, or a plugin's (`training.observers.register`).
     observers: tuple[str, ...] = ()
     profile: ProfileConfig | None = None  # Steps whose trace is written; None = no trace.
-    # auto: the GPU of the machine file, or the CPU if it has none; cpu: no check of the device; cuda: a GPU, also of AMD.
+    # auto: the GPU of the machine file, or the CPU if it states none. cpu: the CPU, without a check. cuda: a GPU of any
+    # vendor.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     peak_tflops: PositiveFloat | None = None  # Peak TFLOP/s of one device, for MFU; None = from the machine file.
     # Timeout of any collective in seconds; comm.timeouts_s overrides it for each axis.

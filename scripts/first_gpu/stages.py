@@ -155,7 +155,7 @@ def torch_is_nvidia() -> bool:
 def _kernels_fault() -> str:
     """Return the reason why this GPU's kernels cannot be used, or ''.
 
-    Runs in another process, because a process cannot replace a code object that the driver has refused.
+    Runs in another process, because a refused code object stays refused in its process.
     """
     code = "from frontier_llm.ops.prebuilt import kernels_of_this_gpu as k; k()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

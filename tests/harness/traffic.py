@@ -59,7 +59,7 @@ def step_traffic(
     update_traffic(config, plan, pp_rank, owner, traffic)
     masked = config.data.reset_at_documents or config.data.packing == "best-fit" or prompts
     if masked and plan.grid.degree(plan.grid.replicas) > 1:
-        # The step's targets: each replica counts its own, because only some have a loss.
+        # Number of the step's targets with a loss. Each replica counts them in its own tokens.
         traffic.add(plan.grid.replicas, "all_reduce", 8)
     world = plan.grid.world_size
     if world > 1:
