@@ -127,7 +127,7 @@ def _holds_boolean(value: Any) -> bool:
 
 
 class Section(BaseModel):
-    """Base class of all sections: immutable, without unknown keys, and without conversion of strings to other types."""
+    """Base class of all sections: immutable, without unknown keys, and without booleans in place of numbers."""
 
     # JSON can represent neither infinity nor NaN.
     model_config = ConfigDict(

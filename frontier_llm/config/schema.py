@@ -1,4 +1,4 @@
-"""Sections of a run file as frozen, strict models. An unknown key, a wrong type or an impossible value is an error.
+"""Sections of a run file as frozen models. An unknown key, a wrong type or an impossible value is an error.
 
 Each section is one class. The comment at a field gives its meaning and unit. Nothing here depends on the world size,
 which `topology.plan` handles. This module imports nothing outside of `config` and `errors`.
