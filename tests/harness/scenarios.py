@@ -1,4 +1,4 @@
-"""Runs tests that mostly wait for Slurm's timers at the same time, each on its own cluster.
+"""Runs several tests at once that mostly wait for Slurm's timers, each on its own cluster.
 
 `@scenario(nodes=3)` turns `def test_x(cluster, tmp_path)` into a test that waits for the result. All selected scenarios
 start with the first of them. A failure keeps its traceback and is reported for its own test.
