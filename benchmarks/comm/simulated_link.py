@@ -35,8 +35,10 @@ class Link:
 
 
 class _Transfer:
-    """Pending `work` whose result is available `seconds` after the last end was ready. `stamp` is the time at which the
-    sender was ready.
+    """Pending `work` whose result is available `seconds` after the last end was ready.
+
+    `stamp` receives the time at which the other end, or the last rank of a collective, was ready. `stamped` is the
+    pending transfer of this time.
     """
 
     def __init__(self, work: Pending, stamp: Tensor, stamped: Pending, seconds: float) -> None:
