@@ -1,1 +1,1 @@
-"""Programs that produced the figures of the documentation; not part of an installed wheel."""
+"""Programs that measured the figures of the documentation. They are not part of an installed wheel."""

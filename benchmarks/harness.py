@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments with a short run, rounds in turn, ranks, results in JSON and in their pages.
+"""Shared parts of the benchmarks: arguments with a short run, alternating rounds, ranks, results in JSON and in pages.
 
 `parse_arguments` adds `--smoke` to a program: a run of seconds with the arguments that the program gives. It changes no
 page and no result. A test executes it for every program.
@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MEASURED = DOCS / "benchmarks"
 RESULTS = MEASURED / "results"
-FOLDER = "{folder}"  # stands for a folder of its own in the arguments of a short run
+FOLDER = "{folder}"  # replaced by a temporary folder in the arguments of a short run
 COMMAND = (sys.executable, "-m", "frontier_llm.cli.main")
 
-# overrides that make the step of a short run cheap
+# Overrides that make the step of a short run cheap.
 TINY = (
     "model.layers=2",
     "model.hidden=64",
@@ -48,7 +48,8 @@ def parse_arguments(
 ) -> argparse.Namespace:
     """Parse `words` (default: the command line).
 
-    `--smoke` puts the words of `smoke` before them; `{folder}` in these becomes a folder that is deleted at the end.
+    `--smoke` puts the words of `smoke` before them. `{folder}` in these words becomes a folder that is deleted at the
+    end.
     """
     given = list(sys.argv[1:] if words is None else words)
     parser.add_argument("--smoke", action="store_true", help="a run of seconds that changes no page and no result")
@@ -64,7 +65,7 @@ def parse_arguments(
 
 
 def take_turns(work: Mapping[Key, Callable[[], Value]], rounds: int, warm_up: int = 0) -> dict[Key, list[Value]]:
-    """Do all of `work` once per round, so that other load on the machine meets all alike; results by key.
+    """Do all of `work` once per round, so that other load on the machine affects all alike. Returns the results by key.
 
     The results of the first `warm_up` rounds are dropped. Progress goes to stderr.
     """
@@ -86,10 +87,10 @@ def run_ranks(
     timeout_s: float = 900,
     preload: str = "",
 ) -> list[Any]:
-    """Start `serve(rank, port, *arguments, queue)` in `ranks` processes; return what they put into the queue.
+    """Start `serve(rank, port, *arguments, queue)` in `ranks` processes and return the items of the queue.
 
-    `results` is the number of items that all ranks together put there. `preload` is a module that is imported once,
-    and the ranks are forked afterwards; without it each rank starts a new interpreter.
+    `results` is the number of items that all ranks together put there. `preload` is a module that is imported once, and
+    the ranks are forked afterwards. Without it each rank starts a new interpreter.
     """
     context: Any = multiprocessing.get_context("forkserver" if preload else "spawn")
     if preload:
@@ -108,28 +109,28 @@ def run_ranks(
 
 
 def last_json(output: str) -> Any:
-    """The JSON object that a command printed, with whatever it printed around it removed."""
+    """Return the JSON object in the output of a command, without the text around it."""
     return json.loads(output[output.index("{") : output.rindex("}") + 1])
 
 
 def write_json(path: Path | None, result: Any, smoke: bool = False) -> None:
-    """Write a result; nothing without a path and in a short run."""
+    """Write a result. Does nothing without a path, and in a short run."""
     if path is not None and not smoke:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path | None, default: Any) -> Any:
-    """An earlier result, or `default` if there is none."""
+    """Return an earlier result, or `default` if there is none."""
     if path is None or not path.exists():
         return default
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def ensure_text(folder: Path, smoke: bool) -> None:
-    """Write the token files `train` and `validation` unless they are there: Python's standard library as bytes.
+    """Write the token files `train` and `validation` if they do not exist: Python's standard library as bytes.
 
-    In a short run they hold a few kilobytes.
+    In a short run they contain a few kilobytes.
     """
     if (folder / "validation.idx").exists():
         return
@@ -148,8 +149,8 @@ def ensure_text(folder: Path, smoke: bool) -> None:
 def write_measured(page: Path, program: str, text: str, smoke: bool = False) -> None:
     """Print `text`, and put it into `page` between `<!-- measured: written by PROGRAM -->` and `<!-- /measured -->`.
 
-    `program` is the file that measured; PROGRAM is its path in the checkout. A short run leaves the page alone.
-    Raises SystemExit if the page has no such part.
+    `program` is the file of the benchmark, and PROGRAM is its path in the checkout. A short run does not change the
+    page. Raises SystemExit if the page has no such part.
     """
     print(text)
     mark = f"<!-- measured: written by {Path(program).resolve().relative_to(ROOT)} -->"

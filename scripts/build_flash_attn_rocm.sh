@@ -6,7 +6,7 @@
 # shellcheck source=scripts/rocm_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/rocm_env.sh"
 
-tag="${FLASH_ATTN_TAG:-v2.8.4.1-cktile}"  # the one that OLCF's PyTorch page names for ROCm 7.1 and torch 2.10
+tag="${FLASH_ATTN_TAG:-v2.8.4.1-cktile}"  # the tag that OLCF's PyTorch page gives for ROCm 7.1 and torch 2.10
 cd "$(fetch https://github.com/ROCm/flash-attention.git "$tag")"
 export FLASH_ATTENTION_TRITON_AMD_ENABLE=FALSE
 BUILD_TARGET=rocm FLASH_ATTENTION_FORCE_BUILD=TRUE "$python" -m pip install --no-build-isolation --no-deps .

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the C++ parts with AddressSanitizer and UndefinedBehaviorSanitizer in a copy of the checkout and plays their
-# tests: the first bad access ends them.
+# Builds the C++ parts with AddressSanitizer and UndefinedBehaviorSanitizer in a copy of the checkout and runs their
+# tests. The tests end at the first bad access.
 #     scripts/check_native.sh [ARGUMENT of pytest ...]
 # Needs g++ with its sanitizers' libraries.
 set -euo pipefail
@@ -15,7 +15,7 @@ cp -r csrc tests benchmarks configs scripts launch slurm setup.py pyproject.toml
 mkdir "$copy/frontier_llm"
 tar -c --exclude=_native frontier_llm | tar -x -C "$copy"
 
-# what setup.py calls: the sanitizers, and less optimisation, after its own flags
+# The compiler that setup.py calls. It adds the sanitizers and less optimisation after setup.py's own flags.
 cat >"$copy/cxx" <<WRAPPER
 #!/usr/bin/env bash
 exec g++ "\$@" -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
@@ -26,7 +26,7 @@ CXX="$copy/cxx" "${PYTHON:-python}" setup.py -q build_ext --inplace >build.log 2
     cat build.log >&2
     exit 1
 }
-# Python itself is not built with them, so they come first; what it never frees is not ours
+# Python itself is built without the sanitizers, so they are loaded first. Memory that Python never frees is ignored.
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so) $(g++ -print-file-name=libstdc++.so)"
 LD_PRELOAD="$preload" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
     PYTHONPATH="$copy" \

@@ -1,11 +1,11 @@
-"""Measure how much a line of Python says, by folder, and refuse more than the bounds below.
+"""Measures how dense the Python code is, by folder, and refuses more than the bounds below.
 
     python scripts/code_density.py [--check]
 
-Refuses lines of C++ and shell over 120 columns, too.
+Also refuses lines of C++ and shell over 120 columns.
 
-A line of code is not blank, a comment, a docstring or an import.
-Tokens are those of Python's tokenizer without comments and layout.
+A line of code is a line that is not blank, a comment, a docstring or an import. Tokens are the tokens of Python's
+tokenizer without comments and layout.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAYOUT = {
 
 @dataclass
 class Measure:
-    """Totals of a folder."""
+    """Totals of a file or folder."""
 
     tokens: int = 0
     code_lines: int = 0
@@ -57,7 +57,6 @@ class Measure:
 
     @property
     def tokens_per_line(self) -> float:
-        """Tokens per line of code."""
         return self.tokens / max(1, self.code_lines)
 
     def add(self, other: Measure) -> None:
@@ -68,7 +67,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Bound:
-    """Most that a folder may have."""
+    """Largest values that a folder may have."""
 
     tokens_per_line: float
     tuples: int
@@ -86,7 +85,7 @@ BOUNDS = {
 
 
 def measure(source: str) -> Measure:
-    """Totals of one file."""
+    """Return the totals of one file."""
     lines = source.splitlines()
     result = Measure(wide=sum(len(line) > MOST_COLUMNS for line in lines))
     no_code: set[int] = set()  # numbers of lines of imports and docstrings
@@ -117,7 +116,7 @@ def _lines_of(node: ast.stmt) -> set[int]:
 
 
 def measure_folder(folder: Path) -> Measure:
-    """Totals of a folder's Python files."""
+    """Return the totals of a folder's Python files."""
     total = Measure()
     for path in folder.rglob("*.py"):
         if not LEFT_OUT & set(path.parts):
@@ -126,9 +125,9 @@ def measure_folder(folder: Path) -> Measure:
 
 
 def wide_lines() -> list[str]:
-    """FILE:LINE of each line of C++ and shell over MOST_COLUMNS, generated scripts included.
+    """Return FILE:LINE of each line of C++ and shell over MOST_COLUMNS, generated scripts included.
 
-    A line with a URL, or with a word that no line can hold, is allowed.
+    A line with a URL is allowed. A line with a word that fits on no line is allowed too.
     """
     wide = []
     for pattern in WIDTH_CHECKED:
@@ -141,7 +140,7 @@ def wide_lines() -> list[str]:
 
 
 def excesses(found: Measure, bound: Bound) -> list[str]:
-    """What is above its bound."""
+    """Return a line of text for each value above its bound."""
     return [
         f"{name} is {getattr(found, name):.4g}, at most {most} allowed"
         for name, most in asdict(bound).items()
@@ -150,7 +149,7 @@ def excesses(found: Measure, bound: Bound) -> list[str]:
 
 
 def main() -> int:
-    """Print the totals; with --check return 1 if a folder is above a bound."""
+    """Print the totals. With --check return 1 if a folder is above a bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a folder is above a bound")
     check = parser.parse_args().check

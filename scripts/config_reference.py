@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write docs/generated/configuration.md from config/model.py and schema.py: each key with type, default, meaning.
+"""Writes docs/generated/configuration.md from config/model.py and schema.py: each key with type, default and meaning.
 
-A field's meaning is the comment behind it, or the comment lines above it.
+The meaning is the comment after a field, or the comment lines above it.
     python scripts/config_reference.py [--check]
 """
 
@@ -43,7 +43,7 @@ NAMES = {
 
 
 def source_notes() -> dict[tuple[str, str], tuple[str, str]]:
-    """(annotation, comment) as written, by (class, field)."""
+    """Return (class, field) → (annotation, comment) as written in the source."""
     notes = {}
     for source in map(inspect.getsource, (model_keys, schema)):
         lines = source.splitlines()
@@ -57,7 +57,7 @@ def source_notes() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def comment_of(lines: list[str], field: ast.AnnAssign) -> str:
-    """The comment behind a field, or else the comment lines directly above it; '' without one."""
+    """Return the comment after a field, or else the comment lines directly above it. Returns '' without one."""
     _, _, behind = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")
     if behind:
         return behind.strip()
@@ -72,7 +72,7 @@ def comment_of(lines: list[str], field: ast.AnnAssign) -> str:
 def sections(
     model: type[BaseModel], prefix: str = ""
 ) -> typing.Iterator[tuple[str, type[BaseModel], dict[str, FieldInfo]]]:
-    """(dotted key, class, its plain fields) of the run file, depth first."""
+    """Yield (dotted key, class, its fields that are not sections) of the run file, depth first."""
     plain = {name: field for name, field in model.model_fields.items() if section_of(field) is None}
     yield prefix, model, plain
     for name, field in model.model_fields.items():
@@ -82,7 +82,7 @@ def sections(
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section class that a field holds, alone, optional or in a list."""
+    """Return the section class of a field, alone, optional or in a list."""
     pending = [field.annotation]
     while pending:
         kind = pending.pop()
@@ -93,7 +93,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def type_text(annotation: str) -> str:
-    """An annotation in words: 'Literal['a', 'b'] | None' → 'a, b or nothing'."""
+    """Describe an annotation in words: 'Literal['a', 'b'] | None' → 'a, b or nothing'."""
     literal = re.fullmatch(r"Literal\[(.*)\]", annotation)
     if literal:
         return ", ".join(f"`{value.strip().strip(chr(39))}`" for value in literal.group(1).split(","))
@@ -115,8 +115,8 @@ def type_text(annotation: str) -> str:
 
 
 def size_text(name: str) -> str:
-    """A bounded kind of whole number of `config.fields` in words: 'LayerCount' → 'whole number from 1 to 65,536'.
-    Others give ''.
+    """Describe a bounded integer type of `config.fields`: 'LayerCount' → 'whole number from 1 to 65,536'. Returns ''
+    for others.
     """
     limits = {
         key: limit
@@ -127,13 +127,13 @@ def size_text(name: str) -> str:
 
 
 def limits_of(item: object) -> list[tuple[str, int]]:
-    """(name, value) of each bound in one item of an annotation."""
+    """Return (name, value) of each bound in one item of an annotation."""
     bounds = item.metadata if isinstance(item, FieldInfo) else ()
     return [(name, getattr(bound, name)) for bound in bounds for name in ("ge", "le") if hasattr(bound, name)]
 
 
 def default_text(field: FieldInfo) -> str:
-    """How the default is written in a run file."""
+    """Return the default as it is written in a run file."""
     if field.is_required():
         return "required"
     value = field.default
@@ -145,7 +145,7 @@ def default_text(field: FieldInfo) -> str:
 
 
 def page() -> str:
-    """The whole page. Raises ValueError naming a field without a meaning."""
+    """Return the text of the page. Raises ValueError for a field without a comment."""
     notes = source_notes()
     text = []
     for prefix, model, keys in sections(RunConfig):

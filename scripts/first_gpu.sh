@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first minutes on a machine with a GPU, torch and Triton, NVIDIA or AMD: builds, checks every op, measures, trains,
-# and writes one page.
+# First measurements on a machine with an NVIDIA or AMD GPU, torch and Triton: builds, checks every op, measures,
+# trains, and writes one page.
 #   scripts/first_gpu.sh [--out DIR] [--wheels DIR] [--minutes 9]
 #   scripts/first_gpu.sh --rehearse [--out DIR]     every stage on a CPU, in a bare environment
 #   scripts/first_gpu.sh --collect-wheels DIR [--python 3.12] [--platform manylinux_2_28_x86_64 ...]

@@ -32,7 +32,7 @@ if ! why="$(python -c 'import torch' 2>&1)"; then
   python -m pip install --quiet --disable-pip-version-check "$FRONTIER_LLM_TORCH"
 fi
 
-# installed once per state of the sources that are compiled or packaged; Python files are used where they lie
+# Installed once per state of the compiled and packaged sources. Python files are used from the checkout.
 stamp=".venv/installed-${extras//,/-}"
 state="$(cat setup.py pyproject.toml csrc/*.cpp csrc/*/* 2>/dev/null | sha256sum)"
 if [[ "$(cat "$stamp" 2>/dev/null)" != "$state" ]]; then

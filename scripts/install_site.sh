@@ -3,9 +3,10 @@
 # architecture.
 #   scripts/install_site.sh SITE      frontier, lumi, or the path of a site file; run it on a login node, in the
 #                                     environment of the jobs
-# The environment has its torch and Triton already (ROCm's wheels bring both); neither is replaced. A site with a
+# The environment must already have torch and Triton (ROCm's wheels contain both). Neither is replaced. A site with a
 # container builds with the image's Python, into this checkout, and needs a Python with numpy, pydantic and pyyaml on
-# the host. At the end the interpreter of the ranks is asked what it has: the exit code is 1 if something is missing.
+# the host. At the end the installation is checked with the interpreter of the ranks. The exit code is 1 if something
+# is missing.
 set -euo pipefail
 site="${1:?usage: scripts/install_site.sh SITE}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

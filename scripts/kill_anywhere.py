@@ -1,17 +1,19 @@
-"""kill -9 of a random rank at random instants, again and again; every run must end bit-equal to the undisturbed one.
+"""Kills random ranks with signal 9 at random instants. Every run must end bit-equal to the undisturbed run.
 
     python scripts/kill_anywhere.py [--kills 200] [--in-save 50] [--ranks 2] [--seed 1] [--lag 1] [--minutes M]
     [--faults kill,flip,…]
 
-Ranks are forked from this process, which has imported torch already, and otherwise live as under any launcher:
-rendezvous, collectives, lock, resume. A run is disturbed until it reaches its end; then the loss of every step (also of
-those done several times) and the digests of the final weights and optimizer state are compared, and the next run
-begins. `--in-save` of the kills happen at exact instants inside a save (failpoints), the others at random times.
-`--lag` is train.save_lag_steps; with kills alone, a start that loses more than one interval and the lag is a failure
-too. Prints a JSON summary; exit code 1 at the first difference.
+Ranks are forked from this process, which has already imported torch. Everything else is as under any launcher:
+rendezvous, collectives, lock, resume. A run is disturbed until it reaches its end. Then the loss of every step (also of
+repeated steps) and the digests of the final weights and optimizer state are compared, and the next run begins.
+
+`--in-save` of the kills happen at exact instants inside a save (failpoints), the others at random times. `--lag` is
+train.save_lag_steps. If kills are the only faults, a start may lose at most one interval plus the lag. Prints a JSON
+summary. The exit code is 1 at the first difference.
 
 Faults: kill, abort, segv (a rank dies of that signal), freeze (SIGSTOP), error (an exception in a step), term (SIGTERM:
-saves and leaves), flip (damages a bit of the newest checkpoint before a start, then kills), enospc (a save fails).
+the ranks save and exit), flip (damages a bit of the newest checkpoint before a start, then kills), enospc (a save
+fails).
 """
 
 from __future__ import annotations
@@ -66,9 +68,8 @@ SIGNALS = {
     "freeze": signal.SIGSTOP,
     "term": signal.SIGTERM,
 }
-# what ranks may leave with, besides 0 and the launcher's SIGKILL: 1 a rank failed (also noticed by a survivor before it
-# is killed
-# too), 2 the last save of a run is not allowed to fail, 70 the watchdog of a rank that nothing moves for
+# Permitted exit codes, besides 0 and the launcher's SIGKILL. 1: a rank failed, or a surviving rank detected that. 2:
+# the last save of a run failed, which is an error. 70: the watchdog ended a rank that made no progress.
 CODES = {
     "kill": {1},
     "flip": {1},
@@ -103,8 +104,6 @@ def config_of(run: Run, ranks: int, lag: int, timeout_s: float, steps: int) -> R
 
 
 class Attempt:
-    """One start of all ranks."""
-
     def __init__(self, config: RunConfig, log: Path, ranks: int, failpoint: str) -> None:
         port = free_port()
         self.pids = [self._fork(config, log, rank, ranks, port, failpoint) for rank in range(ranks)]
@@ -133,7 +132,7 @@ class Attempt:
             os._exit(code)
 
     def ended_within(self, limit_s: float) -> bool:
-        """True when any rank has ended within the time."""
+        """Return True if any rank ends within the time."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             if any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in self.pids):
@@ -142,7 +141,9 @@ class Attempt:
         return False
 
     def end(self, kill: bool) -> list[int]:
-        """Exit codes of all (negative: signal); `kill` as a launcher does after the first failure."""
+        """Return the exit codes of all ranks (negative: signal). `kill` ends them first, as a launcher does after the
+        first failure.
+        """
         if kill:
             for pid in self.pids:
                 os.kill(pid, signal.SIGKILL)
@@ -150,7 +151,7 @@ class Attempt:
 
 
 def flip_bit(run: Run, rng: random.Random) -> bool:
-    """Damage the newest checkpoint, when there is another one to fall back to."""
+    """Damage the newest checkpoint if another one exists. Returns whether a bit was changed."""
     steps = folder.named_steps(run.run_dir / "checkpoints")
     if len(steps) < 2:
         return False
@@ -172,17 +173,17 @@ def saving(run: Run) -> bool:
 
 
 def steps_not_saved(run: Run) -> int:
-    """Steps that were done and that no complete checkpoint holds."""
+    """Return the number of steps that were done and that no complete checkpoint contains."""
     done = max(run.losses(), default=0) if (run.run_dir / "metrics.jsonl").exists() else 0
     return done - max(folder.named_steps(run.run_dir / "checkpoints"), default=0)
 
 
 class Different(Exception):
-    """A run did not end as the undisturbed one, or a rank left as it must not."""
+    """A run did not end like the undisturbed one, or a rank exited with a wrong code."""
 
 
 class Campaign:
-    """Disturbed runs, each compared with one that was not."""
+    """Disturbed runs, each compared with an undisturbed one."""
 
     def __init__(self, base: Path, ranks: int, seed: int, lag: int, faults: list[str], in_save_share: float) -> None:
         self.base = base
@@ -210,13 +211,13 @@ class Campaign:
         return (run.directory / "log").read_text()[-3000:]
 
     def start(self, run: Run, failpoint: str, steps: int = STEPS) -> Attempt:
-        """All ranks of a run, up and going."""
+        """Start all ranks of a run."""
         return Attempt(
             config_of(run, self.ranks, self.lag, self.timeout_s, steps), run.directory / "log", self.ranks, failpoint
         )
 
     def one_run(self) -> None:
-        """Disturb a run until it reaches its end; raises Different."""
+        """Disturb a run until it reaches its end. Raises Different."""
         run = self.new_run(f"run{self.count['runs']}")
         while not self._one_start(run):
             if self.faults == ["kill"]:
@@ -232,7 +233,7 @@ class Campaign:
         shutil.rmtree(run.directory)
 
     def _one_start(self, run: Run) -> bool:
-        """True when the run has reached its end."""
+        """Start the run once and disturb it. Returns True if the run reached its end."""
         fault = self.rng.choice(self.faults)
         victim = self.rng.randrange(self.ranks)
         failpoint = self._failpoint(fault, victim)
@@ -244,7 +245,7 @@ class Campaign:
         ended = attempt.ended_within(120.0 if failpoint else self.rng.uniform(0.0, 0.7 * self.usual_s))
         codes = self._let_end(attempt) if ended else self._strike(run, attempt, fault, victim)
         self._judge(run, fault, codes)
-        # so that most of the random instants fall into a run, however busy the machine is now
+        # Adapt to the machine's current load, so that most random instants are within a run.
         if ended and not failpoint:
             self.usual_s = 0.5 * (self.usual_s + max(1.0, time.monotonic() - started))
         if ended and -signal.SIGKILL in codes and "=kill" in failpoint:
@@ -254,7 +255,7 @@ class Campaign:
         return codes == [0] * self.ranks
 
     def _failpoint(self, fault: str, victim: int) -> str:
-        """What is armed for this start; '' when it is struck at a random time instead."""
+        """Return the failpoint for this start, or '' if the fault happens at a random time."""
         nth = self.rng.randint(1, 3)
         if fault == "kill" and self.rng.random() < self.in_save_share:
             name = self.rng.choice(SAVE_POINTS)
@@ -264,7 +265,9 @@ class Campaign:
         return f"train.step@{victim}#{self.rng.randint(1, STEPS)}=error:boom" if fault == "error" else ""
 
     def _let_end(self, attempt: Attempt) -> list[int]:
-        """The ranks leave by themselves unless one of them was killed or failed; then as a launcher does, all."""
+        """Let the ranks exit by themselves. If the first one to end was killed by a signal, kill all, as a launcher
+        does.
+        """
         first = next(pid for pid in attempt.pids if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
         how = os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
         return attempt.end(kill=how is not None and how.si_code != os.CLD_EXITED)
@@ -289,7 +292,6 @@ class Campaign:
             raise Different(f"{run.directory}: exit codes {codes} after {fault}\n{self._log(run)}")
 
     def summary(self) -> dict[str, object]:
-        """What happened."""
         share = round(STEPS * self.count["runs"] / max(self.steps_computed, 1), 3)
         return {
             **self.count,

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Plays every combination of degrees, sequence parallelism, schedule, recompute mode and family in float64, compares
-# each with one rank and that with the oracle, and writes the table in docs/benchmarks/numerics.md. The everyday test
-# run covers the same pairwise. `--random 200 --seed 7` plays runs of no pattern instead: odd shapes, uneven stages,
-# every switch by chance.
+# Runs every combination of degrees, sequence parallelism, schedule, recompute mode and family in float64. Compares
+# each with one rank, and one rank with the oracle, and writes the table in docs/benchmarks/numerics.md. The everyday
+# test run covers each pair of settings. `--random 200 --seed 7` runs random configurations instead: odd shapes, uneven
+# stages, random switches.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z "${PYTHON:-}" ]]; then

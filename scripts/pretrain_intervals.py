@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the planner's save interval (Young/Daly) into configs/runs/pretrain_*.yaml.
+"""Writes the planner's save interval (Young/Daly) into configs/runs/pretrain_*.yaml.
 
 python scripts/pretrain_intervals.py [--check]      --check: exit 1 if a file has another interval
 """
@@ -18,7 +18,7 @@ from frontier_llm.planner.predict import planned_saves
 
 
 def expected_line(path: Path, nodes: int, site: str) -> str:
-    """The line `save_interval: …` of a run file, for a job of so many nodes at a site."""
+    """Return the line `save_interval: …` of a run file, for a job of `nodes` nodes at a site."""
     config = load_run(str(path))
     ranks = nodes * load_site(site).tasks_per_node
     saves = planned_saves(config, ranks)
@@ -31,7 +31,7 @@ def expected_line(path: Path, nodes: int, site: str) -> str:
 
 
 def expected_files() -> dict[Path, str]:
-    """Each production run file and its text with the planner's interval."""
+    """Return each production run file and its text with the planner's interval."""
     files = {}
     for job in JOBS:
         if job.name in PRODUCTION.values():
@@ -43,7 +43,7 @@ def expected_files() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write the files, or with --check compare them."""
+    """Write the files. With --check compare them only."""
     stale = [(path, text) for path, text in expected_files().items() if path.read_text(encoding="utf-8") != text]
     for path, text in stale:
         if "--check" in sys.argv[1:]:

@@ -1,10 +1,10 @@
-"""Count habits that make the English of this project hard to read, and refuse more of them than the bounds below.
+"""Counts habits that make the English of this project hard to read, and refuses more of them than the bounds below.
 
     python scripts/prose.py [--check] [--list HABIT[:KIND]] [FILE ...]
 
 Four kinds of text are measured: docstrings, comments, messages (texts of errors, problems and log calls) and pages
 (Markdown without code, tables and headings). Each bound is a share of the sentences of a kind. In torchtitan, OLMo-core
-and nanotron each habit is in 0.0 to 0.4 % of the docstrings' sentences; only long sentences are more frequent.
+and nanotron each habit occurs in 0.0 to 0.4 % of the docstrings' sentences. Only long sentences are more frequent.
 
 A sentence that must stay is excepted by `# prose: ok: reason` (in pages `<!-- prose: ok: reason -->`) on its first line
 or on the line before it. The exceptions are counted.
@@ -61,7 +61,7 @@ FILLER = {
     "thi",
 }
 FORMULA = re.compile(r"[@=+*\[]")
-# Generated pages and results have no sentences of their own; the simulator's folder can be copied by other projects.
+# Generated pages and results have no sentences of their own. The simulator's folder can be copied by other projects.
 LEFT_OUT = ("docs/generated/", "docs/configuration.md", "tests/cdna2/", "CHANGELOG.md")
 
 # Highest share of sentences with each habit, in percent, by kind of text. A bound may only be lowered.
@@ -85,16 +85,14 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence of the project's text."""
-
     kind: str  # docstring, comment, message or page
     place: str  # path:line
     text: str
-    repeats_name: bool = False  # a docstring that has only words of the name that it documents
+    repeats_name: bool = False  # the docstring has only words of the name that it documents
 
 
 def habits_of(sentence: Sentence) -> list[str]:
-    """Names of the habits in a sentence."""
+    """Return the names of the habits in a sentence."""
     found = [name for name, pattern in HABITS.items() if pattern.search(sentence.text)]
     if len(sentence.text.split()) > MOST_WORDS:
         found.append(LONG)
@@ -104,7 +102,7 @@ def habits_of(sentence: Sentence) -> list[str]:
 
 
 def split_sentences(text: str) -> Iterator[str]:
-    """Sentences of a text. Code, tables and fragments of less than three words are left out."""
+    """Yield the sentences of a text. Code, tables and fragments of less than three words are left out."""
     text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", " ", text, flags=re.DOTALL)
     text = re.sub(r"``[^`]*``|`[^`]*`", "X", text)
@@ -119,13 +117,13 @@ def split_sentences(text: str) -> Iterator[str]:
 
 
 def words_of(text: str) -> set[str]:
-    """Words of a name or a sentence, in lower case and without a plural's s."""
+    """Return the words of a name or a sentence, in lower case and without a plural's s."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", text)
     return {word.lower().rstrip("s") for word in words}
 
 
 def repeats_name(docstring: str, node: ast.AST) -> bool:
-    """Whether a docstring says nothing that the name and the parameters of its function or class do not say."""
+    """Return whether a docstring has only words of its function's or class's name and parameters."""
     signature = words_of(getattr(node, "name", ""))
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -138,7 +136,7 @@ def repeats_name(docstring: str, node: ast.AST) -> bool:
 
 
 def literal_text(node: ast.AST) -> str:
-    """Text of a string or an f-string, with X in place of each value; '' for other nodes."""
+    """Return the text of a string or an f-string, with X in place of each value. Returns '' for other nodes."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -148,7 +146,7 @@ def literal_text(node: ast.AST) -> str:
 
 
 def sentences_of_python(path: str, source: str) -> Iterator[Sentence]:
-    """Sentences of a module's docstrings, messages and comments."""
+    """Yield the sentences of a module's docstrings, messages and comments."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             docstring = ast.get_docstring(node) or ""
@@ -170,7 +168,7 @@ def sentences_of_python(path: str, source: str) -> Iterator[Sentence]:
 
 
 def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
-    """First line and text of each block of comments on consecutive lines."""
+    """Yield first line and text of each block of comments on consecutive lines."""
     block: list[str] = []
     first = last = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -189,7 +187,7 @@ def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
 
 
 def sentences_of_page(path: str, text: str) -> Iterator[Sentence]:
-    """Sentences of a Markdown page, with the line of the paragraph that each stands in."""
+    """Yield the sentences of a Markdown page, each with the line of its paragraph."""
     line = 1
     for part in re.split(r"(```.*?```)", text, flags=re.DOTALL):
         if not part.startswith("```"):
@@ -202,21 +200,21 @@ def sentences_of_page(path: str, text: str) -> Iterator[Sentence]:
 
 
 def tracked_files() -> list[str]:
-    """Python files and pages in git, without those that are left out."""
+    """Return the Python files and pages in git, except LEFT_OUT."""
     listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = sorted(listed.stdout.split())
     return [path for path in paths if not path.startswith(LEFT_OUT) and (ROOT / path).is_file()]
 
 
 def sentences(paths: list[str]) -> Iterator[Sentence]:
-    """All sentences of these files (relative to the project's folder, or absolute)."""
+    """Yield all sentences of these files (relative to the project's folder, or absolute)."""
     for path in paths:
         source = (ROOT / path).read_text(encoding="utf-8")
         yield from sentences_of_python(path, source) if path.endswith(".py") else sentences_of_page(path, source)
 
 
 def is_excepted(sentence: Sentence) -> bool:
-    """Whether the line of the sentence, or the line before it, has an exception with a reason."""
+    """Return whether the line of the sentence, or the line before it, has an exception with a reason."""
     path, line = sentence.place.rsplit(":", 1)
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
     index = int(line) - 1

@@ -2,7 +2,7 @@
 # From a fresh clone to a trained model: installs into .venv, makes a dataset from this machine's Python standard
 # library, measures this machine, lets the planner choose a layout for 4 local ranks, trains a small Llama in it and
 # again as TP2 x PP2, prints the planner's prediction beside both, generates a sample and writes report.html.
-# Run twice, it reuses what is there. FRONTIER_LLM_TORCH chooses the torch requirement (default torch==2.13.0).
+# A second run reuses the existing files. FRONTIER_LLM_TORCH chooses the torch requirement (default torch==2.13.0).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/install.sh
@@ -23,7 +23,7 @@ if [[ ! -f $machine ]]; then
 fi
 
 say "the planner's layout for it"
-# without FSDP: what calibrate measures of its collectives has not been held against idle runs yet
+# without FSDP: calibrate's rates of its collectives have not been compared with idle runs yet
 frontier-llm plan --run quickstart --machine "$machine" --nodes 1 --fix data_mode=zero --top 4 --emit "$planned"
 
 say "training 1 of 2: as planned"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sourced by build_*_rocm.sh and build_deepspeed_ops.sh: Frontier's modules (elsewhere: what is already loaded), a ROCm
-# torch, gfx90a.
-# FRONTIER_LLM_MODULES replaces the modules; empty means load none. Untested on the machines themselves.
+# Sourced by build_*_rocm.sh and build_deepspeed_ops.sh. Sets up Frontier's modules (elsewhere: the modules that are
+# already loaded), a ROCm torch and gfx90a.
+# FRONTIER_LLM_MODULES replaces the modules; empty means load none. Not tested on the machines themselves.
 # shellcheck shell=bash
 set -euo pipefail
 

@@ -1,13 +1,13 @@
-"""Random faults for a given time, then a long run without any; what a process may leak is sampled all along and must
-stay flat.
+"""Injects random faults for a given time, then runs for a long time without faults. Resources that a process may leak
+must not grow.
 
     python scripts/soak.py [--minutes 30] [--seed 1] [--ranks 2]
 
-Faults are all of scripts/kill_anywhere.py, drawn at random; each disturbed run must end bit-equal to the undisturbed
-one. After each run this process's open files, memory and shared regions, leftovers beside the checkpoints and processes
-without a parent are counted; in the long run, once a second, files, memory and regions of every rank. All are this
-run's own: other work on the machine does not count. Prints a JSON summary; exit code 1 when a run differs or a series
-grows.
+Faults are drawn at random from scripts/kill_anywhere.py. Each disturbed run must end bit-equal to the undisturbed one.
+After each run the program counts this process's open files, memory and shared regions, leftovers beside the
+checkpoints, and processes without a parent. During the long run it counts files, memory and regions of every rank once
+a second. All counts cover this program's own processes, so other load on the machine does not matter. Prints a JSON
+summary. The exit code is 1 if a run differs or a series grows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from frontier_llm.run.run_dir import STOP_FILE
 from frontier_llm.run.signals import EXIT_INTERRUPTED
 
 FAULTS = ["kill", "kill", *CODES]
-LONG_SHARE = 1 / 6  # of the time is the long run's
-SLACK = {"files": 2, "rss_mib": 24, "shared_regions": 0, "orphans": 0, "leftovers": 0}  # how much a series may grow
+LONG_SHARE = 1 / 6  # share of the time that is used for the long run
+SLACK = {"files": 2, "rss_mib": 24, "shared_regions": 0, "orphans": 0, "leftovers": 0}  # largest growth of a series
 
 Series = dict[str, list[float]]
 
@@ -49,20 +49,22 @@ def rss_mib(pid: int) -> float:
 
 
 def orphans() -> int:
-    """Processes of this program's group besides itself; it waits for all that it forks."""
+    """Count the other processes of this program's group. All forked ranks have been waited for at this point."""
     found = 0
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
             except OSError:
-                continue  # it has just ended
+                continue  # the process has just ended
             found += int(fields[2]) == os.getpgrp()
     return found
 
 
 def shared_regions(pid: int) -> int:
-    """Files of /dev/shm that a process has mapped. They have no name, so what no process holds is gone."""
+    """Count the files of /dev/shm that a process has mapped. They have no name, so a file that no process maps is
+    freed.
+    """
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return len({line.split()[4] for line in lines if f"{MEMORY_DIR}/" in line})  # column 4: inode
 
@@ -74,14 +76,16 @@ def sample_process(pid: int, series: Series) -> None:
 
 
 def sample(base: Path, series: Series) -> None:
-    """Between two runs, when no rank lives."""
+    """Take a sample between two runs, when no rank is alive."""
     sample_process(os.getpid(), series)
     series["orphans"].append(orphans())
     series["leftovers"].append(len(list(base.iterdir())))
 
 
 def long_run(campaign: Campaign, seconds: float) -> dict[str, Series]:
-    """An undisturbed run, stopped after so many seconds by the file STOP, sampled once a second; by rank."""
+    """Run undisturbed for `seconds`, then stop with the file STOP. Samples once a second. Returns the series by
+    rank.
+    """
     run = campaign.new_run("long")
     attempt = campaign.start(run, "", steps=10**6)
     stop_s = time.monotonic() + seconds
@@ -99,7 +103,7 @@ def long_run(campaign: Campaign, seconds: float) -> dict[str, Series]:
 
 
 def growth(values: list[float]) -> float:
-    """How much the last third lies above the middle one; the first is start-up."""
+    """Return the median of the last third minus the median of the middle third. The first third is start-up."""
     third = len(values) // 3
     return median(values[-third:]) - median(values[third : 2 * third]) if third else 0.0
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Random faults for a given time at low priority; every run must end bit-equal, and nothing may leak. What is drawn and
-# sampled: scripts/soak.py.
+# Injects random faults for a given time at low priority. Every run must end bit-equal, and no resource may leak. The
+# faults and the measured resources are described in scripts/soak.py.
 #   scripts/soak.sh [MINUTES=30] [SEED=1]
 set -euo pipefail
 cd "$(dirname "$0")/.."

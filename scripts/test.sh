@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv and runs them on three workers: tests of Slurm, time-outs and signals mostly
-# wait. `--all` first: everything, as CI does; without it what is marked `thorough` is left out. Further arguments go to
-# pytest, then on one worker: scripts/test.sh tests/unit/schedule
+# Installs the tests' requirements into .venv and runs the tests on three workers, because tests of Slurm, time-outs and
+# signals mostly wait. With `--all` as first argument all tests run, as in CI. Without it tests marked `thorough` are
+# left out. Further arguments are passed to pytest, which then uses one worker: scripts/test.sh tests/unit/schedule
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 FRONTIER_LLM_EXTRAS="${FRONTIER_LLM_EXTRAS:-plot,data,hf,eval,deepspeed,trackers,test}"

@@ -1,11 +1,11 @@
-"""Write the names of the torch in this environment to a JSON file, against which a test compares the names that the
-package uses.
+"""Writes the names of the torch in this environment to a JSON file. A test compares the names that the package uses
+with it.
 
     python scripts/torch_names.py tests/arch/torch_2_10_names.json
 
-Made once for each torch that is supported and that CI does not run. The file holds modules with their names, classes
-with their members (both as one string of words, to keep the file short) and the operators of torch.ops. A torch for
-CUDA and one for ROCm have the same names.
+The file is made once for each supported torch that CI does not run. It contains modules with their names, classes with
+their members (both as one string of words, to keep the file short) and the operators of torch.ops. A torch for CUDA and
+one for ROCm have the same names.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ LEFT_OUT = (
     "torch.utils.model_dump",
     "torch.utils.viz",
 )
-PRIVATE = ("torch._C", "torch._C._distributed_c10d")  # private modules that this project knows
+PRIVATE = ("torch._C", "torch._C._distributed_c10d")  # private modules that this project uses
 NAMESPACES = ("aten::", "c10d::", "_c10d_functional::")
-# Classes whose members are listed: those whose objects a training run holds.
+# Classes whose members are listed, because a training run holds their objects.
 WITH_MEMBERS = (
     "torch.Tensor",
     "torch.Generator",
@@ -61,7 +61,7 @@ WITH_MEMBERS = (
 
 
 def modules() -> dict[str, ModuleType]:
-    """Every module of torch that can be imported here, by name."""
+    """Return every module of torch that can be imported here, by name."""
     found: dict[str, ModuleType] = {"torch": torch}
     for path in pkgutil.walk_packages(torch.__path__, "torch.", onerror=lambda name: None):
         if path.name.startswith(LEFT_OUT) or "._" in path.name:
@@ -75,7 +75,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def is_of_torch(value: object) -> bool:
-    """Whether a module's attribute is torch's own, not something of Python that the module has imported."""
+    """Return whether a module's attribute is torch's own, and not a Python object that the module has imported."""
     if inspect.ismodule(value):
         return value.__name__.startswith("torch")
     defined_in = getattr(value, "__module__", None)
@@ -83,12 +83,12 @@ def is_of_torch(value: object) -> bool:
 
 
 def names() -> dict[str, object]:
-    """The content of the file."""
+    """Return the content of the file."""
     found = modules()
     classes: dict[str, type] = {}
     words = {}
     for name, module in sorted(found.items()):
-        inner = getattr(module, "m", module)  # torch.backends.cudnn and its like are objects around their module
+        inner = getattr(module, "m", module)  # torch.backends.cudnn and similar modules are objects around their module
         attributes = {key: getattr(module, key, None) for key in {*dir(module), *dir(inner)}}
         words[name] = " ".join(sorted(key for key, value in attributes.items() if is_of_torch(value)))
         classes |= {

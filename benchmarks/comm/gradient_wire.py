@@ -1,10 +1,12 @@
-"""What does sending gradients in 16 bits cost in accuracy? Two runs of one model side by side: precision.gradient_wire
-full and bf16.
+"""Measures how much accuracy is lost by sending gradients in 16 bits.
 
-python -m benchmarks.comm.gradient_wire [--ranks 2] [--steps 30] [key=value …]
-Prints the relative error of the first step's summed gradient (L2, over all elements), and both loss curves with their
-difference. As a yardstick, the same for a third run whose weights differ from the first's by one rounding of fp32
-(relative 6e-8) at the start.
+Runs one model with precision.gradient_wire full and bf16 side by side.
+
+    python -m benchmarks.comm.gradient_wire [--ranks 2] [--steps 30] [key=value …]
+
+Prints the relative error of the first step's summed gradient (L2, over all elements), both loss curves and their
+difference. For comparison, a third run starts with weights that differ from the first run's by one rounding of fp32
+(relative 6e-8).
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
         for name, state in states.items():
             losses[name].append(train_step(state).loss)
             if step == 0:
-                gradients[name] = own_gradients(state)  # the update reads it and leaves it
+                gradients[name] = own_gradients(state)  # the update reads the gradients and does not change them
     world = states["full"].mesh.world
     squares = torch.stack([(gradients["bf16"] - gradients["full"]).square().sum(), gradients["full"].square().sum()])
     error, whole = all_reduce_(squares, world).sqrt().tolist()

@@ -1,12 +1,13 @@
-"""What one communication in flight costs a pipeline: real engine, real gloo messages, against what the simulator says.
-CPU only.
+"""Measures how much one communication in flight slows down a pipeline, and compares it with the simulator. CPU only.
 
     python -m benchmarks.comm.in_flight [--forward-ms 40] [--rounds 5] [--json FILE]
 
-Compute is sleep, so that four ranks share few cores without slowing each other down; a message goes through gloo, and
-takes both its ends until a *simulated* link would have delivered it. Steps with `many` and with `one` take turns.
-Prints a Markdown table: the fastest rounds, which other jobs on the cores touch least, and the simulator's times; the
-JSON file has every round.
+The engine and the gloo messages are real. Compute is a sleep, so that four ranks share few cores without slowing each
+other down. A message is sent through gloo. It occupies both ends until a *simulated* link would have delivered it.
+Steps with `many` and with `one` alternate.
+
+Prints a Markdown table with the fastest rounds, which other processes on the cores disturb least, and the simulator's
+times. The JSON file contains every round.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CASES = [
 
 
 class _Transfer:
-    """A message that both ends have when the link has delivered it, and not before."""
+    """Message that is complete on both ends when the simulated link has delivered it, not earlier."""
 
     def __init__(self, works: list[Pending], stamps: list[Tensor], seconds: float) -> None:
         self._works = works
@@ -54,11 +55,11 @@ class _Transfer:
         time.sleep(max(0.0, max(map(float, self._stamps)) + self._seconds - time.monotonic()))
 
     def is_done(self) -> bool:
-        return False  # asked by sends that may wait: they do
+        return False  # sends poll this before they wait, and here they must wait
 
 
 class Link:
-    """A channel's group, on which a message begins when both its ends are there and none before it is under way."""
+    """Group of a channel with a simulated link. A message starts when both ends are ready and the link is free."""
 
     def __init__(self, group: Group, seconds: float) -> None:
         self._group = group
@@ -91,7 +92,7 @@ class Link:
 
 
 def linked(group: Group | None, seconds: float) -> Any:
-    """A group's link; it stands in for the group."""
+    """Wrap a group in a link. The link replaces the group."""
     assert group is not None  # every channel has one
     return Link(group, seconds)
 

@@ -1,11 +1,15 @@
-"""Does an overlap pay on this machine, or over a link of a given speed? Steps with and without it alternate in one run.
+"""Measures whether an overlap is faster on this machine, or over a link of a given speed.
 
-python -m benchmarks.comm.overlap all|gradients|weights|messages|chunks|sums|experts [key=value …] [--link-gbps 0.5]
-[--rounds 6] [--json f] [--trace t.json] [--figure t.png] Two ranks, for `experts` four. A round plays two steps each
-way and times the second, which pays for what the first left under way. Prints a Markdown table: median and fastest step
-of the slowest rank, and by axis what rank 0's last step exposed and hid. Without --link-gbps the ranks' own transport
-is measured; with it every transfer takes the time of a *simulated* link (simulated_link.py), while the ranks compute.
---json keeps the rows of earlier calls.
+    python -m benchmarks.comm.overlap all|gradients|weights|messages|chunks|sums|experts [key=value …]
+    [--link-gbps 0.5] [--rounds 6] [--json f] [--trace t.json] [--figure t.png]
+
+Steps with and without the overlap alternate in one run. It has two ranks, or four for `experts`. A round executes two
+steps with each setting and times the second one. The second step includes communication that the first one left in
+flight.
+
+Prints a Markdown table: median and fastest step of the slowest rank, and by axis the exposed and hidden communication
+of rank 0's last step. Without --link-gbps the ranks' own transport is measured. With it every transfer takes the time
+of a *simulated* link (simulated_link.py), while the ranks compute. --json keeps the rows of earlier calls.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ EXPERTS = (
     "parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=dualpipe-v", "parallel.data=2", "parallel.expert=2",
     "model.bias=false", "model.moe={experts: 16, top_k: 4, expert_hidden: 384}", "batch.micro_batch=1",
 )  # fmt: skip
-DP = ("parallel.data=2", "comm.bucket_elements=1000000")  # some twenty buckets of this model
-SWITCHES = {  # what to measure: (layout, on, off)
+DP = ("parallel.data=2", "comm.bucket_elements=1000000")  # about twenty buckets of this model
+SWITCHES = {  # switch: (layout, on, off)
     "gradients": (DP, "comm.overlap_gradients=true", "comm.overlap_gradients=false"),
     "weights": (DP, "comm.overlap_weights=true", "comm.overlap_weights=false"),
     "messages": (
@@ -94,7 +98,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
         for overlap, state in built.items():
             barrier(state.mesh.world)
             train_step(state)
-            if round_number == arguments.rounds - 1:  # the last round is drawn
+            if round_number == arguments.rounds - 1:  # the timeline shows the last round
                 timelines[overlap].attach(state.mesh.ledger)
 
                 def begins(action: Action | None, timeline: MeasuredTimeline = timelines[overlap]) -> None:
@@ -114,7 +118,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, switch: str, resu
 
 
 def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any], list[MeasuredTimeline]]:
-    """What one switch does, and the timelines of the last step with it."""
+    """Return the results of one switch, and the timelines of the last step with it."""
     of_ranks = run_ranks(
         RANKS[switch],
         serve,
@@ -142,7 +146,7 @@ def measure(arguments: argparse.Namespace, switch: str) -> tuple[dict[str, Any],
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """A line for each switch and link: off → on."""
+    """Return a table with a line for each switch and link: off → on."""
     lines = ["| switch | link | step, median | step, fastest | exposed | load |", "|---|---|---|---|---|---|"]
     for row in rows:
         off = row["off"]
@@ -180,7 +184,7 @@ def main() -> None:
         row, drawn = measure(arguments, switch)
         same = ("switch", "simulated_link_gbps")
         rows = [*(other for other in rows if any(other[key] != row[key] for key in same)), row]
-        write_json(arguments.json, rows)  # after each, so that an interrupted call has not been in vain
+        write_json(arguments.json, rows)  # after each row, so that an interrupted call keeps its results
     print(markdown(rows))
     if arguments.trace:
         write_chrome_trace(arguments.trace, drawn)

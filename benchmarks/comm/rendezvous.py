@@ -1,14 +1,16 @@
-"""How long do rendezvous and groups take, and what follows for a whole machine? Real code and processes, then a
-formula.
+"""Measures the time of rendezvous and process groups with real processes, and extrapolates it to a large machine.
 
-python -m benchmarks.comm.rendezvous [--ranks 2 4 8 16] [--store torch authenticated] [--per-node 8]
-Each rank joins the store, builds the mesh of TP2 x DP (every axis, local synchronisation) and sends the store simple
-operations. Then it reads the ids of some communicators as torch does for RCCL: one id for each 128 ranks, read together
-by every rank. The server's CPU time is read from the kernel, so other work on the machine matters little. Extrapolated
-for n ranks:
+    python -m benchmarks.comm.rendezvous [--ranks 2 4 8 16] [--store torch authenticated] [--per-node 8]
+
+Each rank joins the store, builds the mesh of TP2 x DP (every axis, local synchronisation) and sends simple operations
+to the store. It then reads the ids of some communicators in the same way as torch does for RCCL. Each 128 ranks have
+one id, and every rank reads all ids together. The server's CPU time comes from the kernel, so other load on the machine
+has little influence. Extrapolated for n ranks:
+
   server seconds = n x (JOIN_OPERATIONS + groups per rank x OPERATIONS_PER_GROUP) x seconds per operation
                  + n x ids of the world's communicator x seconds per id
-RCCL makes its communicators at the first collective of each group; their cost is RCCL's own and is not in here.
+
+RCCL creates its communicators at the first collective of each group. That time is not included.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ from frontier_llm.comm import Meeting, barrier, build_mesh, connect, disconnect
 from frontier_llm.comm.rendezvous import CONNECTIONS, StoreKind, open_store
 from frontier_llm.topology.grid import Grid
 
-JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the last one's set; the same per group
-OPERATIONS_PER_GROUP = 3 + 2  # and RCCL's unique id, one set or get, with its check
-GROUPS_PER_RANK = 8  # tp, pp, dp, world, tied and up to four channels
-WHOLE_MACHINE = (3072, 16_384, 75_264)  # the 1T run, a large one, all of Frontier's GCDs
-# TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId)
+JOIN_OPERATIONS = 3  # torch's store barrier: add, one wait, and the set by the last rank; the same per group.
+OPERATIONS_PER_GROUP = 3 + 2  # also RCCL's unique id: one set or get, with its check.
+GROUPS_PER_RANK = 8  # tp, pp, dp, world, tied and up to four channels.
+WHOLE_MACHINE = (3072, 16_384, 75_264)  # The 1T run, a larger run, all of Frontier's GCDs.
+# TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId).
 RANKS_PER_ID = 128
 ID_BYTES = 128
-COMMUNICATORS = 5  # whose ids are exchanged
+COMMUNICATORS = 5  # communicators whose ids are exchanged
 
 
 class Row(NamedTuple):
-    """What one rank has seen; the server's numbers are rank 0's."""
+    """Measurements of one rank. The server's numbers are measured on rank 0."""
 
     join_s: float
     mesh_s: float
@@ -48,7 +50,7 @@ class Row(NamedTuple):
 
 
 def connections(port: int) -> int:
-    """Established TCP connections to the store, from the clients' side."""
+    """Count the established TCP connections to the store on this machine, at the clients' ends."""
     rows = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
     ]
@@ -56,7 +58,10 @@ def connections(port: int) -> int:
 
 
 def server_us() -> float:
-    """CPU time of the store's process, which rank 0 has started, or of its thread in rank 0; 0 on other ranks."""
+    """Return the CPU time of the store's server in microseconds.
+
+    The server is a process that rank 0 has started, or a thread of rank 0. The result is 0 on other ranks.
+    """
     pids = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
     tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
     tasks += [
@@ -84,7 +89,7 @@ def serve(
         "gloo",
         120.0,
     )
-    store = open_store(60.0)  # the notice board's
+    store = open_store(60.0)  # the heartbeats' store
     joined_s = time.perf_counter()
     mesh = build_mesh(Grid(2, 1, ranks // 2), rank, timeout_s=60.0)
     built_s = time.perf_counter()
@@ -129,7 +134,7 @@ def serve(
 
 
 def measure(ranks: int, kind: StoreKind, arguments: argparse.Namespace) -> Row:
-    """The slowest rank's times, and the server's."""
+    """Return the times of the slowest rank, and the server's."""
     rows = dict(
         run_ranks(
             ranks,
@@ -174,7 +179,9 @@ def main() -> None:
 
 
 def extrapolate(kind: str, row: Row, us_per_id: float) -> None:
-    """What the measurement of most ranks says about a whole machine; `us_per_id` is for one rank that reads it."""
+    """Print the extrapolation of the largest measurement to large machines. `us_per_id` is the time for one rank that
+    reads an id.
+    """
     operations = JOIN_OPERATIONS + GROUPS_PER_RANK * OPERATIONS_PER_GROUP
     for ranks in WHOLE_MACHINE:
         ids = -(-ranks // RANKS_PER_ID)

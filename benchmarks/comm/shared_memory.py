@@ -1,9 +1,9 @@
-"""Shared memory against gloo's sockets on this machine, interleaved in one run, for the sizes that CPU training sends.
+"""Compares shared memory with gloo's sockets on this machine, for the sizes that CPU training sends.
 
-python -m benchmarks.comm.shared_memory --ranks 2 [--rounds 30] [--json out.json]
-Each (operation, size) is timed in rounds that alternate between the transports, so that a busy machine hurts both
-alike; the median and the minimum of the slowest rank's times are printed. Ranks start together from a barrier before
-every call.
+    python -m benchmarks.comm.shared_memory --ranks 2 [--rounds 30] [--json out.json]
+
+Each (operation, size) is timed in rounds that alternate between the transports, so that other load affects both alike.
+Prints median and minimum of the slowest rank's times. Ranks start together from a barrier before every call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from frontier_llm.comm.axis import Axis
 from frontier_llm.config import CommConfig
 from frontier_llm.topology.grid import Grid
 
-SHAPES = {  # name: (elements, dtype); the activation of the benchmark model, its half, a bucket of gradients, a scalar
+SHAPES = {  # name: (elements, dtype); activation of the benchmark model, its half, a gradient bucket, a scalar
     "scalar fp64": (1, torch.float64),
     "64 KiB fp32": (16_384, torch.float32),
     "S256 B4 H384 bf16": (256 * 4 * 384, torch.bfloat16),

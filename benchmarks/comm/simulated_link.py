@@ -1,10 +1,12 @@
-"""A link of stated speed between the ranks of one machine: the transfer takes its time whether or not the ranks compute
-meanwhile.
+"""Simulates a link of a given speed between the ranks of one machine. A transfer takes its time even if the ranks
+compute during it.
 
-Shared memory moves bytes with the same cores that compute, so on one machine there is nothing to hide. This wraps a
-group: the bytes go through it as before, but a result may not be used before the link would have delivered it; a rank
-that has to wait sleeps. Each rank has one link per axis, and what it sends goes one after another. *Simulated*: no NIC,
-no contention between axes.
+Shared memory moves bytes with the same cores that compute, so on one machine there is nothing to overlap. This module
+wraps a group. The bytes go through the group as before, but a result is available only when the link would have
+delivered it. A rank that has to wait sleeps.
+
+Each rank has one link per axis, and the link sends messages one after another. *Simulated*: there is no NIC, and axes
+do not contend.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ from frontier_llm.comm.group import Sending
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs."""
+    """Bandwidth and latency of the simulated link."""
 
     bytes_s: float
     latency_s: float
 
     def seconds(self, size_bytes: float) -> float:
-        """From the moment when both ends are ready."""
+        """Return the transfer time in seconds, from the moment when both ends are ready."""
         return self.latency_s + size_bytes / self.bytes_s
 
 
 class _Transfer:
-    """`work`, whose result is there `seconds` after the moment that `stamp` says, when the last of the ends was
-    ready.
+    """Pending `work` whose result is available `seconds` after the last end was ready.
+
+    `stamp` receives the time at which the other end, or the last rank of a collective, was ready. `stamped` is the
+    pending transfer of this time.
     """
 
     def __init__(self, work: Pending, stamp: Tensor, stamped: Pending, seconds: float) -> None:
@@ -45,7 +49,6 @@ class _Transfer:
         self._posted_s = time.monotonic()
 
     def wait(self) -> None:
-        """See Pending."""
         self._work.wait()
         self._stamped.wait()
         left_s = max(float(self._stamp), self._posted_s) + self._seconds - time.monotonic()
@@ -54,7 +57,7 @@ class _Transfer:
 
 
 class LinkedGroup:
-    """A group of `size` ranks whose bytes take time."""
+    """Group of `size` ranks with a simulated link."""
 
     def __init__(self, group: Group, size: int, link: Link) -> None:
         self._group = group
@@ -72,37 +75,32 @@ class LinkedGroup:
         return whole.nbytes * (self._size - 1) / self._size
 
     def start_all_reduce_(self, x: Tensor, op: str) -> Pending:
-        """See Group."""
         return self._collective(self._group.start_all_reduce_(x, op), 2 * self._share(x))
 
     def start_all_gather_into(self, gathered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
         return self._collective(self._group.start_all_gather_into(gathered, x), self._share(gathered))
 
     def start_reduce_scatter_into(self, scattered: Tensor, x: Tensor) -> Pending:
-        """See Group."""
         return self._collective(self._group.start_reduce_scatter_into(scattered, x), self._share(x))
 
     def start_all_to_all_into(self, arriving: Tensor, x: Tensor) -> Pending:
-        """See Group."""
         return self._collective(self._group.start_all_to_all_into(arriving, x), self._share(x))
 
     def start_all_to_all_rows_into(
         self, arriving: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Pending:
-        """See Group."""
         return self._collective(self._group.start_all_to_all_rows_into(arriving, x, received, sent), self._share(x))
 
     def start_broadcast_(self, x: Tensor, source: int) -> Pending:
-        """See Group. Free of charge, as nothing in a step broadcasts."""
+        """Not delayed, because a training step contains no broadcast."""
         return self._group.start_broadcast_(x, source)
 
     def start_barrier(self) -> Pending:
-        """See Group. Free of charge."""
+        """Not delayed."""
         return self._group.start_barrier()
 
     def send(self, x: Tensor, to: int) -> Sending:
-        """See Group. The receiver pays: a stamp of the sending time follows the message."""
+        """A stamp with the sending time follows the message. The receiver waits for the link's time."""
         seconds = self._link.seconds(x.nbytes)
         begin_s = max(time.monotonic(), self._free_s)
         self._free_s = begin_s + seconds
@@ -111,19 +109,17 @@ class LinkedGroup:
         return work
 
     def receive(self, buffer: Tensor, source: int) -> Pending:
-        """See Group."""
         work = self._group.receive(buffer, source)
         stamp = torch.empty(1, dtype=torch.float64)
         return _Transfer(work, stamp, self._group.receive(stamp, source), self._link.seconds(buffer.nbytes))
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Pending:
-        """See Group."""
         self.send(outgoing, to)
         return self.receive(incoming, source)
 
 
 def linked(mesh: Mesh, link: Link) -> Mesh:
-    """The mesh with a link on its tp, dp, ep and pipeline axes."""
+    """Return the mesh with a link on its tp, dp, ep and pipeline axes."""
 
     def slow(axis: Axis) -> Axis:
         return axis if axis.group is None else replace(axis, group=LinkedGroup(axis.group, axis.size, link))

@@ -1,17 +1,20 @@
-"""Can the job's store take a large job's heartbeats, and do torch's C++ threads wait for the interpreter lock when they
-ask it?
+"""Measures the job's store under the heartbeats of a large job, and whether torch's C++ threads wait for the
+interpreter lock.
 
     python -m benchmarks.comm.store heartbeats [--ranks 3072] [--period-s 0.25] [--seconds 20] [--processes 4]
     [--ids 24]
     python -m benchmarks.comm.store lock [--store torch authenticated] [--hold-s 4]
 
-`heartbeats` starts the store's process as rank 0 does. A few processes then play all ranks: each rank has its own
-connection and its own C++ thread of frontier_llm/comm/heartbeat.py, which posts a notice of a run's size at the usual
-period. Beside them each process asks `check` through torch's client, at one question per rank and second (RCCL's
-monitors), and reads the ids of one communicator for each of its ranks. Everything runs on this one machine over
-loopback, so the clients compete with the server for the cores, and no network is in it. `lock` compiles a poller in C++
-against torch's headers (about 20 s). It asks `check` every 5 ms while the main thread holds the lock. Text goes to
-stderr, JSON to stdout.
+`heartbeats` starts the store's process in the same way as rank 0. A few processes then simulate all ranks. Each rank
+has its own connection and its own C++ thread of frontier_llm/comm/heartbeat.py. The thread sends a heartbeat of a real
+run's size at the usual period. In addition each process sends `check` requests through torch's client, one per rank and
+second (as RCCL's monitors do). It also reads the ids of one communicator for each of its ranks.
+
+Everything runs on this machine over loopback. The clients therefore compete with the server for the cores, and no
+network is measured.
+
+`lock` compiles a poller in C++ against torch's headers (about 20 s). It sends a `check` every 5 ms while the main
+thread holds the lock. Text goes to stderr, JSON to stdout.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ NOTICE = {
     "progress": 1234.567,
     "call": "all_reduce of 40000000 x float32 over dp",
 }
-# TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId)
+# TORCH_NCCL_RANKS_PER_ROOT, sizeof(ncclUniqueId).
 RANKS_PER_ID = 128
 ID_BYTES = 128
 START_S = 120.0
@@ -98,25 +101,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
 
 def say(text: str) -> None:
-    """A line for people."""
+    """Print a progress message to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_mib(pid: int) -> float:
-    """Memory of a process that is in use."""
+    """Return the resident memory of a process in MiB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @contextmanager
 def own_store(ranks: int, kind: str = "torch") -> Iterator[tuple[dist.Store, int, float]]:
-    """The store of a job of so many ranks, the id of its server's process, and the seconds of its start."""
+    """Start the store of a job of `ranks` ranks. Yields the store, the process id of its server, and the seconds of its
+    start.
+    """
     before = children()
     meeting = Meeting(
         "127.0.0.1", free_port(), 0, ranks, lambda: SECRET, "torch" if kind == "torch" else "authenticated"
@@ -134,20 +138,20 @@ def own_store(ranks: int, kind: str = "torch") -> Iterator[tuple[dist.Store, int
 
 
 def children() -> set[int]:
-    """Ids of this process's children."""
+    """Return the process ids of this process's children."""
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
 def play_ranks(
     first: int, ranks: list[int], address: tuple[str, int], begin: Any, results: Any, arguments: argparse.Namespace
 ) -> None:
-    """Be some of the ranks, for `arguments.seconds`."""
+    """Simulate some of the ranks for `arguments.seconds`."""
     problem = raise_open_file_limit(2 * len(ranks))
     assert problem is None, problem
     client = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
     heartbeats = [Heartbeats(address, f"board/{rank}", arguments.period_s / LATE_FACTOR) for rank in ranks]
     begin.wait()
-    for sender in heartbeats:  # from here on their threads repeat the notice by themselves
+    for sender in heartbeats:  # from here on the threads repeat the heartbeat by themselves
         sender.update(NOTICE)
         time.sleep(arguments.period_s / len(ranks))
     before = [sender.sent for sender in heartbeats]
@@ -164,7 +168,7 @@ def play_ranks(
         client.check(["exception_dump"])
         checks.append(time.monotonic() - asked_s)
         number += 1
-        time.sleep(max(0.0, began_s + number / len(ranks) - time.monotonic()))  # len(ranks) questions per second
+        time.sleep(max(0.0, began_s + number / len(ranks) - time.monotonic()))  # len(ranks) requests per second
     lasted_s = time.monotonic() - began_s
     sent = [sender.sent - earlier for sender, earlier in zip(heartbeats, before, strict=True)]
     final = {rank: sender.sent for rank, sender in zip(ranks, heartbeats, strict=True)}
@@ -177,7 +181,7 @@ def play_ranks(
 
 
 def measure_heartbeats(arguments: argparse.Namespace) -> dict[str, object]:
-    """All heartbeats of a job, and the questions beside them, on one store."""
+    """Measure one store with all heartbeats of a job and the requests beside them."""
     context = multiprocessing.get_context("spawn")
     with own_store(arguments.ranks) as (store, server, started_s):
         address = store_address()
@@ -228,12 +232,12 @@ def measure_heartbeats(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def ms(seconds: float) -> float:
-    """Rounded milliseconds."""
+    """Convert seconds to milliseconds, rounded to 0.01 ms."""
     return round(1e3 * seconds, 2)
 
 
 def lost_heartbeats(store: dist.Store, sent: dict[int, int]) -> int:
-    """Ranks whose last heartbeat is not the one that the store has."""
+    """Return the number of ranks whose last heartbeat is missing in the store."""
     deadline_s = time.monotonic() + 10.0
     while True:
         lost = [rank for rank, count in sent.items() if json.loads(store.get(f"board/{rank}"))["posts"] < count]
@@ -243,7 +247,7 @@ def lost_heartbeats(store: dist.Store, sent: dict[int, int]) -> int:
 
 
 def measure_lock(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """The worst answer to a C++ thread while the main thread holds the interpreter lock."""
+    """Measure the slowest response to a C++ thread while the main thread holds the interpreter lock."""
     from torch.utils.cpp_extension import load
 
     rows: list[dict[str, object]] = []
@@ -256,7 +260,7 @@ def measure_lock(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 store = open_store(START_S)
                 poller.start(store)
                 time.sleep(0.2)
-                ctypes.PyDLL(None).usleep(int(1e6 * arguments.hold_s))  # PyDLL keeps the lock
+                ctypes.PyDLL(None).usleep(int(1e6 * arguments.hold_s))  # PyDLL does not release the lock
                 rows.append(
                     {
                         "store": kind,

@@ -1,10 +1,11 @@
-"""A ladder of small models, each trained to its Chinchilla budget by `frontier-llm train`; held-out loss against
-compute, and its fit.
+"""Trains a ladder of small models, each to its Chinchilla budget, and fits held-out loss against compute.
 
-Besides the ladder: one rung in fp32 against bf16, in three layouts, with another seed and with other learning rates.
-Every run is resumable: killed and started again, the script goes on from the runs' own checkpoints, and a finished run
-is only read. Writes docs/benchmarks/results/convergence.json, docs/benchmarks/figures/convergence_*.png and the
-measured part of docs/benchmarks/convergence.md.
+In addition, one rung is trained in fp32 and bf16, in three layouts, with another seed and with other learning rates.
+Every run of `frontier-llm train` is resumable. If the script is killed and started again, it continues from the runs'
+own checkpoints. A finished run is only read.
+
+Writes docs/benchmarks/results/convergence.json, docs/benchmarks/figures/convergence_*.png and the measured part of
+docs/benchmarks/convergence.md.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from frontier_llm.config import load_model
 LADDER = ("ladder-30k", "ladder-70k", "ladder-170k", "ladder-360k", "ladder-840k")
 COMPARED = "ladder-170k"  # the rung for precision, layouts, seeds and learning rates
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022 (arXiv:2203.15556), table 3
-# shares: of the steps, of the learning rate
+# Shares: of the steps, of the learning rate.
 WARMUP = 0.05
 FINAL = 0.1
 MICRO_BATCH = 8
-EVALUATED_SAMPLES = 2016  # a multiple of every rung's batch, so that all are evaluated on the same text
+EVALUATED_SAMPLES = 2016  # a multiple of every rung's batch, so that all rungs are evaluated on the same text
 LAYOUTS = {
     "one rank": [],
     "TP2 with sequence parallelism": ["parallel.tensor=2", "parallel.sequence_parallel=true"],
@@ -43,12 +44,12 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the rules make of a model."""
+    """Training settings of a model that follow from the scaling rules."""
 
     model: str
-    parameters: int  # all of them, embedding included
+    parameters: int  # all parameters, embedding included
     non_embedding: int
-    compute_flops: float  # of the whole run
+    compute_flops: float  # FLOPs of the complete run
     tokens: int
     global_batch: int
     steps: int
@@ -57,7 +58,7 @@ class Recipe:
 
 @dataclass
 class Run:
-    """One training, and what it measured."""
+    """One training run and its measurements."""
 
     name: str
     recipe: Recipe
@@ -67,8 +68,10 @@ class Run:
 
 
 def recipe(name: str, tokens_per_parameter: float) -> Recipe:
-    """Tokens by Hoffmann et al.; batch and learning rate by DeepSeek LLM (arXiv:2401.02954, eq. 1): 0.292 C^0.3271
-    tokens and 0.3118 C^-0.125.
+    """Return the settings of a model: tokens by Hoffmann et al., batch and learning rate by DeepSeek LLM.
+
+    With compute C, the batch has 0.292 C^0.3271 tokens and the learning rate is 0.3118 C^-0.125 (arXiv:2401.02954, eq.
+    1).
     """
     model = load_model(name)
     parameters = total_parameters(model)
@@ -85,7 +88,7 @@ def recipe(name: str, tokens_per_parameter: float) -> Recipe:
 
 
 def runs(options: argparse.Namespace) -> dict[str, Run]:
-    """Every run of the study, the ladder's first."""
+    """Return every run of the study, the ladder's runs first."""
     recipes = {name: recipe(name, options.tokens_per_parameter) for name in {*options.ladder, options.compared}}
     result = {name: Run(name, recipes[name]) for name in options.ladder}
     chosen = recipes[options.compared]
@@ -103,12 +106,12 @@ def runs(options: argparse.Namespace) -> dict[str, Run]:
 
 
 def evaluated_samples(chosen: Recipe, options: argparse.Namespace) -> int:
-    """Held-out samples after the last step; a batch of them in a short run."""
+    """Return the number of held-out samples after the last step. A short run evaluates one batch."""
     return chosen.global_batch if options.smoke else EVALUATED_SAMPLES
 
 
 def train(run: Run, options: argparse.Namespace) -> None:
-    """Run `frontier-llm train` unless its last evaluation is there; then read the run directory."""
+    """Run `frontier-llm train` unless its last evaluation exists, then read the run directory."""
     folder = options.directory / run.name
     recipe = run.recipe
     samples = evaluated_samples(recipe, options)
@@ -144,7 +147,7 @@ def train(run: Run, options: argparse.Namespace) -> None:
         if done.returncode:
             sys.exit(f"{' '.join(command)}\nended with {done.returncode}; see {folder}/output.txt")
     run.loss = _final(metrics, recipe.steps) or 0.0
-    # of a step done twice, the later
+    # If a step was done twice, the later record counts.
     by_step = {row["step"]: row["loss"] for row in _rows(metrics) if row["kind"] == "step"}
     run.curve = [by_step[step] for step in range(1, recipe.steps + 1)]
 
@@ -159,7 +162,7 @@ def _final(path: Path, steps: int) -> float | None:
 
 
 def study(done: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that docs/benchmarks/convergence.md says, as one JSON document."""
+    """Return all numbers of docs/benchmarks/convergence.md as one JSON document."""
     ladder = [done[name] for name in options.ladder]
     compute = [run.recipe.compute_flops for run in ladder]
     losses = [run.loss for run in ladder]
@@ -204,7 +207,7 @@ def study(done: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The measured part of docs/benchmarks/convergence.md."""
+    """Return the measured part of docs/benchmarks/convergence.md."""
     law = result["power_law"]
     free = result["irreducible"]
     last = result["largest_from_the_others"]
@@ -269,7 +272,9 @@ def page(result: dict[str, Any]) -> str:
 
 
 def apart(curve: list[float], reference: list[float]) -> dict[str, float]:
-    """How far a training curve is from another, in nats: at most in the first 50 steps, at most at all, on average
+    """Return the distance of a training curve from another in nats.
+
+    `first_50` is the maximum over the first 50 steps, `largest` the maximum over all, and `mean_of_last_tenth` the mean
     over the last tenth.
     """
     difference = np.abs(np.subtract(curve, reference))
@@ -281,7 +286,7 @@ def apart(curve: list[float], reference: list[float]) -> dict[str, float]:
 
 
 def thin(curve: list[float], points: int = 60) -> list[list[float]]:
-    """[step, mean loss since the point before] at about equal distances in log(step)."""
+    """Return [step, mean loss since the previous point] at about equal distances in log(step)."""
     edges = np.unique(np.geomspace(1, len(curve), points).astype(int))
     return [
         [int(edge), round(float(np.mean(curve[start:edge])), 5)]
@@ -337,7 +342,7 @@ def plot_ladder(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_curves(curves: dict[str, list[float]], path: Path) -> None:
-    """Curves on top of each other, and below their distance from the first."""
+    """Plot the curves, and below them their distance from the first curve."""
     from matplotlib import pyplot
 
     figure, (top, bottom) = pyplot.subplots(

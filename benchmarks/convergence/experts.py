@@ -1,10 +1,11 @@
-"""Mixtures of experts against dense rungs of the ladder, at equal active FLOPs per token, tokens, batch and learning
-rate; several seeds, two optimizers.
+"""Compares mixtures of experts with dense rungs of the ladder, with several seeds and two optimizers.
 
-The mixture has 8 experts of which each token takes 2, of the greatest width with which a token costs no more FLOPs than
-in the dense model, the router included. Its two halves of an MLP are summed, not averaged (`scale: 2`): with weights
-that sum to 1 it starts with half the output and learns at half the rate, and was 0.35 nats behind after 100 steps.
-Resumable like benchmarks/convergence/dense.py, whose rules, data and runs these are. Writes
+Active FLOPs per token, tokens, batch and learning rate are equal. The mixture has 8 experts, 2 of which process each
+token. Their width is the greatest at which a token needs no more FLOPs than in the dense model, the router included.
+The outputs of the two experts are summed, not averaged (`scale: 2`). With weights that sum to 1, the mixture starts
+with half the output and learns at half the rate. It was then 0.35 nats behind after 100 steps.
+
+Resumable like benchmarks/convergence/dense.py, with the same rules, data and runs. Writes
 docs/benchmarks/results/convergence_moe.json, docs/benchmarks/figures/convergence_moe.png and its measured part of
 docs/benchmarks/moe.md.
 """
@@ -28,13 +29,14 @@ from frontier_llm.config import ModelConfig, load_model
 EXPERTS = 8
 TOP_K = 2
 KINDS = ("dense", "experts")
-# of the ladder's learning rate: where the dense 170k model ends best (docs/benchmarks/optimizers.md)
+# Factors of the ladder's learning rate at which the dense 170k model ends with the lowest loss
+# (docs/benchmarks/optimizers.md).
 RATES = {"adamw": 1.0, "muon": 2.0}
 
 
 @dataclass
 class Rung:
-    """A dense model, the mixture that costs as much, and their runs by seed under one optimizer."""
+    """A dense model, the mixture with equal FLOPs, and their runs by seed under one optimizer."""
 
     optimizer: str
     dense: ModelConfig
@@ -43,7 +45,7 @@ class Rung:
 
 
 def mixture_of(dense: ModelConfig) -> ModelConfig:
-    """The same model with experts, of the greatest width that makes a token no dearer."""
+    """Return the model with experts of the greatest width at which a token needs no more FLOPs."""
     allowed = model_flops_per_token(dense)
     for width in range(dense.ffn_hidden // TOP_K, 0, -1):
         moe = {
@@ -65,7 +67,7 @@ def rung(name: str, optimizer: str, options: argparse.Namespace) -> Rung:
     mixture = mixture_of(dense)
     assert mixture.moe is not None
     keys = mixture.moe.model_dump(exclude_unset=True)
-    # one microbatch gives experts more rows at once; gradients do not depend on it
+    # One large microbatch gives experts more rows at once. Gradients do not depend on it.
     overrides = {"dense": [], "experts": [f"model.moe={json.dumps(keys)}", f"batch.micro_batch={chosen.global_batch}"]}
     runs = {
         kind: [
@@ -82,7 +84,9 @@ def rung(name: str, optimizer: str, options: argparse.Namespace) -> Rung:
 
 
 def busiest_of_mean(run: Run, directory: Path) -> float:
-    """Rows of the busiest expert over the mean: the worst layer, on average over the last tenth of the steps."""
+    """Return the rows of the busiest expert over the mean, in the worst layer, averaged over the last tenth of the
+    steps.
+    """
     rows = [json.loads(line) for line in (directory / run.name / "metrics.jsonl").read_text().splitlines()]
     worst = {row["step"]: max(row["routing"]["largest_over_mean"]) for row in rows if row["kind"] == "step"}
     last = sorted(worst)[-max(1, len(worst) // 10) :]
@@ -90,7 +94,7 @@ def busiest_of_mean(run: Run, directory: Path) -> float:
 
 
 def study(rungs: list[Rung], options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the page says, as one JSON document."""
+    """Return all numbers of the page as one JSON document."""
     return {
         "tokens_per_parameter_of_the_dense": options.tokens_per_parameter,
         "rungs": [
@@ -117,7 +121,7 @@ def study(rungs: list[Rung], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The measured part of docs/benchmarks/moe.md."""
+    """Return the measured part of docs/benchmarks/moe.md."""
     rows = []
     for rung in result["rungs"]:
         difference = np.subtract(rung["held_out"]["experts"], rung["held_out"]["dense"])

@@ -1,5 +1,5 @@
-"""Muon against AdamW: the overhead of a step, predicted and measured, and the loss of small models, with seeds and a
-sweep of learning rates.
+"""Compares Muon with AdamW: predicted and measured overhead of a step, and loss of small models, with seeds and a sweep
+of learning rates.
 
 Resumable: a finished run is only read. Writes the measured part of docs/benchmarks/optimizers.md, results/muon.json and
 figures/muon.png beside it.
@@ -46,12 +46,12 @@ PAGE = MEASURED / "optimizers.md"
 FACTORS = {
     "adamw": (0.5, 1.0, 2.0),
     "muon": (0.5, 1.0, 2.0, 4.0),
-}  # of the rule's learning rate
+}  # factors of the rule's learning rate
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One run: held-out loss in nats per byte, and its training loss step by step."""
+    """One run: held-out loss in nats per byte, and training loss by step."""
 
     recipe: Recipe
     optimizer: str
@@ -62,7 +62,7 @@ class Trained:
 
 
 def train(chosen: Recipe, optimizer: str, factor: float, seed: int, options: argparse.Namespace) -> Trained | None:
-    """Run `frontier-llm train` unless it has run; None when there is no time left for it."""
+    """Run `frontier-llm train` unless the run is finished. Returns None if no time is left for it."""
     folder = options.directory / f"{chosen.model}-{optimizer}-lr{factor:g}-seed{seed}"
     rows = read(folder)
     if final(rows, chosen) is None:
@@ -122,15 +122,16 @@ def final(rows: list[dict], chosen: Recipe) -> float | None:
 
 
 def steps_to(curve: tuple[float, ...], loss: float) -> float:
-    """Steps after which the mean of 20 training losses is below `loss` for the first time; inf if never."""
+    """Return the first step at which the mean of 20 training losses is below `loss`. Returns inf if there is none."""
     means = np.convolve(curve, np.ones(20) / 20, mode="valid")
     below = np.flatnonzero(means < loss)
     return float(below[0] + 20) if len(below) else float("inf")
 
 
 def step_costs(chosen: Recipe, data: Path, rounds: int = 3) -> dict[str, float]:
-    """Processor's seconds of a step under each optimizer, the best of `rounds` medians taken in turns: what a shared
-    machine leaves comparable.
+    """Return the CPU seconds of a step under each optimizer: the best of `rounds` medians.
+
+    The optimizers alternate, and CPU time is comparable on a shared machine.
     """
     best = dict.fromkeys(FACTORS, float("inf"))
     for _, optimizer in product(range(rounds), FACTORS):
@@ -167,7 +168,10 @@ def step_costs(chosen: Recipe, data: Path, rounds: int = 3) -> dict[str, float]:
 def at_best_rate(
     trained: Sequence[Trained], model: str, optimizer: str
 ) -> tuple[dict[float, list[float]], list[Trained]]:
-    """(held-out losses by learning rate, the seeds at the best of those that most seeds have run at)."""
+    """Return the held-out losses by learning rate, and the runs at the best rate.
+
+    Only rates with the largest number of seeds are candidates for the best rate.
+    """
     runs = [one for one in trained if one.recipe.model == model and one.optimizer == optimizer]
     by_rate = {factor: [one for one in runs if one.factor == factor] for factor in sorted({one.factor for one in runs})}
     losses = {factor: [one.loss for one in ones] for factor, ones in by_rate.items()}
@@ -175,8 +179,10 @@ def at_best_rate(
 
 
 def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
-    """By model and optimizer: losses by learning rate, of the best one by seed with its mean curve, a step's cost;
-    and when Muon is where AdamW ends.
+    """Return the results by model and optimizer: losses by learning rate, losses by seed and mean curve at the best
+    rate, and step cost.
+
+    Also contains the steps after which Muon reaches AdamW's final loss.
     """
     result: dict[str, Any] = {}
     for model in dict.fromkeys(one.recipe.model for one in trained):
@@ -204,7 +210,10 @@ def study(trained: Sequence[Trained], data: Path) -> dict[str, Any]:
 
 
 def convergence_lines(result: dict[str, Any]) -> list[str]:
-    """Best learning rate of each optimizer, loss by seed, and how soon Muon is where AdamW ends."""
+    """Return a table with the best learning rate of each optimizer and the loss by seed.
+
+    It also has the steps that Muon needs to reach AdamW's final loss.
+    """
     lines = [
         "| model | optimizer | learning rates tried, times the rule's: mean held-out loss | seeds at the best | mean "
         "± s.d. |",
@@ -234,7 +243,7 @@ def convergence_lines(result: dict[str, Any]) -> list[str]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Training loss against the share of the tokens, and against processor's seconds."""
+    """Plot training loss against the share of tokens, and against CPU seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -259,8 +268,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def overhead_lines() -> list[str]:
-    """Newton-Schulz on this processor: seconds predicted from its products' rate, and measured; and its share of a
-    step's FLOPs.
+    """Return a table of Newton-Schulz on this processor: seconds predicted from the rate of its products, seconds
+    measured, and share of a step's FLOPs.
     """
     lines = [
         "| model | matrices of a block | FLOPs of the update per block | share of a step's of 4,096 tokens per "
@@ -293,7 +302,7 @@ def overhead_lines() -> list[str]:
 
 
 def product_s(m: int, n: int, k: int) -> float:
-    """Seconds of one bf16 product on this processor, measured."""
+    """Measure the seconds of one bf16 product on this processor."""
     a = torch.randn(m, k, dtype=torch.bfloat16)
     b = torch.randn(k, n, dtype=torch.bfloat16)
     return best_of(lambda: a @ b)
@@ -325,7 +334,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ensure_text(options.data, options.smoke)
     trained: list[Trained] = []
-    # every learning rate with the first seed, then the other seeds
+    # Every learning rate with the first seed comes first, then the other seeds.
     rates = [(name, factor) for name, factors in FACTORS.items() for factor in options.factors or factors]
     for model, seed, (optimizer, factor) in product(options.ladder, range(1, options.seeds + 1), rates):
         run = train(

@@ -1,8 +1,8 @@
-"""Loss against compute: L(C) = E + A · C^-b, fitted with its uncertainty, and with the question whether the data can
-tell E from 0.
+"""Fits L(C) = E + A · C^-b, loss against compute, with its uncertainty. Also tests whether the data distinguish E from
+0.
 
-Kaplan et al. 2020 (arXiv:2001.08361) fit E = 0 within a family, Hoffmann et al. 2022 (arXiv:2203.15556) an irreducible
-E > 0.
+Kaplan et al. 2020 (arXiv:2001.08361) fit E = 0 within a family. Hoffmann et al. 2022 (arXiv:2203.15556) fit an
+irreducible E > 0.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ _GRID = 2000  # candidate values of E between 0 and the smallest loss
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """E + A · C^-b, fitted by least squares on log(L - E) against log C with E held."""
+    """E + A · C^-b, fitted by least squares on log(L - E) against log C with E fixed."""
 
     irreducible: float  # E, in the loss's unit
     coefficient: float  # A
     exponent: float  # b
-    exponent_interval: tuple[float, float]  # 95 %, given E
+    exponent_interval: tuple[float, float]  # 95 % interval, given E
     r_squared: float  # of log(L - E)
     residuals: tuple[float, ...]  # relative: measured / predicted - 1
 
     def predict(self, compute_flops: float) -> float:
-        """Loss at this compute."""
+        """Return the loss at this compute."""
         return float(self.irreducible + self.coefficient * compute_flops**-self.exponent)
 
 
 @dataclass(frozen=True)
 class Irreducible:
-    """What the points say about E: the best value, and the values that they do not rule out."""
+    """Estimate of E: the best value, and the interval of values that the points do not exclude."""
 
     best: float
     interval: tuple[float, float]  # 95 %, by an F test on the residual sum of squares of log L
 
     @property
     def identified(self) -> bool:
-        """True when 0 is ruled out."""
+        """True if the interval excludes 0."""
         return self.interval[0] > 0
 
 
 def fit_power_law(compute_flops: Sequence[float], losses: Sequence[float], irreducible: float = 0.0) -> PowerLaw:
-    """Fit A and b for a given E. Raises ValueError for fewer than 3 points or losses not above E."""
+    """Fit A and b for a given E. Raises ValueError for fewer than 3 points or for losses not above E."""
     C = np.asarray(compute_flops, dtype=float)
     L = np.asarray(losses, dtype=float)
     if len(C) < 3 or len(C) != len(L) or (irreducible >= L).any():
@@ -74,8 +74,8 @@ def fit_power_law(compute_flops: Sequence[float], losses: Sequence[float], irred
 
 
 def find_irreducible(compute_flops: Sequence[float], losses: Sequence[float]) -> Irreducible:
-    """Profile E over [0, smallest loss). Raises ValueError for fewer than 4 points: three parameters need a degree
-    of freedom.
+    """Estimate E by profiling it over [0, smallest loss). Raises ValueError for fewer than 4 points, because three
+    parameters need a degree of freedom.
     """
     if len(losses) < 4:
         raise ValueError("an irreducible term needs at least 4 points")
@@ -87,5 +87,5 @@ def find_irreducible(compute_flops: Sequence[float], losses: Sequence[float]) ->
 
 
 def _squares(law: PowerLaw) -> float:
-    """Residual sum of squares of log L, comparable between values of E."""
+    """Return the residual sum of squares of log L, which is comparable between values of E."""
     return float(np.sum(np.log1p(law.residuals) ** 2))

@@ -1,13 +1,13 @@
-"""How fast the data room is on this machine: text to .bin/.idx, documents per second of the sample index, samples of
-the loader.
+"""Measures the data package on this machine: tokenizing text to .bin/.idx, building the sample index, and reading
+samples.
 
     python -m benchmarks.data.loader [--documents 100000000] [--sequence-length 2048] [--text-mb 4] [--repeats 5]
 
-Tokenizing: JSONL of this Python's standard library, in one process, with a tokenizer of each kind; beside it, in turn,
-what its library alone does with the same texts in memory (`encode` of tokenizers and of sentencepiece), reading and
-writing nothing. Index: document lengths 1 … 1999 in memory (4 bytes per document), one epoch's index built with all
-cores of this process, then random lookups. Loader: a real .bin/.idx in a temporary directory, random samples read as
-the training loop reads them.
+Tokenizing: JSONL of this Python's standard library, in one process, with a tokenizer of each kind. In alternation, the
+tokenizer's library alone encodes the same texts in memory (`encode` of tokenizers and of sentencepiece), without
+reading or writing. Index: document lengths 1 … 1999 in memory (4 bytes per document), one epoch's index built with all
+cores of this process, then random lookups. Loader: a real .bin/.idx in a temporary directory, with random samples read
+in the same way as by the training loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bench_index(documents: int, sequence_length: int) -> dict[str, float]:
     generator = np.random.default_rng(0)
     lengths = generator.integers(1, 2000, documents, dtype=np.int32)
     prefix = np.empty(-(-documents // BLOCK) + 1, np.uint64)
-    pointers = np.zeros(documents, np.int64)  # lookups only copy them
+    pointers = np.zeros(documents, np.int64)  # lookups only copy the pointers
     threads = len(os.sched_getaffinity(0))
     started_s = time.perf_counter()
     call(

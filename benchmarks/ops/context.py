@@ -1,13 +1,15 @@
-"""What does splitting a sequence cost, and what does it save? CPU seconds and memory of a training step on 1, 2 and 4
-local ranks.
+"""Measures the cost of splitting a sequence, and the memory that it saves: a training step on 1, 2 and 4 local ranks.
 
-python -m benchmarks.ops.context [--core] [--tokens 16384 32768] [--ranks 1 2 4] [--ways gather ring heads] [--json f]
-[--figure f] [--page] [key=value …] Each case runs in fresh processes of one thread each, once to warm up and once
-measured. The efficiency is the CPU time of one rank over that of all ranks together: with as many cores as ranks it
-would be the speed-up over the ranks. Memory is each process's peak. --core measures attention alone, forward and
-backward, and knows one more way: `torch`, the ring of torch's context parallelism around torch's own CPU kernel. (Its
-public face, `context_parallel`, knows GPU kernels only.) Other users of the machine only add time, so with --json the
-cheapest of all calls counts for a case.
+    python -m benchmarks.ops.context [--core] [--tokens 16384 32768] [--ranks 1 2 4] [--ways gather ring heads]
+    [--json f] [--figure f] [--page] [key=value …]
+
+Each case runs in fresh processes of one thread each: one warm-up, then one measurement. The efficiency is the CPU time
+of one rank over the CPU time of all ranks together. With one core per rank it would be the speed-up divided by the
+number of ranks. Memory is each process's peak.
+
+--core measures attention alone, forward and backward, and adds the algorithm `torch`. It is the ring of torch's context
+parallelism around torch's own CPU kernel. (torch's public function `context_parallel` supports GPU kernels only.) Other
+load on the machine only adds time, so with --json the cheapest of all calls counts for a case.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ MIB = 2**20
 
 
 def config_of(tokens: int, ranks: int, way: str, overrides: list[str]) -> RunConfig:
-    """One block of a small model: attention is most of the work, as it is of long sequences."""
+    """Return the configuration of one block of a small model. Attention is most of its work, as with long sequences."""
     shape = {
         "layers": 1,
         "hidden": 256,
@@ -60,7 +62,7 @@ def config_of(tokens: int, ranks: int, way: str, overrides: list[str]) -> RunCon
 
 
 def step_of(config: RunConfig, mesh: Mesh) -> Callable[[], object]:
-    """A training step of this rank."""
+    """Return a training step of this rank as a function."""
     batches = open_batches(config, mesh.dp.rank, mesh.dp.size)
     state = build_state(
         config,
@@ -73,7 +75,7 @@ def step_of(config: RunConfig, mesh: Mesh) -> Callable[[], object]:
 
 
 def core_of(config: RunConfig, mesh: Mesh, way: str) -> Callable[[], object]:
-    """Attention of this rank's tokens, forward and backward."""
+    """Return attention of this rank's tokens, forward and backward, as a function."""
     model = config.model
     dtype = working_dtype(config.precision.dtype)
     rows = model.sequence_length // mesh.cp.size
@@ -96,8 +98,9 @@ def core_of(config: RunConfig, mesh: Mesh, way: str) -> Callable[[], object]:
 
 
 def torch_ring(tensors_BaSD: Sequence[Tensor], scale: float) -> None:
-    """The ring inside torch's context parallelism (q, k, v and the gradient), balanced as ours; its table of kernels
-    has none for a CPU: one is handed in.
+    """Run torch's ring attention on `tensors_BaSD`: q, k, v and the gradient, balanced as in this project.
+
+    torch's table of kernels has no entry for a CPU, so the CPU kernel is passed in.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
@@ -137,7 +140,7 @@ def torch_ring(tensors_BaSD: Sequence[Tensor], scale: float) -> None:
 def serve(
     rank: int, port: int, ranks: int, case: dict[str, Any], config: RunConfig, results: multiprocessing.Queue
 ) -> None:
-    """One rank's process."""
+    """Run one rank's process."""
     torch.set_num_threads(1)
     plan = make_plan(config, ranks)
     mesh = serial_mesh()
@@ -174,7 +177,6 @@ def serve(
 
 
 def measure(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """One case."""
     ranks = case["ranks"]
     config = config_of(case["tokens"], ranks, case["way"], overrides)
     rows = run_ranks(
@@ -196,7 +198,7 @@ def measure(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return the results as a Markdown table."""
     alone = {(row["core"], row["tokens"]): row for row in rows if row["ranks"] == 1}
     lines = [
         "| | tokens | ranks | way | CPU s, all ranks | slowest rank | efficiency | peak MiB per rank | MiB moved per "
@@ -216,7 +218,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Efficiency and memory of a step over ranks."""
+    """Plot efficiency and memory of a step over the number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,14 +1,15 @@
-"""What the host needs per kernel launch, layer, microbatch and step: below this a GPU would wait for its host.
+"""Measures the host's time per kernel launch, layer, microbatch and step. A GPU that is faster than this waits for its
+host.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ops.host [--rounds 40] [--dtype fp32]
-    python -m benchmarks.ops.host --limit MS    # given its time of a layer and microbatch, for which models is the host
-    the limit? The cost model's answer python -m benchmarks.ops.host --launches MODEL [MODEL…]    # what a layer
-    launches, by operation
+    python -m benchmarks.ops.host --limit MS    # models that the host limits, at MS per layer and microbatch
+    python -m benchmarks.ops.host --launches MODEL [MODEL…]    # kernel launches of a layer, by operation
 
-Launches go the whole way to a driver that only takes notes (tests/harness/fake_driver.c; its harness adds 0.1 us per
-argument, a real driver its own time). Steps are those of a model so small (H32, S16) that computing is a minor part, on
-the CPU: the costs of layers, microbatches and steps are what models of 2 and 10 layers with 2 and 10 microbatches
-differ by. CPU microseconds of the process, median and best of the rounds.
+Launches go through all layers of the program to a driver that only records them (tests/harness/fake_driver.c). The
+harness adds 0.1 us per argument, and a real driver adds its own time. Steps are measured on the CPU with a model that
+is so small (H32, S16) that computing is a minor part. The costs of layers, microbatches and steps follow from the
+differences between models of 2 and 10 layers with 2 and 10 microbatches. Times are CPU microseconds of the process,
+median and best of the rounds. `--limit` is answered by the cost model.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from frontier_llm.training.step import train_step
 from tests.harness.fake_gpu import fake_gpu
 from tests.harness.launches import of_a_layer, without_numbers
 
-LAUNCHES = 500  # timed together
-# layers, microbatches
+LAUNCHES = 500  # launches that are timed together
+# Numbers of layers and of microbatches.
 FEW = 2
 MANY = 10
 MODELS = (
@@ -61,7 +62,7 @@ TINY = ("hidden=32", "heads=2", "ffn_hidden=64", "vocab_size=64", "sequence_leng
 
 
 def microseconds(work: Callable[..., object], *arguments: Any, calls: int = 1) -> float:
-    """CPU time of one call."""
+    """Return the CPU time of one call in microseconds."""
     begin = time.process_time()
     for _ in range(calls):
         work(*arguments)
@@ -69,7 +70,7 @@ def microseconds(work: Callable[..., object], *arguments: Any, calls: int = 1) -
 
 
 def recorded_launches(kernels: Any) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
-    """Every launch of a few ops' forward and backward, and the number of its arguments, by kernel."""
+    """Return the launches of a few ops' forward and backward, and the number of their arguments, by kernel."""
     calls: dict[str, Callable[[], None]] = {}
     counts: dict[str, int] = {}
     launch = kernels.launch
@@ -95,7 +96,6 @@ def recorded_launches(kernels: Any) -> tuple[dict[str, Callable[[], None]], dict
 
 
 def bench_launches(rounds: int) -> None:
-    """Print microseconds per launch by kernel."""
     with tempfile.TemporaryDirectory() as folder, fake_gpu("gfx90a", Path(folder)) as (kernels, _, _):
         calls, counts = recorded_launches(kernels)
         times: dict[str, list[float]] = {kernel: [] for kernel in calls}
@@ -109,7 +109,6 @@ def bench_launches(rounds: int) -> None:
 
 
 def bench_steps(dtype: str, rounds: int) -> None:
-    """Print microseconds per layer and microbatch, per microbatch and per step."""
     with ExitStack() as stack:
         states = {}
         for layers, microbatches in product((FEW, MANY), repeat=2):
@@ -135,7 +134,7 @@ def bench_steps(dtype: str, rounds: int) -> None:
 
 
 def print_launches(models: Sequence[str]) -> None:
-    """A row for each model and direction."""
+    """Print a table of launches with a row for each model and direction."""
     print("| model | | launches | by operation |\n|---|---|--:|---|")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -151,8 +150,9 @@ def print_launches(models: Sequence[str]) -> None:
 
 
 def print_limit(host_ms: float) -> None:
-    """A layer's forward and backward of one sequence of 2,048 tokens on the device, whose host costs nothing, beside
-    what the host needs for it.
+    """Print the device's time for a layer beside the host's time.
+
+    The device computes forward and backward of one sequence of 2,048 tokens. The host's cost is set to 0 for it.
     """
     machines = {name: replace(rates(load_machine(name)), launch_s=0.0) for name in ("frontier", "h200")}
     print(

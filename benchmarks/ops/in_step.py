@@ -1,12 +1,11 @@
-"""What each op is worth in the whole training step: the step with all fused ops, with one group off, and with all off,
-taking turns.
+"""Measures each op's share of the training step: the step with all fused ops, with one group off, and with all off.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ops.in_step [--dtype bf16,fp32] [--rounds 4] [--update]
 
-One rank on the CPU, model bench-l8-h384, 4 microbatches of 4; about 2 minutes for bf16 and 3 for fp32 on an idle
-machine. Times are CPU seconds of the process (one thread), best of the rounds, so that other work on the machine moves
-them little. "Off" is SDPA for attention and plain torch for the rest. --update puts the tables into
-docs/benchmarks/ops.md.
+The settings alternate. One rank on the CPU, model bench-l8-h384, 4 microbatches of 4. It takes about 2 minutes for bf16
+and 3 for fp32 on an idle machine. Times are CPU seconds of the process (one thread), best of the rounds, so that other
+load on the machine has little influence. "Off" is SDPA for attention and plain torch for the other ops. --update puts
+the tables into docs/benchmarks/ops.md.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TOKENS = 16 * 256
 
 
 def measure(dtype: str, rounds: int, words: Sequence[str]) -> dict[str, float]:
-    """CPU seconds of a step by what is off."""
+    """Return the CPU seconds of a step by the name of the setting ("all on", "norm off", …)."""
     off = {group: "sdpa" if group == "attention" else "reference" for group in GROUPS}
     choices: dict[str, dict[str, str]] = {
         "all on": {},
@@ -57,14 +56,14 @@ def measure(dtype: str, rounds: int, words: Sequence[str]) -> dict[str, float]:
 
 
 def step_s(state: TrainState) -> float:
-    """CPU seconds of one step."""
+    """Run one step and return its CPU seconds."""
     begin_s = time.process_time()
     train_step(state)
     return time.process_time() - begin_s
 
 
 def table(dtype: str, best: dict[str, float]) -> str:
-    """The table of docs/benchmarks/ops.md."""
+    """Return the table of docs/benchmarks/ops.md."""
     lines = [f"| {dtype} | CPU s per step | tokens/s | loss of speed without it |", "|---|---|---|---|"]
     for name, seconds in best.items():
         label = f"{name} (not used by this model: the noise)" if name in ("rope off", "experts off") else name
@@ -73,7 +72,7 @@ def table(dtype: str, best: dict[str, float]) -> str:
 
 
 def updated(document: str, fresh: str) -> str:
-    """The document with the table that has the same first line replaced; raises ValueError when there is none."""
+    """Replace the table that has the same first line. Raises ValueError if there is not exactly one."""
     heading = fresh.partition("\n")[0]
     document, found = re.subn(rf"^{re.escape(heading)}\n(\|.*\n)+", lambda _: fresh, document, flags=re.MULTILINE)
     if found != 1:

@@ -1,4 +1,5 @@
-"""Finds the block sizes of the attention kernels: compiles candidates on any machine, times them on one with the GPU.
+"""Finds the block sizes of the attention kernels: compiles candidates on any machine, and times them on a machine with
+the GPU.
 
     python -m benchmarks.ops.tune_attention build --arch sm_90 [--variants d64,d128] [--out build/tune]
     python -m benchmarks.ops.tune_attention run --arch sm_90 [--out build/tune]
@@ -7,9 +8,9 @@
 `build` needs Triton and no GPU. `run` needs the GPU and no Triton, and takes a minute. `simulate` is for gfx90a, needs
 no GPU, and takes seconds for each candidate.
 
-`run` times each candidate inside the whole op, the other kernels as they are shipped. `simulate` executes one block of
-each in tests/cdna2 and times it there. Both print the best in the words of frontier_llm/ops/kernel_table.py, where they
-are then written down: nothing is tuned while training runs.
+`run` times each candidate inside the complete op, together with the shipped kernels. `simulate` executes one block of
+each candidate in tests/cdna2 and times it there. Both print the best blocks in the format of
+frontier_llm/ops/kernel_table.py. The results are copied there by hand: nothing is tuned during training.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from tests.cdna2.timing import time_of as time_of_trace
 
 Blocks = kernel_table.Blocks
 KERNELS = ("attention_forward", "attention_grad_kv", "attention_grad_q")
-# waves, AHEAD and the scheduler's strategy
+# Waves, AHEAD and the scheduler's strategy.
 _CDNA2_WAYS = ((0, 0, ""), (2, 1, ""), (2, 1, "max-ilp"), (3, 1, "max-ilp"))
 
 
 def candidates(kernel: str, architecture: str) -> list[Blocks]:
-    """Blocks worth trying; a loop walks the diagonal of the outer block by whole inner blocks, and each warp has
-    rows of its own.
+    """Return the blocks to try.
+
+    A loop covers the diagonal of the outer block by complete inner blocks, and each warp has its own rows.
     """
     amd = ARCHITECTURES[architecture].backend == "hip"
     found = []
@@ -83,7 +85,7 @@ def candidates(kernel: str, architecture: str) -> list[Blocks]:
 
 
 def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Blocks, out: Path) -> str:
-    """One candidate into a folder of its own with a manifest; returns what became of it."""
+    """Compile one candidate into its own folder with a manifest. Returns a line of text with the result."""
     from frontier_llm.ops.aot.build import Build, compile_one, write_manifest
 
     kernel_table.ATTENTION_BLOCKS[architecture][kernel][variant] = blocks
@@ -121,7 +123,7 @@ def compile_candidate(architecture: str, kernel: str, variant: str, blocks: Bloc
 
 
 def build(architecture: str, wanted: list[str], out: Path, most: int | None) -> None:
-    """Compile the candidates for these variants, `most` of each kernel and variant or all of them."""
+    """Compile the candidates for these variants. `most` limits the number for each kernel and variant."""
     items = [
         (kernel, variant, blocks)
         for kernel in KERNELS
@@ -137,7 +139,7 @@ def build(architecture: str, wanted: list[str], out: Path, most: int | None) -> 
 
 
 class WithCandidate:
-    """The shipped kernels, one of them replaced."""
+    """The shipped kernels with one of them replaced."""
 
     def __init__(self, shipped: Kernels, candidate: Kernels, kernel: str) -> None:
         self.shipped = shipped
@@ -145,11 +147,10 @@ class WithCandidate:
         self.kernel = kernel
 
     def block(self, kernel: str, variant: str, name: str) -> int:
-        """A compile-time constant."""
+        """Return a compile-time constant of the kernel."""
         return (self.candidate if kernel == self.kernel else self.shipped).block(kernel, variant, name)
 
     def launch(self, kernel: str, dtype: torch.dtype, variant: str, grid: Grid, /, **arguments: Argument) -> None:
-        """Launch the shipped kernel or the candidate."""
         (self.candidate if kernel == self.kernel else self.shipped).launch(
             kernel,
             dtype,
@@ -162,7 +163,7 @@ class WithCandidate:
 def run(
     shipped: PrebuiltKernels, out: Path, device: str, sequence: int = 2048, tokens: int = 16384, width: int = 2048
 ) -> dict[str, Any]:
-    """Times every candidate in `out`; returns {"kernel, variant": [(seconds, blocks or "shipped"), …], best first}."""
+    """Time every candidate in `out`. Returns {"kernel, variant": [(seconds, blocks or "shipped"), …]}, best first."""
     found: dict[str, list[tuple[float, Any]]] = {}
     for path, line in built(out):
         kernel = line["kernel"]
@@ -201,15 +202,16 @@ def run(
 
 
 def built(out: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Folder and description of each candidate."""
+    """Return folder and description of each candidate."""
     return [
         (path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(out.glob("*/candidate.json"))
     ]
 
 
 def simulate(shipped: Path, out: Path, sequence: int = 1024) -> dict[str, Any]:
-    """The same on a simulated compute unit of the MI250X: {"kernel, variant": [(share of the matrix rate, blocks or
-    "shipped", Timing), …]}.
+    """Time every candidate on a simulated compute unit of the MI250X.
+
+    Returns {"kernel, variant": [(share of the matrix rate, blocks or "shipped", Timing), …]}.
     """
     found: dict[str, list[tuple[float, Any, Timing]]] = {}
     lines = [(shipped, line, "shipped") for line in read_manifest("gfx90a", shipped)["kernels"]]
@@ -229,7 +231,9 @@ def simulate(shipped: Path, out: Path, sequence: int = 1024) -> dict[str, Any]:
 
 
 def simulated_share(ops: GpuOps, gpu: TracingGpu, line: dict[str, Any], sequence: int) -> tuple[float, Timing]:
-    """Useful FLOPs of one kernel's first, longest block as a share of what the matrix units could do in its time."""
+    """Return the useful FLOPs of a kernel's first, longest block, as a share of the matrix units' peak in its time.
+    Also returns its timing.
+    """
     kernel = line["kernel"]
     constants = line["constants"]
     dim = constants["BLOCK_D"]
@@ -260,7 +264,7 @@ def simulated_share(ops: GpuOps, gpu: TracingGpu, line: dict[str, Any], sequence
 
 
 def time_of(ops: GpuOps, kernel: str, variant: str, device: str, sequence: int, tokens: int, width: int) -> float:
-    """Seconds of the forward, or of the whole backward, of causal attention in bf16."""
+    """Return the seconds of the forward, or of the complete backward, of causal attention in bf16."""
     name, _, extras = variant.partition("-")
     dim = int(name.removeprefix("d"))
     shape = (sequence, tokens // sequence, width // dim, dim)
@@ -278,7 +282,6 @@ def time_of(ops: GpuOps, kernel: str, variant: str, device: str, sequence: int, 
 
 
 def main() -> None:
-    """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("build", "run", "simulate"))
     parser.add_argument("--arch", default="gfx90a", choices=tuple(ARCHITECTURES))

@@ -1,9 +1,9 @@
-"""One rank of DeepSpeed 0.19.8's pipeline engine with ZeRO-1 on gloo and the CPU: the same GPT as
+"""One rank of DeepSpeed 0.19.8's pipeline engine with ZeRO-1 on gloo and the CPU: the GPT of
 configs/models/bench-l8-h384.yaml.
 
-Started by benchmarks/peers/gpt.py under torchrun. DeepSpeed has no tensor parallelism of its own inside PipelineModule,
-so only pipeline and data parallelism are compared. The model is plain PyTorch (fused attention of torch), as its users
-write it.
+benchmarks/peers/gpt.py starts it under torchrun. DeepSpeed has no tensor parallelism of its own inside PipelineModule,
+so only pipeline and data parallelism are compared. The model is plain PyTorch (fused attention of torch), as
+DeepSpeed's users write it.
 """
 
 import argparse

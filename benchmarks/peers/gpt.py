@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The training step against megatron-core and DeepSpeed, side by side: same model, same layout, one thread per rank,
-interleaved rounds.
+"""Compares the training step with megatron-core and DeepSpeed: same model, same layout, one thread per rank,
+alternating rounds.
 
     python -m benchmarks.peers.gpt --peers-python PEERS_VENV/bin/python [--rounds 3] [--layouts tp1,tp2,pp2,dp2,tp2pp2]
     [--json FILE]
 
-PEERS_VENV holds torch==2.13.0, megatron-core==0.16.1 and deepspeed==0.19.8 (pip install --no-build-isolation); this
-interpreter holds frontier_llm. Each cell is the median over all steps of all rounds; the ratio is ours over the best
-peer's.
+PEERS_VENV contains torch==2.13.0, megatron-core==0.16.1 and deepspeed==0.19.8 (pip install --no-build-isolation). This
+interpreter contains frontier_llm. Each cell is the median over all steps of all rounds. The ratio compares this project
+with the best peer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def run(command: list[str]) -> str:
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
-    # ninja, for the op that DeepSpeed compiles at start-up
+    # for ninja, because DeepSpeed compiles an op at start-up
     environment["PATH"] = f"{Path(command[0]).parent}:{environment['PATH']}"
     done = subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""One rank of megatron-core 0.16.1 on gloo and the CPU: the same GPT as configs/models/bench-l8-h384.yaml, timed, or
+"""One rank of megatron-core 0.16.1 on gloo and the CPU, timed: the GPT of configs/models/bench-l8-h384.yaml, or a model
 with experts.
 
 benchmarks/peers/gpt.py and moe.py start it under torchrun. Fused CUDA kernels are switched off, because they do not
@@ -65,7 +65,7 @@ def main() -> None:
             "expert_model_parallel_size": args.ep,
             "expert_tensor_parallel_size": 1,
             "add_bias_linear": False,
-            "sequence_parallel": args.tp > 1,  # megatron-core demands it of experts beside tensor parallelism
+            "sequence_parallel": args.tp > 1,  # megatron-core requires it for experts with tensor parallelism
         }
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     bf16 = args.dtype == "bf16"
@@ -147,7 +147,7 @@ def main() -> None:
         )
         optimizer.step()
         cpu = torch.tensor(time.process_time() - cpu_begin, dtype=torch.float64)
-        dist.all_reduce(cpu)  # and so a barrier
+        dist.all_reduce(cpu)  # also synchronises the ranks
         if step >= args.warmup:
             seconds.append(time.perf_counter() - begin)
             cpu_seconds.append(float(cpu))

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""A small mixture of experts (L8 H384, 16 experts of 384, top 4) against megatron-core's dropless all-to-all dispatcher
-and our dense model.
+"""Compares a small mixture of experts with megatron-core's dropless all-to-all dispatcher and with this project's dense
+model.
 
     python -m benchmarks.peers.moe --peers-python PEERS_VENV/bin/python [--rounds 2] [--layouts serial,ep2,ep4,ep2tp2]
 
-The dense model is bench-l8-h384, whose MLP of 1,536 is the four experts of a token: equal active work. All three take
-turns, one thread per rank, bf16. Processor seconds are of all ranks together; on a machine that others use, or that has
-fewer cores than a layout ranks, they are what can be compared, and wall seconds are given beside.
-Layouts are added to docs/benchmarks/results/moe_step.json as they are measured, and the measured part of
+The mixture has L8 H384 and 16 experts of width 384, top 4. The dense model is bench-l8-h384, whose MLP of 1,536 is as
+wide as the four experts of a token. All three alternate, with one thread per rank, in bf16. CPU seconds are summed over
+all ranks. They are comparable on a machine with other load, or with fewer cores than ranks. Wall seconds are reported
+beside them.
+
+Layouts are added to docs/benchmarks/results/moe_step.json as they are measured. The measured part of
 docs/benchmarks/moe.md is written from it.
 """
 
@@ -43,11 +45,11 @@ EXPERTS = {
     "expert_hidden": 384,
 }
 MOE = f"model.moe={json.dumps(EXPERTS)}"
-BARE = "model.bias=false"  # of all three: our experts have none, nor then has megatron-core
+BARE = "model.bias=false"  # for all three: neither these experts nor megatron-core's have biases
 
 
 class Degrees(NamedTuple):
-    """Of one layout; experts are never cut themselves, as narrow as they are."""
+    """Degrees of one layout. An expert is never split, because it is narrow."""
 
     tp: int
     dp: int
@@ -63,7 +65,7 @@ LAYOUTS = {
 
 
 def ours(layout: Degrees, experts: bool, steps: int) -> dict[str, list[float]]:
-    """Seconds of each step: "wall" and "cpu"."""
+    """Return the "wall" and "cpu" seconds of each step."""
     overrides = [
         BARE,
         f"parallel.tensor={layout.tp}",
@@ -114,7 +116,7 @@ def megatron(python: str, layout: Degrees, steps: int) -> dict[str, list[float]]
 
 
 def page(result: dict[str, Any]) -> str:
-    """The measured part of docs/benchmarks/moe.md."""
+    """Return the measured part of docs/benchmarks/moe.md."""
     rows = []
     for name, row in result["layouts"].items():
         ratios = [f"{row['megatron-core'][kind] / row['experts'][kind]:.2f}" for kind in ("cpu", "wall")]

@@ -1,5 +1,5 @@
-"""Which way of attention over split sequences is cheapest where: milliseconds of a layer, forward and backward, beside
-its arithmetic. Simulated.
+"""Compares the attention algorithms for split sequences: simulated milliseconds of a layer, forward and backward,
+beside its arithmetic.
 
     python -m benchmarks.planner.context_algorithms [--models llama-3-8b llama-2-7b] [--tokens 131072]
     [--machine frontier] [--page]

@@ -1,12 +1,14 @@
-"""Fit the clusters' constants on the stated half of the published rows and write them into configs/machines/*.yaml.
+"""Fits the clusters' constants on one half of the published rows and writes them into configs/machines/*.yaml.
 
     python -m benchmarks.planner.fit_machines [--dry-run | --leave-models-out] [MACHINE ...]
 
-Robust least squares on log(predicted / measured): a residual beyond `KNEE` counts linearly, because published tables
-hold stalled runs that no constant should bend towards. A weak prior keeps constants that the data do not determine
-where engineering puts them. Every fitted number keeps its tag `estimated` and says in its source on how many rows of
-which data set it was fitted. `--leave-models-out` fits nothing for good: every model of a fitted stack is predicted by
-constants fitted on that cluster's other models. Needs scipy.
+The fit is robust least squares on log(predicted / measured). A residual beyond `KNEE` counts linearly, because
+published tables contain stalled runs that must not influence the constants. A weak prior holds constants that the data
+do not determine at engineering values. Every fitted number keeps its tag `estimated`, and its source names the number
+of rows and the data set.
+
+`--leave-models-out` writes nothing. It predicts every model of a fitted stack by constants fitted on that cluster's
+other models. Needs scipy.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from frontier_llm.planner.costs.time import step_s
 KNEE = 0.03
 PRIOR = 0.003
 
-# where each constant starts, and what the weak prior holds it to; the file's own value would drift from fit to fit
+# Start values of the constants, and centre of the weak prior. The file's own values would change from fit to fit.
 START = {
     "gemm_efficiency": 0.8,
     "gemm_k_half": 100.0,
@@ -66,13 +68,13 @@ START_OF: dict[str, dict[str, float]] = {
     "h100": {"gemm_efficiency": 0.7, "flash_efficiency": 0.5},
     "frontier": {"unaligned_penalty": 2.0},
 }
-# NVLink 3 on A100: what large messages reach, and the link rate, bytes/s
+# NVLink 3 on A100: rate of large messages, and link rate, bytes/s.
 FABRIC_START = 240e9
 FABRIC_CEILING = 300e9
 
 
 def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
-    """`numbers` with the constants that are to be fitted set back to where every fit starts."""
+    """Return `numbers` with the constants to be fitted set to their start values."""
     values = {**START, **START_OF.get(machine, {})}
     constants: dict[str, Any] = {key: values[key] for key in keys if "fabric_bytes" not in key}
     if any("fabric_bytes" in key for key in keys):
@@ -81,7 +83,7 @@ def starting_point(machine: str, numbers: Rates, keys: Sequence[str]) -> Rates:
 
 
 def fit_rows(rows: Sequence[PublishedRun], start: Rates, constants: Sequence[str], evaluations: int = 100) -> Rates:
-    """`start` with `constants` changed to suit `rows` best."""
+    """Return `start` with `constants` fitted to `rows`."""
     layouts = [complete(row, rates_of(row, start)) for row in rows]
 
     def predicted_s(numbers: Rates) -> np.ndarray:
@@ -101,7 +103,7 @@ def fit_rows(rows: Sequence[PublishedRun], start: Rates, constants: Sequence[str
 
 
 def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
-    """Cross-validation: every model of a fitted stack predicted by constants fitted on that cluster's other models."""
+    """Cross-validate: predict every model of a fitted stack by constants fitted on that cluster's other models."""
     scores = []
     for (machine, stack), keys in FITTED.items():
         mine = [row for row in rows if (row.machine, row.stack) == (machine, stack) and row.known]
@@ -119,7 +121,7 @@ def leave_models_out(rows: Sequence[PublishedRun]) -> list[Accuracy]:
 
 
 def main() -> None:
-    """Fit every stack that has keys and rows."""
+    """Fit every stack that has constants to fit and rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machines", nargs="*")
     parser.add_argument("--dry-run", action="store_true", help="print, do not write")

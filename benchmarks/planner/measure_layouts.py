@@ -1,12 +1,13 @@
-"""Measure every layout of a small space on a local Slurm of four nodes: the table
-docs/benchmarks/results/tune.csv.
+"""Measures every layout of a small space on a local Slurm of four nodes, for docs/benchmarks/results/tune.csv.
 
     python -m benchmarks.planner.measure_layouts DIR [--minutes M] [WORD …]
 
-Starts slurmctld and four slurmds on this machine (tests/harness/slurm.py; needs root), queues slurm/tune.sbatch with
---exhaustive and ends after M minutes of walltime; the same command goes on where that ended. WORDs are further words of
-`frontier-llm tune`. While ranks are joined they run at a high priority, each on a core of its number, so that what else
-the machine does does not become part of a layout's step.
+Starts slurmctld and four slurmds on this machine (tests/harness/slurm.py, needs root). Queues slurm/tune.sbatch with
+--exhaustive and ends after M minutes of walltime. The same command continues from there. WORDs are further words of
+`frontier-llm tune`.
+
+Joined ranks run at a high priority, each on the core of its number. Other load on the machine then has little influence
+on a layout's step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from tests.harness.scenarios import training_cluster
 from tests.harness.slurm import ROOT
 
-# four ranks, one per node and two per core: layouts of a model whose step takes about half a second on two cores
+# Four ranks, one per node and two per core. A step of this model takes about half a second on two cores.
 MODEL = [
     "model.hidden=128",
     "model.layers=8",
@@ -62,7 +63,7 @@ threading.Thread(target=prefer, daemon=True).start()
 
 
 def main() -> int:
-    """The job's exit code is not looked at: a walltime that ends is not a failure."""
+    """Return 0. The job's exit code is ignored, because the end of its walltime is not a failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--minutes", type=int, default=9)

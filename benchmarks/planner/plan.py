@@ -1,11 +1,11 @@
-"""Predicted beside measured step time on this computer, over a spread of layouts. On an otherwise idle computer (4
-minutes):
+"""Compares predicted with measured step times on this computer, over several layouts.
 
     python -m benchmarks.planner.plan [--rounds 3] [--machine calibrated.yaml] [--json FILE]
 
-Calibrates first unless a machine file is given. Predictions simulate the schedule under that file; measurements are the
-medians of `frontier-llm bench step`, one process per rank, layouts taking turns so that a disturbance does not fall on
-one of them. Exit code 1 when a prediction is off by more than 15 %.
+Calibrates first unless a machine file is given. Predictions simulate the schedule with the constants of that file.
+Measurements are the medians of `frontier-llm bench step`, one process per rank. The layouts alternate, so that a
+disturbance affects more than one of them. The exit code is 1 if a prediction is off by more than 15 %.
+Takes 4 minutes on an otherwise idle computer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LAYOUTS = {
 
 
 def frontier_llm(*words: str) -> str:
-    """Run the command line; its stdout. A single rank gets the threads that each of `RANKS` would have."""
+    """Run the command line and return its stdout. A single rank gets the threads of one of `RANKS` ranks."""
     threads = max(1, (os.cpu_count() or 1) // RANKS)
     command = [sys.executable, "-m", "frontier_llm.cli.main", *words]
     env = {**environment(), "OMP_NUM_THREADS": str(threads)}
@@ -64,7 +64,7 @@ def frontier_llm(*words: str) -> str:
 
 
 def predicted_s(config: RunConfig, numbers: Rates) -> float:
-    """The simulated step."""
+    """Return the simulated time of a step."""
     parallel = config.parallel
     ranks = parallel.tensor * parallel.pipeline * (parallel.data or 1)
     plan = make_plan(config, ranks)
@@ -72,7 +72,7 @@ def predicted_s(config: RunConfig, numbers: Rates) -> float:
 
 
 def measured_s(run: str, overrides: list[str], steps: int) -> float:
-    """Median step of one `bench step`."""
+    """Return the median step time of one `bench step`."""
     out = frontier_llm(
         "bench",
         "step",
@@ -86,7 +86,6 @@ def measured_s(run: str, overrides: list[str], steps: int) -> float:
 
 
 def main() -> int:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", help="a calibrated machine file (default: calibrate now)")
     parser.add_argument("--run", default="bench")

@@ -1,9 +1,9 @@
-"""What a measured search would have found: searches of many seeds on a table of every layout of a small space.
+"""Replays measured searches with many seeds on a table that has every layout of a small space.
 
     python -m benchmarks.planner.replay_search [TABLE] [--seeds N] [--figure F]
 
-TABLE (docs/benchmarks/results/tune.csv) comes from benchmarks/planner/measure_layouts.py. Prints the best step so far
-over the table's best, after each number of trials: of searches, of random order, and of the planner's choice alone.
+benchmarks/planner/measure_layouts.py writes TABLE (docs/benchmarks/results/tune.csv). Prints the best step so far over
+the table's best, after each number of trials, for searches, for random order, and for the planner's choice alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from frontier_llm.machine.load import load_machine, rates
 from frontier_llm.planner.candidates import parse_fixed
 
 TABLE = RESULTS / "tune.csv"
-STEPS = TABLE.with_name("tune_steps.csv")  # the nine steps of each trial, whose median the table has
-ORDERS = 2000  # of random search
+STEPS = TABLE.with_name("tune_steps.csv")  # the nine steps of each trial; the table has their median
+ORDERS = 2000  # number of random orders
 
 
 def measured_space(table: Path = TABLE) -> tuple[Space, np.ndarray]:
-    """The layouts of the table as a space, and the seconds of each: V-shaped schedules came after the table and are
-    not in it.
+    """Return the layouts of the table as a space, and the seconds of each layout.
+
+    V-shaped schedules were added after the measurement, so the table does not contain them.
     """
     config = load_run("train_22b", ["machine=local", *RUN])
     space = make_space(
@@ -49,8 +50,8 @@ def measured_space(table: Path = TABLE) -> tuple[Space, np.ndarray]:
 
 
 def searched(space: Space, seconds: np.ndarray, seed: int, trials: int) -> np.ndarray:
-    """The best step so far after each trial of one search, over the table's best; a search that ends early keeps
-    what it has.
+    """Return the best step so far after each trial of one search, over the table's best. After the end of a search its
+    last value is repeated.
     """
     search = Tuner(space, [], seed)
 
@@ -81,17 +82,19 @@ def searched(space: Space, seconds: np.ndarray, seed: int, trials: int) -> np.nd
 
 
 def at_random(seconds: np.ndarray, trials: int) -> np.ndarray:
-    """The same of layouts in random order, a row per order."""
+    """Return the best step so far for layouts in random order, over the table's best: one row per order."""
     orders = (np.random.default_rng(seed).permutation(len(seconds))[:trials] for seed in range(ORDERS))
     return np.array([np.minimum.accumulate(seconds[order]) for order in orders]) / seconds.min()
 
 
 def repeatability(drawings: int = 2000) -> tuple[float, float]:
-    """(how far a layout's time repeats, median of log time; in how many tables measured anew the best of this one is
-    within 3 % of the best).
+    """Return how well a repeated measurement agrees with the table: (spread, share).
 
-    Anew: each median that of as many steps drawn from those of the layout's trial. What differs from trial to trial,
-    the hour and the cores, is not in it.
+    The spread is the median over layouts of the standard deviation of log time. The share counts the repeated tables in
+    which this table's best layout is within 3 % of the best.
+
+    A repeated table takes each median from steps drawn with replacement from the layout's trial. It does not include
+    differences between trials, such as the time of day and the cores.
     """
     steps = np.loadtxt(STEPS, delimiter=",", skiprows=1)[:, 1:]
     rng = np.random.default_rng(0)
@@ -105,7 +108,7 @@ def repeatability(drawings: int = 2000) -> tuple[float, float]:
 
 
 def draw(path: Path, found: np.ndarray, chance: np.ndarray, planner: float) -> None:
-    """Mean and 10 to 90 % of each, by trials."""
+    """Plot mean and 10 to 90 % range of each method over the number of trials."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
@@ -122,7 +125,7 @@ def draw(path: Path, found: np.ndarray, chance: np.ndarray, planner: float) -> N
 
 
 def main() -> int:
-    """Always 0."""
+    """Return 0 always."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, nargs="?", default=TABLE)
     parser.add_argument("--seeds", type=int, default=24)

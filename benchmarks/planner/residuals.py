@@ -1,7 +1,9 @@
-"""Writes what the planner misses on vTrain's multi-node runs into docs/benchmarks/planner.md: by bubble, message per
-NIC, host, memory, tensor degree and microbatch; and how many pairs it ranks right, by how far they lie apart.
+"""Writes the planner's errors on vTrain's multi-node runs into docs/benchmarks/planner.md.
 
-python -m benchmarks.planner.residuals
+Errors are grouped by bubble, message per NIC, host time, memory, tensor degree and microbatch. A second table has the
+share of pairs that the planner ranks correctly, by their distance.
+
+    python -m benchmarks.planner.residuals
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ from frontier_llm.planner.costs.seconds import FORWARD_OPS
 from frontier_llm.planner.costs.time import p2p_bytes
 
 DATASET = "vTrain multi-node"
-# of log time; runs with TP8 lie within 1.8 % of the model, so closer pairs cannot be told apart
+# Differences of log time. Runs with TP8 differ from the model by up to 1.8 %, so closer pairs cannot be distinguished.
 APART = (0.0, 0.02, 0.05, 0.1)
 PAGE = MEASURED / "planner.md"
 
 
 def bubble(model: ModelConfig, layout: Layout, rates: Rates) -> float:
-    """Microbatches' worth of waiting over microbatches, percent."""
+    """Return the pipeline bubble in percent of the microbatches."""
     return 100 * (layout.pp - 1) / layout.microbatches
 
 
 def message_mib(model: ModelConfig, layout: Layout, rates: Rates) -> float:
-    """What a pipeline message puts on one NIC, all devices of a node sending, in MiB; 0 where no message leaves the
-    node.
+    """Return the MiB of a pipeline message on one NIC while all devices of a node send. Returns 0 if no message leaves
+    the node.
     """
     place = seats(layout, rates)
     if layout.pp == 1 or place.pp_inside:
@@ -45,12 +47,12 @@ def message_mib(model: ModelConfig, layout: Layout, rates: Rates) -> float:
 
 
 def host_ms(model: ModelConfig, layout: Layout, rates: Rates) -> float:
-    """What the host dispatches for one microbatch's forward on one rank, in ms."""
+    """Return the host's time to launch one microbatch's forward on one rank, in ms."""
     return 1e3 * (model.layers / layout.pp * FORWARD_OPS * rates.launch_s + rates.microbatch_s)
 
 
 def memory_share(model: ModelConfig, layout: Layout, rates: Rates) -> float:
-    """Of the fullest device, percent: what an allocator that runs short would be slow by."""
+    """Return the memory of the fullest device in percent. An allocator that runs short would slow down such runs."""
     return 100 * peak_bytes(model, layout, rates) / rates.memory_bytes
 
 
@@ -67,7 +69,7 @@ COLUMNS: dict[str, tuple[Callable[[ModelConfig, Layout, Rates], float], tuple[fl
 def classes(
     predictions: Sequence[RowPrediction], values: np.ndarray, edges: Sequence[float]
 ) -> list[tuple[str, np.ndarray]]:
-    """(words, errors in percent of log time) of each class that has rows."""
+    """Return (class, errors in percent of log time) of each class that has rows."""
     errors = 100 * np.log([one.seconds / one.row.seconds for one in predictions])
     bounds = [-np.inf, *edges, np.inf]
     words = [f"below {edges[0]:g}", *(f"{low:g} to {high:g}" for low, high in pairwise(edges)), f"from {edges[-1]:g}"]
@@ -79,8 +81,9 @@ def classes(
 
 
 def pairs(predictions: Sequence[RowPrediction]) -> list[str]:
-    """A table: of the pairs of runs whose measured times differ by more than so much, the share that is ranked
-    right, in each half of the runs.
+    """Return a table of the share of pairs that is ranked correctly, in each half of the runs.
+
+    Each row counts the pairs whose measured times differ by more than a limit.
     """
     halves = [[one for one in predictions if is_fitted(one.row) == fitted] for fitted in (True, False)]
     ranked = [
@@ -108,7 +111,7 @@ def pairs(predictions: Sequence[RowPrediction]) -> list[str]:
 
 
 def table() -> str:
-    """The lines of the page."""
+    """Return the lines of the page."""
     predictions = predict([row for row in shipped() if row.dataset == DATASET])
     rates = cluster_rates(predictions[0].row.machine, predictions[0].row.stack)
     lines = ["| | class | runs | mean | standard deviation |", "|---|---|--:|--:|--:|"]

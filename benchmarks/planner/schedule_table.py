@@ -1,4 +1,4 @@
-"""Step time and memory by schedule, simulated: with equal passes against the papers' closed forms, and of the models on
+"""Simulates step time and memory by schedule: with equal passes beside the papers' closed forms, and for models on
 Frontier.
 
 Writes the tables of docs/benchmarks/schedules.md.
@@ -24,8 +24,8 @@ UNIT = {
     Kind.BACKWARD_WEIGHT: 1.0,
 }
 SCHEDULES = ("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "v-half", "v-min")
-# (stages - 1) units, of one F of a whole stage, in the step and between a rank's first and last action; activations, in
-# those of 1F1B
+# Closed forms. The first two values are bubbles: of the step, and between a rank's first and last action. Their unit is
+# (stages - 1) forward passes of a stage. The third value is the activation memory relative to 1F1B.
 CLOSED = {
     "1f1b": ("3", "3", "1"),
     "interleaved": ("3/v", "3/v", "1 + (p-1)/(pv)"),
@@ -37,18 +37,18 @@ CLOSED = {
     "v-half": ("3/2", "", "1/2 + O(1/p)"),
     "v-min": ("2", "", "1/3 + O(1/p)"),
 }
-# they keep most, and to search and simulate them takes a minute there
+# These schedules store most activations. Their search and simulation take a minute for this model.
 LEFT_OUT = {"gpt-1t": ("interleaved-zb", "zb-h2")}
 MODELS = (("gpt-22b", 16, 1024), ("gpt-175b", 128, 2048), ("gpt-1t", 384, 9600))
 
 
 def unit_cost(chunks: int) -> Callable[[int, Action], float]:
-    """F = I = W = 1 per stage, shared by its chunks."""
+    """Return the cost F = I = W = 1 per stage, divided by its number of chunks."""
     return lambda _, action: UNIT[action.kind] / chunks
 
 
 def equal_passes(stages: int, microbatches: int) -> Iterator[str]:
-    """Rows with F = I = W = 1 per stage."""
+    """Yield the table with F = I = W = 1 per stage."""
     yield "| schedule | bubble / (p - 1) | papers | within a rank / (p - 1) | papers | activations of 1F1B's | papers |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for name in SCHEDULES:
@@ -81,7 +81,7 @@ def equal_passes(stages: int, microbatches: int) -> Iterator[str]:
 
 
 def on_frontier(models: Sequence[str]) -> Iterator[str]:
-    """The planner's choice for each schedule."""
+    """Yield a table with the planner's choice for each schedule."""
     yield (
         "| model | schedule | layout | recompute | step, s | against 1F1B | fullest rank, GiB | of which activations |"
     )
@@ -111,7 +111,7 @@ def on_frontier(models: Sequence[str]) -> Iterator[str]:
 
 
 def row(plan: Plan) -> str:
-    """Layout, recomputation, seconds."""
+    """Return the cells for layout, recomputation and seconds."""
     one = plan.layout
     layout = (
         f"TP{one.tp} PP{one.pp}{f' x {one.chunks}' if one.chunks > 1 else ''} DP{one.dp}, {one.micro_batch} x "
@@ -121,7 +121,7 @@ def row(plan: Plan) -> str:
 
 
 def memory(plan: Plan) -> str:
-    """GiB of the fullest rank."""
+    """Return the cells for the memory of the fullest rank and its activations, in GiB."""
     lines = max(plan.memory, key=lambda lines: sum(lines.values()))
     return f"{sum(lines.values()) / GIB:.1f} | {lines['activations'] / GIB:.1f}"
 

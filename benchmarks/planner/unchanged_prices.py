@@ -1,8 +1,8 @@
-"""Records what the planner answers for every shipped model, and compares a later version with the record.
+"""Records the planner's results for every shipped model, and compares a later version with the record.
 
-A change of structure must not change a price. `record` writes the best plans of each model at three numbers of nodes on
-two machines. `compare` plans the record's cases again and lists each value that moved by more than 0.1 %.
-`--checkout` plans with the code of another checkout, so that a record can be made of an older commit.
+A change of structure must not change a prediction. `record` writes the best plans of each model at three numbers of
+nodes on two machines. `compare` plans the record's cases again and lists each value that changed by more than 0.1 %.
+`--checkout` plans with the code of another checkout, so that a record of an older commit can be made.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from benchmarks.harness import RESULTS, ROOT
 
 MACHINES = ("frontier", "lumi")
 NODES = (8, 64, 384)
-PLANS = 3  # the best plans that a record keeps per case
+PLANS = 3  # number of best plans per case in a record
 FIELDS = ("tensor", "pipeline", "schedule", "micro_batch", "step_s", "mfu", "memory_bytes", "closed_form_step_s")
 TOLERANCE = 1e-3  # relative
-BASELINE = RESULTS / "baseline_plans.json"  # of commit df54020, before the packages were moved
+BASELINE = RESULTS / "baseline_plans.json"  # record of commit df54020, before the packages were moved
 SMOKE_CASE = "gpt-22b frontier 8"
 
 
 def plan(checkout: Path, model: str, machine: str, nodes: int) -> dict[str, Any]:
-    """Answer of `frontier-llm plan` with the code of `checkout`: the best plans, or the reason why none fits."""
+    """Return the result of `frontier-llm plan` with the code of `checkout`: the best plans, or the reason why none
+    fits.
+    """
     command = [
         sys.executable,
         "-m",
@@ -53,7 +55,7 @@ def plan(checkout: Path, model: str, machine: str, nodes: int) -> dict[str, Any]
 
 
 def all_cases() -> Iterator[tuple[str, str, int]]:
-    """(model, machine, nodes) of every shipped model."""
+    """Yield (model, machine, nodes) for every shipped model."""
     for model in sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml")):
         for machine in MACHINES:
             for nodes in NODES:
@@ -61,7 +63,7 @@ def all_cases() -> Iterator[tuple[str, str, int]]:
 
 
 def differences(before: Any, after: Any, place: str) -> Iterator[str]:
-    """Each value below `place` that differs by more than the tolerance, as a line of text."""
+    """Yield a line of text for each value below `place` that differs by more than the tolerance."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in sorted(before.keys() | after.keys()):
             yield from differences(before.get(key), after.get(key), f"{place} {key}")

@@ -1,8 +1,9 @@
-"""X-MoE's published rows (arXiv:2508.13337, table 3) beside the planner's price of the layouts in its authors' scripts;
-for docs/benchmarks/moe.md.
+"""Compares X-MoE's published rates (arXiv:2508.13337, table 3) with the planner's prediction for the layouts in its
+authors' scripts.
 
-Their FLOPs: two matrices per expert, attention not causal, no router, nothing for recomputation. Their layouts run no
-pipeline and spread experts over eight nodes and more. Nothing here is fitted on these rows.
+The result is for docs/benchmarks/moe.md. The authors count FLOPs with two matrices per expert, attention without a
+causal mask, and neither router nor recomputation. Their layouts have no pipeline and distribute experts over eight
+nodes and more. No constant is fitted on these rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROWS = (  # model, TFLOP/s per GCD as published, GCDs, tp, ep, sequences per mic
 
 
 def their_flops_per_token(model: ModelConfig) -> float:
-    """6 [L (4 H² + 2 S H + 2 H F k) + V H]."""
+    """Return the FLOPs per token as the authors count them: 6 [L (4 H² + 2 S H + 2 H F k) + V H]."""
     assert model.moe is not None
     L = model.layers
     H = model.hidden
@@ -37,14 +38,13 @@ def their_flops_per_token(model: ModelConfig) -> float:
 
 
 def priced(name: str, stack: str, gcds: int, layout: Layout) -> float:
-    """TFLOP/s per GCD, counted as they count."""
+    """Return the predicted TFLOP/s per GCD, with the authors' count of FLOPs."""
     model = load_model(name)
     seconds = float(step_s(model, layout, rates(load_machine("frontier"), stack)))
     return their_flops_per_token(model) * model.sequence_length * layout.global_batch / seconds / gcds / TERA
 
 
 def main() -> int:
-    """Print the table."""
     parse_arguments(
         argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter), smoke=[]
     )

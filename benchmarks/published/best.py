@@ -1,4 +1,4 @@
-"""Write the best published rates, which `plan` prints beside its own, into frontier_llm/planner/best_published.json.
+"""Writes the best published rates into frontier_llm/planner/best_published.json. `plan` prints them beside its own.
 
     python -m benchmarks.published.best [--check]
 
@@ -23,9 +23,10 @@ LONGEST_KEY = 40  # a run with a longer key is named by its data set
 
 
 def best_of_rows() -> dict[str, dict[int, tuple[float, str]]]:
-    """Family of devices → size class of the model → (model TFLOP/s per device, which run).
+    """Return family of devices → size class of the model → (model TFLOP/s per device, name of the run).
 
-    Runs in fp8 are left out, and runs with context parallelism, whose rates depend on whether masked scores count.
+    Runs in fp8 are excluded. Runs with context parallelism are excluded too, because their rates depend on whether
+    masked scores count.
     """
     best: dict[str, dict[int, tuple[float, str]]] = defaultdict(dict)
     for row in shipped():
@@ -41,7 +42,7 @@ def best_of_rows() -> dict[str, dict[int, tuple[float, str]]]:
 
 
 def as_json(best: dict[str, dict[int, tuple[float, str]]]) -> str:
-    """The file's content: a line per size class."""
+    """Return the file's content, with a line per size class."""
     families = []
     for device, sizes in sorted(best.items()):
         rows = []
@@ -54,7 +55,7 @@ def as_json(best: dict[str, dict[int, tuple[float, str]]]) -> str:
 
 
 def main() -> int:
-    """1 with --check if the file is not up to date."""
+    """Return the exit code: 1 with --check if the file is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare alone")
     check = parser.parse_args().check

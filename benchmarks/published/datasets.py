@@ -1,8 +1,7 @@
-"""Published measurements → models, layouts and seconds. Reads the two formats that exist in the wild: vTrain's CSV and
-a throughput TSV.
+"""Converts published measurements to models, layouts and seconds. Reads two formats: vTrain's CSV and a throughput TSV.
 
-A row says which machine and stack it ran on, what it was, and how long a step took. Only seconds per step and tokens/s
-are compared; where a source gives TFLOP/s alone, its stated convention turns them into tokens/s first.
+A row gives machine and stack, the training setup, and the time of a step. Only seconds per step and tokens/s are
+compared. If a source gives only TFLOP/s, its stated convention converts them to tokens/s first.
 """
 
 from __future__ import annotations
@@ -35,29 +34,28 @@ SHIPPED = ("vtrain_a100_multi.csv", "vtrain_a100_single.csv", "throughput.tsv", 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One published run."""
-
-    key: str  # identity of the row: decides on which side of the split it falls
+    key: str  # identity of the row; decides whether the row is fitted or unseen
     dataset: str
     machine: str
     stack: str
     model: ModelConfig
     layout: Layout
     seconds: float  # per step
-    # False: degrees or batch are not stated, or the machine file is borrowed from a like cluster; the row is never
-    # fitted
+    # False: degrees or batch are not stated, or the machine file belongs to a similar cluster. Such a row is never
+    # fitted.
     known: bool
-    # the source's parallelism has no equal here (AxoNN's 4D) or its memory is not described in full: not judged
+    # The source's parallelism has no equivalent here (AxoNN's 4D), or its memory is not described completely. Such a
+    # row is excluded from the checks of memory and uncertainty.
     approximate: bool = False
-    # fields of the layout that the source does not give; the fastest that fits is assumed
+    # Fields of the layout that the source does not give. The fastest value that fits is assumed.
     unstated: tuple[str, ...] = ()
-    # what this run does otherwise than its stack: fields of Rates
+    # Fields of Rates in which this run differs from its stack.
     software: Mapping[str, Any] = field(default_factory=dict)
     memory_gib: float | None = None
 
     @property
     def fitted(self) -> bool:
-        """Whether constants may be fitted on this row: half of all rows, by a hash of what the row is."""
+        """True if constants may be fitted on this row: half of all rows, selected by a hash of the key."""
         return self.known and zlib.crc32(self.key.encode()) % 2 == 0
 
 
@@ -65,7 +63,7 @@ COMPUTE = ("gemm_efficiency", "gemm_k_half", "hbm_efficiency", "kernel_s", "step
 TENSOR = ("fabric_bytes_s/2", "fabric_bytes_s/4", "fabric_bytes_s/8", "fabric_latency_s")
 SPREAD = ("network_efficiency", "network_crowding")
 
-# Constants that the fitted half of each (machine, stack)'s rows determines (benchmarks/planner/fit_machines.py)
+# Constants that the fitted half of each (machine, stack)'s rows determines (benchmarks/planner/fit_machines.py).
 FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("vtrain-a100", "megatron-lm"): (*COMPUTE, *TENSOR, *SPREAD, "microbatch_s", "network_latency_s"),
     ("vtrain-a100-node", "megatron-lm"): (*COMPUTE, *TENSOR, "launch_s", "microbatch_s", "fabric_hop_s"),
@@ -114,9 +112,8 @@ VTRAIN_COLUMNS = {
     "PP": "pipeline parallelism",
 }
 
-# (machine, stack) by what a row's id, hardware, source, precision, sharding and attention say; the first match counts.
-# Known clusters
-# come first; after them any code of a kind on a kind of hardware
+# (machine, stack) by a pattern over a row's id, hardware, source, precision, sharding and attention. The first match
+# counts. Known clusters come first. The later patterns match a kind of code on a kind of hardware.
 CLUSTERS = (
     (r"^korth|^sc21|selene", "a100", "megatron-lm"),
     (r"jean zay", "jean-zay", "megatron-deepspeed"),
@@ -154,9 +151,9 @@ CLUSTERS = (
 
 
 def read_table(path: Path) -> list[Row]:
-    """The rows of a file in the columns of a throughput table; columns that it lacks are empty.
+    """Read the rows of a file. All columns of a throughput table are present; missing ones are empty.
 
-    Raises DataError when the file has neither format's columns.
+    Raises DataError if the file has neither format's columns.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -185,7 +182,8 @@ def read_table(path: Path) -> list[Row]:
             str,
             {key: (value or "").strip() for key, value in (_vtrain(cells) if vtrain else cells).items() if key},
         )
-        # tables give the head count where it changes: an empty cell means the one above, of the same source
+        # Tables give the number of heads only if it changes. An empty cell means the value above it, from the same
+        # source.
         source = row["source"][:60]
         row["heads"] = heads[source] = row["heads"] or heads.get(source, "")
         rows.append(row)
@@ -193,14 +191,14 @@ def read_table(path: Path) -> list[Row]:
 
 
 def read_measurements(path: Path) -> list[PublishedRun]:
-    """The rows of a file that carry a time, a model shape and a cluster that is known; what they do not state is
-    searched for.
+    """Read the rows of a file that have a time, a model shape and a known cluster. Unstated fields are searched for
+    later.
     """
     return [run for row in read_table(path) if (run := _published_run(row)) is not None]
 
 
 def read_stated(path: Path) -> tuple[list[PublishedRun], Counter[str]]:
-    """(the rows of a file that can be priced as they stand, how many others by the reason why not)."""
+    """Return the rows of a file that need no assumption, and the number of other rows by reason."""
     runs = []
     left_out = Counter[str]()
     for row in read_table(path):
@@ -214,7 +212,7 @@ def read_stated(path: Path) -> tuple[list[PublishedRun], Counter[str]]:
 
 
 def _unlike_anything_here(row: Row) -> str:
-    """Why no layout here is what this row ran, or nothing."""
+    """Return the reason why no layout here matches this row, or ''."""
     words = " ".join((row["id"], row["model"], row["TP"], row["zero_or_shard"], row["seq_parallel"])).lower()
     reasons = {
         "parallelism of other dimensions": "d:" in row["TP"].lower(),
@@ -229,12 +227,12 @@ def _unlike_anything_here(row: Row) -> str:
 
 
 def shipped() -> list[PublishedRun]:
-    """All rows of this folder."""
+    """Return all rows of this folder."""
     return [row for name in SHIPPED for row in read_measurements(PUBLISHED / name)]
 
 
 def _vtrain(row: dict[str, str]) -> dict[str, str]:
-    """A row of vTrain's CSV in the columns of a throughput table, with what all its runs have in common."""
+    """Convert a row of vTrain's CSV to the columns of a throughput table. Adds the values that all its runs share."""
     single = int(row["# GPUs"]) <= 8
     return {column: row[theirs] for column, theirs in VTRAIN_COLUMNS.items()} | {
         "id": ",".join(value for key, value in row.items() if key and key != "iteration time (ms)"),
@@ -247,7 +245,7 @@ def _vtrain(row: dict[str, str]) -> dict[str, str]:
 
 
 def _published_run(row: Row) -> PublishedRun | None:
-    """A row of the table; None where it has no time, no shape or no cluster that is known."""
+    """Convert a row of the table. Returns None if it has no time, no shape or no known cluster."""
     cluster = _cluster(row)
     shape = shape_of(row)
     if cluster is None or shape is None:
@@ -260,8 +258,8 @@ def _published_run(row: Row) -> PublishedRun | None:
     stated = number_of(row["devices"]) > 0 and row["TP"] != "" and "D:" not in row["TP"] and row["GBS"] != ""
     recompute = row["recompute"].lower()
     precision = row["precision"]
-    # torchtitan's "selective layer" recomputes every second layer, its "selective op" every second product and all the
-    # rest
+    # torchtitan's "selective layer" recomputes every second layer. Its "selective op" recomputes every second product
+    # and all other ops.
     half = recompute.startswith(("selective layer", "selective op"))
     software: dict[str, Any] = {"checkpoints_cut": "partition" in recompute}
     if flash := {
@@ -293,7 +291,7 @@ def _published_run(row: Row) -> PublishedRun | None:
 
 
 def _cluster(row: Row) -> tuple[str, str] | None:
-    """(machine, stack) as the row names them, else by what it says of itself."""
+    """Return (machine, stack) as the row names them, else by the patterns of CLUSTERS."""
     if row["machine"]:
         return row["machine"], row["stack"]
     words = [row[key] for key in ("id", "hardware", "source", "precision", "zero_or_shard")]

@@ -1,4 +1,4 @@
-"""Predict a measured run: simulate its pipeline under its cluster's constants; fill in what the source leaves out."""
+"""Predicts a measured run: completes its layout and simulates its pipeline with its cluster's constants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GRID: dict[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class RowPrediction:
-    """What the model says about a measured run."""
+    """Prediction for a measured run."""
 
     row: PublishedRun
     seconds: float
@@ -43,35 +43,37 @@ class RowPrediction:
 
     @property
     def error(self) -> float:
-        """Relative error of the time; negative is too fast."""
+        """Relative error of the time. A negative error is a prediction that is too fast."""
         return self.seconds / self.row.seconds - 1
 
     @property
     def fits(self) -> bool:
-        """Whether the planner would have admitted this run. It ran, so False is a false alarm."""
+        """True if the planner admits this run. All runs took place, so False is a false alarm."""
         return self.peak_bytes <= self.limit_bytes
 
 
 def machine_path(name: str) -> Path:
-    """The file of a machine of the rows: shipped with the package, or one that serves validation alone."""
+    """Return the file of a row's machine: one of this folder that serves validation only, else one shipped with the
+    package.
+    """
     own = MACHINES / f"{name}.yaml"
     return own if own.is_file() else find_file(name, "machines")
 
 
 @lru_cache(maxsize=64)
 def cluster(name: str) -> Machine:
-    """A machine of the rows."""
+    """Return the machine of a row."""
     return load_machine(str(machine_path(name)))
 
 
 @lru_cache(maxsize=64)
 def cluster_rates(machine: str, stack: str) -> Rates:
-    """The constants of a cluster."""
+    """Return the constants of a cluster."""
     return rates(cluster(machine), stack or None)
 
 
 def predict(rows: Sequence[PublishedRun], constants: Rates | None = None) -> list[RowPrediction]:
-    """One prediction per row, under `constants` or else under each row's own cluster."""
+    """Return one prediction per row, with `constants` or else with the constants of each row's own cluster."""
     predictions = []
     for row in rows:
         numbers = rates_of(row, constants or cluster_rates(row.machine, row.stack))
@@ -83,29 +85,29 @@ def predict(rows: Sequence[PublishedRun], constants: Rates | None = None) -> lis
 
 
 def rates_of(row: PublishedRun, numbers: Rates) -> Rates:
-    """A cluster's constants with what this row's software does otherwise."""
+    """Return a cluster's constants with this row's software options."""
     return replace(numbers, **row.software)
 
 
 def seconds_of(model: ModelConfig, layout: Layout, numbers: Rates) -> float:
-    """Step time: simulated where there is a pipeline, else in closed form (which is then exact)."""
+    """Return the step time: simulated if there is a pipeline, else in closed form (which is then exact)."""
     if layout.pp == 1 or layout.sharding.startswith("weights"):
         return float(step_s(model, layout, numbers))
     return play(model, layout, numbers, even_stages(model.layers, layout.pp * layout.chunks)).step_s
 
 
 def peak_bytes(model: ModelConfig, layout: Layout, numbers: Rates) -> float:
-    """Memory of the fullest rank."""
+    """Return the memory of the fullest rank."""
     stages = even_stages(model.layers, layout.pp * layout.chunks)
     return max(total(lines) for lines in memory_by_rank(model, layout, numbers, stages))
 
 
 def even_stages(layers: int, pieces: int) -> tuple[StageSpec, ...]:
-    """Layers cut as other frameworks cut them: as even as possible by count, leftovers to the front, the head not
-    weighed.
+    """Divide layers in the same way as other frameworks: as even as possible, and the first pieces get the remainder.
 
-    Unless counting the embedding and the head as a layer each makes it even: then the first and the last piece have one
-    layer less (Megatron's account-for-embedding and -loss in the split; Llama 3's 126 layers in 16 x 8 pieces).
+    Embedding and head usually do not count. If counting them as one layer each makes the split even, the first and last
+    piece have one layer less. This is Megatron's account-for-embedding and -loss in the split, and matches Llama 3's
+    126 layers in 16 x 8 pieces.
     """
     base, more = divmod(layers, pieces)
     counts = [base + (index < more) for index in range(pieces)]
@@ -117,7 +119,9 @@ def even_stages(layers: int, pieces: int) -> tuple[StageSpec, ...]:
 
 
 def complete(row: PublishedRun, numbers: Rates) -> Layout:
-    """The row's layout, with unstated knobs set as a user who tunes would: the fastest choice that fits the device."""
+    """Return the row's layout. Unstated fields are set to the fastest choice that fits the device, as a tuned run would
+    have.
+    """
     given = row.layout
     model = row.model
     if not row.unstated:
@@ -133,7 +137,7 @@ def complete(row: PublishedRun, numbers: Rates) -> Layout:
             continue
         choices.append(replace(option, dp=dp, microbatches=m, schedule="interleaved" if option.chunks > 1 else "1f1b"))
     even = [option for option in choices if model.layers % (option.pp * option.chunks) == 0]
-    choices = even or choices  # uneven stages only where no number of stages divides the layers
+    choices = even or choices  # uneven stages only if no number of stages divides the layers
     fitting = [option for option in choices if peak_bytes(model, option, numbers) <= numbers.memory_bytes] or choices
     if fitting:
         return min(fitting, key=lambda option: float(step_s(model, option, numbers)))

@@ -1,4 +1,4 @@
-"""What one row of a published table says: the model's shape, the layout, seconds; and what it leaves unsaid."""
+"""Converts one row of a published table to the model's shape, the layout and seconds, and lists the unstated fields."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from frontier_llm.blueprint.layout import Layout
 from frontier_llm.config import ModelConfig
 
-Row = Mapping[str, str]  # cells of a throughput table by column
-# what a source calls its sharding → `Layout.sharding`; the first word that occurs counts
+Row = Mapping[str, str]  # cells of a row by column
+# Sharding as named by a source → `Layout.sharding`. The first word that occurs in the cell counts.
 SHARDING_OF = {
     "grad_op": "weights-gathered-once",
     "hsdp": "optimizer",
@@ -21,7 +21,7 @@ SHARDING_OF = {
 
 
 def number_of(text: str | None, default: float = 0.0) -> float:
-    """The number that a cell begins with: '~1.5k' → 1500."""
+    """Return the number at the start of a cell: '~1.5k' → 1500."""
     number = re.match(r"\s*~?\s*([\d.]+)\s*([kM]?)", (text or "").replace(",", ""))
     if number:
         return float(number.group(1)) * {"": 1, "k": 1e3, "M": 1e6}[number.group(2)]
@@ -29,8 +29,10 @@ def number_of(text: str | None, default: float = 0.0) -> float:
 
 
 def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
-    """A model of these sizes, as Llama has the rest with rotary positions, else as Megatron's GPT: biases, the head
-    is the embedding.
+    """Return a model of these sizes.
+
+    Llama models get Llama's other settings with rotary positions. All others get the settings of Megatron's GPT:
+    biases, and a head that shares the embedding.
     """
     llama = "lama" in row["model"]
     return ModelConfig(
@@ -43,7 +45,7 @@ def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
         vocab_size=shape["V"],
         vocab_multiple=1,
         sequence_length=shape["S"],
-        # few sources say; a table of positions is small
+        # Few sources state the kind of positions. A table of positions is small.
         position="rope" if llama else "learned" if row["position"] else "alibi",
         norm="rmsnorm" if llama else "layernorm",
         activation="swiglu" if llama else "gelu",
@@ -54,7 +56,7 @@ def model_of(row: Row, shape: Mapping[str, int]) -> ModelConfig:
 
 
 def shape_of(row: Row) -> dict[str, int] | None:
-    """The model's sizes; layers that are not stated follow from the number of parameters."""
+    """Return the model's sizes. If the number of layers is not stated, it follows from the number of parameters."""
     H, S, V = (int(number_of(row[key], default)) for key, default in (("hidden", 0), ("seq", 2048), ("vocab", 51200)))
     if not H:
         return None
@@ -75,17 +77,17 @@ def shape_of(row: Row) -> dict[str, int] | None:
 
 
 def _dies(row: Row) -> int:
-    """Devices in what the row counts as one: the device here is the GCD, of which an MI250X package has two."""
+    """Return the number of devices in the row's unit. A device here is a GCD, and an MI250X package has two."""
     return 2 if "OAM" in row["dev_unit"] else 1
 
 
 def layout_of_row(row: Row, shape: Mapping[str, int]) -> Layout:
-    """The row's degrees, microbatches and sharding; what is not stated is what such codes are run with."""
+    """Return the row's degrees, microbatches and sharding. Unstated values are the usual ones for such software."""
     tp = _degree(row["TP"])
     pp = _degree(row["PP"])
     shard = row["zero_or_shard"].lower()
     cp = int(number_of(row["CP"], 1.0)) or 1
-    devices = int(number_of(row["devices"])) * _dies(row) or 8 * tp * pp  # else enough for eight replicas
+    devices = int(number_of(row["devices"])) * _dies(row) or 8 * tp * pp  # if unstated, enough for eight replicas
     dp = int(number_of(row["DP"])) or max(devices // tp // cp // pp, 1)
     B = int(number_of(row["MBS"])) or (1 if pp > 1 or tp > 1 else 4)
     global_batch = int(number_of(row["GBS"])) * (dp if "replica" in row["GBS"] else 1)
@@ -106,7 +108,7 @@ def layout_of_row(row: Row, shape: Mapping[str, int]) -> Layout:
 
 
 def seconds_of_row(row: Row, shape: Mapping[str, int], layout: Layout) -> float:
-    """Per step: as stated, else from the throughput; 0 where neither is given."""
+    """Return the seconds per step: as stated, else from the throughput. Returns 0 if neither is given."""
     if stated := number_of(row["sec_per_iter"]):
         return stated
     tokens_per_s = _tokens_per_s(row, shape) / _dies(row)
@@ -117,7 +119,7 @@ def seconds_of_row(row: Row, shape: Mapping[str, int], layout: Layout) -> float:
 
 
 def unstated_of(row: Row, pp: int, stack: str) -> tuple[str, ...]:
-    """Knobs that the source leaves open."""
+    """Return the fields of the layout that the source does not state."""
     missing = {
         "micro_batch": number_of(row["MBS"]) == 0,
         "chunks": pp > 1 and stack.startswith("megatron-core") and row["layers_per_virtual_stage"] == "",
@@ -133,7 +135,9 @@ def _degree(text: str) -> int:
 
 
 def _tokens_per_s(row: Row, shape: Mapping[str, int]) -> float:
-    """Per device as the source counts devices; from TFLOP/s by the stated convention where tokens/s are missing."""
+    """Return tokens/s per device, as the source counts devices. Missing tokens/s follow from TFLOP/s by the stated
+    convention.
+    """
     if number_of(row["tokens_per_s_per_dev"]):
         return number_of(row["tokens_per_s_per_dev"])
     flops = number_of(row["tflops_per_dev"]) * 1e12

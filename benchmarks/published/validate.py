@@ -1,4 +1,6 @@
-"""`plan --validate`: predictions against published measurements, per data set, fitted and unseen rows apart."""
+"""`plan --validate`: compares predictions with published measurements, by data set and separately for fitted and unseen
+rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from frontier_llm.units import plural, strict_json
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How right a set of predictions is. Percentages are of seconds per step (the same as of tokens/s, inverted)."""
+    """Accuracy of a set of predictions. Percentages refer to seconds per step (equal to the inverse of tokens/s)."""
 
     dataset: str
     part: str  # fitted | unseen | left out
@@ -29,14 +31,14 @@ class Accuracy:
     median: float
     p90: float
     bias: float
-    pairs: int  # of rows that differ only in their layout
-    order: float | None  # share of pairs ranked as measured, percent; None without pairs
-    regret: float | None  # mean loss of taking the predicted best of a group, percent; None without groups
-    false_no_fit: int  # runs that took place and would have been refused
+    pairs: int  # pairs of rows that differ only in their layout
+    order: float | None  # share of pairs in the measured order, percent; None without pairs
+    regret: float | None  # mean loss if the predicted best of a group is used, percent; None without groups
+    false_no_fit: int  # runs that took place but that the planner would refuse
 
 
 def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accuracy:
-    """Metrics of one set."""
+    """Return the accuracy of one set."""
     errors = np.array([one.error for one in predictions])
     size = 100 * np.abs(errors)
     right = 0
@@ -64,7 +66,9 @@ def score(dataset: str, part: str, predictions: Sequence[RowPrediction]) -> Accu
 
 
 def groups(predictions: Iterable[RowPrediction]) -> list[list[RowPrediction]]:
-    """Rows between which a user could choose: the same cluster, model, sequence, devices and tokens per step."""
+    """Return groups of rows between which a user could choose: same cluster, model, sequence, devices and tokens per
+    step.
+    """
     groups: dict[tuple[object, ...], list[RowPrediction]] = {}
     for one in predictions:
         row = one.row
@@ -76,7 +80,7 @@ def groups(predictions: Iterable[RowPrediction]) -> list[list[RowPrediction]]:
 
 
 def score_all(predictions: Sequence[RowPrediction]) -> list[Accuracy]:
-    """One line per data set and part, in the order in which they appear."""
+    """Return one accuracy per data set and part, in the order of the predictions."""
     scores = []
     for dataset in dict.fromkeys(one.row.dataset for one in predictions):
         mine = [one for one in predictions if one.row.dataset == dataset]
@@ -88,14 +92,14 @@ def score_all(predictions: Sequence[RowPrediction]) -> list[Accuracy]:
 
 
 def is_fitted(row: PublishedRun) -> bool:
-    """Whether this very row moved a shipped constant: on the fitted side of the split, of a stack that is fitted at
-    all.
+    """True if a shipped constant was fitted on this row: its stack is fitted, and the row is on the fitted side of the
+    split.
     """
     return row.fitted and (row.machine, row.stack) in FITTED
 
 
 def as_text(scores: Sequence[Accuracy]) -> str:
-    """The table."""
+    """Return the scores as a table."""
     head = ("data set", "part", ">n", ">MAPE", ">median", ">p90", ">bias", ">pairs", ">order", ">regret", ">refused")
     rows = (
         (
@@ -120,8 +124,9 @@ def as_text(scores: Sequence[Accuracy]) -> str:
 
 
 def validate_command(files: Sequence[Path], as_json: bool = False, show_rows: bool = False) -> int:
-    """Print the scores of the shipped set, or of files in the two known formats, of which rows unlike anything here
-    are left out.
+    """Print the scores of the shipped set, or of files in the two known formats.
+
+    In given files, rows that no layout of this project matches are left out.
     """
     rows, left_out = ([], Counter[str]()) if files else (shipped(), Counter[str]())
     for path in files:

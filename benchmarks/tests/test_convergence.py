@@ -1,4 +1,4 @@
-"""The convergence study's rules, and that its page says what its results say."""
+"""The convergence study's rules, and its page, which must agree with its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_rung_gets_its_budget() -> None:
         assert recipe.tokens == recipe.steps * recipe.global_batch * 256
         assert dense.EVALUATED_SAMPLES % recipe.global_batch == recipe.global_batch % dense.MICRO_BATCH == 0
     assert [r.lr for r in recipes] == sorted((r.lr for r in recipes), reverse=True)
-    # equation 1 of arXiv:2401.02954, by hand for C = 1e12: 0.3118 * 10**-1.5 and 0.292 * 10**3.9252
+    # Equation 1 of arXiv:2401.02954, by hand for C = 1e12: 0.3118 * 10**-1.5 and 0.292 * 10**3.9252.
     assert pytest.approx(0.00986, rel=1e-3) == 0.3118 * 1e12**-0.125 and recipes[1].lr == pytest.approx(
         0.00991, rel=1e-3
     )

@@ -1,4 +1,4 @@
-"""The fit of other people's clusters finds the constants that made the data."""
+"""The fit of other clusters recovers the constants that generated the data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_stalled_runs_count_by_their_size_and_not_by_its_square() -> None:
 
 
 def test_the_fitted_constants_stand_in_the_file_and_nothing_else_changes(tmp_path: Path) -> None:
-    """The values are those that the fit found when the file was last fitted by hand-written code of its own."""
+    """The values equal the result of an earlier fit by separate code."""
     keys = ("unaligned_penalty", "fabric_share")
     rows = [row for row in shipped() if (row.machine, row.stack) == ("frontier", "gpt-neox") and row.fitted]
     best = fit_rows(rows, starting_point("frontier", rates(load_machine("frontier"), "gpt-neox"), keys), keys)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds in turn, short runs, results."""
+"""Shared parts of the benchmarks: alternating rounds, short runs, results."""
 
 from __future__ import annotations
 

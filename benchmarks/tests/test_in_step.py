@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/ops.md can be refreshed by the script that measures them."""
+"""The script that measures the tables of docs/benchmarks/ops.md can refresh them."""
 
 from __future__ import annotations
 

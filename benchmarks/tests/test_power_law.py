@@ -1,4 +1,4 @@
-"""The fit finds what made the data, says how sure it is, and admits what the data cannot tell."""
+"""The fit recovers the constants that generated the data, and its intervals show what the data do not determine."""
 
 from __future__ import annotations
 

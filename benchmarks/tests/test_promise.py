@@ -1,5 +1,6 @@
-"""The band about a plan's figures holds on published runs that no constant has seen, and the best published rates
-are those of the rows.
+"""The uncertainty of a plan's figures holds on published runs that no constant was fitted on.
+
+The best published rates equal the best rates of the shipped rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ ROWS = shipped()
 
 
 def basis_of(row: PublishedRun) -> str:
-    """As `plan` would say; a row that borrows the file of a like cluster has not run on that machine."""
+    """Return the basis that `plan` would print. A row that uses the file of a similar cluster has not run on that
+    machine.
+    """
     known = basis(cluster(row.machine), row.stack)
     return OTHER if known == SAME and not row.known else known
 

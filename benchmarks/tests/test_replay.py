@@ -1,5 +1,6 @@
-"""Searches of several seeds on docs/benchmarks/results/tune.csv: every layout of a small space, measured once on a
-local Slurm of four nodes.
+"""Searches with several seeds on docs/benchmarks/results/tune.csv.
+
+The table has every layout of a small space, measured once on a local Slurm of four nodes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ SEEDS = range(24)
 
 @pytest.mark.thorough
 def test_a_quarter_of_the_trials_beats_random_order_and_the_planner() -> None:
-    """The planner's order is nearly the wrong way round there (ranks share cores), so this is what the trials have
-    taught.
+    """The planner's order is almost reversed there, because ranks share cores. The result therefore shows what the
+    search learned from its trials.
     """
     space, seconds = measured_space()
     assert len(seconds) >= 40
@@ -28,6 +29,6 @@ def test_a_quarter_of_the_trials_beats_random_order_and_the_planner() -> None:
 
 
 def test_the_table_itself_repeats_to_no_better_than_its_bar() -> None:
-    """Why not every seed can come within 3 % of its best: nor would a second table."""
+    """Explains why not every seed can come within 3 % of the best: a second table would not either."""
     spread, same = repeatability(500)
     assert 0.02 < spread < 0.035 and same < 0.7

@@ -1,5 +1,5 @@
-"""docs/benchmarks/planner.md shows what separates the runs that the planner ranks wrongly, as the shipped rows give
-it today.
+"""docs/benchmarks/planner.md contains the current table of the runs that the planner ranks wrongly, computed from the
+shipped rows.
 """
 
 from __future__ import annotations

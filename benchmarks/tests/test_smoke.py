@@ -1,4 +1,4 @@
-"""Each program of benchmarks/ executes a short run: it still imports, measures and prints."""
+"""Each program of benchmarks/ executes a short run, to show that it still imports, measures and prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from benchmarks.harness import ROOT
 
 FOLDER = ROOT / "benchmarks"
-# Libraries, programs that another program starts, generators with a check of their own, and one that needs a cluster.
+# Without a short run: libraries, programs that another program starts, generators with their own check, and one program
+# that needs a cluster.
 WITHOUT = {
     "harness": "library",
     "comm/simulated_link": "library",
@@ -75,7 +76,7 @@ def test_a_short_run_ends_well_and_changes_no_file(name: str, tmp_path: Path) ->
 
 
 def changes() -> str:
-    """Files of the checkout that differ from its commit."""
+    """Return the files of the checkout that differ from its commit."""
     listed = subprocess.run(
         ["git", "status", "--porcelain"],
         cwd=ROOT,

@@ -1,5 +1,6 @@
-"""A run that changes ops, transport and layout follows those that do not, from checkpoints that hold nothing of
-either, and says what it changed.
+"""A run that changes ops, transport and layout follows the runs that do not change.
+
+Its checkpoints contain nothing that depends on ops, transport or layout, and the log reports each change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""benchmarks/ops/tune_attention.py but for the compiler and the GPU: what is tried, and what is made of the times."""
+"""benchmarks/ops/tune_attention.py without compiler and GPU: the candidates, and the use of their times."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_best_comes_first_and_a_broken_candidate_is_passed_over(tmp_path, mo
 
 @pytest.mark.thorough
 def test_simulated_shares_are_below_one_and_fall_where_warps_compute_the_same(objects, tmp_path):
-    """The blocks that were shipped before anything was executed: each of the first two products was computed twice."""
+    """The blocks that were shipped before any execution computed each of the first two products twice."""
     pytest.importorskip("triton", reason="pip install --no-deps triton")
     blocks = list(Blocks(64, 32, 4))
     code = "import pathlib; from benchmarks.ops import tune_attention as t; "

@@ -1,5 +1,5 @@
-"""The shipped measurements are read rightly, the split is stated and stable, and the accuracy bars hold on rows that
-were not fitted.
+"""The shipped measurements are read correctly, the split is documented and stable, and unfitted rows keep the accuracy
+limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from frontier_llm.planner.costs.seconds import RECOMPUTED, by_cause
 
 ROWS = shipped()
 
-# data set → MAPE in percent that unseen rows must keep
+# Data set → largest MAPE of its unseen rows, in percent.
 BARS = {
     "vTrain multi-node": 6.0,
     "Megatron SC'21 table 1": 6.0,
@@ -49,7 +49,7 @@ def test_unseen_rows_keep_the_bar(dataset: str, bar: float) -> None:
 
 
 def test_megatron_core_keeps_its_bar_over_both_parts() -> None:
-    """Five rows, one of them unseen: too few to hold the unseen part alone to 10 %."""
+    """There are five rows, one of them unseen. They are too few to require 10 % of the unseen part alone."""
     assert (
         score("Megatron-Core H100", "all", predict([row for row in ROWS if row.dataset == "Megatron-Core H100"])).mape
         <= 10.0
@@ -88,16 +88,16 @@ def test_rows_are_read_as_the_sources_mean_them() -> None:
     assert mosaic.layout.devices == 8
     assert "micro_batch" in mosaic.unstated
     ornl = by_key["ornl-175B"]
-    assert ornl.layout.microbatches == 640  # its global batch is per replica
-    assert by_key["bloom-123"].layout.gradient_wire == "fp32"  # bf16 rows sum in fp32
-    assert by_key["bloom-002"].model.layers == 79  # from the parameter count: the table leaves the depth out
+    assert ornl.layout.microbatches == 640  # the source's global batch is per replica
+    assert by_key["bloom-123"].layout.gradient_wire == "fp32"  # bf16 rows sum gradients in fp32
+    assert by_key["bloom-002"].model.layers == 79  # from the parameter count; the table has no depth
     assert by_key["korth-530B-selective+SP"].layout.chunks == 3
     multi = next(row for row in ROWS if row.dataset == "vTrain multi-node")
     assert multi.machine == "vtrain-a100"
 
 
 def test_runs_of_clusters_without_a_file_of_their_own_are_predicted_and_never_fitted() -> None:
-    """MegaScale's baseline, MT-NLG, InternEvo, … borrow the file of a like cluster."""
+    """MegaScale's baseline, MT-NLG, InternEvo and others use the file of a similar cluster."""
     borrowed = [row for row in read_measurements(PUBLISHED / "collected.tsv") if not row.known]
     assert len(borrowed) > 25
     assert not any(is_fitted(row) for row in borrowed)
@@ -128,12 +128,14 @@ def test_a_depth_that_no_number_of_stages_divides_is_cut_unevenly() -> None:
 
     assert layers(12, 4) == [3, 3, 3, 3]
     assert layers(13, 4) == [4, 3, 3, 3]
-    assert layers(14, 4) == [3, 4, 4, 3]  # even with the embedding and the head counted as layers
+    assert layers(14, 4) == [3, 4, 4, 3]  # an even split if embedding and head count as layers
     assert layers(126, 128) == [0, *[1] * 126, 0]
 
 
 def test_llama_3_405b_is_timed_and_on_16k_devices_fits() -> None:
-    """16 ranks x 8 chunks of one layer, the ends of which hold only embedding and head, and gradients cut over dp."""
+    """16 ranks x 8 chunks of one layer. The first and last chunk hold only embedding and head. Gradients are split over
+    dp.
+    """
     small, large = predict([row for row in ROWS if row.key.startswith("llama3-405b")])
     assert abs(small.error) < 0.05 and abs(large.error) < 0.05
     assert large.fits and not large.row.approximate
@@ -197,7 +199,7 @@ def test_unstated_knobs_become_the_fastest_that_fits() -> None:
     assert row.unstated
     filled = complete(row, cluster_rates(row.machine, row.stack))
     assert filled.global_batch == row.layout.global_batch
-    assert filled.chunks > 1  # the bubble of 16 stages and 64 microbatches asks for it
+    assert filled.chunks > 1  # reduces the bubble of 16 stages and 64 microbatches
 
 
 def test_scores_count_what_they_say() -> None:
@@ -270,7 +272,7 @@ def test_rows_unlike_anything_here_are_left_out_and_counted_by_reason(
     path = write_table(tmp_path / "mine.tsv", {}, *(change for changes in others.values() for change in changes))
     assert validate_command([path], as_json=True) == 0
     out, err = capsys.readouterr()
-    # one row has no pairs: null, not NaN
+    # One row has no pairs. Its scores are null, not NaN.
     assert [one["n"] for one in json.loads(out, parse_constant=pytest.fail)] == [1]
     assert "left out 12 rows" in err
     assert all(f"{len(changes)} {reason}" in err for reason, changes in others.items())

@@ -1,5 +1,5 @@
-"""What MosaicML reported of MPT models on MI250 and A100, against the planner; docs/benchmarks/scaling.md holds these
-very figures.
+"""Compares the planner with MosaicML's reported rates of MPT models on MI250 and A100. docs/benchmarks/scaling.md
+contains the same figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from frontier_llm.planner.costs.kernels import pace
 from frontier_llm.planner.costs.time import step_s
 from frontier_llm.units import TERA
 
-cluster_rates = cache(predict.cluster_rates)  # reads a file
+cluster_rates = cache(predict.cluster_rates)  # cached, because it reads a file
 PAGE = (MEASURED / "scaling.md").read_text(encoding="utf-8")
 MODELS = ("mpt-1b", "mpt-3b", "mpt-7b", "mpt-13b")
 NODE = 8  # A100, or GCDs of four MI250
@@ -31,7 +31,7 @@ OF_40_GB = ("llm-foundry-a100-40", "llm-foundry")
 OF_80_GB = ("llm-foundry-a100", "llm-foundry")
 NOW = ("mi250", "fsdp")
 BEFORE = ("mi250", "fsdp-rocm-5.4")
-BATCH = 960  # of one node's comparisons: every microbatch below divides it
+BATCH = 960  # batch of the comparisons within one node; every microbatch below divides it
 
 
 def tflops(
@@ -41,7 +41,7 @@ def tflops(
     batch: int = BATCH,
     recompute: tuple[str, ...] = ("none", "full"),
 ) -> float:
-    """Model TFLOP/s per device in the fastest fully sharded layout that fits."""
+    """Return model TFLOP/s per device in the fastest fully sharded layout that fits."""
     model = load_model(name)
     speeds = []
     for micro_batch, mode in product((1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20), recompute):
@@ -59,7 +59,7 @@ def tflops(
 
 
 def package(name: str, stack: tuple[str, str], **how: int) -> float:
-    """Of an MI250, which is two devices."""
+    """Return TFLOP/s of an MI250 package, which is two devices."""
     return 2 * tflops(name, cluster_rates(*stack), **how)
 
 
@@ -73,7 +73,7 @@ def row(*cells: object) -> str:
 
 @pytest.mark.parametrize(("a100", "published", "title"), [(OF_40_GB, 0.80, "A100-40GB"), (OF_80_GB, 0.73, "A100-80GB")])
 def test_mi250_over_a100(a100: tuple[str, str], published: float, title: str) -> None:
-    """The blog's ratios are of June 2023, when FlashAttention-2 was on neither side. No constant here has seen them."""
+    """The blog's ratios are from June 2023, when neither side used FlashAttention-2. No constant was fitted on them."""
     today = cluster_rates(*a100)
     june = replace(today, flash_efficiency=today.flash_efficiency / 2)
     ratios = {
@@ -86,7 +86,7 @@ def test_mi250_over_a100(a100: tuple[str, str], published: float, title: str) ->
 
 
 def test_what_does_not_fit_makes_the_outlier() -> None:
-    """13B on eight A100-40GB, recomputed as LLM-Foundry ran it."""
+    """13B on eight A100-40GB with full recomputation, as LLM-Foundry ran it."""
     a100 = cluster_rates(*OF_40_GB)
     of_package = package("mpt-13b", NOW)
     recomputed, fastest = (
@@ -97,8 +97,8 @@ def test_what_does_not_fit_makes_the_outlier() -> None:
 
 
 def test_rocm_5_4_to_5_7_is_the_attention_kernel() -> None:
-    """Published x 1.13. The stacks differ in the rate of attention alone, by FlashAttention-2's published factor of
-    two.
+    """The published factor is 1.13. The stacks differ only in the rate of attention, by FlashAttention-2's published
+    factor of two.
     """
     now = cluster_rates(*NOW)
     before = cluster_rates(*BEFORE)
@@ -110,7 +110,9 @@ def test_rocm_5_4_to_5_7_is_the_attention_kernel() -> None:
 
 
 def test_from_4_to_128_mi250() -> None:
-    """166 to 159 TFLOP/s with one batch for all: what shows in smaller steps, and the slowest of more devices."""
+    """The rate falls from 166 to 159 TFLOP/s with one batch for all sizes. Causes are smaller steps and the slowest of
+    more devices.
+    """
     packages = (4, 8, 16, 32, 64, 128)
     even = replace(cluster_rates(*NOW), speed_variation=0.0)
     speeds = [package("mpt-7b", NOW, devices=2 * number, batch=1024) for number in packages]
@@ -123,7 +125,7 @@ def test_from_4_to_128_mi250() -> None:
 
 
 def test_the_slowest_of_more_devices_is_slower() -> None:
-    """Against the expected largest of normal numbers as tables have it: 1.42 of 8, 1.87 of 20, 2.51 of 100."""
+    """Compared with the expected largest of n normal numbers from tables: 1.42 of 8, 1.87 of 20, 2.51 of 100."""
     rates = replace(cluster_rates(*NOW), speed_variation=0.01)
     assert pace(8, rates) == 1.0 == pace(4, rates)
     assert pace(20, rates) == pytest.approx(1 + 0.01 * (1.867 - 1.424), abs=1e-4)

@@ -1,11 +1,11 @@
-"""Save and load speed against the machine's own: `dd conv=fsync` for writing, a plain read with sha256 for reading, in
-the same run.
+"""Measures save and load speed against the machine's own: `dd conv=fsync` for writing, a plain read with sha256 for
+reading.
 
     python -m benchmarks.training.checkpoint [--gib 1.0] [--repeats 3] [--directory .]
 
-One rank, a model of eight matrices; median and best of the repeats, which take turns; CPU seconds tell how much work it
-is on a machine that is not idle. The page cache is dropped before each read (needs root; without it both sides read
-from the cache).
+One rank, a model of eight matrices, median and best of the repeats. The kinds of work alternate. CPU seconds show the
+amount of work on a machine that is not idle. The page cache is dropped before each read. This needs root; without it
+both sides read from the cache.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def checkpoints_of(directory: Path, gib: float) -> tuple[Checkpoints, Zero]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those it has waited for."""
+    """Return the CPU seconds of this process and of its finished children."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
@@ -110,8 +110,8 @@ def progress_at(step: int) -> Progress:
 
 
 def summary(size: int, times: dict[str, list[float]], cpu_s: dict[str, float]) -> dict[str, object]:
-    """GiB/s and CPU seconds per GiB of each piece of work, and what share of the machine's own speed saving and
-    loading reach.
+    """Return GiB/s and CPU seconds per GiB of each kind of work, and the shares of the machine's own speed that saving
+    and loading reach.
     """
     gib = size / GIB
     result: dict[str, object] = {}
@@ -146,10 +146,8 @@ def main() -> None:
                 file.write(os.urandom(1 << 20))
 
         def dd() -> None:
-            # as a run does it: into a new folder, while the last two files are still there; so both sides get blocks of
-            # the disk that
-            # were not just written (rewriting the blocks of a file just deleted was five times as fast on a virtual
-            # disk)
+            # Write in the same way as a run: into a new folder, while the last two files still exist. Otherwise dd
+            # rewrites the blocks of a file that was just deleted. That was five times as fast on a virtual disk.
             number = len(times["dd_fsync"])
             copies[number].parent.mkdir()
             command = ["dd", f"if={source}", f"of={copies[number]}", "bs=8M", "conv=fsync", "status=none"]
@@ -175,7 +173,7 @@ def main() -> None:
             checkpoints.newest(strict=True)
 
         steps = iter(range(1, 1000))
-        save()  # allocates the copy
+        save()  # allocates memory for the copy
         work = {
             "dd_fsync": dd,
             "save": save,
@@ -185,7 +183,7 @@ def main() -> None:
         }
         times: dict[str, list[float]] = {name: [] for name in work}
         cpu_s = dict.fromkeys(work, 0.0)
-        for _ in range(options.repeats):  # in turns, so that both sides of a ratio meet the same neighbours
+        for _ in range(options.repeats):  # the work alternates, so that other load affects both sides of a ratio
             for name, measured in work.items():
                 checkpoints.finish()
                 if name == "dd_fsync":

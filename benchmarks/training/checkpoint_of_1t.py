@@ -1,11 +1,12 @@
-"""What the plan and the manifest of a checkpoint of the 1T model on 3072 ranks cost one rank: time and memory.
+"""Measures one rank's time and memory for plan and manifest of a checkpoint of the 1T model on 3072 ranks.
 
     python -m benchmarks.training.checkpoint_of_1t [--model gpt-1t --tp 8 --pp 64 --dp 6]
 
-The ranks are simulated one after another in one process: each rank's real buckets (on the meta device) go through the
-code that a save and a load call; nothing is written. Timed is what a single rank does: rank 0's part (collect all
-ranks' pieces, build and serialise the manifest) and any rank's part of a load (parse the manifest, plan its transfers),
-from the same and from another layout. Seconds are of CPU, which is what they take on a core that nobody else uses.
+The ranks are simulated one after another in one process. Each rank's real buckets (on the meta device) go through the
+code that a save and a load call, and nothing is written. The work of a single rank is timed. For a save this is rank
+0's part: collect all ranks' pieces, build and serialise the manifest. For a load it is any rank's part: parse the
+manifest and plan its transfers, from the same and from another layout. Seconds are CPU seconds, which equal wall time
+on an idle core.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from frontier_llm.parallel.tensor import LayerContext, WeightGradients
 from frontier_llm.topology.grid import Grid
 from frontier_llm.topology.plan import split_layers
 
-OPS = select_ops(OpsConfig(), "cpu", torch.bfloat16)  # once: each choice is logged
+OPS = select_ops(OpsConfig(), "cpu", torch.bfloat16)  # only once, because each choice is logged
 
 
 class Layout:
-    """The ranks of one layout; only (pp, tp) decide a stage, so one stage serves all dp ranks."""
+    """The ranks of one layout. Only (pp, tp) determine a stage, so all dp ranks share one stage object."""
 
     def __init__(self, model_name: str, tp: int, pp: int, dp: int) -> None:
         self.model = load_model(model_name)
         self.grid = Grid(tp, pp, dp)
         self.specs = split_layers(self.model, pp)
-        self._stage = lru_cache(maxsize=tp)(self._build_stage)  # ranks come tp innermost
+        self._stage = lru_cache(maxsize=tp)(self._build_stage)  # rank numbers have tp innermost
 
     def _axis(self, name: str, rank: int) -> Axis:
         ranks = self.grid.group(name, rank)
@@ -76,7 +77,7 @@ class Layout:
         return stage
 
     def optimizer(self, rank: int) -> Zero:
-        """The rank's, without memory."""
+        """Return the rank's optimizer, on the meta device."""
         place = self.grid.coordinates(rank)
         stage = self._stage(place["pp"], place["tp"])
         buckets = build_buckets(
@@ -121,7 +122,7 @@ def main() -> None:
         ]
         image = shard_layout(own, "F32", 1, shard_name(rank))
         plan_s = max(plan_s, time.process_time() - started)
-        gathered.append(json.dumps({"pieces": own, "bytes": 0}))  # as it comes over the wire
+        gathered.append(json.dumps({"pieces": own, "bytes": 0}))  # as it arrives over the network
         sizes.append((image.total_bytes, sum(piece.rectangle.numel for piece in pieces)))
     built_mib = peak_mib()
 

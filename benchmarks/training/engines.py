@@ -1,12 +1,11 @@
-"""Native ZeRO, DeepSpeed and FSDP side by side: the same run on the same ranks, step by step in turn, one thread per
-rank.
+"""Compares native ZeRO, DeepSpeed and FSDP: the same run on the same ranks, in alternating steps, one thread per rank.
 
     python -m benchmarks.training.engines [RUN] [key=value …] [--engines native,zero-1,fsdp] [--rounds 6] [--json FILE]
 
-Each engine has rank processes of its own, which wait while the others step; so all meet the same machine, and each
-one's memory can be told. Reported: median step time, tokens per second of the job, and of the largest rank the memory
-above that of a process that has imported everything but built nothing: what it holds between steps, and at its peak
-(host memory on a CPU; on GPUs torch's own).
+Each engine has its own rank processes, which wait during the others' steps. All engines therefore run under the same
+load, and the memory of each can be measured. Reports median step time, tokens per second of the job, and memory of the
+largest rank. Memory is counted above a process that has imported everything but built nothing, between steps and at its
+peak. It is host memory on a CPU, and torch's own count on GPUs.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ ENGINES = {
 
 
 def host_bytes(field: str) -> int:
-    """VmRSS or VmHWM of this process."""
+    """Return VmRSS or VmHWM of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def import_engine(config: RunConfig) -> None:
-    """What the engine imports when it is built, so that it is not taken for the model's memory."""
+    """Import everything that the engine imports when it is built, so that this memory does not count as the model's."""
     if config.optimizer.engine == "deepspeed":
         from frontier_llm.optim.deepspeed_engine import _import
 
@@ -60,9 +59,9 @@ def import_engine(config: RunConfig) -> None:
 
 
 def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe: Connection) -> None:
-    """One rank: builds, then steps when told to."""
+    """Build the training state of one rank, then run a step for each request on the pipe."""
     torch.set_num_threads(1)
-    log.set_rank(1, 2)  # no rank speaks for the run
+    log.set_rank(1, 2)  # as another rank than 0, so that no process logs for the run
     config = load_run(run, overrides)
     connect(
         rank,
@@ -95,7 +94,7 @@ def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe
         train_step(state)
     gc.collect()
     held = host_bytes("VmRSS") - before
-    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     pipe.send("ready")
     while pipe.recv() == "step":
         barrier(mesh.world)
@@ -106,8 +105,6 @@ def serve(rank: int, ranks: int, port: int, run: str, overrides: list[str], pipe
 
 
 class Ranks:
-    """The processes of one engine."""
-
     def __init__(self, name: str, run: str, overrides: list[str], ranks: int) -> None:
         self.name = name
         port = free_port()
@@ -132,12 +129,12 @@ class Ranks:
         return [pipe.recv() for pipe in self._pipes]
 
     def step(self) -> tuple[float, float]:
-        """(seconds of the slowest rank, loss)."""
+        """Return (seconds of the slowest rank, loss)."""
         answers = self._ask("step")
         return max(seconds for seconds, _ in answers), answers[0][1]
 
     def stop(self) -> tuple[int, int]:
-        """(bytes held between steps, bytes at the peak) of the largest rank."""
+        """Stop the processes. Returns (bytes between steps, bytes at the peak) of the largest rank."""
         answers = self._ask("stop")
         for process in self._processes:
             process.join()

@@ -1,8 +1,8 @@
-"""Steps of four pipeline ranks by schedule, measured, beside what the simulator says of the same actions.
+"""Measures steps of four pipeline ranks by schedule, and compares them with the simulation of the same actions.
 
-Engine, order, channels and messages are the real ones, in four processes; a pass of a stage is a sleep, so that bubbles
-show although the ranks share their cores. F, I and W take `--unit-ms` each for a whole stage; the optimizer one unit
-more, and then the sum over the world.
+Engine, order, channels and messages are real, in four processes. A pass of a stage is a sleep, so that bubbles are
+visible although the ranks share cores. F, I and W take `--unit-ms` each for a whole stage. The optimizer takes one more
+unit, followed by the sum over the world.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from frontier_llm.parallel.stages import ActivationSpec
 from frontier_llm.schedule import Action, Kind, Schedule, build, rule, simulate, simulate_in_turn
 from frontier_llm.topology.grid import Grid
 
-# 16 KiB
+# 16 KiB.
 RANKS = 4
 MESSAGE = (64, 1, 64)
 PAGE = MEASURED / "schedules.md"
@@ -54,19 +54,19 @@ UNITS = {
 
 
 class Sleeps:
-    """Stage and deferral in one: what a pass takes, and no arithmetic."""
+    """Acts as stage and as deferred work. A pass sleeps and computes nothing."""
 
     def __init__(self, pass_s: float) -> None:
         self.pass_s = pass_s
         self._deferred: list[float] | None = None
 
     def forward(self, x: Tensor | None, batch: Any) -> Tensor:
-        """A stage's function."""
+        """Function of a stage."""
         time.sleep(self.pass_s)
         return _Pass.apply(torch.ones(MESSAGE, requires_grad=True) if x is None else x, self)
 
     def loss(self, x: Tensor | None, batch: Any) -> Tensor:
-        """The last one's."""
+        """Function of the last stage."""
         return self.forward(x, batch).sum()
 
     def backward(self) -> None:
@@ -106,7 +106,7 @@ def schedule_of(name: str, microbatches: int) -> Schedule:
 
 
 def serve(rank: int, port: int, arguments: argparse.Namespace, results: multiprocessing.Queue) -> None:
-    """Seconds from each step's end to the next one's on this rank, by case."""
+    """Send the times at which this rank's steps end, by case."""
     torch.set_num_threads(1)
     connect(
         rank,
@@ -145,7 +145,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
             engine.run(lambda microbatch: microbatch)
             ended.append(time.perf_counter())
             all_reduce_(numbers, mesh.world)
-            time.sleep(arguments.unit_ms / 1e3)  # the optimizer
+            time.sleep(arguments.unit_ms / 1e3)  # stands for the optimizer
         seconds[name] = ended
     results.put((rank, seconds))
     barrier(mesh.world)
@@ -153,7 +153,7 @@ def serve(rank: int, port: int, arguments: argparse.Namespace, results: multipro
 
 
 def simulated(schedule: Schedule, in_flight: str) -> float:
-    """Units from one step's end to the next one's."""
+    """Return the time from one step's end to the next one's, in units."""
 
     def duration(rank: int, action: Action) -> float:
         return UNITS[action.kind] / schedule.chunks
@@ -190,7 +190,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def lines(kept: dict[str, Any]) -> Iterator[str]:
-    """The table of both ways to communicate, in the order of the simulated times."""
+    """Yield the table for one and for many communications in flight, in the order of the simulated times."""
     yield (
         f"## Measured\n\n{RANKS} pipeline ranks in {RANKS} processes that share two cores, {kept['microbatches']} "
         f"microbatches, F = I = W = {kept['unit_ms']:g} ms for a whole stage, and the same for the optimizer."

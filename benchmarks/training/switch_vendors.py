@@ -1,13 +1,14 @@
-"""One run that changes vendor and layout every few hundred steps, beside two that never do, one of each vendor.
+"""Trains one run that changes vendor and layout every few hundred steps, and one run for each vendor that never
+changes.
 
     python -m benchmarks.training.switch_vendors [--devices cpu,cuda] [--dtypes fp32,bf16] [--steps 200] [--directory
     runs/switch_vendors] [--out docs]
 
-The experiment of MosaicML's "training LLMs with AMD MI250" (2023), whose run moved between AMD and NVIDIA GPUs. Every
-segment is a start of `frontier-llm train` that loads the checkpoint of the segment before. On one device, the CPU by
-default, the two vendors are all that stands between a run and its hardware: other code for every op (C++ or plain
-torch) and another transport (shared memory or gloo). With two devices each brings its own. The bar is the vendors' own
-distance, that of the two uninterrupted runs. Ended, the same command goes on with the segment that is missing.
+This repeats the experiment of MosaicML's "training LLMs with AMD MI250" (2023), whose run moved between AMD and NVIDIA
+GPUs. Every segment is a start of `frontier-llm train` that loads the checkpoint of the segment before. On one device
+(default: the CPU) the two vendors differ in the code of every op (C++ or plain torch) and in the transport (shared
+memory or gloo). With two devices each vendor is a device. The run may differ from the uninterrupted runs by as much as
+these differ from each other. After an interruption the same command continues with the missing segment.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.harness import FOLDER, ensure_text, parse_arguments, write_json
 from frontier_llm.checkpoint.directory import named_steps, read_manifest, step_name
 from frontier_llm.ops.reference import GROUPS
 
-LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and how they work
+LAYOUTS: dict[str, tuple[int, list[str]]] = {  # number of ranks, and settings
     "1 rank": (1, []),
     "tp 2, sequence parallel": (2, ["parallel.tensor=2", "parallel.sequence_parallel=true"]),
     "pp 2, 2 chunks, interleaved": (2, ["parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=interleaved"]),
@@ -41,7 +42,7 @@ CPU_VENDORS = {
     "cpu: C++ ops, shared memory": ["comm.transport=shm"],
     "cpu: plain torch, gloo": [*(f"ops.{group}=reference" for group in GROUPS), "comm.transport=torch"],
 }
-SEQUENCES = 8  # of a step
+SEQUENCES = 8  # sequences of a step
 RUN = """
 model: {{base: llama-tiny, vocab_size: 257, sequence_length: 128}}
 batch: {{global_batch: {sequences}, micro_batch: 2}}
@@ -53,14 +54,14 @@ train: {{run_dir: {run_dir}, device: cpu, tensorboard: false, save_interval: {st
 
 
 def vendors(devices: list[str]) -> dict[str, list[str]]:
-    """Name → words for `frontier-llm train`."""
+    """Return name → words for `frontier-llm train`."""
     if len(devices) == 1:
         return {name: [*words, f"train.device={devices[0]}"] for name, words in CPU_VENDORS.items()}
     return {device: [f"train.device={device}"] for device in devices}
 
 
 def layout_on(vendor: str, name: str) -> tuple[str, list[str]]:
-    """The layout, or one rank where the vendor's devices are too few."""
+    """Return the layout, or the layout with one rank if the vendor has too few devices."""
     ranks, words = LAYOUTS[name]
     return (
         (name, words)
@@ -70,8 +71,9 @@ def layout_on(vendor: str, name: str) -> tuple[str, list[str]]:
 
 
 def train(run_dir: Path, until: int, words: list[str]) -> str:
-    """What `frontier-llm train` says from the run's last checkpoint to step `until`, in all its starts; read where
-    that has been done before.
+    """Return the output of `frontier-llm train` from the run's last checkpoint to step `until`, over all its starts.
+
+    The output is read from a file if that was done before.
     """
     said = run_dir / f"until_{until}.txt"
     unfinished = run_dir / f"until_{until}.unfinished"
@@ -96,15 +98,16 @@ def train(run_dir: Path, until: int, words: list[str]) -> str:
 
 
 def losses(run_dir: Path, steps: int) -> np.ndarray:
-    """By step; of a step that was done again, the later."""
+    """Return the losses by step. If a step was done twice, the later loss counts."""
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     by_step = {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
     return np.array([by_step[step] for step in range(1, steps + 1)])
 
 
 def contents(run_dir: Path, steps: int) -> list[dict[str, Any]]:
-    """Of the checkpoint after each segment, what it holds beside numbers, none of which may come from a device, a
-    back-end or a layout; and its place in the data.
+    """Return the non-numeric content of the checkpoint after each segment, and its position in the data.
+
+    None of this content may depend on a device, a back-end or a layout.
     """
     held = []
     checkpoints = run_dir / "checkpoints"
@@ -129,7 +132,7 @@ def contents(run_dir: Path, steps: int) -> list[dict[str, Any]]:
 
 
 def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(what the switches did, curves by name: a steady one for each vendor, and the one that switches)."""
+    """Return the effects of the switches, and curves by name: one for each vendor, and one that switches."""
     sides = vendors(args.devices.split(","))
     steps = args.steps
     total = args.steps * len(args.layouts)
@@ -194,7 +197,7 @@ def rehearse(dtype: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict
 
 
 def plot(curves: dict[str, dict[str, np.ndarray]], steps: int, names: list[str], path: Path) -> None:
-    """A column for each type: the curves on top, what lies between them below."""
+    """Plot a column for each type: curves above, and their differences below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -233,7 +236,7 @@ def plot(curves: dict[str, dict[str, np.ndarray]], steps: int, names: list[str],
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """What was written: by type, then by segment."""
+    """Run the experiment. Returns the written results by type, then by segment."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--steps", type=int, default=200, help="of each segment")
     options.add_argument("--devices", default="cpu", help="comma-separated, one after another: cpu,cuda")

@@ -1,4 +1,6 @@
-"""What the user asked for: frozen, strict, composed from YAML files and key=value overrides."""
+"""Configuration of a run: frozen sections, read from YAML files and key=value overrides. Every key and value is
+checked.
+"""
 
 from frontier_llm.config.durations import Stretches, in_steps, resolved
 from frontier_llm.config.load import available, build, configs_dir, dump, find_file, load_model, load_run, own_plugins

@@ -1,5 +1,6 @@
-"""The user's DeepSpeed JSON and the run file, made one: what the run file decides is filled in, and refused where
-the JSON disagrees.
+"""Merges the user's DeepSpeed JSON with the run file.
+
+Settings that the run file decides are filled in. A JSON that contradicts the run file is refused.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 from frontier_llm.config.schema import RunConfig
 from frontier_llm.errors import ConfigError, Problem
 
-# built against the torch that is there, which it must not replace
+# Without build isolation, DeepSpeed is built against the installed torch and does not replace it.
 INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
 
-# DeepSpeed features that another part of this program does, or that change what is trained
+# DeepSpeed features that this program implements itself, or that would change the training result. The value names the
+# replacement.
 _ELSEWHERE = {
     "optimizer": "optimizer.* (by this program's own kernels)",
     "scheduler": "optimizer.schedule",
@@ -49,8 +51,9 @@ _ELSEWHERE = {
 
 
 def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
-    """What DeepSpeed is configured with. Raises ConfigError naming every key of the JSON that contradicts the run
-    file.
+    """Return the settings to configure DeepSpeed with.
+
+    Raises ConfigError naming every key of the JSON that contradicts the run file.
     """
     given = given_settings(config)
     ours = _ours(config, microbatches)
@@ -85,13 +88,13 @@ def deepspeed_settings(config: RunConfig, microbatches: int) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         (merged.setdefault(section, {}) if section else merged)[name] = value
     merged.setdefault("communication_data_type", "fp32")
-    # clipping is part of the step, for every engine: the norm comes before the decision to skip
+    # The step itself clips for every engine, because it needs the norm to decide whether to skip an update.
     merged["gradient_clipping"] = 0.0
     return merged
 
 
 def _without_auto(given: dict[str, Any]) -> dict[str, Any]:
-    """What is "auto" is left to DeepSpeed's defaults, or is filled in."""
+    """Drop the values "auto". DeepSpeed's default applies, or the caller fills the value in."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in given.items()
@@ -100,7 +103,7 @@ def _without_auto(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ours(config: RunConfig, microbatches: int) -> dict[str, tuple[Any, str]]:
-    """DeepSpeed's key → (value, the run file's key)."""
+    """Map each DeepSpeed key that the run file decides to (value, key of the run file)."""
     return {
         "train_batch_size": (config.batch.global_batch, "batch.global_batch"),
         "train_micro_batch_size_per_gpu": (config.batch.micro_batch, "batch.micro_batch"),
@@ -117,7 +120,7 @@ def _ours(config: RunConfig, microbatches: int) -> dict[str, tuple[Any, str]]:
 
 
 def given_settings(config: RunConfig) -> dict[str, Any]:
-    """The user's DeepSpeed JSON as it is. Raises ConfigError if it cannot be read."""
+    """Return the user's DeepSpeed JSON unchanged. Raises ConfigError if it cannot be read."""
     return _read(config.optimizer.deepspeed_config)
 
 
@@ -140,7 +143,7 @@ def _read(path: str | None) -> dict[str, Any]:
 
 
 def _leaves(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Top-level keys, and those of sections with the section's name before them."""
+    """Yield the top-level items, and each item of a section as "section.name"."""
     for key, value in given.items():
         yield key, value
         if isinstance(value, dict):
@@ -148,5 +151,5 @@ def _leaves(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_off(value: Any) -> bool:
-    """A setting that is there but asks for nothing."""
+    """Return True for a value that leaves a feature disabled."""
     return value in ("auto", False) or (isinstance(value, dict) and value.get("enabled") in ("auto", False))

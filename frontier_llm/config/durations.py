@@ -1,11 +1,11 @@
-"""Durations as people write them, "20B tokens" or "2 epochs", become optimizer steps before anything else reads the run
-file.
+"""Converts durations such as "20B tokens" or "2 epochs" to optimizer steps, before the run file is validated.
 
-A step of a phase takes its global batch times its sequence length in tokens; an epoch is every token of data.train
-once, whatever the weights of a blend. What does not come out even is rounded up.
+A step of a phase processes global batch × sequence length tokens. An epoch is every token of data.train once, whatever
+the weights of the blend. Fractions of a step are rounded up.
 
-A run that has done steps counts those as they were, and the steps to come as the configuration says. So a run whose
-batch has changed ends after the tokens that its run file names. `resolved` counts anew where a checkpoint is known.
+Steps that a run has done count with their own size. Later steps count with the size of the configuration. A run whose
+batch has changed therefore ends after the number of tokens in its run file. `resolved` converts again after a
+checkpoint is found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)([kmbt]?) ?(steps?|tokens?|epochs?)", re.IGNORECASE)
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# counted from the run's first step
+# These are counted from the run's first step.
 _FROM_START = (("train", "steps"), ("optimizer", "warmup_steps"), ("optimizer", "decay_steps"))
 _INTERVALS = (
     ("train", "eval_interval"),
@@ -39,7 +39,9 @@ Stretches = Sequence[tuple[int, int]]  # (steps, tokens per step), in the order 
 
 
 def resolved(config: RunConfig, done: Stretches) -> RunConfig:
-    """A configuration whose durations in tokens are counted from the steps that a run has done."""
+    """Return the configuration with durations in tokens converted again. `done` are the steps that the run has
+    trained.
+    """
     from frontier_llm.config.schema import RunConfig
 
     durations = [config.train.steps, config.optimizer.warmup_steps, config.optimizer.decay_steps]
@@ -49,16 +51,18 @@ def resolved(config: RunConfig, done: Stretches) -> RunConfig:
         return config
     content = config.model_dump(mode="json", exclude_unset=True)
     if config.train.phases and config.train.steps == sum(phase.steps for phase in config.train.phases):
-        content["train"].pop("steps", None)  # it follows from the phases
+        content["train"].pop("steps", None)  # The sum of the phases replaces it.
     return RunConfig.model_validate(content, context=done)
 
 
 def in_steps(content: Any, done: Stretches = ()) -> Any:
-    """A run's mapping with whole steps in place of durations, and train.steps as the sum of its phases where it says
-    nothing.
+    """Return a run file's content with a number of steps in place of each duration.
 
-    `done`: the steps that the run has trained. What is no duration stays as it is, for the schema to judge. Raises
-    ConfigError for an epoch of data that are not there, and for an interval in tokens where steps differ in size.
+    `done` are the steps that the run has trained. If train.steps is missing, it becomes the sum of the phases. A value
+    that is not a duration stays unchanged, and the schema checks it.
+
+    Raises ConfigError for epochs of data that do not exist. Raises it also for an interval in tokens if the phases'
+    steps differ in size.
     """
     if not isinstance(content, Mapping) or not isinstance(train := content.get("train", {}), Mapping):
         return content
@@ -66,7 +70,7 @@ def in_steps(content: Any, done: Stretches = ()) -> Any:
     if not isinstance(phases, (list, tuple)):
         return content
     sizes = [_tokens_per_step(content, phase) for phase in phases or [{}]]
-    if None in sizes:  # the schema says what is missing
+    if None in sizes:  # The schema reports the missing key.
         return content
     tokens_per_step = [size for size in sizes if size is not None]
     lengths = [ENDLESS]
@@ -86,7 +90,7 @@ def in_steps(content: Any, done: Stretches = ()) -> Any:
 
 
 def _phase_lengths(content: Mapping[str, Any], tokens_per_step: Sequence[int], done: Stretches) -> list[Any]:
-    """Steps of each phase; what is neither a number of steps nor a duration stays as it is."""
+    """Return the steps of each phase. A value that is neither a number of steps nor a duration stays unchanged."""
     lengths: list[Any] = []
     for number, (phase, size) in enumerate(zip(content["train"]["phases"], tokens_per_step, strict=True)):
         data = _value(phase, "data", "train") or _value(content, "data", "train")
@@ -102,7 +106,7 @@ def _phase_lengths(content: Mapping[str, Any], tokens_per_step: Sequence[int], d
 
 
 def _after(stretches: Stretches, steps: int) -> list[tuple[int, int]]:
-    """The stretches without their first `steps` steps."""
+    """Drop the first `steps` steps of the stretches."""
     left = []
     for length, size in stretches:
         passed = min(length, steps)
@@ -117,11 +121,13 @@ def _of_run(
     planned: list[tuple[int, int]],
     stretches: list[tuple[int, int]],
 ) -> Mapping[str, Any]:
-    """Steps for what counts over the run. `planned`: the stretches of its phases; `stretches`: those that it has
-    done, and the rest.
+    """Convert the durations that count over the whole run.
+
+    `planned` are the stretches of its phases. `stretches` are the steps that the run has done, followed by the rest of
+    the plan.
     """
     for section, key in _FROM_START:
-        from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"  # a length, not a place
+        from_end = key == "decay_steps" and _value(content, "optimizer", "schedule") == "wsd"  # a length, not a step
         content = _resolved(
             content,
             section,
@@ -141,7 +147,7 @@ def _of_run(
 
 
 def _of_end(stretches: list[tuple[int, int]], end: Any) -> list[tuple[int, int]]:
-    """The stretches of a run of `end` steps, from its end."""
+    """Return the stretches of a run of `end` steps in reversed order."""
     if not isinstance(end, int):
         return stretches
     lengths = []
@@ -166,7 +172,9 @@ def _resolved(
 
 
 def _steps(where: str, value: Any, stretches: Iterable[tuple[int, int]], data: Any) -> Any:
-    """Steps that a duration takes over stretches of (steps, tokens per step); the value itself where it is none."""
+    """Return the steps that a duration takes over stretches of (steps, tokens per step). A value that is no duration is
+    returned unchanged.
+    """
     match = _DURATION.fullmatch(_plain(value)) if isinstance(value, str) else None
     if match is None:
         return value
@@ -187,7 +195,7 @@ def _steps(where: str, value: Any, stretches: Iterable[tuple[int, int]], data: A
 
 
 def _epoch(where: str, data: Any) -> int:
-    """Tokens of a blend, each once."""
+    """Return the number of tokens in the datasets of a blend, ignoring weights."""
     if data is None or data == "synthetic":
         raise ConfigError("counts epochs, and synthetic data has none", "give it in steps or tokens", where)
     sources = data if isinstance(data, (list, tuple)) else [data]
@@ -220,7 +228,7 @@ def _plain(text: str) -> str:
 
 
 def _get(section: Any, key: str) -> Any:
-    """Of a mapping, or of a section that has been validated."""
+    """Return a value of a mapping, or of a section that is already validated."""
     if isinstance(section, Mapping):
         return section.get(key)
     return getattr(section, key, None)

@@ -1,4 +1,4 @@
-"""What every section of a configuration is made of: its base class, and kinds of numbers and paths."""
+"""Base class of all configuration sections, and the types of numbers and paths in their fields."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from pydantic import (
 
 
 def _whole(value: Any) -> Any:
-    """1e3 is a whole number, which YAML hands on as text."""
+    """Convert text such as "1e3" to an integer. YAML loads it as text."""
     if isinstance(value, str) and re.fullmatch(r"[1-9]\d*[eE]\+?\d\d?", value):
         return int(float(value))
     return value
 
 
-# bounded, so that no mistyped number makes a search for its divisors or neighbours endless
+# Bounded, so that a mistyped number cannot make a search for divisors or neighbours endless.
 PositiveInt = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)]
 
 
 class TokenSteps(int):
-    """Optimizer steps that a duration in tokens takes. It keeps the tokens, because the steps follow from what a run
-    has done (`durations`).
+    """Optimizer steps of a duration in tokens.
+
+    The tokens are kept, because the number of steps depends on what the run has done (`durations`).
     """
 
     tokens: int
 
     def __new__(cls, steps: int, tokens: int) -> TokenSteps:
-        """`tokens`: the duration as it was given, an epoch in tokens."""
+        """`tokens` is the duration as the user gave it. An epoch is given in tokens."""
         value = super().__new__(cls, steps)
         value.tokens = tokens
         return value
@@ -58,23 +59,22 @@ def _keep_tokens(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """A duration in tokens as text, which loads back as one."""
+    """Serialise a duration in tokens as text, which loads back as a duration."""
     return f"{value.tokens} tokens" if isinstance(value, TokenSteps) else value
 
 
-# numbers of steps that may be given in tokens or epochs
+# Numbers of steps that the user may give in tokens or epochs.
 StepCount = Annotated[PositiveInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
 WarmupSteps = Annotated[NonNegativeInt, WrapValidator(_keep_tokens), PlainSerializer(_written)]
 
-# Sizes have bounds of their own. They lie far above any model and machine, so that a mistyped digit is refused at once:
-# a million layers
-# keep the layout's check busy for minutes.
+# Sizes have their own upper bounds, far above any model or machine. A mistyped digit is refused at once. Without the
+# bound, a million layers keep the check of the layout busy for minutes.
 LayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
 DenseLayerCount = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=65_536)]
 HeadCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
 ExpertCount = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=65_536)]
 Width = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]
-OptionalWidth = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1 << 24)]  # 0: the layer has no such part
+OptionalWidth = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1 << 24)]  # 0 = the layer has no such part
 VocabularySize = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=(1 << 31) - 1)]  # token ids are int32
 SequenceLength = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 30)]  # tokens
 GlobalBatch = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1 << 24)]  # sequences
@@ -86,8 +86,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 def _path(text: str) -> str:
-    """`~` is the home directory, as in a shell; a variable would mean another file for everybody who reads the run's
-    record.
+    """Replace `~` by the home directory, as a shell does. Raises ValueError for variables: the same record would name
+    different files for different users.
     """
     if "$" in text:
         raise ValueError("must be a path without variables (on the command line the shell replaces them)")
@@ -99,8 +99,8 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 def first_fault(error: ValidationError) -> str:
-    """What is wrong first with a file that a program wrote, on one line; what is wrong with a person's file
-    `load.as_problem` words.
+    """Return the first error in a file that a program wrote, on one line. `load.as_problem` describes errors in a
+    user's file.
     """
     fault = error.errors(include_url=False, include_input=False)[0]
     return ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))[:400]
@@ -108,13 +108,13 @@ def first_fault(error: ValidationError) -> str:
 
 @functools.cache
 def _takes_numbers_only(section: type[BaseModel], field: str) -> bool:
-    """True if a field takes numbers, alone or in a list, and no boolean."""
+    """Return True if a field takes numbers, alone or in a list, and no boolean."""
     types = set(_types_in(section.model_fields[field].annotation))
     return bool(types & {int, float}) and bool not in types
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation is made of."""
+    """Yield an annotation and, recursively, its arguments."""
     yield annotation
     for inner in get_args(annotation):
         yield from _types_in(inner)
@@ -127,9 +127,9 @@ def _holds_boolean(value: Any) -> bool:
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, no unknown keys, no silent type coercion from strings."""
+    """Base class of all sections: immutable, without unknown keys, and without booleans in place of numbers."""
 
-    # JSON has neither
+    # JSON can represent neither infinity nor NaN.
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -140,7 +140,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`layers: true` is a mistake; pydantic would take it for 1."""
+        """Refuse `layers: true`, which pydantic would accept as 1."""
         if info.field_name is not None and _takes_numbers_only(cls, info.field_name) and _holds_boolean(value):
             raise ValueError("must be a number")
         return value

@@ -1,7 +1,8 @@
-"""YAML + `base:` + `key=value` -> one frozen RunConfig, or every violation at once.
+"""Reads YAML with `base:` and `key=value` overrides into one frozen RunConfig. One ConfigError reports all violations.
 
-`base:` may stand at the root (another run file) and in `model:` (a model file); a plain string `model: gpt-22b` means
-the same as `model: {base: gpt-22b}`. Values merge deeply, the nearer file wins, command-line overrides win over all.
+`base:` may stand at the root (another run file) and in `model:` (a model file). A plain string `model: gpt-22b` means
+`model: {base: gpt-22b}`. Values merge deeply. The nearer file takes precedence over its base, and command-line
+overrides take precedence over all files.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from frontier_llm.errors import ConfigError, Problem, closest, suggest
 
 T = TypeVar("T", bound=BaseModel)
 
-# of a file or value of YAML, which takes a second or two to parse; the largest that is shipped has 10 KB
+# Bytes of a YAML file or value. This size takes a second or two to parse. The largest shipped file has 10 KB.
 MAXIMUM_BYTES = 1 << 17
-MAXIMUM_NODES = 100_000  # of a file or value of YAML, aliases unfolded; the shipped files stay below 1,000
+MAXIMUM_NODES = 100_000  # Values in a YAML file with aliases expanded. The shipped files have fewer than 1,000.
 
-# former name → name, by kind of file
+# Former name → current name, by kind of file.
 RENAMED: dict[str, dict[str, str]] = {"machines": {"eos": "h100", "selene": "a100"}}
 
 
 def configs_dir() -> Path:
-    """The shipped configs/: beside the package in a checkout, under the prefix when installed from a wheel."""
+    """Return the shipped configs/: beside the package in a checkout, under the prefix if installed from a wheel."""
     checkout = Path(__file__).resolve().parents[2] / "configs"
     if checkout.is_dir():
         return checkout
@@ -44,27 +45,27 @@ def configs_dir() -> Path:
 
 
 def available(kind: str) -> list[str]:
-    """Names of the shipped files of a kind: 'models', 'runs', 'machines'."""
+    """Names of the shipped files of a kind: 'models', 'runs' or 'machines'."""
     return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
 
 
 @cache
 def _new_name(name: str, kind: str) -> str:
-    """The name that replaces a former one; says so once in a process."""
+    """Return the name that replaces a former one. Logs a notice once per process."""
     new = RENAMED[kind][name]
     log.info(f"{kind[:-1]} {name!r} is now called {new!r}: write {new} where {name} is written")
     return new
 
 
 def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
-    """Resolve a shipped name ('gpt-22b') or a path (relative to the file that mentions it, then to the working
-    directory).
+    """Resolve a shipped name ('gpt-22b') or a path. A path is relative to the file that mentions it, then to the
+    working directory.
 
     Raises ConfigError with the closest shipped name.
     """
     candidates = [Path(name)] if relative_to is None else [relative_to / name, Path(name)]
     for path in candidates:
-        # Path.is_file() raises for a name that is too long
+        # os.path.isfile, because Path.is_file() raises for a name that is too long
         if path.suffix in (".yaml", ".yml") and os.path.isfile(path):
             return path
     shipped = available(kind)
@@ -86,13 +87,13 @@ def find_file(name: str, kind: str, relative_to: Path | None = None) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file as a mapping; raises ConfigError with file, line and column when it does not parse."""
+    """Read a YAML file as a mapping. Raises ConfigError with file, line and column if it cannot be parsed."""
     try:
         with path.open("rb") as file:
             content = _parse(file.read(MAXIMUM_BYTES + 1).decode())
     except ConfigError as error:
         raise ConfigError([replace(problem, where=str(path)) for problem in error.problems]) from None
-    # ValueError: not UTF-8, or a date that is none
+    # ValueError: not UTF-8, or an invalid date.
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         reason = str(error).replace('in "<unicode string>", ', "")
         raise ConfigError(
@@ -107,8 +108,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """YAML's value. Raises ConfigError for a key written twice and for aliases that unfold to more than
-    MAXIMUM_NODES.
+    """Parse a YAML value. Raises ConfigError for a duplicate key, and for aliases that expand to more than
+    MAXIMUM_NODES values.
     """
     if len(text) > MAXIMUM_BYTES:
         raise ConfigError(f"holds more than {MAXIMUM_BYTES} bytes", "write less: no file of ours needs a tenth of it")
@@ -128,11 +129,11 @@ def _parse(text: str) -> Any:
 
 
 def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
-    """How many values a node stands for, each alias counted as what it names; checks the keys of each mapping once
-    on the way.
+    """Return the number of values in a node, with aliases expanded. Raises ConfigError for a duplicate key in a
+    mapping.
     """
     if node not in sizes:
-        sizes[node] = MAXIMUM_NODES + 1  # of a node inside itself
+        sizes[node] = MAXIMUM_NODES + 1  # applies to a node that contains itself
         children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]
@@ -148,11 +149,13 @@ def _unfolded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 
 
 class _Whole(dict[str, Any]):
-    """A mapping that replaces the one below: naming a model must not leave keys of another model behind."""
+    """Mapping that replaces the value below it instead of merging. Otherwise a named model would keep keys of another
+    model.
+    """
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, mappings merged key by key, anything else replaced."""
+    """Merge `over` into a copy of `base`. Mappings are merged key by key, other values are replaced."""
     merged = dict(base)
     for key, value in over.items():
         both_map = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping) and not isinstance(value, _Whole)
@@ -161,15 +164,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compose(path: Path, kind: str) -> tuple[dict[str, Any], list[Path]]:
-    """(content of a file on top of its `base:` files' content, these files, nearest first). Raises ConfigError for a
-    circle.
+    """Return a file's content merged with its `base:` files, and all these files, nearest first. Raises ConfigError for
+    a circular `base:`.
     """
     files = [path.resolve()]
     return _on_its_bases(_expanded(path), kind, path.parent, files), files
 
 
 def _expanded(path: Path) -> dict[str, Any]:
-    """A file's content in which what it names by relative paths is found: models, and plugins."""
+    """Return a file's content with the models and plugins that it names by relative paths resolved."""
     content = plugin_paths(read_yaml(path), path.parent, str(path))
     return _expand_model(content, path.parent)
 
@@ -189,7 +192,7 @@ def _on_its_bases(content: dict[str, Any], kind: str, directory: Path | None, fi
 
 
 def _expand_model(content: dict[str, Any], directory: Path | None) -> dict[str, Any]:
-    """Resolve `model: NAME` and `model: {base: NAME, …}` where they are written, so that relative paths work."""
+    """Resolve `model: NAME` and `model: {base: NAME, …}` relative to the folder of the file that contains them."""
     model = content.get("model")
     if isinstance(model, str):
         model = {"base": model}
@@ -199,8 +202,9 @@ def _expand_model(content: dict[str, Any], directory: Path | None) -> dict[str, 
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """['train.steps=5', 'data.train=null'] -> nested mapping; values are YAML. Raises ConfigError for a word without
-    '='.
+    """Convert ['train.steps=5', 'data.train=null'] to a nested mapping. Values are YAML.
+
+    Raises ConfigError for a word without '='.
     """
     nested: dict[str, Any] = {}
     problems = []
@@ -211,13 +215,13 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             continue
         try:
             value = _parse(text)
-        # ValueError: a date that is none, a number of thousands of digits
+        # ValueError: an invalid date, or a number of thousands of digits.
         except (yaml.YAMLError, ValueError, RecursionError):
             value = text
         *parents, leaf = key.split(".")
         target = nested
         for parent in parents:
-            if isinstance(target.get(parent), str):  # model=NAME model.layers=2
+            if isinstance(target.get(parent), str):  # such as model=NAME followed by model.layers=2
                 target[parent] = {"base": target[parent]}
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
@@ -236,7 +240,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def _unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The closest valid key at that place of the schema."""
+    """Suggest the closest valid key of that section, or the same key in another section."""
     section = model_type
     for part in location[:-1]:
         field = section.model_fields.get(str(part))
@@ -255,13 +259,13 @@ def _unknown_key_fix(model_type: type[BaseModel], location: tuple[int | str, ...
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, also in a tuple or as one of several types; None where it holds values only."""
+    """Return the section class in an annotation, also inside a tuple or union. None if it has only values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
-# pydantic's kinds of errors in the words of a run file
+# Texts for pydantic's kinds of errors.
 _RULES = {
     "int_parsing": "must be a whole number",
     "int_type": "must be a whole number",
@@ -287,8 +291,8 @@ _RULES = {
 
 
 def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
-    """An error of pydantic in the words of a run file."""
-    # a value that may be one of several types is located with the type's name, which no user has written
+    """Convert an error of pydantic to a problem with the keys of a run file."""
+    # For a union, pydantic adds the type's name to the location. The user did not write that name.
     where = ".".join(str(part) for part in error["loc"] if not re.match(r"(tuple|literal|list|dict)?\[", str(part)))
     if error["type"] == "extra_forbidden":
         return Problem(where=where, what="unknown key", fix=_unknown_key_fix(model_type, error["loc"]))
@@ -305,7 +309,7 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
             fix=f"add `{error['loc'][-1]}:`" + (" or `model: NAME`" if error["loc"][0] == "model" else ""),
         )
     limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in error.get("ctx", {}).items()}
-    # may hold braces of the user's own
+    # Not a format string: it may contain braces of the user's own text.
     said = error["msg"].removeprefix("Value error, ").replace("Input should", "must")
     rule = _RULES[error["type"]].format(**limits) if error["type"] in _RULES else said
     near = closest(error["input"], re.findall(r"'([^']*)'", rule)) if isinstance(error["input"], str) else ""
@@ -318,8 +322,8 @@ def as_problem(model_type: type[BaseModel], error: ErrorDetails) -> Problem:
 
 
 def _joined(problems: list[Problem]) -> list[Problem]:
-    """One problem per place: alternatives that all failed are named together, unless the fault lies deeper inside
-    one of them.
+    """Merge the problems of each place into one. If all alternatives of a union failed, their rules are joined with
+    "or". A problem deeper inside one of them replaces it.
     """
     by_place: dict[str, Problem] = {}
     for problem in problems:
@@ -336,7 +340,7 @@ def _joined(problems: list[Problem]) -> list[Problem]:
 
 
 def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T:
-    """Validate a mapping against a schema class; all violations in one ConfigError."""
+    """Validate a mapping against a schema class. Raises ConfigError with all violations."""
     try:
         return model_type.model_validate(content)
     except ValidationError as error:
@@ -347,7 +351,7 @@ def build(model_type: type[T], content: Mapping[str, Any], where: str = "") -> T
 
 
 def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """The run file with its bases and the overrides applied; its plugins are imported.
+    """Read a run file with its bases and the overrides, and import its plugins.
 
     Raises ConfigError listing every unknown key (with the closest valid one), missing key and wrong value.
     """
@@ -373,10 +377,10 @@ def load_run(name_or_path: str, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def own_run_file(run_dir: Path) -> Path | None:
-    """The run file in a run directory, if it belongs to this user: config.yaml of a run that has started, else
+    """Return the run file in a run directory, if it belongs to this user. This is config.yaml of a started run, else
     run.yaml.
 
-    Its plugins may be imported. None for a directory without one, or with one of another user.
+    Its plugins may be imported. Returns None if there is no run file or if it belongs to another user.
     """
     for name in ("config.yaml", "run.yaml"):
         path = run_dir / name
@@ -386,7 +390,7 @@ def own_run_file(run_dir: Path) -> Path | None:
 
 
 def own_plugins(run_dir: Path) -> tuple[str, ...]:
-    """The plugins that the run file of the user's own run directory names; none if it is not the user's own."""
+    """Return the plugins in the run file of a run directory. Returns none if the file does not belong to this user."""
     path = own_run_file(run_dir)
     names = compose(path, "runs")[0].get("plugins", ()) if path is not None else ()
     if isinstance(names, list | tuple):
@@ -395,17 +399,17 @@ def own_plugins(run_dir: Path) -> tuple[str, ...]:
 
 
 def _within(key: str, others: Iterable[str]) -> bool:
-    """True when one of the keys is this one, or a section around it, or inside it."""
+    """Return True if one of the keys equals this key, is a section around it, or lies inside it."""
     return any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in others)
 
 
 def load_model(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """A model file by shipped name or path; `name` defaults to the file's stem."""
+    """Read a model file by shipped name or path. `name` defaults to the file's stem."""
     path = find_file(name_or_path, "models")
     content, _ = compose(path, "models")
     return build(ModelConfig, merge({"name": path.stem, **content}, overrides or {}), where=str(path))
 
 
 def dump(config: BaseModel) -> str:
-    """YAML that loads back to an equal config; what a run directory keeps as config.yaml."""
+    """Return YAML that loads back to an equal config. A run directory stores it as config.yaml."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""What a model is: shape, family, experts; a model file holds these keys."""
+"""Configuration of a model: shape, architecture variants and experts. A model file holds these keys."""
 
 from __future__ import annotations
 
@@ -23,118 +23,123 @@ from frontier_llm.config.fields import (
 
 
 class RopeScaling(Section):
-    """A longer context than the one that a model was trained with: rotations are slowed down, all of them or those
-    that turn seldom.
+    """Extends the context beyond the length that the model was trained with, by slowing down rotations. Depending on
+    `kind`, all rotations are slowed down or only the slow ones.
     """
 
-    kind: Literal["llama3", "linear", "ntk", "yarn"] = "llama3"  # which rotations: docs/long_context.md
-    factor: PositiveFloat  # by which rotations are slowed down
-    low_freq_factor: PositiveFloat = 1.0  # llama3: turns within the original context up to which a rotation is slow
-    high_freq_factor: PositiveFloat = 4.0  # llama3: and from which it is fast; those between are blended
-    beta_slow: PositiveFloat = 1.0  # yarn: turns within the original context up to which a rotation is slow
-    beta_fast: PositiveFloat = 32.0  # yarn: and from which it is fast
-    # context that the model was trained with before, in tokens; for llama3 and yarn
+    # Which rotations are slowed down: docs/long_context.md.
+    kind: Literal["llama3", "linear", "ntk", "yarn"] = "llama3"
+    factor: PositiveFloat  # Factor by which rotations are slowed down.
+    # llama3: a rotation with at most this many turns in the original context is slow.
+    low_freq_factor: PositiveFloat = 1.0
+    # llama3: a rotation with at least this many turns is fast; rotations in between are blended.
+    high_freq_factor: PositiveFloat = 4.0
+    beta_slow: PositiveFloat = 1.0  # yarn: a rotation with at most this many turns in the original context is slow.
+    beta_fast: PositiveFloat = 32.0  # yarn: a rotation with at least this many turns is fast.
+    # Context that the model was trained with before, in tokens; required for llama3 and yarn.
     original_sequence_length: SequenceLength | None = None
 
 
 class MoeConfig(Section):
-    """A mixture of experts in place of the MLP: each token goes to the few experts that a router chooses for it
-    (docs/moe.md).
-    """
+    """Mixture of experts in place of the MLP. A router sends each token to a few experts (docs/moe.md)."""
 
-    experts: Annotated[int, Field(ge=2, le=65536)]  # E, of each layer
-    top_k: ExpertCount  # experts that each token goes to
-    expert_hidden: Width | None = None  # width of an expert; None = ffn_hidden
-    dense_layers: DenseLayerCount = 0  # first layers that keep an ordinary MLP, of ffn_hidden
-    # width of the expert that every token passes beside its own ones; 0 = none
+    experts: Annotated[int, Field(ge=2, le=65536)]  # E, experts of each layer.
+    top_k: ExpertCount  # Experts that process each token.
+    expert_hidden: Width | None = None  # Width of an expert; None = ffn_hidden.
+    dense_layers: DenseLayerCount = 0  # Number of first layers that keep an ordinary MLP of width ffn_hidden.
+    # Width of the shared expert, which processes every token; 0 = no shared expert.
     shared_hidden: OptionalWidth = 0
-    shared_gate: bool = False  # the shared expert's output is scaled by a sigmoid of the token
-    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits, over all experts
-    # a token's weights sum to 1; with softmax the same as a softmax over the chosen alone
+    shared_gate: bool = False  # Scale the shared expert's output by a sigmoid gate of the token.
+    score: Literal["softmax", "sigmoid"] = "softmax"  # Function of the router's logits, over all experts.
+    # Scale a token's weights so that they sum to 1; with softmax this equals a softmax over the chosen experts.
     normalise: bool = True
-    scale: PositiveFloat = 1.0  # of a token's weights, after that
-    # a bias for each expert, moved towards an even load, decides who is chosen and nothing else
+    scale: PositiveFloat = 1.0  # Factor of a token's weights, applied after normalisation.
+    # Add a bias for each expert to the scores that choose the experts; training moves it towards an even load.
     selection_bias: bool = False
-    bias_rate: NonNegativeFloat = 1e-3  # by which it moves after each step
-    # rows over its even share that an expert takes of a rank's microbatch; None = all
+    bias_rate: NonNegativeFloat = 1e-3  # Step size of the selection bias.
+    # Most rows of a rank's microbatch that an expert processes, relative to an even share; None = no limit.
     capacity: PositiveFloat | None = None
-    # what the load is even over: docs/moe.md
+    # Set of tokens over which the load is balanced: docs/moe.md.
     balance: Literal["sequence", "microbatch", "global"] = "sequence"
-    # of the balance loss of each layer, logged without it as router-balance
+    # Weight of each layer's balance loss; the log has the loss without this weight as router-balance.
     balance_weight: NonNegativeFloat = 0.01
-    # of the mean squared log-sum-exp of the router's logits, logged as router-z
+    # Weight of the mean squared log-sum-exp of the router's logits, which is logged as router-z.
     z_weight: NonNegativeFloat = 0.0
 
 
 class ModelConfig(Section):
-    """The transformer's shape and family; every other room reads the architecture from here alone."""
+    """Shape and architecture of the transformer."""
 
-    name: str = "custom"  # for people, and for records; the file's own name where it is a model file
-    layers: LayerCount  # transformer blocks
-    hidden: Width  # H, width of the residual stream
-    heads: HeadCount  # A, query heads
-    kv_heads: HeadCount | None = None  # key/value heads (grouped-query attention); None = heads
-    head_dim: Width | None = None  # D, width of a head; None = hidden / heads
-    ffn_hidden: Width  # F, width inside the MLP
-    vocab_size: VocabularySize  # the tokenizer's true size; see padded_vocab_size
-    vocab_multiple: VocabularySize = 128  # rows of the embedding are padded to this, whatever the layout
-    sequence_length: SequenceLength  # S, the context in tokens
-    # a table of vectors, rotated queries and keys, or a slope on the scores
+    name: str = "custom"  # Name in messages and records; default for a model file: the file's name.
+    layers: LayerCount  # Transformer blocks.
+    hidden: Width  # H, width of the residual stream.
+    heads: HeadCount  # A, query heads.
+    kv_heads: HeadCount | None = None  # Key/value heads (grouped-query attention); None = heads.
+    head_dim: Width | None = None  # D, width of a head; None = hidden / heads.
+    ffn_hidden: Width  # F, width inside the MLP.
+    vocab_size: VocabularySize  # Size of the tokenizer's vocabulary, without padding.
+    # The embedding's rows are padded to a multiple of this number, for every layout.
+    vocab_multiple: VocabularySize = 128
+    sequence_length: SequenceLength  # S, the context in tokens.
+    # Learned table of vectors, rotated queries and keys, or a linear slope added to the scores.
     position: Literal["learned", "rope", "alibi"] = "rope"
-    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"  # of every block and before the head
-    norm_eps: PositiveFloat = 1e-5  # added to the variance (rmsnorm: the mean square)
-    # of the MLP; the -glu have a gate and so a third matrix
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"  # Normalisation of every block, and before the output head.
+    norm_eps: PositiveFloat = 1e-5  # Added to the variance (rmsnorm: the mean square).
+    # Activation of the MLP; swiglu and geglu have a gate and therefore a third matrix.
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "swiglu"
-    bias: bool = False  # of the linear layers
-    qkv_bias: bool | None = None  # of the query, key and value projection (Qwen 2 has only this one); None = bias
-    norm_bias: bool = False  # of LayerNorm
-    norm_plus_one: bool = False  # RMSNorm's weight is added to 1 (Gemma)
-    # of what a block takes in, of what it adds (OLMo 2), or of both
+    bias: bool = False  # Biases in the linear layers.
+    qkv_bias: bool | None = None  # Bias in the query, key and value projection (Qwen 2 has only this one); None = bias.
+    norm_bias: bool = False  # Bias in LayerNorm.
+    norm_plus_one: bool = False  # RMSNorm's weight is added to 1 (Gemma).
+    # Normalise the input of each sub-layer (pre), its output (post, OLMo 2), or both.
     norm_placement: Literal["pre", "post", "both"] = "pre"
-    # RMSNorm of queries and keys, by head (Qwen 3) or over all (OLMo)
+    # RMSNorm of queries and keys, of each head (Qwen 3) or over all heads (OLMo).
     qk_norm: Literal["head", "full"] | None = None
-    parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x))
-    tied_embeddings: bool = False  # the output head is the token embedding
-    rope_theta: PositiveFloat = 10000.0  # base of the rotations' wavelengths
-    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of head_dim that rotates (NeoX: 0.25)
-    # tokens that a query sees, itself included; None = all before it
+    parallel_residual: bool = False  # GPT-NeoX: x + attention(norm1(x)) + mlp(norm2(x)).
+    tied_embeddings: bool = False  # The output head shares the weights of the token embedding.
+    rope_theta: PositiveFloat = 10000.0  # Base of the wavelengths of the rotations.
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # Share of head_dim that rotates (NeoX: 0.25).
+    # Tokens that a query attends to, itself included; None = all tokens before it.
     sliding_window: PositiveInt | None = None
-    # with a window: each n-th layer sees all (Gemma 2: 2); None = none does
+    # With a sliding window: each n-th layer attends to all tokens (Gemma 2: 2); None = no layer does.
     full_attention_every: LayerCount | None = None
-    score_width: Width | None = None  # scores are q·k over its root; None = head_dim
-    # x in x tanh(score / x), attention's scores bounded softly; None = as they are
+    score_width: Width | None = None  # Scores are q·k divided by the square root of this width; None = head_dim.
+    # c in c tanh(score / c), a soft bound of attention's scores; None = no bound.
     score_softcap: PositiveFloat | None = None
-    logit_softcap: PositiveFloat | None = None  # the same of the logits
-    scaled_embedding: bool = False  # token embeddings times the root of hidden (Gemma)
-    # share of what embedding, attention and MLP give that training zeroes
+    logit_softcap: PositiveFloat | None = None  # The same soft bound for the logits.
+    scaled_embedding: bool = False  # Multiply token embeddings by the square root of hidden (Gemma).
+    # Share of the outputs of embedding, attention and MLP that training sets to zero.
     dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.0
-    rope_scaling: RopeScaling | None = None  # None = rotations as trained
-    alibi_max_bias: PositiveFloat = 8.0  # x in 2^(-x n / A), the slope of head n of A
-    init_std: PositiveFloat = 0.02  # of normal initial weights; output projections use init_std / sqrt(2 * layers)
-    moe: MoeConfig | None = None  # experts in place of the MLP; None = a dense model
+    rope_scaling: RopeScaling | None = None  # Slower rotations for a longer context; None = rotations as trained.
+    alibi_max_bias: PositiveFloat = 8.0  # b in 2^(-b n / A), the slope of head n of A.
+    # Standard deviation of the initial weights; output projections use init_std / sqrt(2 * layers).
+    init_std: PositiveFloat = 0.02
+    moe: MoeConfig | None = None  # Experts in place of the MLP; None = a dense model.
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads G."""
+        """Number of key/value heads."""
         return self.kv_heads or self.heads
 
     @property
     def dim_per_head(self) -> int:
-        """Head dimension D."""
+        """Width of a head."""
         return self.head_dim or self.hidden // self.heads
 
     @property
     def has_qkv_bias(self) -> bool:
-        """True when the query, key and value projection has a bias."""
+        """True if the query, key and value projection has a bias."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def gated(self) -> bool:
-        """True when the MLP has a gate and an up projection (SwiGLU, GeGLU)."""
+        """True if the MLP has a gate and an up projection (SwiGLU, GeGLU)."""
         return self.activation in ("swiglu", "geglu_tanh")
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a query of this layer sees, itself included; 0 = all before it."""
+        """Return the number of tokens that a query of this layer attends to, itself included. 0 = all tokens before
+        it.
+        """
         every = self.full_attention_every
         if self.sliding_window is None or (every and (layer + 1) % every == 0):
             return 0
@@ -154,5 +159,5 @@ class ModelConfig(Section):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding; rows past vocab_size exist, stay at their initial values and never enter a logit."""
+        """Number of rows of the embedding. Rows past vocab_size keep their initial values and never enter a logit."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

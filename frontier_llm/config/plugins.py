@@ -1,8 +1,8 @@
-"""A user's own Python beside a run: modules that register schedules, optimizers, losses and so on (docs/extending.md).
+"""Imports plugins: a user's Python modules that register schedules, optimizers, losses and so on (docs/extending.md).
 
 A plugin is code and part of a run's identity. A checkpoint records each plugin's name, path and digest as data. Code is
-imported only from files that the user named: in the run file that is started, in the run file of the user's own run
-directory, or with `--plugin`.
+imported only from files that the user named. They are named in the run file that is started, in the run file of the
+user's own run directory, or with `--plugin`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from pydantic import BaseModel, ConfigDict, Field
 from frontier_llm import log
 from frontier_llm.errors import ConfigError, Problem
 
-GROUP = "frontier_llm.plugins"  # of entry points; none is loaded unless a run file names it
-SHOWN_DIGITS = 12  # of a digest, in messages
-MAX_TEXT = 4096  # characters of a name or path
+GROUP = "frontier_llm.plugins"  # Group of entry points. An entry point is loaded only if a run file names it.
+SHOWN_DIGITS = 12  # Digits of a digest in messages.
+MAX_TEXT = 4096  # Characters of a name or path.
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
 class PluginRecord(BaseModel):
-    """What identifies a plugin. Recorded in checkpoints, and read from there as data alone."""
+    """Identity of a plugin. Checkpoints record it and read it back as data only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: Text  # as the run file names it: a file, a module, or an entry point
-    path: Text = ""  # of its file on the computer that imported it; '' if it was not recorded
-    sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""  # of its file's bytes; '' if it was not recorded
+    name: Text  # As in the run file: a file, a module, or an entry point.
+    path: Text = ""  # Path of its file on the computer that imported it; '' if it was not recorded.
+    sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""  # Digest of its file's bytes; '' if not recorded.
 
     @property
     def short_name(self) -> str:
-        """The file's name without folders, or the module's name."""
+        """File name without folders, or the module's name."""
         return Path(self.name).name if self.name.endswith(".py") else self.name
 
     def __str__(self) -> str:
@@ -52,10 +52,10 @@ _executed: dict[str, str] = {}  # path of a .py file → digest of the bytes tha
 
 
 def import_plugins(names: Iterable[str]) -> None:
-    """Import each once: the path of a .py file, the name of an installed package's entry point, or a module's dotted
+    """Import each plugin once. A name is the path of a .py file, an installed package's entry point, or a dotted module
     name.
 
-    Raises ConfigError naming what cannot be imported.
+    Raises ConfigError naming the plugin that cannot be imported.
     """
     for name in names:
         try:
@@ -70,7 +70,7 @@ def import_plugins(names: Iterable[str]) -> None:
 
 
 def record_of(name: str) -> PluginRecord:
-    """Name, path and digest of a plugin, without importing it. Raises ConfigError if there is no such file or
+    """Return name, path and digest of a plugin, without importing it. Raises ConfigError if there is no such file or
     module.
     """
     try:
@@ -82,12 +82,12 @@ def record_of(name: str) -> PluginRecord:
 
 
 def records_of(names: Iterable[str]) -> tuple[PluginRecord, ...]:
-    """`record_of` each."""
+    """Return the record of each plugin, without importing any."""
     return tuple(map(record_of, names))
 
 
 def recorded_names(config: Mapping[str, Any]) -> tuple[PluginRecord, ...]:
-    """The plugins that a saved configuration names, for records from before digests were kept."""
+    """Return the plugins that a saved configuration names. Used for records written before digests were recorded."""
     names = config.get("plugins", ())
     texts = [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
     return tuple(PluginRecord(name=name[:MAX_TEXT]) for name in texts)
@@ -96,9 +96,10 @@ def recorded_names(config: Mapping[str, Any]) -> tuple[PluginRecord, ...]:
 def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], own: Sequence[str], where: str) -> None:
     """Import the plugins that a saved run was trained with, from files that the user named.
 
-    `given` are those named with --plugin; a file that differs from the recorded one is used, with a warning. `own` are
-    those that the run file of the user's own run directory names; they must be the recorded ones. Raises ConfigError,
-    before anything of `own` is imported, if a recorded plugin is in neither or has changed.
+    `given` are the plugins named with --plugin. A file that differs from the recorded one is used, with a warning.
+    `own` are the plugins in the run file of the user's own run directory. They must equal the recorded ones.
+
+    Raises ConfigError, before anything of `own` is imported, if a recorded plugin is in neither or has changed.
     """
     import_plugins(given)
     supplied = records_of(given)
@@ -136,10 +137,10 @@ def import_recorded(recorded: Sequence[PluginRecord], *, given: Sequence[str], o
 
 
 def plugin_paths(content: Mapping[str, Any], directory: Path, where: str) -> dict[str, Any]:
-    """A run file's content with the paths of its .py plugins made absolute. They are relative to `directory`, that of
-    the file.
+    """Return a run file's content with the paths of its .py plugins made absolute. They are relative to `directory`,
+    the folder of the file.
 
-    A path that exists only relative to the working directory, as earlier versions read it, is taken with a notice.
+    A path that exists only relative to the working directory, as in earlier versions, is accepted with a notice.
     """
     names = content.get("plugins")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -148,7 +149,7 @@ def plugin_paths(content: Mapping[str, Any], directory: Path, where: str) -> dic
 
 
 def below(names: Iterable[str], directory: Path) -> tuple[str, ...]:
-    """The same plugins as a run file in `directory` names them: files inside of it by their relative paths."""
+    """Return the plugins as a run file in `directory` names them. Files inside of it get relative paths."""
     folder = directory.resolve()
     inside = {name: Path(name) for name in names if name.endswith(".py") and Path(name).is_relative_to(folder)}
     return tuple(str(inside[name].relative_to(folder)) if name in inside else name for name in names)
@@ -171,11 +172,11 @@ def _records_that_exist(names: Sequence[str]) -> Iterator[PluginRecord]:
         try:
             yield record_of(name)
         except ConfigError:
-            continue  # the file has gone; a plugin that is needed is named as missing
+            continue  # The file no longer exists. If the plugin is needed, the caller reports it as missing.
 
 
 def _match(plugin: PluginRecord, candidates: Sequence[PluginRecord]) -> PluginRecord | None:
-    """The same bytes, else a plugin of the same name."""
+    """Return the candidate with the same bytes, else one with the same name."""
     same = [one for one in candidates if one.sha256 == plugin.sha256]
     return next(iter([*same, *(one for one in candidates if one.short_name == plugin.short_name)]), None)
 
@@ -185,7 +186,9 @@ def _differs(plugin: PluginRecord, candidate: PluginRecord) -> bool:
 
 
 def _likely_path(plugin: PluginRecord) -> str:
-    """What to give to --plugin: the recorded path if a file of this user lies there, else a file of that name."""
+    """Return an argument for --plugin: the recorded path if it is a file of this user, else a placeholder with the
+    file's name.
+    """
     if not plugin.name.endswith(".py"):
         return plugin.name
     path = plugin.path or plugin.name
@@ -208,7 +211,7 @@ def _file_path(name: str) -> Path:
 
 
 def _module_path(name: str) -> Path:
-    """The file of a module or entry point. A package's is its __init__.py."""
+    """Return the file of a module or entry point. For a package this is its __init__.py."""
     points = entry_points(group=GROUP, name=name)
     module = next(iter(points)).module if points else name
     spec = importlib.util.find_spec(module)
@@ -218,7 +221,9 @@ def _module_path(name: str) -> Path:
 
 
 def _digest(path: Path) -> str:
-    """sha256 of a file; of a package's __init__.py, over the names and bytes of all Python files in the package."""
+    """Return the sha256 of a file. For a package's __init__.py, it covers names and bytes of all Python files in the
+    package.
+    """
     if path.name != "__init__.py":
         return hashlib.sha256(path.read_bytes()).hexdigest()
     state = hashlib.sha256()
@@ -229,7 +234,9 @@ def _digest(path: Path) -> str:
 
 
 class _LoaderOfBytes(importlib.abc.SourceLoader):
-    """Executes the bytes that it has read once, never a cached .pyc, so that the digest is of what was executed."""
+    """Executes the bytes that it has read once, never a cached .pyc. The digest therefore describes the executed
+    code.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -240,7 +247,7 @@ class _LoaderOfBytes(importlib.abc.SourceLoader):
         return str(self._path)
 
     def get_data(self, path: str | bytes) -> bytes:
-        """The source. Raises OSError for any other file, such as a .pyc beside it."""
+        """Return the source. Raises OSError for any other file, such as a .pyc beside it."""
         if str(path) != str(self._path):
             raise FileNotFoundError(path)
         return self.source

@@ -1,5 +1,6 @@
-"""The head of a Megatron `.idx` file, and how many tokens lie beside it: what a configuration may ask without
-opening a dataset.
+"""Reads the header of a Megatron `.idx` file and counts the tokens beside it.
+
+A configuration can count tokens with it without opening the dataset.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from pathlib import Path
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: magic, version, dtype code, sequences, documents + 1
-# by code; the digit is the bytes of a token
+# Name by dtype code. The digit is the number of bytes of a token.
 DTYPE_NAMES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 
 
 def stored_tokens(prefix: str) -> int:
-    """Tokens in PREFIX.bin, by its size and its index' head. Raises OSError or ValueError where there is no such
-    dataset.
+    """Return the number of tokens in PREFIX.bin, from its size and the dtype in PREFIX.idx.
+
+    Raises OSError or ValueError if there is no such dataset.
     """
     with Path(f"{prefix}.idx").open("rb") as file:
         head = file.read(HEADER.size)

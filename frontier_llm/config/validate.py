@@ -1,5 +1,7 @@
-"""Rules of a model's shape and of the optimizer that no world size can change; the layout's rules live in
-topology.plan. Also notes on a configuration that is allowed but probably not meant.
+"""Checks of the model's shape and of the optimizer that do not depend on the world size. `topology.plan` checks the
+layout.
+
+Also contains notes on a configuration that is valid but probably a mistake.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from frontier_llm.errors import Problem, divisors, nearest
 
 
 def model_problems(model: ModelConfig) -> list[Problem]:
-    """Every rule that the shape violates, with the nearest valid values."""
+    """Return a problem for every violated rule, with the nearest valid values."""
     problems = []
     if model.head_dim is None and model.hidden % model.heads:
         fix = f"set heads to one of {nearest(model.heads, divisors(model.hidden))}, or head_dim"
@@ -110,8 +112,9 @@ def _moe_problems(model: ModelConfig, moe: MoeConfig) -> list[Problem]:
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
-    """A learning rate that would rise where its schedule says that it falls: fine-tuning's small lr beside
-    pretraining's default min_lr.
+    """Return a problem if min_lr is above lr, so that the learning rate would rise.
+
+    This happens if a fine-tuning run sets a small lr and keeps the default min_lr of pretraining.
     """
     if optimizer.schedule == "constant" or optimizer.min_lr <= optimizer.lr:
         return []
@@ -122,7 +125,7 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
 
 
 def phase_note(config: RunConfig) -> str:
-    """A warning for a run that ends before its last phase has begun; '' where there is nothing to say."""
+    """Return a warning if the run ends before its last phase begins, else ''."""
     reached = len(phases_of(config))
     written = len(config.train.phases)
     if reached >= written:
@@ -135,7 +138,7 @@ def phase_note(config: RunConfig) -> str:
 
 
 def warmup_note(config: RunConfig) -> str:
-    """A warning for a run that ends before its learning rate is up; '' where there is nothing to say."""
+    """Return a warning if the run ends before the learning rate's warm-up does, else ''."""
     warmup = config.optimizer.warmup_steps
     steps = config.train.steps
     if warmup < steps:
@@ -148,16 +151,17 @@ def warmup_note(config: RunConfig) -> str:
 
 
 def rotary_dim(model: ModelConfig) -> int:
-    """Dimensions of each head that rotate."""
+    """Number of dimensions of each head that rotate."""
     return int(model.dim_per_head * model.rope_fraction)
 
 
-# MI200 (MI210, MI250, MI250X); all other AMD GPUs keep subnormal numbers (PyTorch docs, "Numerical accuracy")
+# MI200 (MI210, MI250, MI250X) flushes subnormal fp16 numbers to zero. All other AMD GPUs keep them (PyTorch docs,
+# "Numerical accuracy").
 FLUSHING = "gfx90a"
 
 
 def fp16_note(precision: PrecisionConfig, flushes_fp16: bool) -> str:
-    """A warning for a run in fp16 on a device that flushes; '' where there is nothing to say."""
+    """Return a warning for a run in fp16 on a device that flushes subnormal numbers to zero, else ''."""
     if precision.dtype != "fp16" or not flushes_fp16:
         return ""
     if precision.initial_loss_scale is None:

@@ -1,4 +1,4 @@
-"""What scripts/first_gpu.sh runs: the stages, each in a process group of its own with a time limit, and the page.
+"""Program of scripts/first_gpu.sh. Runs each stage in its own process group with a time limit, and writes the page.
 Standard library only.
 """
 
@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Stage:
-    """`limit_s` is of nine minutes; more minutes give all stages more."""
+    """A stage. `limit_s` is its share of nine minutes, and scales with --minutes."""
 
     name: str
     limit_s: float
     about: str
 
 
-# in the order of what is wanted most, should the time run out
+# Most important stages first, because the time may run out.
 STAGES = (
     Stage("machine", 30, "driver, versions, devices"),
     Stage(
@@ -54,7 +54,9 @@ GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 def run_limited(command: list[str], limit_s: float, log: Path, environment: dict[str, str]) -> str:
-    """'' or what went wrong. A late command is ended with all that it has started: it would keep the GPU."""
+    """Run a command. Returns '' or the fault. A late command is ended with all its children, which would occupy the
+    GPU.
+    """
     with (
         log.open("wb") as output,
         subprocess.Popen(
@@ -65,8 +67,8 @@ def run_limited(command: list[str], limit_s: float, log: Path, environment: dict
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return f"not ready after {limit_s:.0f} s"
-        # also what a stage that has ended left behind, and after an interrupt from the keyboard, which reaches no other
-        # session
+        # Also ends processes that a finished stage left behind. An interrupt from the keyboard does not reach another
+        # session.
         finally:
             _end_group(process)
     return f"exit code {code}" if code else ""
@@ -86,7 +88,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_stage(stage: Stage, limit_s: float, out: Path, python: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Run one stage; what went wrong becomes its result, beside what it had written until then."""
+    """Run one stage. A fault becomes its result, together with the results that it wrote before."""
     result_path = out / f"{stage.name}.json"
     log = out / "logs" / f"{stage.name}.log"
     result_path.unlink(missing_ok=True)
@@ -122,7 +124,7 @@ def _read(path: Path) -> Any:
 
 
 def main() -> int:
-    """Exit code 0 when no stage failed."""
+    """Return the exit code: 0 if no stage failed."""
     parser = argparse.ArgumentParser(prog="scripts/first_gpu.sh", description=__doc__)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "first_gpu", metavar="DIR", help="results (default: %(default)s)"
@@ -172,7 +174,7 @@ def main() -> int:
     environment |= {"FIRST_GPU_DEVICE": "rehearsal"} if args.rehearse else {}
     environment.pop("FRONTIER_LLM_LAUNCHER", None)
     for name in [name for name in environment if name.startswith(("SLURM_", "PMI_", "OMPI_"))]:
-        environment.pop(name)  # ranks are started here, not by the launcher that started this
+        environment.pop(name)  # the stages start ranks themselves, not through the launcher of this process
 
     total_s = 60 * args.minutes
     results = []

@@ -1,4 +1,4 @@
-"""One page of what the stages of first_gpu.sh found: Markdown, and the constants as a machine file. Standard library
+"""Writes the results of first_gpu.sh's stages as a Markdown page, and the constants as a machine file. Standard library
 only.
 """
 
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from typing import Any
 
 TERA = 1e12
-# shares of copy bandwidth, of SDPA's best back-end, of the measured product rate
+# Shares of the copy bandwidth, of SDPA's best back-end, and of the measured product rate.
 GOALS = {"memory": 0.85, "attention": 0.9, "mfu": 0.6}
 _BASES = {"gfx90a": "frontier", "gfx942": "mi300x", "sm_80": "a100"}
 
 
 def base_machine(architecture: str, name: str) -> str:
-    """The shipped machine file that is nearest to this device."""
+    """Return the shipped machine file that is most similar to this device."""
     return ("h100" if "H100" in name else "h200") if architecture == "sm_90" else _BASES.get(architecture, "local")
 
 
 def render(summary: dict[str, Any]) -> tuple[str, str]:
-    """(the page, a machine file or '' where too little was measured)."""
+    """Return the page, and a machine file. The file is '' if too few values were measured."""
     results = {stage["stage"]: stage.get("result") or stage.get("until_then") or {} for stage in summary["stages"]}
     machine = results.get("machine", {})
     kind = (
@@ -84,7 +84,7 @@ def _stage_lines(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _op_lines(timings: list[dict[str, Any]], copy: float, gemm: float) -> Iterator[str]:
-    """One table row per op: all ways, and ours as a share of the ceiling."""
+    """Yield one table row per op: all implementations, and this project's as a share of the ceiling."""
     by_op: dict[str, dict[str, dict[str, Any]]] = {}
     for timing in timings:
         by_op.setdefault(timing["op"], {})[timing["way"]] = timing
@@ -105,7 +105,7 @@ def _op_lines(timings: list[dict[str, Any]], copy: float, gemm: float) -> Iterat
 
 
 def best_sdpa(ways: dict[str, dict[str, Any]]) -> str:
-    """The fastest of SDPA's back-ends that ran, or ''."""
+    """Return the fastest of SDPA's back-ends that ran, or ''."""
     ran = [way for way, timing in ways.items() if way.startswith("sdpa-") and timing["seconds"]]
     return min(ran, key=lambda way: ways[way]["seconds"], default="")
 
@@ -151,7 +151,7 @@ def _step_lines(step: dict[str, Any]) -> Iterator[str]:
 
 
 def _machine_file(machine: dict[str, Any], results: dict[str, Any], timings: list[dict[str, Any]]) -> str:
-    """YAML of what a plan for this machine should know; JSON numbers and strings are YAML."""
+    """Return the YAML of a machine file for plans on this machine. JSON numbers and strings are valid YAML."""
     ceiling = results.get("ceilings", {})
     if not ceiling.get("gemm_flops_per_s"):
         return ""
@@ -160,7 +160,7 @@ def _machine_file(machine: dict[str, Any], results: dict[str, Any], timings: lis
     def number(value: float) -> str:
         return json.dumps({"value": float(f"{value:.4g}"), "tag": "measured", "source": where})
 
-    # the peaks are what was reached: efficiencies are then of those
+    # The peaks are the measured rates, so efficiencies refer to measured rates.
     lines = [
         f"base: {base_machine(machine['architecture'], machine['device'])}",
         f"title: {json.dumps(machine['device'] + ', first measurements')}",

@@ -1,5 +1,5 @@
-"""A bare environment on this machine, to rehearse in: this Python's packages without those that a machine with a GPU
-may lack. Standard library only.
+"""Creates a bare environment for a rehearsal on this machine: this Python without packages that a GPU machine may lack.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ LACKING = ["pydantic", "pydantic-core", "annotated-types", "typing-inspection", 
 
 
 def bare_environment(folder: Path) -> Path:
-    """The python of a virtual environment that has links to all packages of this one but LACKING."""
+    """Return the python of a virtual environment with links to all packages of this one except LACKING."""
     python = folder / "bin" / "python"
     venv.EnvBuilder(symlinks=True, clear=True).create(folder)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -23,7 +23,7 @@ def bare_environment(folder: Path) -> Path:
         left_out |= {file.parts[0] for file in distribution.files or []}
     for library in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]}:
         for path in Path(library).iterdir():
-            # the checkout's own is on PYTHONPATH
+            # The checkout's own package is on PYTHONPATH.
             ours = path.name.startswith(("frontier_llm", "__editable__", "distutils-precedence"))
             if path.name not in left_out and not ours and not (site / path.name).exists():
                 (site / path.name).symlink_to(path)

@@ -1,7 +1,7 @@
-"""One stage of first_gpu.sh, in its own process: `stages.py NAME OUT` writes OUT/NAME.json. On a CPU with
-FIRST_GPU_DEVICE=rehearsal, at tiny sizes.
+"""One stage of first_gpu.sh, in its own process: `stages.py NAME OUT` writes OUT/NAME.json.
 
-A stage returns its result; a result with `wrong` has failed, one with `skipped` says why there was nothing to do.
+With FIRST_GPU_DEVICE=rehearsal it runs on a CPU at tiny sizes. A stage returns its result. A result with `wrong` has
+failed. A result with `skipped` contains the reason why the stage was not run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REHEARSAL = os.environ.get("FIRST_GPU_DEVICE") == "rehearsal"
 DEVICE = "cpu" if REHEARSAL else "cuda"
 CLI = [sys.executable, "-m", "frontier_llm.cli.main"]
 
-# Llama's shapes with head dim 128, so that attention is what larger models have: 1.1 and 3.1 billion parameters
+# Llama's shapes with head dim 128, so that attention is as in larger models: 1.1 and 3.1 billion parameters.
 MODELS: dict[str, dict[str, Any]] = {
     "1b": {
         "hidden": 2048,
@@ -49,11 +49,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Skipped(Exception):
-    """Nothing to do here; the text says why."""
+    """The stage has nothing to do here. The text contains the reason."""
 
 
 def machine(_out: Path) -> dict[str, Any]:
-    """Driver, versions, devices, tools."""
+    """Return driver, versions, devices and tools."""
     import torch
 
     if not REHEARSAL and not torch.cuda.is_available():
@@ -101,15 +101,16 @@ def _said(command: list[str]) -> str:
 
 def _architecture() -> str:
     if REHEARSAL:
-        return "sm_90"  # whose kernels are compiled and given to the fake driver
+        return "sm_90"  # its kernels are compiled and loaded into the fake driver
     from frontier_llm.ops.driver import architecture_of_device
 
     return architecture_of_device()
 
 
 def build(_out: Path) -> dict[str, Any]:
-    """The C++ parts, then this GPU's kernels; built again with the machine's own assembler where the driver refuses
-    them.
+    """Build the C++ parts, then this GPU's kernels.
+
+    If the driver refuses the kernels, they are built again with the machine's own assembler.
     """
     result: dict[str, Any] = {"architecture": _architecture()}
     native = subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=False)
@@ -137,7 +138,7 @@ def build(_out: Path) -> dict[str, Any]:
 
 
 def _assembler() -> str | None:
-    """The ptxas of this machine's CUDA, which its driver understands."""
+    """Return the ptxas of this machine's CUDA, whose output its driver accepts."""
     places = [
         os.environ.get("PATH", ""),
         *(f"{os.environ.get(name) or '/usr/local/cuda'}/bin" for name in ("CUDA_HOME", "CUDA_PATH")),
@@ -152,8 +153,9 @@ def torch_is_nvidia() -> bool:
 
 
 def _kernels_fault() -> str:
-    """Why this GPU's kernels cannot be used, or ''; in another process, for a refused code object stays with its
-    own.
+    """Return the reason why this GPU's kernels cannot be used, or ''.
+
+    Runs in another process, because a refused code object stays refused in its process.
     """
     code = "from frontier_llm.ops.prebuilt import kernels_of_this_gpu as k; k()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -177,7 +179,7 @@ def _built(architecture: str) -> dict[str, Any]:
 
 
 def _rehearsed_build() -> dict[str, Any]:
-    """Two kernels by Triton, where it is; all of them as the fake driver takes them."""
+    """Compile a kernel with Triton, and load one code object into the fake driver."""
     from frontier_llm.ops.aot.build import Build, compile_one
     from tests.harness.fake_gpu import fake_gpu
 
@@ -192,7 +194,7 @@ def _rehearsed_build() -> dict[str, Any]:
 
 
 def checks(_out: Path) -> dict[str, Any]:
-    """Every op at odd shapes, forward and backward; on a CPU its own ops."""
+    """Check every op at odd shapes, forward and backward. A rehearsal checks the reference ops."""
     from frontier_llm.ops import reference
     from frontier_llm.ops.check import DTYPES, check
 
@@ -218,9 +220,7 @@ def _summed(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def addresses(out: Path) -> dict[str, Any]:
-    """Every op in bf16 where each access to memory is checked. ROCm has no such tool for code objects that are there
-    already.
-    """
+    """Run every op in bf16 with each memory access checked. ROCm has no such tool for existing code objects."""
     if REHEARSAL:
         return _fake_addresses()
     checker = shutil.which("compute-sanitizer")
@@ -252,7 +252,7 @@ def addresses(out: Path) -> dict[str, Any]:
 
 
 def _fake_addresses() -> dict[str, Any]:
-    """Each launch's pointers are looked at before the fake driver gets them (ops/prebuilt.py)."""
+    """Check each launch's pointers before the fake driver receives them (ops/prebuilt.py)."""
     from frontier_llm.ops.check import check
     from frontier_llm.ops.gpu import GpuOps
     from tests.harness.fake_gpu import fake_gpu
@@ -267,7 +267,7 @@ def _fake_addresses() -> dict[str, Any]:
 
 
 def ceilings(_out: Path) -> dict[str, Any]:
-    """Copy bandwidth and bf16 product rate of this device, by torch."""
+    """Measure the copy bandwidth and bf16 product rate of this device with torch."""
 
     from frontier_llm.experiments.measure.ops import copy_bandwidth
 
@@ -281,7 +281,9 @@ def ceilings(_out: Path) -> dict[str, Any]:
 
 
 def _product_rate(size: int) -> float:
-    """FLOP/s of torch's product of two square bf16 matrices of random numbers: the ceiling of the products."""
+    """Return FLOP/s of torch's product of two square bf16 matrices of random numbers. It is the ceiling of the
+    products.
+    """
     import torch
 
     from frontier_llm.experiments.measure.timing import kernel_s
@@ -291,7 +293,7 @@ def _product_rate(size: int) -> float:
 
 
 def ops(out: Path) -> dict[str, Any]:
-    """Ours, eager and SDPA's back-ends in turns, nothing compiled."""
+    """Time this project's ops, eager torch and SDPA's back-ends in alternation, without compilation."""
     from frontier_llm.config.schema import OpsConfig
     from frontier_llm.ops import select_ops, working_dtype
 
@@ -300,7 +302,7 @@ def ops(out: Path) -> dict[str, Any]:
 
 
 def compiled(out: Path) -> dict[str, Any]:
-    """Eager torch through torch.compile; on a CPU through Dynamo alone, which needs no compiler."""
+    """Time eager torch through torch.compile. A rehearsal uses Dynamo alone, which needs no compiler."""
     import torch
 
     from frontier_llm.config.schema import OpsConfig
@@ -311,7 +313,7 @@ def compiled(out: Path) -> dict[str, Any]:
 
 
 def _timed(out: Path, stage: str, chosen: Any, rounds: int, compiler: Callable[..., Any] | None) -> dict[str, Any]:
-    """All timings; what is there so far is in a file, should the stage be stopped."""
+    """Return all timings. Earlier timings are in a file, in case the stage is stopped."""
     import torch
 
     from frontier_llm.experiments.measure.ops import compare
@@ -332,42 +334,44 @@ def model_of(name: str) -> Any:
 
 
 def attention(out: Path) -> dict[str, Any]:
-    """Every attention back-end at the 1B model's shapes; the steps take the fastest."""
+    """Measure every attention back-end at the 1B model's shapes. The training stages use the fastest."""
     from frontier_llm.experiments.measure.attention_choice import tune
 
     return tune(out / "attention.yaml", model_of("1b"), 2 if REHEARSAL else 8, "bf16", DEVICE, rounds=3)
 
 
 def step_1b(out: Path) -> dict[str, Any]:
-    """Speed, memory and time by kernel of a step; ten losses twice, equal to the bit."""
+    """Measure speed, memory and time by kernel of a step. Ten losses are computed twice and must be equal to the
+    bit.
+    """
     import steps
 
     return steps.speed("1b", out, twice=True)
 
 
 def step_3b(out: Path) -> dict[str, Any]:
-    """The same of a larger model."""
+    """Measure the same for a larger model."""
     import steps
 
     return steps.speed("3b", out, twice=False)
 
 
 def reference(out: Path) -> dict[str, Any]:
-    """A small model's steps on this device and in plain torch on the CPU."""
+    """Compare a small model's steps on this device with plain torch on the CPU."""
     import steps
 
     return steps.against_cpu(out)
 
 
 def hang_test(out: Path) -> dict[str, Any]:
-    """frontier-llm bench comm --hang-test over this machine's devices."""
+    """Run frontier-llm bench comm --hang-test over this machine's devices."""
     import steps
 
     return steps.hang_test(out)
 
 
 def layout(out: Path) -> dict[str, Any]:
-    """The same run on one device and on several."""
+    """Compare the same run on one device and on several."""
     import steps
 
     return steps.layout(out)
@@ -405,6 +409,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import stages  # as `steps` imports it: one class Skipped
+    import stages  # `steps` imports this module by this name, and both must use the same class Skipped
 
     raise SystemExit(stages.main())

@@ -1,5 +1,7 @@
-"""The stages of first_gpu.sh that train: speed and time by kernel of a step, a CPU's losses beside this device's,
-several devices beside one.
+"""The stages of first_gpu.sh that train.
+
+They measure speed and time by kernel of a step, and compare losses on the CPU with this device, and several devices
+with one.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ from frontier_llm.training.step import train_step
 STEPS, PROFILED, TWICE = (2, 1, 2) if REHEARSAL else (10, 2, 10)
 KERNELS_SHOWN = 25
 WARM_UP = 1 if REHEARSAL else 3
-_MEASURED = Path(sys.argv[2]) / "attention.yaml"  # by the stage before
+_MEASURED = Path(sys.argv[2]) / "attention.yaml"  # written by an earlier stage
 TABLE = str(_MEASURED) if _MEASURED.is_file() else "shipped"
-# (microbatch, recomputation), the first that fits
+# (microbatch, recomputation); the first that fits is used.
 SIZES = ((8, "none"), (4, "none"), (2, "none"), (1, "none"), (1, "full"))
 
 
 def built(
     model: ModelConfig, micro_batch: int, recompute: str, dtype: str = "bf16", device: str = DEVICE, op: str = "auto"
 ) -> TrainState:
-    """A run of one rank on a device, `op` the back-end of all ops."""
+    """Return a training state of one rank on a device. `op` is the back-end of all ops."""
     ops = OpsConfig(no_jit=True, attention_table=TABLE)
     chosen = {name: op for name, value in ops if value == "auto"}
     config = RunConfig(
@@ -63,8 +65,8 @@ def wait() -> None:
 
 
 def speed(name: str, out: Path, twice: bool) -> dict[str, Any]:
-    """Seconds, memory and kernels of a step, in the largest size that fits; with `twice` the first losses of two
-    runs.
+    """Measure seconds, memory and kernels of a step, at the largest size that fits. With `twice` also compare the first
+    losses of two runs.
     """
     model = model_of(name)
     faults = []
@@ -76,7 +78,7 @@ def speed(name: str, out: Path, twice: bool) -> dict[str, Any]:
             faults.append(str(error).splitlines()[0])
         else:
             break
-        torch.cuda.empty_cache()  # behind the except: the error's frames hold tensors
+        torch.cuda.empty_cache()  # after the except clause, because the error's frames hold tensors
     else:
         raise Skipped(f"no size of the {name} model fits: {faults[-1]}")
     result |= {
@@ -97,7 +99,7 @@ def speed(name: str, out: Path, twice: bool) -> dict[str, Any]:
 
 
 def measured(state: TrainState, out: Path) -> tuple[dict[str, Any], list[float]]:
-    """What STEPS steps take, and PROFILED more under the profiler; all losses."""
+    """Time STEPS steps and run PROFILED more under the profiler. Returns the results and all losses."""
     ready_at = time.monotonic()
     losses = [train_step(state).loss for _ in range(WARM_UP)]
     wait()
@@ -128,7 +130,7 @@ def measured(state: TrainState, out: Path) -> tuple[dict[str, Any], list[float]]
             "model_flops_per_s": flops / step_s,
             "mfu_of_measured_gemm_rate": flops / step_s / rate if rate else None,
             "memory_gib": memory / 2**30,
-            # kernels' time is without the profiler's
+            # the kernels' time excludes the profiler's
             "device_idle_share": max(1 - busy_s / step_s, 0.0) if DEVICE == "cuda" else None,
             "profiled_step_s": profiled_s,
             "launches_per_step": sum(row["calls_per_step"] for row in rows),
@@ -140,7 +142,7 @@ def measured(state: TrainState, out: Path) -> tuple[dict[str, Any], list[float]]
 
 
 def kernel_rows(profiler: Any) -> list[dict[str, Any]]:
-    """Time on the device by kernel, longest first; in a rehearsal the CPU's ops."""
+    """Return the time on the device by kernel, longest first. A rehearsal lists the CPU's ops."""
     field = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
     events = [
         event
@@ -169,8 +171,8 @@ def _ceiling(out: Path) -> float | None:
 
 
 def against_cpu(_out: Path) -> dict[str, Any]:
-    """Losses of 100 steps in fp32 on this device with its own ops, and of the same steps in plain torch on the CPU;
-    then in bf16.
+    """Compare the losses of 100 steps in fp32 on this device with the same steps in plain torch on the CPU, then in
+    bf16.
     """
     count = 4 if REHEARSAL else 100
     shapes = load_model(
@@ -185,7 +187,7 @@ def against_cpu(_out: Path) -> dict[str, Any]:
     expected = losses("cpu", "fp32", "reference", count)
     result: dict[str, Any] = {"steps": count, "loss": [expected[0], expected[-1]]}
     wrong = []
-    # fp32 sums in another order: differences grow slowly; bf16 rounds to 1/256 at every op
+    # fp32 sums in another order, so differences grow slowly. bf16 rounds to 1/256 at every op.
     for dtype, limit in (("fp32", 0.01), ("bf16", 0.05)):
         got = losses(DEVICE, dtype, "auto", count)
         worst = max(abs(a - b) / b for a, b in zip(got, expected, strict=True))
@@ -196,7 +198,7 @@ def against_cpu(_out: Path) -> dict[str, Any]:
 
 
 def degrees() -> tuple[int, int, int]:
-    """(tensor, pipeline, data) over the devices of this machine."""
+    """Return the degrees (tensor, pipeline, data) over the devices of this machine."""
     devices = 4 if REHEARSAL else torch.cuda.device_count()
     if devices < 2:
         raise Skipped("one device: nothing is sent")
@@ -204,7 +206,7 @@ def degrees() -> tuple[int, int, int]:
 
 
 def run_file(path: Path, layers: int, tensor: int, pipeline: int, data: int, steps: int) -> None:
-    """A run of a small model over tensor x pipeline x data ranks; JSON is YAML."""
+    """Write a run file of a small model over tensor x pipeline x data ranks. JSON is valid YAML."""
     content = {
         "model": {"base": "llama-tiny" if REHEARSAL else "llama-2-7b", "layers": layers},
         "parallel": {"tensor": tensor, "pipeline": pipeline, "data": data, "sequence_parallel": tensor > 1},
@@ -232,7 +234,7 @@ def _base_machine() -> str:
 
 
 def hang_test(out: Path) -> dict[str, Any]:
-    """Steps of one layer per stage in each mode, under a watchdog."""
+    """Run steps of one layer per stage in each mode, under a watchdog."""
     tensor, pipeline, data = degrees()
     run_file(out / "hang.yaml", pipeline, tensor, pipeline, data, steps=1000)
     times = ["--times", "3" if REHEARSAL else "100"]
@@ -254,7 +256,7 @@ def hang_test(out: Path) -> dict[str, Any]:
 
 
 def layout(out: Path) -> dict[str, Any]:
-    """First and last losses of the same steps on one device and on several."""
+    """Compare first and last losses of the same steps on one device and on several."""
     tensor, pipeline, data = degrees()
     steps = 2 if REHEARSAL else 20
     losses = {}

@@ -1,5 +1,5 @@
-"""Python packages that a bare machine lacks: fetched beforehand where there is a network, unpacked where there is
-none. Standard library only.
+"""Downloads Python packages that a bare machine lacks, and unpacks them on a machine without a network. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import zipfile
 from importlib import metadata, util
 from pathlib import Path
 
-# distribution → the module that shows that it is there. torch and Triton are the machine's own; the last two compile
+# Distribution → module that shows that it is installed. torch and Triton are the machine's own. The last two compile
 # and read kernels.
 NEEDED = {
     "numpy": "numpy",
@@ -31,21 +31,21 @@ NEEDED = {
     "pyelftools": "elftools",
 }
 MOST_BYTES = 64 * 2**20
-PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"]  # pip takes each name by itself
+PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"]  # pip needs each name separately
 
 
 def normal(name: str) -> str:
-    """A distribution's name as it is compared."""
+    """Return a distribution's name in the form that is compared."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def missing() -> list[str]:
-    """Distributions that this Python has not."""
+    """Return the distributions that are not installed in this Python."""
     return [name for name, module in NEEDED.items() if util.find_spec(module) is None]
 
 
 def unpack(wheels: Path, names: list[str], site: Path) -> list[str]:
-    """The wheels of these distributions, unpacked where PYTHONPATH will look first; returns the names of their
+    """Unpack the wheels of these distributions into `site`, the first folder of PYTHONPATH. Returns the names of their
     files.
     """
     site.mkdir(parents=True, exist_ok=True)
@@ -58,11 +58,11 @@ def unpack(wheels: Path, names: list[str], site: Path) -> list[str]:
 
 
 def provide(wheels: Path | None, site: Path, python: str) -> list[str]:
-    """Give `python` what it lacks; returns the wheels used. SystemExit, with what to do, where it still cannot import
-    the package's needs.
+    """Unpack packages that `python` lacks and return the wheels used. Raises SystemExit with instructions if its
+    imports still fail.
 
-    First only what is missing. Where that does not import (a pydantic that wants another pydantic-core), all that there
-    is.
+    At first only missing packages are unpacked. If the import then fails, all are unpacked. This happens if the
+    installed pydantic needs another pydantic-core.
     """
     lacking = missing()
     used = []
@@ -81,14 +81,14 @@ def provide(wheels: Path | None, site: Path, python: str) -> list[str]:
 
 
 def imports(python: str, site: Path) -> str:
-    """The last line of what goes wrong when `python` imports the package's needs, or ''."""
+    """Import the package's requirements in `python`. Returns the last line of the error, or ''."""
     code = f"import sys; sys.path.insert(0, sys.argv[1]); import {', '.join(NEEDED.values())}"
     done = subprocess.run([python, "-c", code, str(site)], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def collect(folder: Path, python: str, platforms: list[str]) -> int:
-    """Download the wheels for another machine's Python, pydantic's core in the version that its pydantic wants."""
+    """Download the wheels for another machine's Python. The version of pydantic-core follows from pydantic."""
     folder.mkdir(parents=True, exist_ok=True)
     tags = [word for platform in platforms or PLATFORMS for word in ("--platform", platform)]
     options = [
@@ -111,7 +111,7 @@ def collect(folder: Path, python: str, platforms: list[str]) -> int:
 
 
 def from_installed(names: list[str], folder: Path) -> None:
-    """Wheels of packages that are installed here, for a rehearsal without a network."""
+    """Build wheels from packages that are installed here, for a rehearsal without a network."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         distribution = metadata.distribution(name)

@@ -1,5 +1,5 @@
-"""The same seed twice is the same run, bit for bit; replicas that compute the same step agree, and one that does not
-is named.
+"""Two runs with the same seed are equal, bit for bit. Replicas that compute the same step agree, and a replica that
+differs is named.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run shows of itself: no secret of its environment in any file, and no open port but the transport's own."""
+"""A run writes no secret of its environment to any file, and opens no port except the transport's own."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SECRETS = {
 
 
 def listening(pids: list[int]) -> list[tuple[str, int]]:
-    """(address, port) of every TCP socket on which one of the processes listens."""
+    """Return (address, port) of every TCP socket on which one of the processes listens."""
     sockets = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             try:
                 sockets |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(entry)))
             except OSError:
-                continue  # closed meanwhile
+                continue  # closed in the meantime
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -59,7 +59,7 @@ def test_ports_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {address for address, _ in ports} == {"0100007F"}, "only the job's interface, here 127.0.0.1"
     assert port not in [store_port, *(number for _, number in ports)], "on one node nothing listens on MASTER_PORT"
     assert len(ports) <= 3 * len(pids), "gloo's own: one per group and rank"
-    os.kill(pids[1], signal.SIGSEGV)  # the files of a crash, too: traceback, stacks, flight records, failure.json
+    os.kill(pids[1], signal.SIGSEGV)  # checks the files of a crash too: traceback, stacks, flight records, failure.json
     output, _ = process.communicate(timeout=60)
     files = [path for path in run.run_dir.rglob("*") if path.is_file()]
     assert any(path.name == "failure.json" for path in files) and len(files) > 10

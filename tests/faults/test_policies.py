@@ -1,4 +1,6 @@
-"""Skipping, rewinding and not-finite steps in whole runs: deterministic, written down, the same after a resume."""
+"""Skipped steps, rewinds and steps that are not finite, in complete runs: deterministic, recorded, and equal after a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import pytest
 
 from tests.harness.runs import Run
 
-SPIKES = ("guard.spike_sigmas=0.7", "guard.spike_window=4")  # so tight that ordinary steps of a tiny run are spikes
+# so tight that ordinary steps of a tiny run count as spikes
+SPIKES = ("guard.spike_sigmas=0.7", "guard.spike_window=4")
 
 
 def decisions(run: Run) -> list[dict]:
@@ -58,7 +61,7 @@ def test_a_run_that_only_skips_stops_with_a_diagnosis(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_run_whose_weights_are_not_finite_ends_with_an_error_and_keeps_the_good_state(tmp_path: Path) -> None:
-    """The last save of it, too, is no save."""
+    """The last save is refused too."""
     run = Run(
         tmp_path, steps=2, overrides=("optimizer.lr=1.0e+39", "optimizer.warmup_steps=0", "optimizer.decay_steps=2")
     )

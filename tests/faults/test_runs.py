@@ -1,5 +1,5 @@
-"""Kills, freezes, errors and signals in whole runs; scripts/kill_anywhere.py and scripts/soak.sh do this by the
-hundred.
+"""Kills, freezes, errors and signals in complete runs. scripts/kill_anywhere.py and scripts/soak.sh do the same
+hundreds of times.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def test_killed_rank_then_resumed_is_bit_equal(failpoint: str, undisturbed: Run,
 
 @pytest.mark.thorough
 def test_a_mixture_of_experts_is_killed_and_resumed_bit_equal(tmp_path: Path) -> None:
-    """Experts over two ranks, their optimizer state over none; selection biases and the load of the step before are
-    in the checkpoint.
+    """Experts are split over two ranks, and their optimizer state is not split. The checkpoint contains the selection
+    biases and the load of the previous step.
     """
     router = (
         "model.moe.score=sigmoid",
@@ -84,14 +84,14 @@ def test_dead_peer_is_named_and_all_others_leave(victim: int, store: str, tmp_pa
     assert process.returncode == 137
     failure = run.failure()
     assert failure["rank"] == victim and not any(map(alive, pids))
-    if store != "authenticated":  # its store ends with rank 0, and so do the notices
+    if store != "authenticated":  # its store and therefore the heartbeats end with rank 0
         assert int(str(failure["step"])) > 0 and failure["host"] == os.uname().nodename
         assert "it died or was stopped" in str(failure["what"])
 
 
-@pytest.mark.parametrize("victim", but_first([0, 1]))  # rank 0 is the rank that looks for the cause
+@pytest.mark.parametrize("victim", but_first([0, 1]))  # rank 0 is the rank that searches for the cause
 def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
-    limit_s = 15.0  # a first step has taken 6 s where three workers share two cores
+    limit_s = 15.0  # a first step took 6 s with three workers on two cores
     run = Run(tmp_path, steps=10_000, save_interval=0, timeout_s=limit_s, overrides=TWO)
     process = run.start()
     pids = wait_for_ranks(process, run)
@@ -103,7 +103,7 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
     process.communicate(timeout=30)
     assert run.failure()["rank"] == victim
     stacks = (run.run_dir / "logs" / f"stacks_rank_{1 - victim:05}.txt").read_text()
-    # in a step, or where all agree on what comes after it
+    # in a step, or in the agreement of all ranks after it
     assert "in _train_until_end" in stacks and not any(map(alive, pids))
     record = json.loads((run.run_dir / "logs" / f"flight_rank{1 - victim:05}.json").read_text())
     assert record["reason"] and not record["calls"][-1]["finished"]
@@ -112,16 +112,16 @@ def test_frozen_peer_is_named_with_stacks(victim: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failpoint", "where"),
     [
-        thorough("train.step@1#5=sleep:1000", "in hit"),  # as in a data loader or any other Python that never returns
-        ("train.step@1#5=hold:1000", "in hit"),  # in C, the interpreter lock held: no thread of this rank runs any more
-        # in the thread that writes; the main thread waits for it
+        thorough("train.step@1#5=sleep:1000", "in hit"),  # like Python code that never returns
+        ("train.step@1#5=hold:1000", "in hit"),  # in C with the interpreter lock held
+        # In the thread that writes. The main thread waits for it.
         thorough("checkpoint.shard_written@1#1=sleep:1000", "in write"),
     ],
 )
 @pytest.mark.thorough
 def test_stuck_rank_is_named_with_its_stacks(failpoint: str, where: str, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=3, timeout_s=15.0, overrides=TWO)
-    assert run.finish(failpoint)[0] in (1, 70)  # long before the failpoint would let go
+    assert run.finish(failpoint)[0] in (1, 70)  # long before the end of the failpoint's sleep
     assert run.failure()["rank"] == 1
     assert where in (run.run_dir / "logs" / "stacks_rank_00001.txt").read_text()
 
@@ -138,7 +138,7 @@ def test_first_cause_wins(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_signal_saves_one_agreed_step_and_the_run_goes_on(which: str, undisturbed: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, save_interval=0, overrides=TWO)
-    # so slow that the signal meets a run that trains, also when this process is late
+    # So slow that the run is still training when the signal arrives, even if this process is late.
     process = run.start("train.step#6%=sleep:2")
     pids = wait_for_ranks(process, run)
     for pid in pids[1:] if which == "one rank" else pids:
@@ -175,7 +175,7 @@ def test_a_warning_during_the_last_save_does_not_lose_it(tmp_path: Path) -> None
     process = run.start("checkpoint.before_manifest=sleep:3")
     assert process.stdout is not None
     assert any("failpoint checkpoint.before_manifest: sleeping" in line for line in process.stdout)
-    process.send_signal(signal.SIGUSR1)  # Slurm's warning comes when the run is already at its end
+    process.send_signal(signal.SIGUSR1)  # Slurm's warning, sent when the run is already at its end
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert (run.run_dir / "checkpoints" / "LATEST").read_text() == "step_00000003\n"
@@ -209,11 +209,11 @@ def wait_for_step(process: subprocess.Popen[Any], run: Run, step: int) -> None:
 
 
 def wait_for_ranks(process: subprocess.Popen[Any], run: Run) -> list[int]:
-    """Process ids by rank, once training is under way."""
+    """Return the process ids by rank, after training has begun."""
     wait_for_step(process, run, 3)
     return children(process.pid)
 
 
 def children(launcher: int) -> list[int]:
-    """Process ids in the order in which they were started; their numbers start anew at some point."""
+    """Return process ids in the order in which the processes were started. The ids themselves may wrap around."""
     return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]

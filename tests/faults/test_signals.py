@@ -1,5 +1,5 @@
-"""Signals in any state of a run: starting, loading, evaluating, saving; a second one ends it at once and leaves a
-loadable checkpoint.
+"""Signals in all states of a run: starting, loading, evaluating, saving. A second signal ends the run at once and
+leaves a loadable checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ TWO = ("parallel.data=2", "data.validation=synthetic", "train.eval_interval=3", 
 
 
 def wait_until_inside(run: Run, process: subprocess.Popen[str], state: str) -> None:
-    """Until both ranks sleep at a failpoint: their stacks are not visible, but the markers before the sleep are."""
+    """Wait until both ranks sleep at a failpoint. Their stacks are not visible, so the text that is logged before the
+    sleep is used.
+    """
     deadline_s = time.monotonic() + START_LIMIT_S
     for log in (run.run_dir / "logs" / "rank_0.log", run.run_dir / "logs" / "rank_1.log"):
         while not log.exists() or f"failpoint {state}: sleeping" not in log.read_text():
@@ -59,7 +61,7 @@ def test_one_agreed_step_is_saved_wherever_the_signal_comes(
 
 @pytest.mark.thorough
 def test_a_warning_as_python_starts_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python runs this module before any of ours."""
+    """Python runs sitecustomize before any module of this project."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\nif os.environ.get('RANK') == '1':\n    os.kill(os.getpid(), signal.SIGUSR1)\n"
     )
@@ -72,12 +74,12 @@ def test_a_warning_as_python_starts_is_heard(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("ranks", but_first([2, 1]))
 @pytest.mark.thorough
 def test_a_terminal_that_closes_saves_the_run(ranks: int, tmp_path: Path) -> None:
-    """The kernel sends SIGHUP, and whatever is written to that terminal from then on fails."""
+    """The kernel sends SIGHUP. Every later write to that terminal fails."""
     run = Run(tmp_path, steps=10_000, save_interval=0, overrides=(f"parallel.data={ranks}",))
     ours, theirs = os.openpty()
 
     def take_terminal() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite started under nohup ignores it, and so would the run
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the tests and the run ignore it
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
@@ -101,7 +103,7 @@ def test_a_second_signal_ends_a_save_at_once_and_safely(undisturbed: Run, tmp_pa
     wait_until_inside(run, process, "checkpoint.shard_written")
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    time.sleep(4.0)  # within a second of hearing the first it would be the same request, delivered twice
+    time.sleep(4.0)  # within one second of the first signal, it would count as the same request, delivered twice
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
     second_s = time.monotonic()

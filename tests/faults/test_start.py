@@ -1,5 +1,5 @@
-"""A start on the wrong device, or on nodes that differ, ends before the first step: with the real command, in
-processes of their own.
+"""A start on the wrong device, or on nodes that differ, ends before the first step. The real command runs in separate
+processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from frontier_llm.run.failure import Evidence, read_failure
 from frontier_llm.run.launchers import free_port
 from frontier_llm.run.run_dir import steps, untrusted_hosts
 
-# a toy with the shape and the keys of a shipped run
+# A toy model with the structure and the keys of a shipped run.
 TOY = (
     "model.layers=2",
     "model.hidden=64",
@@ -37,8 +37,8 @@ TOY = (
     "train.tensorboard=false",
     "ops.no_jit=true",
 )
-TIME_LIMIT_S = 600  # train.timeout_s of the runs here: a start that waits for it does not end within a test
-# what a site's Python would say that has another torch; only on the node that it is planted on
+TIME_LIMIT_S = 600  # train.timeout_s of these runs. A start that waits for this timeout does not end within a test.
+# Simulates another torch in a site's Python, only on the nodes in PLANTED_ON.
 OTHER_TORCH = """
 import os
 if os.environ.get("SLURMD_NODENAME") in os.environ["PLANTED_ON"].split(","):
@@ -48,7 +48,7 @@ if os.environ.get("SLURMD_NODENAME") in os.environ["PLANTED_ON"].split(","):
 
 
 class Rank:
-    """One process of a job, started as a task of srun or of torchrun would be."""
+    """One process of a job, started like a task of srun or torchrun."""
 
     def __init__(self, run: str, words: tuple[str, ...], variables: dict[str, str]) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "FRONTIER_LLM"))}
@@ -61,13 +61,13 @@ class Rank:
         )
 
     def end(self) -> tuple[int, str]:
-        """Exit code and output."""
+        """Wait for the end. Returns exit code and output."""
         output, _ = self.process.communicate(timeout=TIME_LIMIT_S / 2)
         return self.process.returncode, output
 
 
 def slurm_task(host: str) -> dict[str, str]:
-    """What srun sets for the only task of a job."""
+    """Return the variables that srun sets for the only task of a job."""
     return {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
@@ -81,7 +81,7 @@ def slurm_task(host: str) -> dict[str, str]:
 
 
 def train_on_hosts(hosts: list[str], tmp_path: Path, variables: dict[str, str], *words: str) -> list[tuple[int, str]]:
-    """Run one rank on each of several pretended hosts."""
+    """Run one rank on each of several simulated hosts. Returns exit code and output of each."""
     port = str(free_port())
     run_dir = f"train.run_dir={tmp_path}/run"
     (tmp_path / "run").mkdir()
@@ -101,7 +101,9 @@ def train_on_hosts(hosts: list[str], tmp_path: Path, variables: dict[str, str], 
 
 @pytest.mark.parametrize("cuda", ["", "12.8"], ids=["CPU torch", "CUDA torch"])
 def test_a_run_for_frontier_with_a_torch_without_rocm_is_refused_before_a_step(tmp_path: Path, cuda: str) -> None:
-    """The run derived from train_22b, in a Slurm step, once trained to its end with reference ops on the CPUs."""
+    """The run is derived from train_22b, in a Slurm step. An earlier version trained it to its end with reference ops
+    on CPUs.
+    """
     (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH)
     planted = {"PYTHONPATH": str(tmp_path), "PLANTED_ON": "frontier00001" if cuda else "", "PLANTED_CUDA": cuda}
     code, output = Rank(
@@ -144,7 +146,9 @@ def test_a_host_with_another_torch_among_three_is_a_fault_of_that_node(tmp_path:
 
 @pytest.mark.parametrize("host_count", [2, 3])
 def test_a_rank_whose_gpu_fails_ends_all_ranks_with_its_error(tmp_path: Path, host_count: int) -> None:
-    """One of three hosts is a node to replace; one of two is a refusal, because nothing says which of them is right."""
+    """One of three hosts is a node to replace. With two hosts the start is refused, because the faulty one cannot be
+    determined.
+    """
     hosts = [f"n{number}" for number in range(host_count)]
     ends = train_on_hosts(
         hosts,

@@ -1,10 +1,10 @@
-"""Executes the prebuilt code objects of gfx90a on a simulated MI250X (tests/cdna2), against the reference in float64.
-Needs llvm-objdump, no GPU.
+"""Executes the prebuilt code objects of gfx90a on a simulated MI250X (tests/cdna2) and compares with the float64
+reference.
 
     python -m tests.harness.check_gfx90a [--all] [--json] [--folder FOLDER]
 
-Exit code 1 when a result is wrong, or a kernel did what it must not. On a machine with a GPU, `frontier-llm ops check`
-does the same on that.
+Needs llvm-objdump and no GPU. The exit code is 1 if a result is wrong, or if a kernel does something forbidden. On a
+machine with a GPU, `frontier-llm ops check` does the same on the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.cdna2.driver import SimulatedGpu
 
 
 def simulate(folder: Path, dtypes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Each case's result, with the code objects and the instructions that it executed."""
+    """Yield each case's result, with the code objects and the number of instructions that it executed."""
     gpu = SimulatedGpu()
     files = {line["sha256"]: line["file"] for line in read_manifest("gfx90a", folder)["kernels"]}
     for result in check(GpuOps(PrebuiltKernels("gfx90a", folder, gpu)), "cpu", dtypes):

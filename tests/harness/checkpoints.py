@@ -1,4 +1,4 @@
-"""Complete checkpoints without a model, for tests of what surrounds the training."""
+"""Writes complete checkpoints without a model, for tests of code around the training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARD = "shard_00000.safetensors"
 
 
 def save_only(run_dir: Path, step: int) -> Path:
-    """Make step `step` the only complete checkpoint of a run directory, as a run that keeps one would. Returns its
+    """Make step `step` the only complete checkpoint of a run directory, as in a run that keeps one. Returns its
     folder.
     """
     checkpoints = run_dir / "checkpoints"

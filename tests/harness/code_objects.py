@@ -1,4 +1,4 @@
-"""The code objects of gfx90a that tests look at, and execute."""
+"""The code objects of gfx90a that tests inspect and execute."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from pathlib import Path
 from frontier_llm.errors import BackendError
 from frontier_llm.ops import manifest
 
-KEPT = Path(__file__).resolve().parents[2] / "build"  # as setup.py's: git knows nothing of it
+KEPT = Path(__file__).resolve().parents[2] / "build"  # also used by setup.py, and ignored by git
 
 
 @cache
 def folder() -> Path:
-    """The shipped folder when it is up to date, else one that the tests of this checkout have built (half a minute
-    on one core).
+    """Return the shipped folder if it is up to date, else one that the tests of this checkout have built.
+
+    The build takes half a minute on one core.
     """
     built = KEPT / f"triton-{version('triton')}" / "gfx90a"
     built.parent.mkdir(parents=True, exist_ok=True)
     with (built.parent / "lock").open("w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several workers one builds
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several workers builds
         for objects in (manifest.GPU_DIR / "gfx90a", built):
             try:
                 manifest.read_manifest("gfx90a", objects)

@@ -1,5 +1,5 @@
-"""Schedules and their collectives played without time, rank by rank: does the one order of communication end, and
-what does it keep?
+"""Executes schedules and their collectives without time, rank by rank. Shows whether an order of communication
+deadlocks, and how many activations it keeps.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from frontier_llm.schedule import Action, Kind, Schedule, ScheduleError
 
 
 def check(schedule: Schedule, in_flight: int | None = 1) -> None:
-    """Raise ScheduleError unless every rank's list is legal and the ranks come to an end with `in_flight`
-    communications under way on each.
+    """Raise ScheduleError unless every rank's list is legal and all ranks finish with `in_flight` communications at a
+    time.
     """
     for rank in range(schedule.stages):
         schedules.check(schedule, rank)
@@ -24,21 +24,22 @@ def check(schedule: Schedule, in_flight: int | None = 1) -> None:
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """Peak number of (microbatch, position) activations that a stage keeps, from F to B, or to W where backward is
-    split.
+    """Return the peak number of (microbatch, position) activations that a stage keeps.
+
+    An activation is kept from F to B, or from F to W if the backward is split.
     """
     return max(alive for alive, _ in _alive(schedule.compute[stage]))
 
 
 def waiting(schedule: Schedule, stage: int) -> int:
-    """Of these, most whose input gradient is done and whose weight gradients are not, when a further forward has
-    run.
+    """Return the peak number of these activations, after a forward, whose input gradient is done and whose weight
+    gradients are not.
     """
     return max(late for _, late in _alive(schedule.compute[stage]))
 
 
 def _alive(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """(activations kept, of which between I and W) after each forward."""
+    """Yield (activations kept, activations between I and W) after each forward."""
     counts = Counter[Kind]()
     for action in actions:
         counts[action.kind] += 1
@@ -49,28 +50,30 @@ def _alive(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
 
 # ------------------------------------------------------------------------------------------------------- collectives
 
-Call = tuple[str, str]  # (axis or channel, operation), as the ledger has them
+Call = tuple[str, str]  # (axis or channel, operation), as in the ledger
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """What a step communicates beside the messages, in order; whoever knows the layers says it."""
+    """Communication of a step besides the pipeline's messages, in order. The caller knows the layers and gives the
+    lists.
+    """
 
-    # of each action of a kind at a position
+    # Collectives inside each action of a kind at a position.
     inside: Mapping[tuple[Kind, int], Sequence[Call]] = field(default_factory=dict)
-    # of single actions: last backwards, where dp sums start
+    # Collectives of single actions that replace those in `inside`, such as last backwards, where dp sums start.
     instead: Mapping[Action, Sequence[Call]] = field(default_factory=dict)
-    before: Sequence[Call] = ()  # the first action
-    # the last action, by pipeline rank: tied sums, late dp sums, world
+    before: Sequence[Call] = ()  # before the first action
+    # After the last action, by pipeline rank: tied sums, late dp sums, world.
     behind: Mapping[int, Sequence[Call]] = field(default_factory=dict)
 
     def of(self, action: Action) -> Sequence[Call]:
-        """Inside one compute action."""
+        """Return the collectives inside one compute action."""
         return self.instead.get(action) or self.inside.get((action.kind, action.position), ())
 
 
 def calls(schedule: Schedule, rank: int, collectives: Collectives) -> Iterator[Call]:
-    """What a pipeline rank's ledger has after a step, entry by entry."""
+    """Yield the entries of a pipeline rank's ledger after a step."""
     yield from collectives.before
     for action in schedule.actions[rank]:
         if action.kind.computes:
@@ -85,18 +88,16 @@ def calls(schedule: Schedule, rank: int, collectives: Collectives) -> Iterator[C
 
 
 class Step(NamedTuple):
-    """One entry of a rank's list, written out: a communication, or (with no ranks) the compute that waits for some
-    of them.
-    """
+    """One entry of a rank's list: a communication, or (without ranks) compute that waits for communications."""
 
-    what: str  # the same on all ranks that share the event
-    stream: str = ""  # communications of a stream meet in the order in which they are issued
+    what: str  # equal on all ranks that share the communication
+    stream: str = ""  # communications of a stream are matched in the order in which they are issued
     ranks: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()  # places in the same list that must have ended
+    after: tuple[int, ...] = ()  # indices of earlier entries that must have ended
 
 
 def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 1, dp: int = 1) -> list[list[Step]]:
-    """Every rank's list on a mesh of pp x dp x tp ranks, tp innermost."""
+    """Return every rank's list on a mesh of pp x dp x tp ranks, tp innermost."""
     collectives = collectives or Collectives()
     placement = schedule.placement
 
@@ -149,17 +150,17 @@ def steps(schedule: Schedule, collectives: Collectives | None = None, tp: int = 
 
 
 def check_order(lists: Sequence[Sequence[Step]], in_flight: int | None = 1) -> None:
-    """Raise ScheduleError, naming what each rank waits for, unless the lists end with so many communications in flight
-    per rank.
+    """Raise ScheduleError, naming what each rank waits for, unless all lists end with `in_flight` communications per
+    rank.
 
-    Rendezvous without buffering: an event ends when it is the first unfinished one of its stream on all its ranks. A
-    rank that has `in_flight` unfinished ones (None: no bound) goes no further.
+    Communication is not buffered. It ends when it is the first unfinished entry of its stream on all its ranks. A rank
+    with `in_flight` unfinished communications (None: no bound) does not continue.
     """
     _Ranks(lists, in_flight).play()
 
 
 class _Ranks:
-    """Every rank's list played without time: where each stands, and what it has issued and not ended."""
+    """State of all ranks: the position in each list, and the communications issued and not ended."""
 
     def __init__(self, lists: Sequence[Sequence[Step]], in_flight: int | None) -> None:
         self.lists = lists
@@ -184,16 +185,16 @@ class _Ranks:
             )
 
     def issued(self, rank: int) -> int:
-        """Communications in flight."""
+        """Return the number of communications in flight."""
         return sum(map(len, self.open[rank].values()))
 
     def obstacle(self, rank: int) -> str:
-        """What a stuck rank waits for."""
+        """Return the entry that a stuck rank waits for."""
         first = min((queue[0] for queue in self.open[rank].values() if queue), default=self.place[rank])
         return self.lists[rank][first].what
 
     def advance(self, rank: int) -> set[int]:
-        """Play one rank until it waits; returns the ranks that this may have freed."""
+        """Execute one rank's list until it waits. Returns the ranks that may continue because of this."""
         freed: set[int] = set()
         listed = self.lists[rank]
         while self.place[rank] < len(listed):
@@ -207,7 +208,9 @@ class _Ranks:
         return freed
 
     def end(self, rank: int, stream: str) -> set[int]:
-        """End what stands first on its stream on all its ranks, and what that lets through."""
+        """End the communications that are first in this stream on all their ranks. Returns the ranks that may
+        continue.
+        """
         freed: set[int] = set()
         ranks = [rank]
         while ranks:

@@ -1,4 +1,4 @@
-// A GPU driver that only writes down what it is asked for: built twice by test_launcher.py, as libcuda.so.1 and as libamdhip64.so.
+// A GPU driver that only records its calls. fake_gpu.py builds it as libcuda.so.1 and as libamdhip64.so.
 #include <string.h>
 
 #ifdef AMD
@@ -29,7 +29,7 @@ int NAME(cuModuleLoadData, hipModuleLoadData)(void** module, const char* image) 
 int NAME(cuModuleGetFunction, hipModuleGetFunction)(void** function, void* module, const char* symbol) {
   if (module != &record || !strcmp(symbol, "absent")) return 500;
   strncpy(record.symbol, symbol, sizeof record.symbol - 1);
-  *function = record.symbol + strlen(symbol);  // another one for each length
+  *function = record.symbol + strlen(symbol);  // a different value for each length
   return 0;
 }
 

@@ -1,4 +1,6 @@
-"""A GPU driver that only takes notes (fake_driver.c), code objects of nothing for it, and kernels that launch there."""
+"""Provides a GPU driver that only records calls (fake_driver.c), empty code objects for it, and kernels that launch
+there.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ class Record(ctypes.Structure):
 
 
 def write_code_objects(folder, architecture):
-    """A manifest as the build writes it, with every kernel's real arguments and an image that only the fake driver
-    takes.
+    """Write a manifest like the build's, with every kernel's real arguments. Its image is accepted by the fake driver
+    only.
     """
     machine = ARCHITECTURES[architecture]
     lines = []
@@ -85,7 +87,7 @@ def write_code_objects(folder, architecture):
 
 @cache
 def driver_of(backend: str) -> ctypes.CDLL:
-    """One in a process: dlopen finds what is loaded already by its soname."""
+    """Build and load the driver. There is one per process, because dlopen finds a loaded library by its soname."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "libamdhip64.so" if backend == "hip" else "libcuda.so.1")
         define = ["-DAMD"] if backend == "hip" else []
@@ -98,9 +100,7 @@ def driver_of(backend: str) -> ctypes.CDLL:
 
 @contextmanager
 def fake_gpu(architecture: str, folder: Path) -> Iterator[tuple[prebuilt.PrebuiltKernels, ctypes.CDLL, Record]]:
-    """(kernels, driver, its record) of device 3, for whose tensors those of the CPU stand, or those without memory
-    (meta).
-    """
+    """Yield (kernels, driver, its record) of device 3. CPU tensors or meta tensors stand for this device's tensors."""
     driver = driver_of(ARCHITECTURES[architecture].backend)
     write_code_objects(folder, architecture)
     with pytest.MonkeyPatch.context() as patch:

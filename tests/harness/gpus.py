@@ -1,4 +1,4 @@
-"""GPUs that torch seems to see: its functions are replaced, nothing computes."""
+"""Pretends that torch has GPUs by replacing its functions. Nothing is computed on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pretend_gpus(
     bus: int = 0xC1,
     version: str = "2.10.0",
 ) -> None:
-    """Let torch look like the build for this architecture's vendor, with `count` visible GPUs of it."""
+    """Let torch look like the build for this architecture's vendor, with `count` visible GPUs of this architecture."""
     major, minor = divmod(int(architecture.removeprefix("sm_")), 10) if architecture.startswith("sm_") else (9, 0)
     properties = SimpleNamespace(
         gcnArchName=architecture, major=major, minor=minor, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0
@@ -36,7 +36,7 @@ def pretend_gpus(
 
 
 def pretend_torch(monkeypatch: pytest.MonkeyPatch, vendor: str, version: str = "2.10.0") -> None:
-    """Let torch look like another build: for AMD's or NVIDIA's GPUs, or for none."""
+    """Let torch look like a build for AMD's or NVIDIA's GPUs, or for neither."""
     monkeypatch.setattr(torch.version, "hip", "7.0" if vendor == "amd" else None)
     monkeypatch.setattr(torch.version, "cuda", "12.8" if vendor == "nvidia" else None)
     monkeypatch.setattr(torch, "__version__", version)

@@ -1,5 +1,5 @@
-"""What a training step launches on a GPU, counted on tensors without memory: every kernel of ours, and every
-operation that torch has one for.
+"""Counts the launches of a training step on a GPU, with tensors on the meta device: this project's kernels and torch's
+operations.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _NO_KERNELS = (
 
 
 class Launch(NamedTuple):
-    """Where in the step, and by whom: a kernel of ours, or aten's operation."""
+    """Phase of the step, and name of one of this project's kernels or of an aten operation."""
 
     phase: str
     name: str
 
 
 class Source:
-    """Microbatches of one token and, where it is asked for, of one document."""
+    """Data source with microbatches of one token value and, with `documents`, of one document."""
 
     microbatches = 1
 
@@ -66,8 +66,8 @@ class Source:
 
 
 def skip_without_fp32_products_on_meta() -> None:
-    """torch 2.10 ignores out_dtype on the meta device, which these tests use in place of a GPU. Its GPU kernels
-    honour it.
+    """Skip the test on torch 2.10, which ignores out_dtype on the meta device. These tests use meta in place of a GPU.
+    torch's GPU kernels honour it.
     """
     total = torch.empty(16, 16, device="meta")
     half = total.to(torch.bfloat16)
@@ -79,10 +79,10 @@ def skip_without_fp32_products_on_meta() -> None:
 
 @contextmanager
 def without_numbers(kernels: Any) -> Iterator[None]:
-    """`kernels` behind the training's ops; what would need numbers is left out."""
+    """Let training use the ops of `kernels`, and leave out everything that needs values of tensors."""
     skip_without_fp32_products_on_meta()
     with pytest.MonkeyPatch.context() as patch:
-        # as `select_run_ops` fills up
+        # as in `select_run_ops`
         functions = functions_of(reference) | functions_of(torch_linear) | functions_of(GpuOps(kernels))
         patch.setattr(build, "select_run_ops", lambda *_, **__: Ops(**functions))
         patch.setattr(torch_linear, "_way", lambda *_: torch_linear._in_the_product)
@@ -94,7 +94,7 @@ def without_numbers(kernels: Any) -> Iterator[None]:
 
 
 def step_of(model: ModelConfig, micro_batch: int, documents: bool) -> build.TrainState:
-    """A rank with all of the model, of one microbatch per step."""
+    """Return the state of one rank that holds the complete model, with one microbatch per step."""
     config = RunConfig(
         model=model,
         batch=BatchConfig(global_batch=micro_batch, micro_batch=micro_batch),
@@ -106,7 +106,7 @@ def step_of(model: ModelConfig, micro_batch: int, documents: bool) -> build.Trai
 
 
 class _Counting(TorchDispatchMode):
-    """Counts what is dispatched below autograd, in forward and in backward."""
+    """Counts operations that are dispatched below autograd, in forward and in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,9 @@ class _Counting(TorchDispatchMode):
 
 
 def launches(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: bool = False) -> Counter[Launch]:
-    """Of forward and backward of one microbatch, without the step's begin and end; inside `without_numbers`."""
+    """Count the launches of forward and backward of one microbatch, without the step's begin and end. Call it inside
+    `without_numbers`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         state = step_of(model, micro_batch, documents)
         counting = _Counting()
@@ -146,7 +148,7 @@ def launches(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: 
 
 
 def of_a_layer(kernels: Any, model: ModelConfig, micro_batch: int = 1, documents: bool = False) -> Counter[Launch]:
-    """What one layer more launches more."""
+    """Count the launches that one more layer adds."""
     few, more = (
         launches(kernels, model.model_copy(update={"layers": layers}), micro_batch, documents) for layers in (2, 3)
     )

@@ -1,4 +1,6 @@
-"""Cases that repeat what others hold: `scripts/test.sh` leaves them out, `scripts/test.sh --all` plays them."""
+"""Marks cases that repeat what other cases cover. `scripts/test.sh` leaves them out, and `scripts/test.sh --all` runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import pytest
 
 
 def thorough(*values: Any) -> Any:
-    """A case of a parametrized test."""
+    """Mark a case of a parametrized test."""
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
 def but_first(cases: Sequence[Any], count: int = 1) -> list[Any]:
-    """All cases of a parametrized test; the everyday run plays the first `count`."""
+    """Mark all cases of a parametrized test except the first `count`."""
     return [*cases[:count], *(thorough(*case) if isinstance(case, tuple) else thorough(case) for case in cases[count:])]

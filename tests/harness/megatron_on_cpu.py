@@ -1,4 +1,4 @@
-"""What megatron-core, which expects CUDA, needs to run on the CPU. It changes no arithmetic.
+"""Lets megatron-core, which expects CUDA, run on the CPU. Arithmetic is not changed.
 
 It patches torch for the whole process. The tests and the benchmarks against megatron-core use it.
 """
@@ -26,7 +26,7 @@ def run_on_cpu() -> None:
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args, **kwargs: None
 
     class _Nothing:
-        """A generator, a stream, an event: whatever it is asked to do is done already."""
+        """Generator, stream or event on which every call does nothing."""
 
         def __getattr__(self, name):
             return lambda *args, **kwargs: self
@@ -59,11 +59,12 @@ def run_on_cpu() -> None:
 
 
 def experts_on_cpu() -> None:
-    """The same for megatron-core's MoE layer: a function of Transformer Engine is asked for unimported, counts that
-    need no copy stay tensors.
+    """Let megatron-core's MoE layer run on the CPU.
 
-    And sequence parallelism, which experts beside tensor parallelism need, refuses torch's norm, though over a part of
-    the sequence it is the same.
+    A function of Transformer Engine is set to None, because megatron-core uses it without importing it. Counts stay
+    tensors if they need no copy. With sequence parallelism, which experts with tensor parallelism require,
+    megatron-core refuses torch's norm. On a part of the sequence that norm gives the same result, so it is allowed
+    here.
     """
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -79,7 +80,7 @@ def experts_on_cpu() -> None:
         alone.sequence_parallel = False
         norm = make_norm(cls, alone, *args, **kwargs)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # its gradient is summed over tensor ranks
+            parameter.sequence_parallel = config.sequence_parallel  # so that its gradient is summed over tensor ranks
         return norm
 
     torch_norm.WrappedTorchNorm.__new__ = norm_of_part

@@ -1,10 +1,10 @@
-"""Mistakes of an installation, planted one at a time and given to `submit` and to a shipped batch script.
+"""Mistakes of an installation. They are planted one at a time and given to `submit` and to a shipped batch script.
 
     python -m tests.harness.mistakes [--write docs/generated/planted_mistakes.md]      run all rows, print the table
 
-The jobs run on a local Slurm whose site expects AMD GPUs (machine: frontier).
-Another torch is a small package in front of the real torch. It renames the real torch's build, or cannot be imported.
-The package is a copy of this checkout with some GPU kernels.
+The jobs run on a local Slurm whose site expects AMD GPUs (machine: frontier). Another torch is simulated by a small
+package in front of the real torch. It changes the real torch's build information, or cannot be imported. The installed
+package is a copy of this checkout with some GPU kernels.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Place:
 
 
 def _change_nothing(place: Place) -> None:
-    """Plant nothing in the files."""
+    """Change no file."""
 
 
 def _remove_libraries(place: Place) -> None:
@@ -180,7 +180,7 @@ def _write_half_a_tokenizer(place: Place) -> None:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A planted mistake, and how it has to be refused."""
+    """A planted mistake and the expected refusal."""
 
     name: str
     message: str  # part of the text of every refusal
@@ -265,7 +265,7 @@ MISTAKES = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """How one program refused the mistake."""
+    """One program's refusal of the mistake."""
 
     by: str
     exit_code: int
@@ -276,7 +276,7 @@ class Refusal:
 
 @dataclass
 class Outcome:
-    """How all programs reacted to one mistake."""
+    """Reactions of all programs to one mistake."""
 
     mistake: Mistake
     refusals: list[Refusal] = field(default_factory=list)

@@ -14,7 +14,7 @@ from tests.harness.system import missing
 
 @pytest.fixture(scope="session")
 def gfx90a():
-    """A folder of them, as they ship."""
+    """Return the folder of gfx90a's code objects, as shipped."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("pip install --no-deps triton")
     return code_objects.folder()
@@ -22,7 +22,7 @@ def gfx90a():
 
 @pytest.fixture(scope="session")
 def objects(gfx90a):
-    """The same, on a machine that can disassemble them."""
+    """Return the same folder. Skips the test if the machine cannot disassemble code objects."""
     try:
         find_objdump()
     except SimulatorError as error:

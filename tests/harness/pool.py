@@ -1,8 +1,8 @@
-"""A pool of rank processes that is started once per test run, because starting ranks costs more than most tests.
+"""A pool of rank processes that is started once per test run, because starting ranks takes longer than most tests.
 
-Each job is a world of its own: its ranks join a fresh default process group (gloo, loopback) under a key prefix that no
-other job uses, and leave it when the next job begins. So a job cannot see what an earlier one left behind, and destroys
-no group that a slower peer still needs.
+Each job has its own world. Its ranks join a fresh default process group (gloo, loopback) under a key prefix that no
+other job uses. They leave the group when the next job begins. A job therefore cannot see state of an earlier job, and
+cannot destroy a group that a slower peer still needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SIZE = 8
-GRACE_S = 2.0  # for the other ranks of a failed job to say what they saw
+GRACE_S = 2.0  # for the other ranks of a failed job to reply
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -34,16 +34,19 @@ ENVIRONMENT = {
 
 
 class Reply(NamedTuple):
-    """What a rank answers: its result, or the traceback and the moment of its failure."""
+    """Reply of a rank: its result, or traceback and time of its failure."""
 
     rank: int
     failed_at: float | None
     value: Any
-    died: bool = False  # the cause, although its peers may have felt it before this process has
+    # the process died; reported as the cause, even if its peers failed before its death was detected
+    died: bool = False
 
 
 class RankError(AssertionError):
-    """A job failed; the message is the first failing rank's traceback, then one line per rank that failed after it."""
+    """A job failed. The message is the first failing rank's traceback, then one line for each rank that failed
+    later.
+    """
 
     def __init__(self, failures: list[Reply], silent: list[int]) -> None:
         first, *later = sorted(failures, key=lambda reply: (not reply.died, reply.failed_at or 0.0))
@@ -63,7 +66,9 @@ def _last_line(reply: Reply) -> str:
 
 
 class RankPool:
-    """Ranks 0 … SIZE-1 as processes; started at the first `run`, killed and started again after a failure."""
+    """Ranks 0 … SIZE-1 as processes. They are started at the first `run`. After a failure they are killed and started
+    again.
+    """
 
     def __init__(self, size: int = SIZE) -> None:
         self.size = size
@@ -74,11 +79,11 @@ class RankPool:
         self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")  # removed with the pool
 
     def run(self, world_size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-        """`work(rank, *args)` on ranks 0 … world_size-1 of a fresh gloo world; the results by rank.
+        """Run `work(rank, *args)` on ranks 0 … world_size-1 of a fresh gloo world. Returns the results by rank.
 
-        `work` is a module-level function; arguments and results are pickled. Raises RankError when any rank raises,
-        dies, or has not answered after `timeout_s` (then with the stack of every silent rank); the pool starts anew
-        afterwards.
+        `work` is a module-level function. Arguments and results are pickled. Raises RankError if a rank raises, dies,
+        or does not reply within `timeout_s`. For a timeout the message has the stack of every rank without a reply.
+        After an error the next job starts new processes.
         """
         assert world_size <= self.size, f"the pool has {self.size} ranks"
         if not self._processes:
@@ -101,7 +106,6 @@ class RankPool:
         return [reply.value for reply in sorted(replies)]
 
     def stop(self) -> None:
-        """Kill the ranks."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -113,8 +117,8 @@ class RankPool:
         self._store = None
 
     def _start(self) -> None:
-        """Fork from a server that has imported torch once: a second or two, against seven to fifteen for separate
-        imports.
+        """Fork the ranks from a server that has imported torch once. This takes a second or two, instead of seven to
+        fifteen for separate imports.
         """
         from torch.distributed import TCPStore
 
@@ -136,8 +140,8 @@ class RankPool:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def _collect(self, world_size: int, deadline_s: float) -> tuple[list[Reply], list[int]]:
-        """Replies until all are in or, once one rank failed, until a short grace is over; and the ranks that said
-        nothing.
+        """Return the replies, and the ranks without a reply. Waits for all replies or, after a failure, for GRACE_S
+        only.
         """
         waiting = dict(zip(self._pipes[:world_size], range(world_size), strict=True))
         replies: list[Reply] = []
@@ -158,14 +162,14 @@ class RankPool:
         return Path(self._stacks.name) / f"rank{rank}.txt"
 
     def _stack(self, rank: int) -> str:
-        """Where a silent rank stands."""
+        """Return the stack of a rank that has not replied."""
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.3)
         return self._stack_file(rank).read_text(encoding="utf-8")
 
 
 def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
-    """A rank's life: take a job, join its world, work, answer."""
+    """Process of a rank: receive a job, join its world, run it, reply."""
     import torch
     import torch.distributed as dist
 
@@ -173,7 +177,8 @@ def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
     stacks = open(stack_file, "w", encoding="utf-8")  # noqa: SIM115  # faulthandler needs it for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    # torch's 200,000 objects need no look after each job: 0.1 s of every rank, a fifth of the whole suite's CPU time
+    # Exclude torch's 200,000 objects from the collection after each job. Scanning them takes 0.1 s on every rank, a
+    # fifth of the complete test suite's CPU time.
     gc.freeze()
     while True:
         try:
@@ -193,4 +198,4 @@ def _serve(rank: int, pipe: Connection, port: int, stack_file: str) -> None:
         sys.stdout.flush()
         pipe.send_bytes(pickle.dumps(reply))
         del work, args, reply
-        gc.collect()  # groups that cycles keep alive keep their threads: three per group, hundreds of groups in a run
+        gc.collect()  # groups in reference cycles keep three threads each, and a test run has hundreds of groups

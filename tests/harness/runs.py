@@ -1,4 +1,4 @@
-"""Whole runs as the user starts them, with a fault in the middle."""
+"""Complete runs that are started like a user's, with a fault in the middle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-START_LIMIT_S = 200.0  # until a run has done its first steps: a dozen seconds of imports on an idle machine
+START_LIMIT_S = 200.0  # time until a run has done its first steps; imports take about 12 s on an idle machine
 
 RUN = """
 model: llama-tiny
@@ -23,7 +23,7 @@ train: {{run_dir: {run_dir}, steps: {steps}, save_interval: {save_interval}, dev
 
 @dataclass
 class Run:
-    """A run directory and how to start it."""
+    """A run directory and the command that starts the run."""
 
     directory: Path
     steps: int = 12
@@ -33,7 +33,7 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        """The command line, with the run file written."""
+        """Write the run file and return the command line."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / "run.yaml"
         settings = {
@@ -47,18 +47,18 @@ class Run:
 
     @staticmethod
     def environment(failpoints: str = "") -> dict[str, str]:
-        """For its processes."""
+        """Return the environment of the run's processes."""
         return {**os.environ, "FRONTIER_LLM_FAILPOINTS": failpoints, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
     def start(self, failpoints: str = "") -> subprocess.Popen[str]:
-        """In the background."""
+        """Start the run in the background."""
         pipe = subprocess.PIPE
         return subprocess.Popen(
             self.command, env=self.environment(failpoints), stdout=pipe, stderr=subprocess.STDOUT, text=True
         )
 
     def finish(self, failpoints: str = "", limit_s: float = 240.0) -> tuple[int, str, float]:
-        """(exit code, output, seconds)."""
+        """Run to the end. Returns (exit code, output, seconds)."""
         started = time.monotonic()
         done = subprocess.run(
             self.command, env=self.environment(failpoints), capture_output=True, text=True, timeout=limit_s, check=False
@@ -67,24 +67,24 @@ class Run:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run writes."""
+        """Folder with the run's records and checkpoints."""
         return self.directory / "run"
 
     def losses(self) -> dict[int, float]:
-        """Loss by step; a step that was done again has its last value, and must have had the same before."""
+        """Return the loss by step. A repeated step must have the same loss each time."""
         found: dict[int, float] = {}
         for line in (self.run_dir / "metrics.jsonl").read_text().splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # the line that the kill has torn
+                continue  # an incomplete line, because the process was killed
             if row["kind"] == "step":
                 assert found.get(row["step"], row["loss"]) == row["loss"], f"step {row['step']} had two losses"
                 found[row["step"]] = row["loss"]
         return found
 
     def shards(self) -> dict[str, str]:
-        """{file: sha256} of the last checkpoint: the final weights and optimizer state, and the header that names
+        """Return {file: sha256} of the last checkpoint: final weights and optimizer state, and the header that names
         the step.
         """
         name = (self.run_dir / "checkpoints" / "LATEST").read_text().strip()
@@ -92,5 +92,5 @@ class Run:
         return {shard["file"]: shard["sha256"] for shard in manifest["shards"]}
 
     def failure(self) -> dict[str, object]:
-        """failure.json."""
+        """Return the content of failure.json."""
         return json.loads((self.run_dir / "failure.json").read_text())

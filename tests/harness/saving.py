@@ -1,4 +1,4 @@
-"""Checkpoints of a training state that a test has built itself."""
+"""Saves checkpoints of a training state that a test has built itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from frontier_llm.training.build import TrainState
 
 
 def checkpoints_of(state: TrainState, run_dir: Path, *allowed: str) -> Checkpoints:
-    """Those of a run in `run_dir`. Collective."""
+    """Return the checkpoints of a run in `run_dir`. Collective."""
     config = state.config
     train = config.train.model_copy(update={"run_dir": str(run_dir)})
     facts = JobFacts(config=config.model_dump(mode="json"))
@@ -19,7 +19,7 @@ def checkpoints_of(state: TrainState, run_dir: Path, *allowed: str) -> Checkpoin
 
 
 def save_step(state: TrainState, run_dir: Path, step: int, samples: int = 0, tokens: int = 0) -> None:
-    """Save the state as one after `step` steps, none of which was skipped. Collective."""
+    """Save the state after `step` steps, none of which was skipped. Collective."""
     progress = Progress(
         step=step,
         consumed_samples=samples,

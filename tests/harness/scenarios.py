@@ -1,7 +1,7 @@
-"""Tests that mostly wait for Slurm's clocks, side by side: each on a cluster of its own, several at once.
+"""Runs several tests at once that mostly wait for Slurm's timers, each on its own cluster.
 
-`@scenario(nodes=3)` turns `def test_x(cluster, tmp_path)` into a test that waits for the result. All scenarios that
-were selected start with the first of them; a failure keeps its traceback and is reported as that test's own.
+`@scenario(nodes=3)` turns `def test_x(cluster, tmp_path)` into a test that waits for the result. All selected scenarios
+start with the first of them. A failure keeps its traceback and is reported for its own test.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import pytest
 
 from tests.harness.slurm import FLAT_NODE, ROOT, LocalSlurm, NodeShape, local_slurm
 
-AT_ONCE = 9  # all of them: they sleep most of the time; each has a controller, its node daemons and two or three ranks
+# All scenarios at once, because they sleep most of the time. Each has a controller, its node daemons and two or three
+# ranks.
+AT_ONCE = 9
 Body = Callable[[LocalSlurm, Path], None]
 
 
 @contextmanager
 def training_cluster(nodes: int, shape: NodeShape = FLAT_NODE) -> Iterator[LocalSlurm]:
-    """A local Slurm whose jobs run this checkout with this Python."""
+    """Start a local Slurm whose jobs run this checkout with this Python."""
     with local_slurm(nodes, shape) as cluster:
         cluster.env |= {
             "FRONTIER_LLM_PYTHON": sys.executable,
@@ -34,12 +36,12 @@ def training_cluster(nodes: int, shape: NodeShape = FLAT_NODE) -> Iterator[Local
 
 
 class Scenarios:
-    """The selected scenarios, running or done."""
+    """The selected scenarios, running or finished."""
 
     def __init__(self, items: list[pytest.Item], directory: Callable[[str], Path]) -> None:
         self._pool = ThreadPoolExecutor(AT_ONCE)
         self._done: dict[str, Future[None]] = {}
-        for item in reversed(items):  # those that train take longest, and come last
+        for item in reversed(items):  # in reverse order, because tests that train are last and take longest
             if found := getattr(getattr(item, "function", None), "scenario", None):
                 body, nodes = found
                 self._done[item.name] = self._pool.submit(self._play, body, nodes, directory(item.name[:40]))
@@ -50,16 +52,18 @@ class Scenarios:
             body(cluster, directory)
 
     def result(self, name: str) -> None:
-        """Wait for one; raises what it raised."""
+        """Wait for one scenario and raise its exception."""
         self._done[name].result()
 
     def stop(self) -> None:
-        """Start no more, wait for those that run."""
+        """Start no further scenarios, and wait for the running ones."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def scenario(nodes: int) -> Callable[[Body], Callable[..., None]]:
-    """Make a body a test that runs beside others, on a cluster of `nodes` nodes that it may wreck."""
+    """Turn a function into a test that runs beside other tests, on its own cluster of `nodes` nodes. It may break the
+    cluster.
+    """
 
     def decorate(body: Body) -> Callable[..., None]:
         @pytest.mark.timeout(900)

@@ -1,10 +1,10 @@
-"""A real Slurm on this machine: one slurmctld and several slurmds that pretend to be nodes of Frontier or LUMI.
+"""Starts a real Slurm on this machine: one slurmctld and several slurmds that pretend to be nodes of Frontier or LUMI.
 
-Each node claims the cores, threads and reserved cores of its `NodeShape` and 8 GPUs (character devices made with mknod;
-Slurm wants files). Authentication is off (`auth/none`), so the ports listen on loopback. Tasks are not bound to the
-claimed cores: this machine has fewer. Partitions of powered-down cloud nodes, as large as Frontier and LUMI, never run
-anything: they are there for `sbatch --test-only`. Tested with Slurm 22.05.8. Debian 12: `apt-get install slurm-wlm`;
-the daemons need root.
+Each node claims the cores, threads and reserved cores of its `NodeShape` and 8 GPUs. The GPUs are character devices
+made with mknod, because Slurm requires files. Authentication is off (`auth/none`), so the ports listen on loopback.
+Tasks are not bound to the claimed cores, because this machine has fewer. Partitions of powered-down cloud nodes, as
+large as Frontier and LUMI, never run a job. They are used by `sbatch --test-only`. Tested with Slurm 22.05.8. Debian
+12: `apt-get install slurm-wlm`. The daemons need root.
 """
 
 from __future__ import annotations
@@ -32,30 +32,32 @@ FRONTIER_NODES = 9408
 LUMI_NODES = 2978
 GPUS = 8
 TESTED_VERSION = "22.05"
-SLURMD_TIMEOUT_S = 20  # sooner, and a daemon that a busy machine delays is taken for dead
+SLURMD_TIMEOUT_S = 20  # with less, a daemon that is delayed by load counts as dead
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
 @dataclass(frozen=True)
 class NodeShape:
-    """What slurm.conf says of a node. `SlurmdParameters=config_overrides` makes slurmd believe it."""
+    """Description of a node in slurm.conf. With `SlurmdParameters=config_overrides` slurmd accepts it without a
+    check.
+    """
 
     memory_mib: int
     features: str | None = None
-    cores: int = 64  # one socket
+    cores: int = 64  # on one socket
     threads_per_core: int = 2
-    # low-noise mode: the first core of each L3 region
+    # Low-noise mode: the first core of each L3 region.
     reserved_cores: tuple[int, ...] = tuple(place.cores[0] for place in NODE)
 
     @property
     def job_cpus(self) -> int:
-        """Hardware threads that jobs can have."""
+        """Hardware threads that are available to jobs."""
         return (self.cores - len(self.reserved_cores)) * self.threads_per_core
 
     @property
     def words(self) -> str:
-        """The node's part of a NodeName line."""
-        # abstract CPU ids of Slurm: the threads of a core are neighbours
+        """The node's part of a NodeName line in slurm.conf."""
+        # abstract CPU ids of Slurm: the threads of a core are consecutive
         reserved = ",".join(str(core * self.threads_per_core) for core in sorted(self.reserved_cores))
         specialised = f"CpuSpecList={reserved} " if reserved else ""
         return (
@@ -68,12 +70,12 @@ class NodeShape:
 
 FRONTIER_NODE = NodeShape(memory_mib=512_000, features="nvme")
 LUMI_NODE = NodeShape(memory_mib=480 * 1024)
-# for site `local`, whose jobs share nodes
+# For site `local`, whose jobs share nodes.
 FLAT_NODE = NodeShape(memory_mib=500_000, features="nvme", threads_per_core=1, reserved_cores=())
 
 
 def why_unavailable() -> str | None:
-    """The reason why no local Slurm can be started here, or None."""
+    """Return the reason why no local Slurm can be started here, or None."""
     missing = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue") if _find(name) is None]
     if missing:
         return f"Slurm is not installed (no {', '.join(missing)}): apt-get install slurm-wlm"
@@ -86,11 +88,11 @@ def _find(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
 
 
-_candidates = itertools.count(12_001 + os.getpid() * 7 % 6000)  # never one twice: clusters start side by side
+_candidates = itertools.count(12_001 + os.getpid() * 7 % 6000)  # never one twice, for clusters that start together
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports below the ephemeral range that are free now."""
+    """Return ports below the ephemeral range that are free now."""
     ports: list[int] = []
     while len(ports) < count:
         candidate = next(_candidates)
@@ -104,17 +106,17 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _die_with_the_tests() -> None:
-    """A killed test run must not leave daemons behind: PR_SET_PDEATHSIG."""
+    """Let daemons die with a killed test run (PR_SET_PDEATHSIG)."""
     _LIBC.prctl(1, signal.SIGKILL)
 
 
 class LocalSlurm:
-    """The running cluster; `env` lets any Slurm command or our own programs find it."""
+    """The running cluster. With the variables in `env`, Slurm commands and this project's programs use it."""
 
     def __init__(self, nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local") -> None:
         self.nodes = [f"n{index}" for index in range(nodes)]
         self.shape = shape
-        self.name = name  # of the cluster; the running nodes of "frontier" are in its partition batch
+        self.name = name  # name of the cluster; the running nodes of "frontier" are in its partition batch
         self.root = Path(tempfile.mkdtemp(prefix="fl-slurm-"))
         self.conf = self.root / "slurm.conf"
         self.env = {
@@ -134,7 +136,7 @@ class LocalSlurm:
             f"ClusterName={self.name}",
             f"SlurmctldHost={host}(127.0.0.1)",
             f"SlurmctldPort={ports[0]}",
-            # ranks derive their port from the job: no two clusters beside each other may number alike
+            # Ranks derive their port from the job id. Clusters that run at the same time must not have equal ids.
             f"FirstJobId={ports[0]}",
             "SlurmUser=root",
             "SlurmdUser=root",
@@ -202,11 +204,13 @@ class LocalSlurm:
         self.wait_for(lambda: self.node_states() == dict.fromkeys(self.nodes, "IDLE"), timeout_s, "idle nodes")
 
     def start_node(self, node: str) -> None:
-        """Start one slurmd (again)."""
+        """Start one slurmd, possibly again."""
         self._spawn(node, ["slurmd", "-D", "-N", node, "-f", str(self.conf)])
 
     def kill_node(self, node: str) -> None:
-        """kill -9 of one slurmd, as when a node loses its network: what it has started lives on."""
+        """Kill one slurmd with signal 9, as if the node had lost its network. The processes that it started
+        continue.
+        """
         self.daemons[node].kill()
         self.daemons[node].wait(10)
 
@@ -232,7 +236,9 @@ class LocalSlurm:
         env: dict[str, str] | None = None,
         timeout_s: float = 60,
     ) -> str:
-        """stdout of a command of this cluster; AssertionError with its stderr when it fails and `check`."""
+        """Return stdout of a command on this cluster. Raises AssertionError with stderr if the command fails and
+        `check` is set.
+        """
         done = subprocess.run(
             command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=timeout_s
         )
@@ -240,44 +246,44 @@ class LocalSlurm:
         return done.stdout + ("" if check else done.stderr)
 
     def node_states(self) -> dict[str, str]:
-        """{'n0': 'IDLE', …}; the state without flags such as * (not responding)."""
+        """Return {'n0': 'IDLE', …}. Flags such as * (not responding) are removed from the state."""
         text = self.run("sinfo", "--noheader", "--Node", "--partition=local", "--format=%N %T", check=False)
         rows = [line.split() for line in text.splitlines()]
         return {row[0]: row[1].upper().rstrip("*~#$@+-") for row in rows if len(row) == 2}
 
     def job(self, job_id: str) -> dict[str, str]:
-        """`scontrol show job` as a mapping; empty when the job is unknown."""
+        """Return `scontrol show job` as a mapping, or an empty one for an unknown job."""
         text = self.run("scontrol", "show", "job", "--oneliner", job_id, check=False)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def submit(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
-        """The id of a job made by `sbatch --parsable …`."""
+        """Submit a job with `sbatch --parsable …` and return its id."""
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd, env=env).strip().split(";")[0]
 
     def wait_job(self, job_id: str, timeout_s: float = 120.0) -> dict[str, str]:
-        """The finished job."""
+        """Wait for the end of a job and return it."""
         self.wait_for(
             lambda: self.job(job_id).get("JobState") in ENDED, timeout_s, f"end of job {job_id}: {self.job(job_id)}"
         )
         return self.job(job_id)
 
     def queued(self) -> list[str]:
-        """Ids of jobs that are pending or running."""
+        """Return the ids of jobs that are pending or running."""
         return self.run("squeue", "--noheader", "--format=%A", "--states=PENDING,RUNNING,COMPLETING,SUSPENDED").split()
 
     @staticmethod
     def wait_for(condition: object, timeout_s: float, what: str, poll_s: float = 0.5) -> None:
-        """Poll until true; AssertionError naming `what` when the time is over."""
+        """Poll until the condition is true. Raises AssertionError naming `what` at the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():  # type: ignore[operator]
             assert time.monotonic() < deadline_s, f"no {what} within {timeout_s:.0f} s"
             time.sleep(poll_s)
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that descends from this cluster, orphans included: its environment names our slurm.conf, or it
-        has a file of ours open.
+        """Return every process of this cluster, orphans included.
 
-        Read from /proc: psutil cannot make sense of the environment of a slurmstepd, which has written its title over
+        A process belongs to it if its environment names this cluster's slurm.conf, or if it has one of its files open.
+        /proc is read directly. psutil cannot parse the environment of a slurmstepd, which has written its title over
         the beginning.
         """
         found = []
@@ -293,7 +299,7 @@ class LocalSlurm:
         return any(os.readlink(file).startswith(f"{self.root}/") for file in (process / "fd").iterdir())
 
     def stop(self) -> None:
-        """Cancel the jobs, end the daemons, kill what is left, remove the files."""
+        """Cancel the jobs, end the daemons, kill remaining processes, remove the files."""
         with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):
             self.run("scancel", "--user=root", check=False, timeout_s=10)
             self.wait_for(lambda: not self.queued(), 10, "empty queue")
@@ -303,7 +309,7 @@ class LocalSlurm:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(5)
         deadline_s = time.monotonic() + 30
-        # more than once: some may be starting others
+        # more than once, because a process may be starting others
         while (left := self.processes()) and time.monotonic() < deadline_s:
             for process in left:
                 with contextlib.suppress(psutil.Error):
@@ -316,7 +322,7 @@ class LocalSlurm:
 
 @contextlib.contextmanager
 def local_slurm(nodes: int = 4, shape: NodeShape = FLAT_NODE, name: str = "local") -> Iterator[LocalSlurm]:
-    """A started cluster that is gone afterwards."""
+    """Start a cluster and remove it afterwards."""
     cluster = LocalSlurm(nodes, shape, name)
     try:
         cluster.start()

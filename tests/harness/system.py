@@ -1,5 +1,7 @@
-"""System packages that a test needs: skipped with the package's name in a user's run, an error where nothing may be
-skipped.
+"""Checks for system packages that a test needs.
+
+Without the package the test is skipped in a user's test run. If skipping is forbidden, it fails. Both messages name the
+package.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import pytest
 
 
 class FullDisk(io.StringIO):
-    """A text stream on a disk without room."""
+    """Text stream on a full disk."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -27,9 +29,7 @@ class FullDisk(io.StringIO):
 
 @contextlib.contextmanager
 def full_disk(place: Path, room_kib: int = 16, fill: bool = True) -> Iterator[Path]:
-    """A folder that is a file system of its own, of so many KiB and without room; unless `fill`, whoever writes
-    fills it.
-    """
+    """Mount a small file system of `room_kib` KiB. With `fill` it is filled at once, otherwise the test fills it."""
     place.mkdir()
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={room_kib}k,nr_inodes=64", "tmpfs", str(place)], capture_output=True
@@ -46,7 +46,7 @@ def full_disk(place: Path, room_kib: int = 16, fill: bool = True) -> Iterator[Pa
 
 
 def require_program(program: str, package: str) -> str:
-    """Path of a program; without it the test is skipped, or fails where FRONTIER_LLM_NO_SKIP is set (CI)."""
+    """Return the path of a program. Without it the test is skipped, or fails if FRONTIER_LLM_NO_SKIP is set (CI)."""
     path = shutil.which(program)
     if path is None:
         missing(f"needs {program}: apt-get install {package}")
@@ -54,7 +54,7 @@ def require_program(program: str, package: str) -> str:
 
 
 def missing(reason: str) -> NoReturn:
-    """Skip, or fail where nothing may be skipped."""
+    """Skip the test, or fail it if skipping is forbidden."""
     if os.environ.get("FRONTIER_LLM_NO_SKIP"):
         pytest.fail(reason)
     pytest.skip(reason)

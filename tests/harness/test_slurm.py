@@ -1,4 +1,4 @@
-"""The local Slurm leaves nothing behind, whatever its nodes have been through."""
+"""The local Slurm leaves no process behind, even after failures of its nodes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_nothing_outlives_the_cluster() -> None:
             lambda: any(process.name() == "sleep" for process in cluster.processes()), 60, f"task of job {job}"
         )
         stepds = [process for process in cluster.processes() if process.name() == "slurmstepd"]
-        assert len(stepds) == 2  # of the batch script and of srun's step
-        cluster.kill_node("n0")  # nobody will end them now
+        assert len(stepds) == 2  # for the batch script and for srun's step
+        cluster.kill_node("n0")  # from now on no daemon ends them
     finally:
         cluster.stop()
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in stepds)

@@ -1,4 +1,4 @@
-"""How much there is to read in Python source: tokens of code, without comments, docstrings and line breaks."""
+"""Measures the size of Python source in tokens of code, without comments, docstrings and line breaks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUT = {
 
 
 def count_tokens(source: str) -> int:
-    """Number of tokens of code. A string that is a statement of its own is a docstring and does not count."""
+    """Return the number of tokens of code. A string that is a separate statement is a docstring and does not count."""
     count = 0
     begins_statement = True
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

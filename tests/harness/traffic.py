@@ -1,8 +1,8 @@
-"""What a training step moves, by axis and operation: the calls and bytes that `comm`'s ledger counts.
+"""Computes the communication of a training step by axis and operation: the calls and bytes that `comm`'s ledger counts.
 
-Tensor and context parallelism's are the fold of the list of work, the pipeline's are the schedule's own messages, and
-the replicas' are those of the optimizer's buckets. Bytes are payloads as the caller sees them: all_reduce the tensor,
-all_gather the gathered result, reduce_scatter the full input, send and recv the message.
+Tensor and context parallelism follow from the list of work, the pipeline from the schedule's messages, and the replicas
+from the optimizer's buckets. Bytes are payloads as the caller sees them. For all_reduce this is the tensor, for
+all_gather the gathered result, for reduce_scatter the full input, for send and recv the message.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from frontier_llm.topology.plan import ParallelPlan
 
 @dataclass
 class Traffic:
-    """Calls and bytes by (axis, operation) of one rank and step."""
-
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     bytes: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
 
@@ -48,11 +46,10 @@ def step_traffic(
     *,
     prompts: bool = False,
 ) -> Traffic:
-    """Everything that one rank of pipeline rank `pp_rank` moves in one training step; `owner` is its place among its
-    replicas.
+    """Return the communication of one rank of pipeline rank `pp_rank` in one training step.
 
-    `routed`: of each of its layers with experts and each microbatch, which is what the routers decide; None = even
-    shares. `prompts`: some tokens of the data are read and not learnt.
+    `owner` is its index among its replicas. `routed` has the routers' decisions for each of its layers with experts and
+    each microbatch. None means even shares. `prompts`: some tokens of the data are input only, without a loss.
     """
     traffic = Traffic()
     layer_traffic(config, plan, pp_rank, traffic)
@@ -62,7 +59,7 @@ def step_traffic(
     update_traffic(config, plan, pp_rank, owner, traffic)
     masked = config.data.reset_at_documents or config.data.packing == "best-fit" or prompts
     if masked and plan.grid.degree(plan.grid.replicas) > 1:
-        # targets of the step: which ones count, each replica finds in its own tokens
+        # Number of the step's targets with a loss. Each replica counts them in its own tokens.
         traffic.add(plan.grid.replicas, "all_reduce", 8)
     world = plan.grid.world_size
     if world > 1:
@@ -70,14 +67,17 @@ def step_traffic(
         further = len(config.train.loss_weights) + (
             0 if model.moe is None else 2 + len(model.routed_layers) * (model.moe.experts + 2)
         )
-        # losses, squared gradient norm, wishes to stop and to save, of experts two losses and the load, fp64
+        # Losses, squared gradient norm, requests to stop and to save; with experts also two losses and the load; in
+        # fp64.
         traffic.add("world", "all_reduce", (4 + further) * 8)
     return traffic
 
 
 def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
-    """The collectives of the list of work: once per microbatch, those of a split backward where the schedule has an
-    I, of the recomputed forward again.
+    """Add the collectives of the list of work.
+
+    They occur once per microbatch. Collectives of a split backward are added if the schedule has an I, and collectives
+    of a recomputed forward are added again.
     """
     model = config.model
     layout = layout_of(config, plan.grid.world_size)
@@ -115,7 +115,7 @@ def layer_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: 
 def expert_traffic(
     config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic, routed: Sequence[Rows] | None
 ) -> None:
-    """Rows to the ranks of their experts and back, and how many there are."""
+    """Add the rows sent to the ranks of their experts and back, and the numbers of rows."""
     model = config.model
     layout = layout_of(config, plan.grid.world_size)
     modes = sorted(
@@ -127,7 +127,7 @@ def expert_traffic(
     if routed is None:
         routed = [even_rows(model, layout)] * (len(modes) * plan.microbatches) if modes else []
     for number, rows in enumerate(routed):
-        mode = modes[number // plan.microbatches]  # which rows are of which layer counts only where rows are not even
+        mode = modes[number // plan.microbatches]  # the order of layers matters only if the rows are uneven
         for item in expert_work(model, layout, Software(), rows):
             if isinstance(item.work, Collective) and item.work.axis.startswith("ep"):
                 traffic.add(
@@ -136,7 +136,9 @@ def expert_traffic(
 
 
 def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
-    """Messages of S·B·H elements (S/tp with sequence parallelism), counted on the very action list that is played."""
+    """Add messages of S·B·H elements (S/tp with sequence parallelism), counted on the list of actions that the engine
+    executes.
+    """
     sequence = config.model.sequence_length // plan.grid.cp // (plan.grid.tp if plan.sequence_parallel else 1)
     size = sequence * config.batch.micro_batch * config.model.hidden * DTYPE_BYTES[config.precision.dtype]
     schedule = build(plan.schedule, plan.grid.pp, plan.microbatches, plan.chunks)
@@ -147,11 +149,11 @@ def pipeline_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffi
 
 
 def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: Traffic) -> None:
-    """Gradients in fp32 (fp64 under fp64) bucket by bucket: summed over tp or the tied stages where they must be, then
+    """Add gradients in fp32 (fp64 under fp64), bucket by bucket: first sums over tp or the tied stages, if needed, then
     over the replicas.
 
-    ZeRO-1: reduce-scatter of the gradients and all-gather of the working weights; otherwise one all-reduce. Gradients
-    that travel in 16 bits go by all-to-all and, without ZeRO, come back by all-gather.
+    ZeRO-1 uses reduce-scatter of the gradients and all-gather of the working weights. Otherwise there is one
+    all-reduce. Gradients that are sent in 16 bits use all-to-all and, without ZeRO, all-gather for the result.
     """
     weight_bytes = DTYPE_BYTES[config.precision.dtype]
     gradient_bytes = statistics_bytes(config.precision.dtype)
@@ -176,13 +178,14 @@ def data_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, traffic: T
 
 
 def axis_of(replicas: str, plan: ParallelPlan) -> str:
-    """The mesh's name of the axis that a parameter names as its replicas: dp may be joined with cp."""
+    """Return the mesh's axis of a parameter's replicas. dp may be joined with cp."""
     return plan.grid.replicas if replicas == "dp" else replicas
 
 
 def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: int, traffic: Traffic) -> None:
-    """What an update of whole tensors gathers from slices that cut them, and its matrices' collectives over tp (of
-    experts, etp); sums of statistics.
+    """Add the gathers of an update of whole tensors whose slices are on several ranks.
+
+    Also adds its matrices' collectives over tp (for experts: etp) and the sums of statistics.
     """
     rule = optimizer_rule(config.optimizer.name)
     for bucket in buckets(config, plan, pp_rank):
@@ -212,7 +215,7 @@ def update_traffic(config: RunConfig, plan: ParallelPlan, pp_rank: int, owner: i
 def _statistics_traffic(
     config: RunConfig, plan: ParallelPlan, owners: str | None, held: Iterable[Parameter], traffic: Traffic
 ) -> None:
-    """Of a bucket's statistics: summed over the owners of its slices, then over the axes that each names."""
+    """Add the sums of a bucket's statistics: over the owners of its slices, then over the axes of each."""
     sizes = Counter[tuple[str, ...]]()
     for one in held:
         sizes[one.partial_axes()] += rank_numel(one, plan) * statistics_bytes(config.precision.dtype)
@@ -227,8 +230,8 @@ def _statistics_traffic(
 def _matrix_traffic(
     config: RunConfig, plan: ParallelPlan, axis: str, held: Iterable[Parameter], traffic: Traffic
 ) -> None:
-    """Of an owner's matrices: those cut along their short side are gathered, of the others norms and Gram matrices
-    summed.
+    """Add the collectives of an owner's matrices. Matrices split along their short side are gathered. For the others
+    norms and Gram matrices are summed.
     """
     tp = plan.grid.degree(axis)
     ep = plan.grid.degree("ep") if axis == "etp" else 1
@@ -247,12 +250,12 @@ def _matrix_traffic(
 
 
 def rank_numel(parameter: Parameter, plan: ParallelPlan) -> int:
-    """Elements of a parameter that a rank holds."""
+    """Return the number of a parameter's elements on a rank."""
     return int(parameter.rank_numel({axis: plan.grid.degree(axis) for axis in ("tp", "ep", "etp")}))
 
 
 def buckets(config: RunConfig, plan: ParallelPlan, pp_rank: int) -> Iterator[BucketPlan[Parameter]]:
-    """A pipeline rank's buckets, as `optim/buckets.py` fills them."""
+    """Yield a pipeline rank's buckets, as `optim/buckets.py` fills them."""
     declared = list(rank_parameters(config.model, plan.stages_of(pp_rank), plan.sequence_parallel))
     return plan_buckets(
         declared[::-1],

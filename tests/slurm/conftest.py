@@ -11,8 +11,8 @@ from tests.harness.system import missing
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalSlurm]:
-    """Four flat nodes of 64 cores, shared by tests that break nothing; skipped with the reason where Slurm cannot
-    run.
+    """Start four flat nodes of 64 cores, shared by tests that break nothing. Skips tests, with the reason, if Slurm
+    cannot run.
     """
     if reason := why_unavailable():
         missing(reason)
@@ -22,7 +22,7 @@ def cluster() -> Iterator[LocalSlurm]:
 
 @pytest.fixture(scope="session", autouse=True)
 def scenarios(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenarios]:
-    """Starts every selected scenario, beside the tests that come before it; see tests/harness/scenarios.py."""
+    """Start every selected scenario, at the same time as the tests that come before it (tests/harness/scenarios.py)."""
     if reason := why_unavailable():
         missing(reason)
     running = Scenarios(request.session.items, tmp_path_factory.mktemp)

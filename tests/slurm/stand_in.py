@@ -1,8 +1,8 @@
-"""A training run without a model: ranks that count steps, save checkpoints without weights, and end in order when a
-signal asks for it.
+"""A training run without a model. Ranks count steps, save checkpoints without weights, and exit in order after a
+signal.
 
-As a module it is what each rank runs; `stand_in.py job …` is the batch script's supervisor with this program in place
-of `frontier-llm train`. It lets node failures and walltimes be tested in seconds.
+As a module it is the program of each rank. `stand_in.py job …` is the batch script's supervisor with this program in
+place of `frontier-llm train`. It makes tests of node failures and walltimes take seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.harness.checkpoints import save_only
 
 
 def refuse_as_rank_1(rank: int, directory: Path) -> int:
-    """As after the ranks have agreed: rank 1 refuses, and rank 0 has recorded that rank 1 gives no sign of life."""
+    """Act as after the ranks' agreement: rank 1 refuses, and rank 0 has recorded that rank 1 gives no sign of life."""
     if rank == 0:
         silent = Failure("it gives no sign of life", Evidence.NOTICES, rank=1, host=node_name(), host_suspect=True)
         write_failure(directory, silent)
@@ -53,19 +53,19 @@ def train(words: list[str]) -> int:
     if environ("STAND_IN_REFUSE"):
         return refuse_as_rank_1(place.rank, directory)
     if environ("STAND_IN_DEAF") and incarnation == 1:
-        os.kill(os.getpid(), signal.SIGUSR1)  # Slurm's warning, before Python listens
+        os.kill(os.getpid(), signal.SIGUSR1)  # Slurm's warning, before Python has a signal handler
     with SignalWatcher() as watcher:
         step = run_dir.latest_step(directory)
         wrong = environ("STAND_IN_WRONG")
         if wrong in run_dir.untrusted_hosts(directory):
             wrong = None
-        say_alive(step)  # rank 0 may have saved the last step before a slower one begins
+        say_alive(step)  # rank 0 may have saved the last step before a slower rank begins
         while step < config.train.steps and watcher.requested is None and not (directory / run_dir.STOP_FILE).exists():
             if planted := environ("STAND_IN_CRASH"):
                 when, who = map(int, planted.split(":"))
                 if (step, place.rank) == (when, who):
                     raise RuntimeError("planted crash")
-            if wrong and step == 3:  # as all ranks end when replicas differ (training/guard/cause.py)
+            if wrong and step == 3:  # all ranks end like this if replicas differ (training/guard/cause.py)
                 if place.rank == 0:
                     run_dir.distrust(directory, [wrong])
                     suspect = Suspect(2, wrong, "w")
@@ -79,7 +79,7 @@ def train(words: list[str]) -> int:
                         suspects=(suspect,),
                     )
                     write_failure(directory, record)
-                while not (directory / "failure.json").exists():  # else srun would end rank 0 before it has written
+                while not (directory / "failure.json").exists():  # otherwise srun ends rank 0 before it has written
                     time.sleep(0.02)
                 return 1
             time.sleep(float(environ("STAND_IN_STEP_S") or 0.05))
@@ -91,7 +91,7 @@ def train(words: list[str]) -> int:
                 save_only(directory, step)
         done = step >= config.train.steps
         print(f"rank {place.rank} ends at {step}, asked by {watcher.requested}, {os.getpid()}", flush=True)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as frontier_llm/cli/train.py
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in frontier_llm/cli/train.py
     return 0 if done else EXIT_INTERRUPTED
 
 

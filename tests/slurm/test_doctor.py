@@ -1,4 +1,4 @@
-"""doctor over four real slurmds, with one planted fault each."""
+"""`doctor` on four real slurmds, with one planted fault each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ network_plugin: {plugin}
 environment: {{SETTING: one}}
 """
 
-# python runs this file first wherever PYTHONPATH leads to it: n2's clock is ahead, n3 has a setting of its own, n1's
-# disk is full
+# Python runs this file first if its folder is on PYTHONPATH. n2's clock is ahead, n3 has a different setting, n1's disk
+# is full.
 PLANTED = """
 import collections, os, shutil, time
 host = os.environ.get("SLURMD_NODENAME")
@@ -88,5 +88,5 @@ def test_every_planted_fault_is_found_on_its_node(cluster: LocalSlurm, tmp_path:
     assert ("environment", ("n3",)) in found
     assert ("RCCL plugin", ("n0", "n1", "n2", "n3")) in found
     assert len(found) == 5
-    assert report["exclude"] == "n[0-3]"  # each has a fault of its own; the plugin alone would exclude nobody
+    assert report["exclude"] == "n[0-3]"  # each node has its own fault; the plugin alone excludes no node
     assert all(finding["remedy"] for finding in report["findings"])

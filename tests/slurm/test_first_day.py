@@ -30,12 +30,12 @@ from tests.harness.slurm import FRONTIER_NODE, ROOT, LocalSlurm, local_slurm, wh
 from tests.harness.system import missing
 
 PAGE = ROOT / "docs" / "first_day.md"
-# commands that read the results of a job that was not run here
+# Commands that read the results of a job that is not run here.
 WITHOUT_RESULTS = (
     "frontier-llm plan --measured runs/first --machine frontier",
     "frontier-llm scaling report runs/scaling",
 )
-# two checkpoints of 12 TB do not fit on this machine: submit has to say so, and nothing else
+# Two checkpoints of 12 TB do not fit on this machine. `submit` must report this and no other problem.
 TOO_LARGE = "frontier-llm submit pretrain_1t"
 COPIED = ("configs", "frontier_llm", "launch", "scripts", "slurm")
 MACHINE_CHANGES = {"device": {"vendor": "none"}}
@@ -110,7 +110,7 @@ esac
     is_cpu_build = "import torch; assert torch.version.hip is None and torch.version.cuda is None"
     write_command(folder / "pip", f'[[ "$1 $2" == "install torch==2.10.0" ]]\n{python} -c "{is_cpu_build}"\n')
     write_command(folder / "git", f'[[ "$1" == clone ]]\nmv {shlex.quote(str(place / "prepared"))} "$3"\n')
-    # jobs of the large models: Slurm checks the script against a partition of Frontier's size
+    # Jobs of the large models: Slurm checks the script against a partition of Frontier's size.
     sbatch = shutil.which("sbatch", path=cluster.env["PATH"])
     write_command(
         folder / "sbatch",
@@ -122,7 +122,7 @@ esac
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A project directory with a copy of this checkout, whose site file and machine file are those of this machine."""
+    """Return a project directory with a copy of this checkout. Its site file and machine file describe this machine."""
     prepared = tmp_path / "prepared"
     for name in COPIED:
         shutil.copytree(ROOT / name, prepared / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -137,7 +137,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def frontier() -> Iterator[LocalSlurm]:
-    """A cluster with Frontier's name and nodes."""
+    """Start a cluster with Frontier's name and nodes."""
     if reason := why_unavailable():
         missing(reason)
     with local_slurm(nodes=2, shape=FRONTIER_NODE, name="frontier") as cluster:
@@ -156,24 +156,26 @@ def test_site_and_machine_differ_in_the_named_keys_only(place: Path) -> None:
 
 
 def sections(text: str) -> list[str]:
-    """Parts of the page that begin with a heading of the second or third level."""
+    """Return the parts of the page that begin with a heading of the second or third level."""
     return re.split(r"^###? ", text, flags=re.MULTILINE)[1:]
 
 
 def commands_of(section: str) -> list[str]:
-    """Commands in the fences of a section; `a && b` are two."""
+    """Return the commands in the fences of a section. `a && b` counts as two."""
     found = re.findall(r"^```(?:bash|console)\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
     return [part for line in "".join(found).splitlines() for part in line.split(" && ")]
 
 
 def described_commands(section: str) -> list[str]:
-    """Code spans in the first cells of the section's table, each the beginning of a command and its options."""
+    """Return the code spans in the first cells of the section's table. Each is the beginning of a command and its
+    options.
+    """
     rows = re.findall(r"^\| (`.*?) \| .*\w.* \|$", section, flags=re.MULTILINE)
     return [span for row in rows for span in re.findall(r"`(.*?)`", row)]
 
 
 def describes(span: str, command: str) -> bool:
-    """Whether a span has words of the command. A dry run is another command."""
+    """Return whether a span contains only words of the command. A dry run is a different command."""
     words = re.split(r"[\s=]+", command)
     return set(span.split()) <= set(words) and ("--dry-run" in span) == ("--dry-run" in command)
 

@@ -1,4 +1,4 @@
-"""Rank discovery under the real launchers: srun, mpirun inside and outside a job, torchrun."""
+"""Rank discovery with the real launchers: srun, mpirun inside and outside a job, torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frontier_llm.run.rank_env import environment
 from tests.harness.slurm import ROOT, LocalSlurm
 from tests.harness.system import missing, require_program
 
-# every rank says where it is, and meets the others at the derived address and port
+# Every rank prints its place, and connects to the others at the derived address and port.
 PROGRAM = """
 import os, socket, sys
 from frontier_llm.run.rank_env import discover
@@ -58,13 +58,13 @@ def test_srun_and_the_batch_shell(cluster: LocalSlurm, tmp_path: Path) -> None:
     assert [row[:5] for row in first] == [["slurm", str(rank), "6", str(rank % 2), "2"] for rank in range(6)]
     second = [row for row in rows if row[2] == "4"]
     assert [row[1] for row in second] == ["0", "1", "2", "3"]
-    # one port per step, and not the same for both
+    # one port per step, different for the two steps
     assert len({row[5] for row in first}) == 1 and len({row[5] for row in second}) == 1 and first[0][5] != second[0][5]
 
 
 @pytest.mark.parametrize("launcher", ["openmpi", "mpi4py"])
 def test_mpirun(tmp_path: Path, launcher: str) -> None:
-    """From Open MPI's variables; or, where a site wants it, by asking MPI itself."""
+    """Ranks are discovered from Open MPI's variables or, if the site chooses that, through MPI itself."""
     mpirun = require_program("mpirun", "openmpi-bin")
     if launcher == "mpi4py" and find_spec("mpi4py") is None:
         missing("needs mpi4py: pip install mpi4py")

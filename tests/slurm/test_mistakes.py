@@ -26,7 +26,7 @@ def test_each_planted_mistake_is_refused_before_a_training_step(
         assert "Traceback" not in refusal.text, refusal.text
         if refusal.by == "ranks":
             assert refusal.failure is not None and refusal.failure.cause == mistake.cause, refusal.text
-        # a job that lost a node ends with 0 if it is not to be continued
+        # A job that lost a node ends with 0 if it is not to be continued.
         assert refusal.exit_code != 0 or mistake.cause == "node failure", refusal.text
     assert outcome.step_count == 0
     assert cluster.queued() == []

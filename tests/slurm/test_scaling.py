@@ -1,4 +1,4 @@
-"""Weak and strong series over 1, 2 and 4 nodes, from submission to the figure; plus one point started by hand."""
+"""Weak and strong series over 1, 2 and 4 nodes, from submission to the figure, and one point started by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOY = [
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """The local site with one rank per node: twelve ranks for the whole series instead of ninety-six."""
+    """Return the local site with one rank per node. The complete series then has 12 ranks instead of 96."""
     text = (root_dir() / "slurm" / "sites" / "local.yaml").read_text()
     path = tmp_path / "one.yaml"
     path.write_text(text.replace("tasks_per_node: 8", "tasks_per_node: 1").replace("name: local", "name: one"))
@@ -68,7 +68,7 @@ def test_series_run_end_to_end(
     ]
     assert all(row["steps"] == 5 and row["efficiency"] > 0 for row in rows)
     assert {path.suffix for path in out.glob("scaling.*")} == {".csv", ".json", ".html"}
-    # each point has run the code that is frozen beside it: nowhere else is there a site called one
+    # Each point has run the frozen code beside it. Only there is a site called `one`.
     assert all(len(list(point.glob("code-*"))) == 1 for point in out.iterdir() if point.is_dir())
 
 

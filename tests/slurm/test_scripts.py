@@ -1,4 +1,4 @@
-"""Every committed script against the real sbatch."""
+"""Every committed script with the real sbatch."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ def test_the_whole_machine_and_lumi(cluster: LocalSlurm, tmp_path) -> None:
     )
 
 
-# instead of launch/job.sh: the step that the supervisor would start, with a command that shows the step's share of the
-# node
+# Replaces launch/job.sh. It starts the supervisor's job step with a command that prints the step's share of the node.
 SHOW_STEP = """
 import subprocess
 from frontier_llm.cluster.attempt import JobStep
@@ -87,7 +86,9 @@ subprocess.run(["scontrol", "show", "job", "--details", run.allocation.job_id], 
 )
 @pytest.mark.parametrize("hint", ["", "nomultithread"])  # LUMI's login environment may set it
 def test_a_step_has_every_core_that_ranks_are_bound_to(tmp_path: Path, name: str, shape: NodeShape, hint: str) -> None:
-    """With two threads per core, seven CPUs of eight tasks are 28 cores unless the job asks for one thread per core."""
+    """With two threads per core, seven CPUs for each of eight tasks are only 28 cores, unless the job requests one
+    thread per core.
+    """
     if reason := why_unavailable():
         missing(reason)
     site = load_site(name)
@@ -125,7 +126,7 @@ def test_wrong_directory_is_explained(cluster: LocalSlurm, tmp_path) -> None:
 
 
 def job_sh(cluster: LocalSlurm, tmp_path: Path, env: dict[str, str]) -> tuple[dict[str, str], str]:
-    """launch/job.sh with a module that says which Python runs it."""
+    """Run launch/job.sh with a module that prints which Python runs it. Returns the job and its output."""
     (tmp_path / "say.py").write_text(
         "import sys, os; print('python', sys.argv[1:], os.environ['FRONTIER_LLM_PYTHON'], flush=True)"
     )
@@ -143,7 +144,7 @@ def job_sh(cluster: LocalSlurm, tmp_path: Path, env: dict[str, str]) -> tuple[di
 
 
 def make_archive(tmp_path: Path) -> Path:
-    """What conda-pack would make: an environment whose bin/python works from anywhere."""
+    """Build an archive like conda-pack's: an environment whose bin/python works from any folder."""
     (tmp_path / "env" / "bin").mkdir(parents=True)
     for name, text in (
         ("python", f'#!/bin/bash\nexec {sys.executable} "$@"\n'),

@@ -26,7 +26,7 @@ TINY = (
 def test_submitted_old_and_new_runs_go_on(cluster: LocalSlurm, tmp_path: Path) -> None:
     """A submitted job trains. Then the record is removed, as in a directory from before job.json, and the run resumes.
 
-    A damaged record at last ends the job before any rank starts.
+    At the end, a damaged record ends the job before any rank starts.
     """
     directory = tmp_path / "run"
     site = yaml.safe_load((ROOT / "slurm" / "sites" / "local.yaml").read_text())

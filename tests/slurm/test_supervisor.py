@@ -1,4 +1,4 @@
-"""The supervisor on a real Slurm, with a stand-in for training: what happens to a job, not what is trained."""
+"""The supervisor on a real Slurm, with a stand-in for training. The tests check the job, not the training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = ("model=gpt-tiny", "parallel.tensor=1", "parallel.pipeline=1", "batch.mi
 
 
 def write_script(tmp_path: Path, nodes: int, **fields: object) -> Path:
-    """The template's script, with the stand-in as the program of launch/job.sh."""
+    """Write the template's script, with the stand-in as the program of launch/job.sh."""
     text = render(JobScript("stand_in", "stand-in", "train_small", nodes, "local", **fields), load_site("local"))  # type: ignore[arg-type]
     program = shlex.quote(str(ROOT / "tests" / "slurm" / "stand_in.py"))
     path = tmp_path / "stand_in.sbatch"
@@ -33,8 +33,6 @@ def write_script(tmp_path: Path, nodes: int, **fields: object) -> Path:
 
 
 class Run:
-    """One submitted stand-in run."""
-
     def __init__(
         self,
         cluster: LocalSlurm,
@@ -81,7 +79,7 @@ class Run:
 
 
 def test_runs_every_rank_once_and_finishes(cluster: LocalSlurm, tmp_path: Path) -> None:
-    run = Run(cluster, tmp_path, 4, 2, ("train.steps=3",), {})  # 4 x 8 train for real in test_train.py
+    run = Run(cluster, tmp_path, 4, 2, ("train.steps=3",), {})  # test_train.py trains with 4 x 8 ranks
     assert run.wait()["JobState"] == "COMPLETED", run.text()
     assert run.causes() == ["finished"]
     logs = sorted((run.directory / "logs" / "attempt_0001").iterdir())
@@ -97,7 +95,7 @@ def test_crash_is_retried_and_its_traceback_comes_last(cluster: LocalSlurm, tmp_
     run = Run(cluster, tmp_path, 2, 2, ("train.steps=6",), {"STAND_IN_CRASH": "0:3", "STAND_IN_STEP_S": "60"})
     job = run.wait()
     assert job["JobState"] == "FAILED", run.text()
-    assert run.causes() == ["crash"] * 3  # the crash loop ends it
+    assert run.causes() == ["crash"] * 3  # the limit of repeated crashes ends the job
     record = json.loads((run.directory / "failure.json").read_text())
     assert (record["rank"], record["host"]) == (3, "n1")
     tail = run.text().splitlines()[-12:]
@@ -156,7 +154,7 @@ def test_warned_before_python_listens_and_requeued(cluster: LocalSlurm, tmp_path
 
 @scenario(nodes=2)
 def test_warned_before_the_walltime_and_requeued_until_done(cluster: LocalSlurm, tmp_path: Path) -> None:
-    # one minute of walltime; Slurm looks at its clocks every 30 s, so that the warning comes 5 to 35 s after the start
+    # The walltime is one minute. Slurm checks its timers every 30 s, so the warning comes 5 to 35 s after the start.
     run = Run(
         cluster,
         tmp_path,
@@ -173,7 +171,7 @@ def test_warned_before_the_walltime_and_requeued_until_done(cluster: LocalSlurm,
     causes = run.causes()
     assert causes[-1] == "finished" and set(causes[:-1]) == {"interrupted"}
     steps = [row["step"] for row in run_dir.read_jsonl(run.directory / "metrics.jsonl")]
-    assert steps == list(range(1, 151))  # nothing lost, nothing twice
+    assert steps == list(range(1, 151))  # no step is lost, and none is done twice
     assert cluster.queued() == []
 
 
@@ -191,7 +189,7 @@ def test_dead_node_is_replaced_by_the_spare_while_its_ranks_live_on(cluster: Loc
     )
     hosts = {(run.directory / "alive" / f"2-{rank}").read_text().split()[0] for rank in range(6)}
     assert hosts == {"n0", "n2", "n3"}
-    # the ranks on the dead node live on (tests/slurm/test_train.py shows that they cannot save)
+    # The ranks on the dead node live on. tests/slurm/test_train.py shows that they cannot save.
     stale = run.directory / "alive" / "1-2"
     before = stale.read_text()
     cluster.wait_for(lambda: stale.read_text() != before, 60, "step of a stale rank")
@@ -202,7 +200,7 @@ def test_dead_node_is_replaced_by_the_spare_while_its_ranks_live_on(cluster: Loc
 @pytest.mark.thorough
 @scenario(nodes=4)
 def test_dead_batch_host_requeues_the_job_elsewhere(cluster: LocalSlurm, tmp_path: Path) -> None:
-    # the supervisor dies with its node, so this is Slurm's own --requeue
+    # The supervisor dies with its node, so this is Slurm's own --requeue.
     run = Run(cluster, tmp_path, 2, 1, ("train.steps=160", "batch.global_batch=6"), {"STAND_IN_STEP_S": "0.5"})
     run.wait_step(3)
     cluster.kill_node("n0")
@@ -247,13 +245,13 @@ def test_a_host_that_computes_wrongly_is_not_requeued(cluster: LocalSlurm, tmp_p
     run = Run(cluster, tmp_path, 2, 1, ("train.steps=6",), {"STAND_IN_WRONG": "n1"})
     assert run.wait()["ExitCode"] == "2:0", run.text()
     assert run.causes() == ["wrong results"] and "--exclude=n1" in run.text()
-    # what the ranks have written stays
+    # The record that the ranks have written is not replaced.
     assert json.loads((run.directory / "failure.json").read_text())["suspects"][0]["tensor"] == "w"
     assert cluster.queued() == []
 
 
 def test_preflight_leaves_a_bad_node_out(cluster: LocalSlurm, tmp_path: Path) -> None:
-    # n1 finds its disk full; the spare takes its place before the first attempt
+    # n1 reports that its disk is full. The spare node replaces it before the first attempt.
     planted = """
 import collections, os, shutil
 if os.environ.get("SLURMD_NODENAME") == "n1":
@@ -280,7 +278,7 @@ def test_preflight_stops_when_too_few_nodes_pass(cluster: LocalSlurm, tmp_path: 
 @pytest.mark.thorough
 @scenario(nodes=1)
 def test_successor_jobs_follow_one_at_a_time(cluster: LocalSlurm, tmp_path: Path) -> None:
-    # as `submit --continue-with successor` leaves it: the script lies in the run directory
+    # As after `submit --continue-with successor`: the script is in the run directory.
     (tmp_path / "run").mkdir()
     script = write_script(tmp_path, 1)
     words = shlex.join([f"train.run_dir={tmp_path}/run", *SMALL, "train.steps=120"])
@@ -292,8 +290,8 @@ def test_successor_jobs_follow_one_at_a_time(cluster: LocalSlurm, tmp_path: Path
         "PYTHONPATH": str(tmp_path),
     }
     options = ("--time=1", "--signal=USR1@25", "--ntasks-per-node=1")
-    # of what the first job got on the command line, its successor knows account, partition and QOS; the rest has to be
-    # in the script
+    # The successor gets account, partition and QOS of the first job's command line. All other options must be in the
+    # script.
     text = (tmp_path / "run" / "job.sbatch").read_text()
     lines = "\n".join(f"#SBATCH {option}" for option in options)
     (tmp_path / "run" / "job.sbatch").write_text(text.replace("set -euo pipefail", f"{lines}\nset -euo pipefail", 1))

@@ -1,4 +1,4 @@
-"""The committed job scripts train for real, on four nodes that this machine pretends to be."""
+"""The committed job scripts run real training on four simulated nodes of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from frontier_llm.run.rank_env import environment
 from tests.harness.scenarios import scenario
 from tests.harness.slurm import ENDED, ROOT, LocalSlurm
 
-# widths and depth of a toy; the degrees and the node count are what the test is about
+# Width and depth of a toy model. The tests are about degrees and node count.
 TOY = (
     "model.layers=4",
     "model.hidden=64",
@@ -41,7 +41,7 @@ def sbatch(
     words: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
 ) -> str:
-    """Submit a committed script; what differs from Frontier is the partition, not the script."""
+    """Submit a committed script. It differs from Frontier in the partition, not in the script."""
     local = ("--partition=local", f"--output={directory}/job.out", *options)
     directory.mkdir(parents=True, exist_ok=True)
     return cluster.submit(
@@ -108,7 +108,7 @@ def test_a_benchmark_with_data_is_refused_and_the_production_script_trains(clust
 
 
 def test_a_users_mistake_ends_the_run_at_once_and_blames_no_node(cluster: LocalSlurm, tmp_path: Path) -> None:
-    """The batch shell finds in its first seconds that the data is not there, and starts no rank."""
+    """The batch shell detects in its first seconds that the data does not exist, and starts no rank."""
     words = ("data.train=[{path: /nowhere/tokens}]",)
     options = ("--nodes=2", "--ntasks-per-node=2")
     job_id = sbatch(
@@ -128,14 +128,15 @@ SLICED = (
     f"train.steps={STEPS}",
     "train.save_interval=10",
 )
-# every step takes at least this long, so that a run whose node is killed at step 10 still trains when Slurm gives the
-# node up: 33 s later
-# with SLURMD_TIMEOUT_S of 20, and a requeued job starts some 25 s after that
+# Minimum time of a step. A run whose node is killed at step 10 must still train when Slurm declares the node down. With
+# SLURMD_TIMEOUT_S of 20 this is 33 s later, and a requeued job starts about 25 s after that.
 SLOW = {"FRONTIER_LLM_FAILPOINTS": "train.step%=sleep:2"}
 
 
 def loss_column(directory: Path) -> list[tuple[int, str]]:
-    """(step, loss) as the file spells them, one per step; what was redone after a crash replaces the lost try."""
+    """Return (step, loss) for each step, with the loss as written in the file. If a step was repeated after a crash,
+    the last value counts.
+    """
     found = {}
     for line in (directory / "run" / "metrics.jsonl").read_text().splitlines():
         if '"kind": "step"' in line:
@@ -149,7 +150,7 @@ _one_at_a_time = threading.Lock()
 
 
 def undisturbed(directory: Path) -> list[tuple[int, str]]:
-    """The loss column of one run of local ranks that nothing has interrupted; made once."""
+    """Return the loss column of a run of local ranks without interruption. It runs only once per process."""
     with _one_at_a_time:
         if not _alone:
             words = [*TOY, *SLICED, f"train.run_dir={directory}/run"]
@@ -170,8 +171,8 @@ def undisturbed(directory: Path) -> list[tuple[int, str]]:
 @pytest.mark.thorough
 @scenario(nodes=2)
 def test_slices_of_a_short_walltime_give_the_same_losses(cluster: LocalSlurm, tmp_path: Path) -> None:
-    # Slurm looks at its clocks every 30 s: the signal comes 60 to 90 s after the start, and 50 steps of 2 s outlast
-    # that
+    # Slurm checks its timers every 30 s. The signal therefore comes 60 to 90 s after the start. 50 steps of 2 s take
+    # longer.
     env = {**SLOW, "FRONTIER_LLM_SIGNAL_LEAD_S": "90"}
     options = ("--nodes=2", "--ntasks-per-node=1", "--time=3", "--signal=USR1@90")
     job_id = sbatch(cluster, "train_small.sbatch", tmp_path, *options, words=SLICED, env=env)
@@ -208,7 +209,7 @@ def test_a_dead_node_is_replaced_by_the_spare_and_the_losses_stay(cluster: Local
     assert len(list((tmp_path / "run" / "checkpoints" / "incarnations").glob("*.json"))) == 2
 
 
-# what node n1 would say that has another torch than the others
+# Simulates another torch on node n1.
 OTHER_TORCH_ON_N1 = """
 import os
 if os.environ.get("SLURMD_NODENAME") == "n1":
@@ -223,7 +224,7 @@ SAYS = "rank 1 on n1 differs from most ranks: torch is torch 2.9.0 for CPUs, els
 def train_with_another_torch_on_n1(
     cluster: LocalSlurm, tmp_path: Path, nodes: int, spares: int = 0
 ) -> tuple[dict[str, str], str]:
-    """The ended job of a run on these nodes of the cluster, and its output."""
+    """Run a job on `nodes` nodes and `spares` spare nodes. Returns the ended job and its output."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_TORCH_ON_N1)
     words = ("parallel.tensor=1", "parallel.pipeline=1", "batch.global_batch=6", "batch.micro_batch=1", "train.steps=2")
     env = {"PYTHONPATH": str(tmp_path), "FRONTIER_LLM_SIGNAL_LEAD_S": "10", "FRONTIER_LLM_SPARE_NODES": str(spares)}
@@ -263,8 +264,8 @@ def test_a_node_that_differs_from_one_other_ends_the_job(cluster: LocalSlurm, tm
 @pytest.mark.thorough
 @scenario(nodes=2)
 def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Path) -> None:
-    """One rank has no peer whose death would end it: after its node is declared dead it trains on, beside the
-    requeued job.
+    """This rank has no peer whose death would end it. After its node is declared dead, it continues to train, while the
+    requeued job runs.
     """
     words = (
         "parallel.tensor=1",
@@ -286,7 +287,7 @@ def test_a_stale_rank_cannot_save_into_the_run(cluster: LocalSlurm, tmp_path: Pa
     assert job["JobState"] == "COMPLETED" and int(job["Restarts"]) >= 1, text
     assert last_start(run)["host"] != host
     assert run_dir.latest_step(run) == 70
-    # in a process of its own: another test may be reading this one's output
+    # In a separate process, because another test may be reading this process's output.
     subprocess.run(
         [sys.executable, "-m", "frontier_llm.cli.main", "checkpoint", "verify", str(run)],
         cwd=ROOT,

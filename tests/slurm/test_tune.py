@@ -1,5 +1,5 @@
-"""A live search on the local Slurm: trials by srun, ended by its walltime, gone on with by the next job, to a run
-file of the fastest layout.
+"""A live search on the local Slurm. srun runs the trials, the walltime ends the search, and the next job continues it.
+The result is a run file of the fastest layout.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_a_search_goes_on_after_its_walltime(cluster: LocalSlurm, tmp_path: Path
         300,
         "a trial",
     )
-    # two minutes from now: less what Slurm's warning and ending take, too little for many more trials
+    # Two minutes from now. After Slurm's warning and the end of the job, this is too short for many more trials.
     cluster.run("scontrol", "update", f"JobId={first}", f"TimeLimit={int(time.monotonic() - began_s) // 60 + 2}")
     assert cluster.wait_job(first, 300)["JobState"] == "COMPLETED", (tmp_path / "first.out").read_text()[-3000:]
     assert "start the same again to go on" in (tmp_path / "first.out").read_text()
