@@ -1,4 +1,4 @@
-"""One communication of a rank at a time, and many: the same numbers, and the ledger knows which it was."""
+"""One communication in flight per rank gives the same numbers as many, and the ledger records the difference."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LAYOUTS = [
 
 
 def trained(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], int]:
-    """(losses and gradient norms of three steps, this rank's weights after them, most communications that were in
-    flight).
+    """Return the losses and gradient norms of three steps, this rank's weights after them, and the largest number of
+    communications in flight.
     """
     state = build(rank, case, "fp32")
     results = [train_step(state) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Rotations stretched to a longer context are those of transformers."""
+"""Rotary embeddings that are scaled to a longer context equal those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`frontier-llm plan` from the outside: reports, files, and what it says to bad input. It must not import torch."""
+"""The command `frontier-llm plan`: its reports, its files and its messages for bad input. It must not import torch."""
 
 from __future__ import annotations
 
@@ -200,7 +200,8 @@ def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
     assert 300e9 <= tokens < 300e9 + config.batch.global_batch * config.model.sequence_length
     saves = re.search(r"checkpoint every .* \((\d+) steps", " ".join(out.split()))
     assert saves and config.train.save_interval == int(saves[1])
-    assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-4, 1e-5)  # of GPT-3's 13B, the nearest
+    # the nearest published values, those of GPT-3 13B
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-4, 1e-5)
     assert 0 < config.optimizer.warmup_steps * config.batch.global_batch * config.model.sequence_length < 0.1 * tokens
     told = [line for line in out.splitlines() if line.startswith("fill in data.train")]
     assert told and f"# {told[0]}" in path.read_text()
@@ -265,7 +266,7 @@ def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -
 def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its model is the run's own, so no script of slurm/ stands for it."""
+    """The run has its own model, so that no script in slurm/ fits."""
     emitted = tmp_path / "planned.yaml"
     code, out, _ = run(capsys, "--run", "train_22b", "--nodes", "16", "--emit", str(emitted))
     assert code == 0
@@ -314,7 +315,7 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     assert row["error"] == pytest.approx(row["predicted_s"] / 0.4 - 1)
     code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir))
     assert "400 ms" in out
-    # the steps of an attempt on another layout are not those of the prediction
+    # Steps of an attempt on another layout are not compared with the prediction.
     now = layout_of(config, world_size)
     layouts = (0, 1, {**now, "sequence_parallel": not now["sequence_parallel"]}), (30, 2, now)
     starts = [
