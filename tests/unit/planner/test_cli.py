@@ -370,7 +370,9 @@ def test_an_emitted_run_has_the_algorithms_that_were_priced(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Eight groups per node share its NICs and cross 16 nodes: two stages; two groups over 4 nodes: rings."""
+    """Eight groups per node share its NICs over 16 nodes, so that two stages are chosen. Two groups over 4 nodes use
+    rings.
+    """
     path = tmp_path / "mine.yaml"
     nodes = "32" if tensor == 8 else "8"
     fixed = ["--fix", f"tensor={tensor}", "--fix", "pipeline=2", "--fix", "zero=1"]
@@ -446,7 +448,8 @@ def test_planning_needs_no_torch() -> None:
 
 def test_a_checkpoint_is_as_large_as_the_writer_makes_it() -> None:
     model = load_model("llama-tiny")
-    parts = 1 + len(ADAMW.states(next(iter(model_parameters(model).values()))))  # each a tensor of its own in the file
+    # each part is a separate tensor in the file
+    parts = 1 + len(ADAMW.states(next(iter(model_parameters(model).values()))))
     assert state_bytes(model, "adamw") == parts * ITEM_BYTES["F32"] * total_parameters(model)
 
 
@@ -459,7 +462,9 @@ def test_fp16_on_a_device_that_flushes_is_pointed_out(tmp_path: Path, capsys: py
 
 
 def test_nothing_but_validation_loads_the_measurements() -> None:
-    """What plans, trains or queues a run carries none of other people's clusters, nor what fits them."""
+    """Commands that plan, train or submit a run load neither the measurements of other clusters nor the code that fits
+    them.
+    """
     commands = ("plan", "train", "submit", "calibrate", "scaling")
     script = f"""
 import sys

@@ -1,4 +1,4 @@
-"""Several held-out sets by name, and the checkpoint of the best of them, which stays."""
+"""Several named held-out sets. The checkpoint with the best result is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from frontier_llm.training import loop
 
 @pytest.fixture
 def sets(tmp_path: Path) -> dict[str, str]:
-    """Two datasets that have little in common."""
+    """Two datasets with little in common."""
     for name, text in (("prose", "the quick brown fox jumps\n" * 60), ("digits", "0123456789 9876543210\n" * 60)):
         (tmp_path / f"{name}.txt").write_text(text)
         tokenize([tmp_path / f"{name}.txt"], tmp_path / name, "bytes")

@@ -26,9 +26,7 @@ WAIT = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "_unique2
 
 
 class Waits(TorchDispatchMode):
-    """Records these operators, and tolist(), which is not an operator. Calls under other dispatch modes are not
-    recorded.
-    """
+    """Records these operators, and calls of tolist(), which is not an operator."""
 
     def __init__(self) -> None:
         super().__init__()
