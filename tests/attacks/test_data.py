@@ -164,7 +164,7 @@ def test_a_parquet_page_is_measured_before_it_is_decoded(tmp_path: Path) -> None
     path.write_bytes(content)
     (why,) = damages(path, 2 << 20)
     assert "more than 16.0 MiB in a page" in why and peak_bytes() - before < 64 << 20
-    content[field : field + 4] = b"\xff\xff\xff\x7f"  # negative
+    content[field : field + 4] = b"\xff\xff\xff\x7f"  # a negative size
     path.write_bytes(content)
     (why,) = damages(path, 2 << 20)
     assert "has a damaged page at byte 4" in why

@@ -181,8 +181,9 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
 
 
 def test_torch_s_store_has_no_authentication_and_what_still_holds_there(tmp_path: Path) -> None:
-    """As docs/security.md states, a user of the node can read and change the store after finding the port. It holds no
-    secret.
+    """As docs/security.md states, a user of the node can read and change the store after finding the port.
+
+    It holds no secret.
     """
     folder = tmp_path / "job"
     folder.mkdir(mode=0o700)

@@ -31,9 +31,7 @@ def random_cases(seed: int) -> Iterator[Case]:
 
 
 def _anything(draw: random.Random) -> Case:
-    """Return a random case. Nine of ten are legal, because each size is a multiple of the degree that must divide
-    it.
-    """
+    """Return a random case. In nine of ten cases each size is a multiple of the degree that must divide it."""
     tp, pp, dp = draw.choice(DEGREES)
     choice = {
         name: draw.choice(values)

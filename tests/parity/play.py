@@ -68,8 +68,9 @@ def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def learnt(tokens: Any) -> Any:
-    """Return the mask of trained tokens if some are only read. Runs of tokens differ much in length, and some rows have
-    none.
+    """Return the mask of trained tokens if some are only read.
+
+    Runs of tokens differ much in length, and some rows have none.
     """
     return tokens.cumsum(1) % 97 > 40
 

@@ -234,8 +234,9 @@ def backward_with_own_logsumexp() -> Iterator[None]:
 
 
 def _drawn_by(change: Callable[[Any, int], Any]) -> AbstractContextManager[Any]:
-    """Change the positions and sample ids from which dropout masks are drawn. `change` also receives the number of
-    rows.
+    """Change the positions and sample ids from which dropout masks are drawn.
+
+    `change` also receives the number of rows.
     """
     honest = Stage._positions
 

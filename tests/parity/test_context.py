@@ -89,8 +89,9 @@ def test_torchs_flash_kernels_over_stretches(run_case: RunCase, way: str) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn"])
 def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
-    """The family `llama` tests Llama 3's scaling. A head of 16 dims has 8 rotations: some are fast and some are slow
-    within 8 tokens.
+    """The family `llama` tests Llama 3's scaling.
+
+    A head of 16 dims has 8 rotations: some are fast and some are slow within 8 tokens.
     """
     scaling = [
         f"model.rope_scaling.{key}={value}"

@@ -23,8 +23,9 @@ COPIES = Case("gpt", dp=4, settings=("parallel.data_shard=2",))
 
 @pytest.mark.thorough
 def test_a_checkpoint_of_copies_is_that_of_one(ranks: RankPool, tmp_path: Path) -> None:
-    """Two of four replicas together hold all state, so there are two copies. Only one copy is written, and all replicas
-    read it.
+    """Two of four replicas together hold all state, so there are two copies.
+
+    Only one copy is written, and all replicas read it.
     """
     written = ranks.run(4, save_and_go_on, COPIES, "fsdp", tmp_path)
     for engine, reader in (("native", LAYOUTS["native"]), ("fsdp", COPIES)):

@@ -57,8 +57,9 @@ losses.register("small-activations", losses.LossTerm(small_activations))
 
 
 def play_here(rank: int, case: Case) -> Played:
-    """Import this module on the ranks, which registers the toy extensions there. `costs` does not include their
-    traffic.
+    """Import this module on the ranks, which registers the toy extensions there.
+
+    `costs` does not include their traffic.
     """
     return play(rank, case)._replace(traffic=[])
 

@@ -69,8 +69,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("case", but_first(LAYOUTS, 2), ids=str)
 def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
-    """Compares loss, gradients, norm, initial weights and parameters after three steps. Replicas must be bitwise equal,
-    and calls and bytes must equal the closed form.
+    """Compares loss, gradients, norm, initial weights and parameters after three steps.
+
+    Replicas must be bitwise equal, and calls and bytes must equal the closed form.
     """
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
 

@@ -78,8 +78,9 @@ def after_three_steps(rank: int, case: Case, dtype: str) -> dict[str, np.ndarray
 
 
 def test_bf16_turns_the_update_by_little(ranks: RankPool) -> None:
-    """Newton-Schulz amplifies small components of a matrix, including rounding errors. After three steps the bf16
-    update differs from float64 by some percent.
+    """Newton-Schulz amplifies small components of a matrix, including rounding errors.
+
+    After three steps the bf16 update differs from float64 by some percent.
     """
     case = Case("llama", settings=MUON)
     exact, rounded = (ranks.run(1, after_three_steps, case, dtype)[0] for dtype in ("fp64", "bf16"))

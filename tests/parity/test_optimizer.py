@@ -32,8 +32,9 @@ from tests.parity.play import build, play
     ids=str,
 )
 def test_zero_equals_plain_adamw_bitwise(ranks: RankPool, case: Case) -> None:
-    """Two summands have only one order. With four, gloo's ring uses the same order for all-reduce and reduce-scatter
-    only by chance.
+    """Two summands have only one order.
+
+    With four, gloo's ring uses the same order for all-reduce and reduce-scatter only by chance.
     """
     sharded, plain = (gather(ranks.run(case.world_size, play, Case(**{**vars(case), "zero": zero}))) for zero in (1, 0))
     same = np.array_equal if case.dp == 2 else (lambda a, b: np.allclose(a, b, rtol=1e-9, atol=1e-11))
@@ -146,8 +147,9 @@ def threads(rank: int) -> int:
 
 
 def test_a_finished_run_lets_go_of_its_memory_and_groups(ranks: RankPool) -> None:
-    """A process may build several runs (benchmarks, tests). Without this, the threads of each run's process groups
-    would remain.
+    """A process may build several runs (benchmarks, tests).
+
+    Without this, the threads of each run's process groups would remain.
     """
     before = ranks.run(2, threads)
     for _ in range(2):

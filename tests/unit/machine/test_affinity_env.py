@@ -17,8 +17,9 @@ from frontier_llm.machine.env import environment
 
 
 def test_cores_of_each_gcd_equal_the_lumi_guide_s() -> None:
-    """CPU_BIND_MASKS of LUMI-AI-Guide, 05-multi-gpu-and-node. The local rank is the GCD, and the first core of each
-    region is left out.
+    """CPU_BIND_MASKS of LUMI-AI-Guide, 05-multi-gpu-and-node.
+
+    The local rank is the GCD, and the first core of each region is left out.
     """
     masks = (
         "00fe000000000000 fe00000000000000 0000000000fe0000 00000000fe000000 00000000000000fe 000000000000fe00 "
@@ -57,8 +58,9 @@ def test_rings_and_cuts() -> None:
 
 @pytest.mark.parametrize("site", ["frontier", "lumi"])
 def test_each_variable_has_one_home(site: str) -> None:
-    """machine/env.py sets the variables of RCCL and libfabric. A site file only sets those that the loader needs before
-    Python starts.
+    """machine/env.py sets the variables of RCCL and libfabric.
+
+    A site file only sets those that the loader needs before Python starts.
     """
     path = configs_dir().parent / "slurm" / "sites" / f"{site}.yaml"
     content = yaml.safe_load(path.read_text())

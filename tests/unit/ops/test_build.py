@@ -270,8 +270,9 @@ def test_arguments_stand_in_the_sources_signature():
 
 @needs_triton
 def test_the_compiler_takes_the_arguments_that_the_table_reads():
-    """In the interpreter a kernel is an object of another class. The test therefore reads the sources in a separate
-    process.
+    """In the interpreter a kernel is an object of another class.
+
+    The test therefore reads the sources in a separate process.
     """
     program = """
 import importlib

@@ -87,8 +87,9 @@ def test_products_of_experts_of_xmoe_medium_are_aligned_launches_that_ask_for_no
     [("gpt-22b", 8, 29), ("llama-2-7b", 9, 19), ("llama-2-70b", 9, 19), ("mpt-30b", 11, 20)],
 )
 def test_a_layer_launches_no_more_than_the_page_says(kernels, model, forward, backward):
-    """Compare with the table in docs/benchmarks/ops.md. A launch is a product, one of this package's kernels, or a
-    torch operation.
+    """Compare with the table in docs/benchmarks/ops.md.
+
+    A launch is a product, one of this package's kernels, or a torch operation.
     """
     counts = of_a_layer(kernels, load_model(model))
     assert sum(count for launch, count in counts.items() if launch.phase == "forward") == forward, counts

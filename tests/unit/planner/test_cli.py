@@ -370,8 +370,9 @@ def test_an_emitted_run_has_the_algorithms_that_were_priced(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Eight groups per node share its NICs over 16 nodes, so that two stages are chosen. Two groups over 4 nodes use
-    rings.
+    """Eight groups per node share its NICs over 16 nodes, so that two stages are chosen.
+
+    Two groups over 4 nodes use rings.
     """
     path = tmp_path / "mine.yaml"
     nodes = "32" if tensor == 8 else "8"

@@ -103,8 +103,9 @@ def test_the_ranking_formula_stays_near_the_simulation(schedule: str, model: str
 
 
 def test_one_in_flight_by_hand() -> None:
-    """Two stages with a forward of 1 s, a backward of 2 s and messages of 0.5 s. The expected times are computed by
-    hand.
+    """Two stages with a forward of 1 s, a backward of 2 s and messages of 0.5 s.
+
+    The expected times are computed by hand.
     """
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(2))
     for turns in ("many", "one", "waiting"):

@@ -46,8 +46,9 @@ def test_recomputing_every_second_layer_is_priced_between_all_and_none() -> None
 
 
 def test_modes_that_repeat_are_priced_by_each_stage_s_own_layers() -> None:
-    """Two of three layers are recomputed on one stage, and one of two on the other. A single layout has the same price
-    as in a table.
+    """Two of three layers are recomputed on one stage, and one of two on the other.
+
+    A single layout has the same price as in a table.
     """
     model = load_model("gpt-22b", {"layers": 5})
     stages = split_layers(model, 2, (3, 2))

@@ -1,4 +1,4 @@
-"""Folders of killed processes are removed by a later start; those of living processes and of anybody else stay."""
+"""Folders of killed processes are removed by a later start. Folders of running processes and of other owners stay."""
 
 from __future__ import annotations
 

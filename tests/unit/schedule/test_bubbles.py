@@ -139,8 +139,9 @@ def test_bubble_of_zero_bubble_h1(stages: int, more: int) -> None:
 @given(st.integers(1, 8), st.integers(0, 16))
 @settings(max_examples=40)
 def test_bubbles_of_the_zero_bubble_papers(stages: int, more: int) -> None:
-    """F = I = W. ZB-H2 never idles between a rank's first and last action. ZB-V idles half a forward per stage, in its
-    ramp.
+    """F = I = W. ZB-H2 never idles between a rank's first and last action.
+
+    ZB-V idles half a forward per stage, in its ramp.
     """
     deep = simulate(build("zb-h2", stages, 2 * stages + more), lambda _, action: UNIT[action.kind])
     for rank in range(stages):

@@ -136,8 +136,9 @@ def test_two_entries_exchanged_on_one_rank_hang(name: str, pp: int, m: int, v: i
 
 
 def test_a_collective_before_the_message_that_its_peer_is_computed_from_hangs() -> None:
-    """On one of two tensor-parallel ranks the receive comes before another action's sum. Its sender waits for that
-    sum's result.
+    """On one of two tensor-parallel ranks the receive comes before another action's sum.
+
+    Its sender waits for that sum's result.
     """
     schedule = build("1f1b", 2, 4)
     collectives = inside_and_behind(schedule)
@@ -172,8 +173,9 @@ def test_a_collective_of_another_kind_is_a_mistake_and_not_a_match() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 4])
 def test_a_v_has_an_order_too(stages: int, microbatches: int) -> None:
-    """All forwards run down the ranks and up again, then all backwards. No message is needed at the turning point,
-    which is on one rank.
+    """All forwards run down the ranks and up again, then all backwards.
+
+    No message is needed at the turning point, which is on one rank.
     """
     placement = Placement((*range(stages), *reversed(range(stages))))
     orders = [

@@ -46,8 +46,9 @@ def test_evaluation_has_the_forwards_alone() -> None:
 
 
 def test_check_finds_a_deadlock_of_bounded_sends() -> None:
-    """All of chunk 0 runs before all of chunk 1. The last stage's messages for chunk 1 accumulate while stage 0 still
-    sends chunk 0.
+    """All of chunk 0 runs before all of chunk 1.
+
+    The last stage's messages for chunk 1 accumulate while stage 0 still sends chunk 0.
     """
     placement = round_robin(2, 2)
     orders = [
@@ -133,8 +134,9 @@ def test_communication_fits_any_order_of_compute(forwards: list[int], backwards:
 
 @given(st.permutations(range(4)), st.permutations(range(4)))
 def test_stages_may_disagree_on_the_order(first: list[int], second: list[int]) -> None:
-    """Stage 1 consumes in another order than stage 0 sends. Receives follow the sender's order, so that the FIFO still
-    matches.
+    """Stage 1 consumes in another order than stage 0 sends.
+
+    Receives follow the sender's order, so that the FIFO still matches.
     """
     check(custom(*([f"F{m}" for m in order] + [f"B{m}" for m in range(4)] for order in (first, second))))
 

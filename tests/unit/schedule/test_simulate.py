@@ -62,8 +62,9 @@ def test_timeline_respects_dependencies(schedule: Schedule, send_s: float) -> No
 
 
 def test_a_trillion_parameter_schedule_simulates_in_seconds() -> None:
-    """1600 microbatches on 64 stages are 614,000 actions. They take about 0.6 s on one core; the bound allows for
-    loaded machines.
+    """1600 microbatches on 64 stages are 614,000 actions.
+
+    They take about 0.6 s on one core; the bound allows for loaded machines.
     """
     schedule = build("1f1b", 64, 1600)
     begin_s = time.process_time()

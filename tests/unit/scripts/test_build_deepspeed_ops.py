@@ -1,5 +1,6 @@
-"""scripts/build_deepspeed_ops.sh with DeepSpeed's own sources and its CPU ops. If one op fails, the others are still
-built.
+"""scripts/build_deepspeed_ops.sh with DeepSpeed's own sources and its CPU ops.
+
+If one op fails, the others are still built.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def executable(path: Path, text: str) -> Path:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DeepSpeed's source package."""
+    """The source package of DeepSpeed."""
     folder = tmp_path_factory.mktemp("archive")
     command = [
         sys.executable,

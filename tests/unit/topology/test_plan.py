@@ -1,4 +1,4 @@
-"""make_plan derives the layout; plan_problems names every violated rule with values that would be valid."""
+"""make_plan derives the layout. plan_problems reports each violated rule with values that would be valid."""
 
 from __future__ import annotations
 

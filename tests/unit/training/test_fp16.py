@@ -97,8 +97,9 @@ def trained(
 
 @pytest.mark.thorough
 def test_the_loss_scale_decides_what_flushing_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2^-8 per token is what 65536, the usual start, is for a batch of 16 M tokens; ours is 1024. Figures:
-    docs/numerics.md.
+    """The usual initial scale of 65536 with a batch of 16 M tokens is 2^-8 per token.
+
+    The package starts at 1024 per token (docs/numerics.md).
     """
     exact, kept, lost, ours = (
         trained(monkeypatch, configuration(dtype, scale), flush, steps=60)

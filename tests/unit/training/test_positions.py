@@ -109,8 +109,9 @@ def nothing_left(directory: Path, config: RunConfig) -> bool:
 
 
 def test_other_weights_read_each_source_on(tmp_path: Path) -> None:
-    """Regression: a blend with other weights applied the run's sample number to each source. Some samples were read
-    twice and others never.
+    """Regression: a blend with other weights applied the run's sample number to each source.
+
+    Some samples were read twice and others never.
     """
     of_a, of_b = (trained(tmp_path / f"only_{name}", 24, f"data.train={name}") for name in "ab")
     trained(tmp_path / "run", 10, f"data.train=[{A}, {B}]")

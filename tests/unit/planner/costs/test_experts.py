@@ -71,8 +71,9 @@ def test_rows_that_leave_the_node_cost_more_and_a_pipeline_may_stand_between_nei
 
 
 def test_two_stages_save_the_share_that_x_moe_measured_and_are_taken_where_they_are_faster() -> None:
-    """X-MoE reports 54.8 % redundant rows on 4 nodes with 8 of 256 experts. Removing them cut the traffic between nodes
-    by 52.5 % (arXiv:2508.13337).
+    """X-MoE reports 54.8 % redundant rows on 4 nodes with 8 of 256 experts.
+
+    Removing them cut the traffic between nodes by 52.5 % (arXiv:2508.13337).
     """
     assert 1 - nodes_of_a_token(256, 8, 4) / 8 == pytest.approx(0.548, abs=0.01)
     layout = Layout(dp=64, ep=32)

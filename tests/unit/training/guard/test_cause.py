@@ -18,8 +18,9 @@ RANKS = 4
 
 
 class Board:
-    """Stand-in for the heartbeats: each rank sends one per period until it is silent. A rank may be late with its next
-    one.
+    """Stand-in for the heartbeats: each rank sends one per period until it is silent.
+
+    A rank may be late with its next one.
     """
 
     outlives_rank_0 = True
