@@ -1,6 +1,7 @@
 """Manipulated checkpoints and models from untrusted sources.
 
-Each is refused with an error that names the file, before it costs memory. No part of it reaches other files.
+Each is refused with an error that names the file, before it costs memory.
+No file from outside their folder is published, and names are escaped before they are printed.
 """
 
 from __future__ import annotations

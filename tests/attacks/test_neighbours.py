@@ -1,5 +1,6 @@
-"""Attacks by other users of a node or of the network: a process of another uid tries to join, to read, or to open the
-port first.
+"""Attacks by other users of a node or of the network.
+
+A process with another uid tries to join, to read, or to open the port first.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _guessed(meeting: Meeting) -> str:
 
 
 def _replayed(meeting: Meeting) -> str:
-    """Send a recorded answer of a rank. It must not be accepted for another challenge."""
+    """Send the answer of a rank to an earlier challenge. The server must refuse it."""
     with (
         socket.create_server(("127.0.0.1", 0)) as false_server,
         socket.create_connection(false_server.getsockname()) as rank,

@@ -47,9 +47,7 @@ def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
 
 
 def test_each_expert_is_a_matrix_wherever_it_lies(ranks: RankPool) -> None:
-    """Experts are sharded over ranks that also split their width, and are compared with one rank that has all of
-    them.
-    """
+    """Experts are sharded over ranks that also split their width. The result must equal one rank with all experts."""
     settings = (*ADAFACTOR, "parallel.expert=2", "parallel.expert_tensor=2")
     case = Case("mixtral", tp=2, dp=4, settings=settings)
     alone, shared = (gather(ranks.run(one.world_size, play, one)) for one in (case.serial(), case))

@@ -1,7 +1,6 @@
-"""Level 2 of context parallelism: losses, target counts, gradients and parameters equal those of one rank and of the
-oracle.
+"""Level 2 of context parallelism: a run equals one rank and the oracle for every distribution of tokens over ranks.
 
-This holds for every distribution of tokens over ranks.
+Compared are losses, target counts, gradients and parameters.
 """
 
 from __future__ import annotations

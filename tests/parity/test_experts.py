@@ -149,7 +149,7 @@ GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")  # so that
 def test_the_balance_of_the_global_batch_is_the_oracles_whatever_the_layout(
     ranks: RankPool, more: tuple[str, ...]
 ) -> None:
-    """The load is that of the complete previous step: all microbatches, replicas and parts of sequences."""
+    """The load includes the complete previous step: all microbatches, replicas and parts of sequences."""
     case = Case(
         "olmoe",
         tp=2,

@@ -60,7 +60,7 @@ def test_rings_and_cuts() -> None:
 def test_each_variable_has_one_home(site: str) -> None:
     """machine/env.py sets the variables of RCCL and libfabric.
 
-    A site file only sets those that the loader needs before Python starts.
+    A site file only sets variables that the loader needs before Python starts.
     """
     path = configs_dir().parent / "slurm" / "sites" / f"{site}.yaml"
     content = yaml.safe_load(path.read_text())

@@ -1,4 +1,4 @@
-"""Rotary embeddings that are scaled to a longer context equal those of transformers."""
+"""Rotary embeddings with a scaled context equal the ones of transformers."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops import Scores, reference, sdpa
 from frontier_llm.ops.cases import normal
 
-# (queries, keys, offset) of a rank's first chunk, a later chunk with all keys before it, a block of the ring before the
-# queries, and one token.
+# Shapes of a rank's first chunk, a later chunk with all keys before it, a block of the ring before the queries, and one
+# token.
 SHAPES = [(70, 70, 0), (70, 210, 140), (33, 40, 60), (1, 1, 0)]
 
 

@@ -98,8 +98,9 @@ def test_the_flag_sets_the_guard_and_it_can_be_lifted():
 
 @pytest.mark.thorough
 def test_the_quickstart_trains_without_compiler_and_writable_home(tmp_path):
-    """Run its run file on 2 x 2 ranks with the guard on, an empty PATH and a home directory that even root cannot write
-    (/proc).
+    """Train the quickstart's run on 2 x 2 ranks with the guard on and an empty PATH.
+
+    The home directory is /proc, which even root cannot write.
     """
     environment = {"PATH": "", "HOME": "/proc", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     small = [

@@ -1,7 +1,7 @@
 """The Triton sources in the interpreter against the reference in float64: each kernel, odd shapes, forward and
 backward.
 
-The interpreter computes in the kernels' own dtypes, so that the tolerances are those of test_cpu.py.
+The interpreter computes in the kernels' own dtypes, so that the tolerances of test_cpu.py apply.
 bf16 is only compiled, because numpy, on which the interpreter runs, has no bf16 products. fp16 represents both.
 """
 

@@ -79,9 +79,9 @@ def test_columns_are_the_layouts_one_by_one() -> None:
 
 
 def test_a_v_in_pairs_is_chosen_where_one_communication_is_in_flight() -> None:
-    """In this schedule neighbours keep step with each other's messages.
+    """With dualpipe-v the messages of neighbouring ranks are in step.
 
-    The other schedules of this shape wait for theirs.
+    With the other schedules of this shape, ranks wait for messages.
     """
     fixed = {"tp": 8, "pp": 4, "micro_batch": 2, "recompute": "none", "sharding": "optimizer"}
     best = search(load_model("gpt-175b"), FRONTIER, 128, 2048, fixed).best

@@ -155,7 +155,7 @@ def test_bubbles_of_the_zero_bubble_papers(stages: int, more: int) -> None:
 def test_dual_pipe_idles_as_little_as_zb_v_in_pairs_of_which_neither_half_needs_the_other(
     stages: int, more: int
 ) -> None:
-    """F = I = W. The two actions of each pair have different microbatches and different positions."""
+    """F = I = W. Neither action of a pair needs the result of the other."""
     microbatches = 2 * stages + more
     dual = simulate(build("dualpipe-v", stages, microbatches, 2), lambda _, action: UNIT[action.kind] / 2)
     assert dual.makespan_s == 3 * microbatches + (stages - 1) / 2

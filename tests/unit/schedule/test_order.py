@@ -22,8 +22,8 @@ CASES = [
 
 
 def inside_and_behind(schedule: Schedule, tied: bool = True) -> Collectives:
-    """Return two tp sums inside every action, a dp sum in the last backward of each virtual stage, and tied and world
-    sums at the end.
+    """Return two tp sums for each action, a dp sum for the last backward of each virtual stage, and tied and world sums
+    at the end.
     """
     tp: list[Call] = [("tp", "all_reduce")] * 2
     last = Counter[int]()

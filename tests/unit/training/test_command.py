@@ -194,7 +194,7 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, de
 
 @pytest.mark.parametrize(("number", "waits"), [(signal.SIGTERM, False), (signal.SIGUSR1, True)])
 def test_sigterm_ends_a_command_that_still_checks_its_run(run_file, tmp_path, number, waits):
-    """A plugin replaces a slow check. A batch script's warning signal is held back until the command can handle it."""
+    """A plugin simulates a slow check. A batch script's warning signal is held back until the command can handle it."""
     (tmp_path / "slow.py").write_text("import time\nprint('checking', flush=True)\ntime.sleep(600)\n")
     command = [
         sys.executable,

@@ -77,7 +77,10 @@ def close(losses: Sequence[float], expected: Sequence[float]) -> None:
 
 
 def test_another_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
-    """Regression: after a batch grew from 1 to 2 at step 3, step 4 read samples 6 and 7, and 3 to 5 were never read."""
+    """Regression: the batch grew from 1 to 2 after step 3.
+
+    Step 4 then read samples 6 and 7, and samples 3 to 5 were never read.
+    """
     single = trained(tmp_path / "single", 11, "data.train=a")
     trained(tmp_path / "run", 3, "data.train=a")
     losses = trained(tmp_path / "run", 7, "data.train=a", "batch.global_batch=2", allow=["batch.global_batch"])
@@ -118,8 +121,8 @@ def test_other_weights_read_each_source_on(tmp_path: Path) -> None:
     after = trained(tmp_path / "run", 24, f"data.train=[{EQUAL_A}, {EQUAL_B}]", allow=["data.train"])
     phases = f"train.phases=[{{steps: 10}}, {{steps: 14, data: {{train: [{EQUAL_A}, {EQUAL_B}]}}}}]"
     assert trained(tmp_path / "phases", 24, f"data.train=[{A}, {B}]", phases) == after
-    # The order of a equals that of a run on a alone. The order of b, at place 1, is fixed but differs from a run on b
-    # alone.
+    # The order of a is the same as in a run on a alone. The order of b, at place 1, is fixed but differs from a run on
+    # b alone.
     assert set(of_a[:16]) <= set(after) and len(set(after)) == 24 and not set(of_b) & set(after)
     streams = position(tmp_path / "run", 24).streams
     assert [stream.taken for stream in streams] == [16, 8]

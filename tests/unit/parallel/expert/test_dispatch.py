@@ -1,4 +1,7 @@
-"""Rows reach the ranks of their experts and return summed, for any choice of the routers. No rank sends zero rows."""
+"""Rows reach the ranks of their experts and return summed, for any choice of the routers.
+
+A rank sends at least one row to each rank.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tupl
     """Return the fewest rows that a stage sent, whether each token went once to each node, and whether the results are
     correct.
 
-    Results are correct if sums and gradients equal those of one stage.
+    Correct sums and gradients equal an all-to-all of one stage.
     """
     grid = Grid(1, 1, 4, ep=4 // etp, etp=etp)
     axis = build_mesh(grid, rank, ranks_per_node=per_node, timeout_s=30.0, experts=True, by_node=True).ep
