@@ -47,10 +47,9 @@ def test_the_price_is_that_of_the_faster_algorithm(operation: str) -> None:
 
 
 def test_two_stages_win_by_more_the_more_nodes_there_are() -> None:
-    """RCCL's reduce-scatter is a ring whose hops grow with the number of ranks. With two stages they grow with its
-    logarithm.
+    """RCCL's reduce-scatter is a ring whose hops grow with the number of ranks.
 
-    PCCL reports a factor of 168 at 2,048 GCDs.
+    In two stages the hops grow with the logarithm of that number. PCCL reports a factor of 168 at 2,048 GCDs.
     """
     assert node_counts(FRONTIER)[-1] == 9408
     _, flat, staged = times_by_nodes(FRONTIER, 1, 8, 160e6, "reduce_scatter")

@@ -265,7 +265,7 @@ def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -
 def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run has its own model, so that no script in slurm/ fits."""
+    """The run has its own model, so that no script in slurm/ starts it."""
     emitted = tmp_path / "planned.yaml"
     code, out, _ = run(capsys, "--run", "train_22b", "--nodes", "16", "--emit", str(emitted))
     assert code == 0

@@ -22,8 +22,9 @@ CASES = [
 
 
 def inside_and_behind(schedule: Schedule, tied: bool = True) -> Collectives:
-    """Return two tp sums for each action, a dp sum for the last backward of each virtual stage, and tied and world sums
-    at the end.
+    """Return two tp sums for each action and a dp sum for the last backward of each virtual stage.
+
+    The step ends with tied and world sums.
     """
     tp: list[Call] = [("tp", "all_reduce")] * 2
     last = Counter[int]()

@@ -1,6 +1,6 @@
 """A run that changes its batch, context and rotary scaling in phases.
 
-It equals an interrupted run, and a run that is built with the settings of the last phase.
+An interrupted run gives the same results. So does a run that is built with the settings of the last phase.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def off(case: Case) -> Case:
 
 
 def two_steps(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], int]:
-    """Return losses and norms, the weights after two steps, and the number of switches between the two microbatches."""
+    """Return losses and norms, the weights after two steps, and the number of times that a computing action starts or
+    continues.
+    """
     state = build_case(rank, case, "fp32")
     turns = []
     state.pipeline.on_action = lambda action: turns.append(action)

@@ -111,7 +111,7 @@ def test_a_dead_rank_0_is_named_by_another_rank_within_three_seconds(board: Boar
 
 
 def test_a_rank_0_that_lives_and_does_not_answer_is_replaced(board: Board, tmp_path: Path) -> None:
-    """Its heartbeats continue while its main thread holds the interpreter lock, so that its watchdog cannot run."""
+    """Rank 0 sends heartbeats, but its main thread holds the interpreter lock, so that its watchdog cannot run."""
     board.progress[0] = 1.0
     first, took_s = found(board, tmp_path, by=2)
     assert first.rank == 0 and "all live, and it is furthest behind" in first.what

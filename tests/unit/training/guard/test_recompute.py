@@ -15,8 +15,9 @@ from tests.harness.pool import RankPool
 
 
 def examine(rank: int, world_size: int, wrong: dict[int, tuple[float, float]]) -> list[UntrustedRank] | str:
-    """Compare results. `wrong[rank]` holds the values that are added to the first and the second result of that
-    rank.
+    """Return the findings of the check, or the message of its error.
+
+    `wrong[rank]` holds the values that are added to the first and the second result of that rank.
     """
     mesh = build_mesh(Grid(1, 1, world_size), rank)
     additions = iter(wrong.get(rank, (0.0, 0.0)))
