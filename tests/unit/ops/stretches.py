@@ -12,8 +12,9 @@ from frontier_llm.ops.cases import Case
 
 
 def compare_stretch(ops: Any, case: Case, scores: Scores, close: Callable[..., None]) -> None:
-    """Compare a case of `attention_block`, including its log-sum-exp. The backward uses a log-sum-exp over more keys.
+    """Compare a case of `attention_block`, including its log-sum-exp.
 
+    The backward uses a log-sum-exp over more keys than the case has.
     A row that attends to no key has output 0, log-sum-exp -infinity and no gradient.
     """
     q, k, v, grad, o = case.inputs

@@ -72,7 +72,7 @@ def test_attention_of_bounded_scores(isa, dtype, softcap):
 def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
     """Queries start `offset` positions after the first key and attend to all, some or none of the keys.
 
-    The backward uses a log-sum-exp over more keys.
+    The backward uses a log-sum-exp over more keys than the case has.
     """
     scores = Scores(0.25, offset=offset)
     if extras:

@@ -71,7 +71,7 @@ def test_attention_of_bounded_scores_in_a_window(softcap, window):
 )
 @pytest.mark.parametrize("kind", but_first(["documents, ALiBi, soft cap, window", "plain", "documents, ALiBi"]))
 def test_attention_over_stretches_of_a_sequence(queries, keys, offset, kind):
-    """The backward uses a log-sum-exp over more keys.
+    """The backward uses a log-sum-exp over more keys than the case has.
 
     A row that attends to no key has output 0, log-sum-exp -infinity and no gradient.
     """

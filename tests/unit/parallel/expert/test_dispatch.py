@@ -120,7 +120,8 @@ def test_a_token_goes_once_to_each_node_and_no_stage_sends_nothing(
     ranks: RankPool, per_node: int, etp: int, kind: str, drops: bool
 ) -> None:
     for fewest, once, right in ranks.run(4, by_nodes, per_node, etp, kind, drops):
-        assert fewest >= (1 if per_node > 1 else 0) and once and right  # with one rank per node there is no node stage
+        # with one rank per node the stage inside a node sends no rows
+        assert fewest >= (1 if per_node > 1 else 0) and once and right
 
 
 def without_a_row(rank: int) -> str:
