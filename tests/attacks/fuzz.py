@@ -1,5 +1,5 @@
-"""Damaged inputs, and what reading one may cost: only typed errors, bounded time and memory, no file outside of the
-given folder.
+"""Damage inputs at random and bound the cost of reading them: only typed errors, limited time and memory, and no access
+outside the given folder.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from frontier_llm.errors import FrontierError
 
-# Together 10,000 cases; each kind's test takes its number from here
+# The numbers add up to 10,000 cases. The tests of each kind read their number here.
 MANIFESTS = 6_900
 HEADERS = 500
 INDICES = 2_000
 RUN_FILES = 600
-OTHERS = 60  # of each other reader's files, besides
-MOST_CPU_S = 2.0  # of one case; a run file of 100,000 characters of YAML takes one of them
+OTHERS = 60  # number of cases for each of the other readers
+MOST_CPU_S = 2.0  # CPU time of one case; a run file of 100,000 characters of YAML takes one second
 MOST_GROWTH_KIB = 200 * 1024
 
 NASTY: list[Any] = [
@@ -55,13 +55,13 @@ NASTY: list[Any] = [
 
 
 def paths(value: Any, prefix: tuple = ()) -> list[tuple]:
-    """The keys to every place in a tree of JSON."""
+    """Return the paths of keys to all nodes of a JSON tree."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [prefix, *(path for key, inner in items for path in paths(inner, (*prefix, key)))]
 
 
 def mutate(content: Any, rng: random.Random, places: list[tuple]) -> bytes:
-    """One to three changes of the tree, or of the text."""
+    """Return the tree as JSON text with one to three changes of the tree or of the text."""
     text = json.dumps(content)
     return (
         mutate_bytes(text.encode(), rng)
@@ -71,7 +71,7 @@ def mutate(content: Any, rng: random.Random, places: list[tuple]) -> bytes:
 
 
 def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
-    """One to four bytes changed, stretches cut out, put in, or everything after a point cut off."""
+    """Apply one to four random changes: replace a byte, delete or insert a range of bytes, or truncate."""
     damaged = bytearray(content)
     for _ in range(rng.randint(1, 4)):
         position = rng.randrange(len(damaged))
@@ -109,7 +109,7 @@ def _mutate_tree(tree: Any, rng: random.Random, places: list[tuple]) -> Any:
     return tree
 
 
-_opened: list[set[str]] = []  # of the readers under test, while one is
+_opened: list[set[str]] = []  # files opened by the reader under test; empty outside a test
 
 
 def _note(event: str, args: tuple) -> None:
@@ -121,9 +121,10 @@ sys.addaudithook(_note)
 
 
 def refused(what: str, read: Callable[[bytes], bool], cases: list[bytes], folders: set[Path]) -> int:
-    """How many of the cases `read` refuses, by a FrontierError or by saying True; any other exception passes through.
+    """Return the number of cases that `read` refuses, by a FrontierError or by returning True.
 
-    Prints and asserts the bounds on time and memory, and asserts that files were opened in `folders` only.
+    Other exceptions are passed on. Prints and asserts the bounds on time and memory.
+    Asserts that only files in `folders` were opened.
     """
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     count = 0
@@ -131,7 +132,7 @@ def refused(what: str, read: Callable[[bytes], bool], cases: list[bytes], folder
     _opened.append(set())
     try:
         for case in cases:
-            started_s = time.process_time()  # not of what else the machine does
+            started_s = time.process_time()  # CPU time, so that other processes on the machine do not count
             try:
                 count += bool(read(case))
             except FrontierError:
@@ -149,7 +150,7 @@ def refused(what: str, read: Callable[[bytes], bool], cases: list[bytes], folder
     assert slowest_s < MOST_CPU_S
     assert grown_kib < MOST_GROWTH_KIB
     outside = [path for path in opened if (path.startswith("/") or ".." in path) and Path(path).parent not in folders]
-    # a codec that is imported at its first use
+    # Python opens the file of a codec when it is first used.
     strange = [path for path in outside if not path.startswith(sys.base_prefix)]
     assert strange == [], strange
     return count

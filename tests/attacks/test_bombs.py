@@ -1,5 +1,6 @@
-"""Small files that unpack to a gigabyte: each reader stops at its bound, within the CPU seconds and the memory that
-the fuzzer allows (`-s` shows both).
+"""Small files that decompress to a gigabyte.
+
+Each reader stops at its size limit, within the CPU time and the memory that the fuzzer allows. `-s` prints both.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, "zstd", asbytes=True)
 
 
-# by name of the file: (how it is packed, what it begins with)
+# file name: (compression function, first bytes of the content)
 BOMBS: dict[str, tuple[Callable[[bytes], bytes], bytes]] = {
     "a.jsonl.gz": (gzip.compress, b'{"text": "'),
     "a.jsonl.zst": (zstd, b'{"text": "'),

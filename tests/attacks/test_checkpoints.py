@@ -1,5 +1,7 @@
-"""What strangers' checkpoints and models try: each is refused by name, before it costs memory, and nothing of it
-leaks.
+"""Manipulated checkpoints and models from untrusted sources.
+
+Each is refused with an error that names the file, before it costs memory.
+No file from outside their folder is published, and names are escaped before they are printed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest as its author could, digests included."""
+    """Change the manifest and recompute its digests, as an attacker can."""
     content = json.loads((checkpoint / folder.MANIFEST).read_text())
     change(content)
     content["config_sha256"] = manifest.config_digest(content["config"])
@@ -52,7 +54,9 @@ def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def overlap(content: dict[str, Any]) -> None:
-    """The second half of a matrix is claimed to lie where the first does: as many elements as before, and a hole."""
+    """Move the second half of a matrix onto the first half: the number of elements stays correct, but a hole
+    remains.
+    """
     name = next(i for i, tensor in enumerate(content["tensors"]) if tensor["name"] == "layers.0.mlp.down.weight")
     piece = next(piece for piece in content["shards"][1]["pieces"] if piece[0] == name)
     assert any(piece[1])
@@ -135,7 +139,7 @@ def test_a_bound_is_lifted_by_whom_it_is_in_the_way_of(
 
 
 def save_zip(path: Path, pickled: bytes, **members: bytes) -> None:
-    """As torch.save lays a file out."""
+    """Write a file in the layout that torch.save uses."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in {"data.pkl": pickled, **members}.items():

@@ -1,4 +1,4 @@
-"""A damaged run directory never hides another run from `status`, and the damaged file is named."""
+"""A damaged run directory does not hide other runs from `status`, and the damaged file is named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEWEST = "checkpoints/step_00000030"
 
 
 def make_run(directory: Path) -> None:
-    """A run at step 40 of 100 with two starts behind it and every file that `status` reads."""
+    """Make a run at step 40 of 100, with two earlier starts and each file that `status` reads."""
     directory.mkdir(parents=True)
     rows = [
         {"kind": "step", "step": step, "loss": 3 - step / 100, "tokens_per_s": 1000.0, "step_time_s": 2.0}
@@ -50,7 +50,7 @@ def make_run(directory: Path) -> None:
 
 
 def content(name: str, data: bytes | str) -> Callable[[Path], None]:
-    """Another content for a file."""
+    """Replace the content of a file."""
 
     def plant(run: Path) -> None:
         (run / name).write_bytes(data.encode() if isinstance(data, str) else data)
@@ -83,7 +83,7 @@ def fifo(name: str) -> Callable[[Path], None]:
 
 
 def line(name: str, row: str) -> Callable[[Path], None]:
-    """One more line."""
+    """Append a line to a file."""
 
     def plant(run: Path) -> None:
         with (run / name).open("a") as file:
@@ -93,7 +93,7 @@ def line(name: str, row: str) -> Callable[[Path], None]:
 
 
 def manifest(text: str) -> Callable[[Path], None]:
-    """Another manifest, with its digest."""
+    """Replace the manifest and its digest."""
 
     def plant(run: Path) -> None:
         (run / NEWEST / MANIFEST).write_text(text)
@@ -103,21 +103,21 @@ def manifest(text: str) -> Callable[[Path], None]:
 
 
 def another_job(run: Path) -> None:
-    """The record of the job of another directory."""
+    """Write the job record of another run directory."""
     job = {"version": 1, "run_dir": "/elsewhere", "words": ["r"], "site": "s", "nodes": 1, "warning_s": 60}
     rest = {"spares": 0, "continuation": "never", "max_node_hours": None, "preflight": False, "flags": []}
     (run / "job.json").write_text(json.dumps({**job, **rest}))
 
 
 def attempt(**changes: object) -> str:
-    """A line of attempts.jsonl with some fields replaced."""
+    """Return a line of attempts.jsonl with some fields replaced."""
     row = dict.fromkeys(("incarnation", "start_step", "end_step", "exit_code"), 1) | dict.fromkeys(
         ("job_id", "cause", "detail", "failed_host"), ""
     )
     return json.dumps({**row, "nodes": ["n0"], "started_unix_s": 1.0, "ended_unix_s": 2.0, **changes})
 
 
-# (name, how the run is damaged, what `status` says of it)
+# (name, function that damages the run, text that `status` prints about it)
 WAYS: list[tuple[str, Callable[[Path], None], str]] = [
     ("empty incarnation", content("incarnation.json", ""), "incarnation.json: is empty"),
     ("truncated incarnation", content("incarnation.json", '{"incarnation": 1, "jo'), "incarnation.json: is not JSON"),
@@ -216,7 +216,7 @@ WAYS: list[tuple[str, Callable[[Path], None], str]] = [
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`a`, which is sound, and `b`, which a test damages; on a machine without Slurm."""
+    """Two runs on a machine without Slurm: `a` is intact, `b` is damaged by the test."""
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs" / "a")
@@ -248,7 +248,7 @@ def test_a_file_that_may_not_be_read_is_named(
             raise PermissionError(13, "Permission denied", str(path))
         return opened(path, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(os, "open", refuse)  # root may read everything
+    monkeypatch.setattr(os, "open", refuse)  # root can read every file, so the refusal is simulated
     assert main(["status"]) == 0
     assert (
         "  damaged    metrics.jsonl: cannot be read: Permission denied" in (text := capsys.readouterr().out)
@@ -287,7 +287,7 @@ def test_a_run_directory_that_is_a_link_is_found(runs: Path) -> None:
 def test_the_newest_complete_checkpoint_does_not_depend_on_latest(runs: Path) -> None:
     checkpoints = runs / "b" / "checkpoints"
     shutil.copytree(runs / "b" / NEWEST, checkpoints / "step_00000040")
-    assert newest_complete(checkpoints) == 30  # the copy's manifest is of step 30
+    assert newest_complete(checkpoints) == 30  # the copied manifest is for step 30
     (checkpoints / "LATEST").write_text("step_00000099\n")
     assert newest_complete(checkpoints) == 30 and run_dir.latest_step(runs / "b") == 30
     shutil.rmtree(runs / "b" / NEWEST)

@@ -1,5 +1,7 @@
-"""Inputs that are damaged on purpose, larger than they look, or in somebody else's hands at the same time: errors
-that name them.
+"""Inputs that are damaged on purpose, that unpack to more than their size, or that another process uses at the same
+time.
+
+The error names the file.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def test_two_at_once_on_one_prefix(text: Path, name: str, says: str) -> None:
                 tokenize([text / name], text / "out", "bytes", workers=1)
         finally:
             first.kill()
-    tokenize([text / name], text / "out", "bytes", workers=1)  # the dead one's lock is no hindrance
+    tokenize([text / name], text / "out", "bytes", workers=1)  # the lock of a process that was killed does not block
     assert not list(text.glob("out.lock*"))
 
 
@@ -155,14 +157,14 @@ def test_a_parquet_page_is_measured_before_it_is_decoded(tmp_path: Path) -> None
     assert "more than 4.0 MiB in a page" in why and "--max-mib" in why
     content = bytearray(path.read_bytes())
     before = peak_bytes()
-    # the type of a data page, then its size
+    # Find the page header: the type "data page", then the page's size.
     field = next(at for at in range(100) if content[at : at + 3] == b"\x15\x00\x15") + 3
     assert content[field + 3] < 128 <= content[field + 2], "four bytes"
     content[field : field + 4] = b"\xfe\xff\xff\x7f"
     path.write_bytes(content)
     (why,) = damages(path, 2 << 20)
     assert "more than 16.0 MiB in a page" in why and peak_bytes() - before < 64 << 20
-    content[field : field + 4] = b"\xff\xff\xff\x7f"  # negative
+    content[field : field + 4] = b"\xff\xff\xff\x7f"  # a negative size
     path.write_bytes(content)
     (why,) = damages(path, 2 << 20)
     assert "has a damaged page at byte 4" in why
@@ -183,7 +185,7 @@ def test_one_long_value_said_often_is_not_held_often(tmp_path: Path) -> None:
 
 def test_a_parquet_footer_that_no_file_has(tmp_path: Path) -> None:
     with (tmp_path / "a.parquet").open("wb") as file:
-        file.truncate(100 << 20)  # a hole
+        file.truncate(100 << 20)  # a sparse file
         file.seek(0, 2)
         file.write((90 << 20).to_bytes(4, "little") + b"PAR1")
     (why,) = damages(tmp_path / "a.parquet", 1 << 20)
@@ -194,7 +196,7 @@ def test_a_parquet_footer_that_no_file_has(tmp_path: Path) -> None:
 def test_a_tokenizer_that_is_too_large_is_not_read(tmp_path: Path, name: str) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with (tmp_path / name).open("wb") as handle:
-        handle.truncate((256 << 20) + 1)  # a hole: nothing is on the disk
+        handle.truncate((256 << 20) + 1)  # a sparse file that uses no disk space
     with pytest.raises(DataError, match=f"{name}: is larger than 256.0 MiB"):
         load_tokenizer(tmp_path / name if name.endswith(".model") else tmp_path)
 
@@ -215,7 +217,7 @@ def test_floats_are_no_tokens(tmp_path: Path) -> None:
 
 
 def test_document_indices_far_outside_end_in_an_error_not_in_a_crash(tmp_path: Path) -> None:
-    """With a cached sample index nothing scans the table again, and its digest reads 256 blocks of it."""
+    """With a cached sample index the table is not scanned again, and its digest reads only 256 blocks of it."""
     with IndexedWriter(tmp_path / "some", "u2") as writer:
         for _ in range(1000):
             writer.add_document([5])

@@ -1,5 +1,6 @@
-"""Mutated files of every reader; manifests and shards of checkpoints are in test_fuzz_checkpoints.py. `-s` shows
-what each needed.
+"""Random changes of the files of every reader.
+
+Manifests and shards of checkpoints are in test_fuzz_checkpoints.py. `-s` prints the time and memory of each reader.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def test_mutated_run_files(tmp_path: Path) -> None:
     places = paths(content)
 
     def read(data: bytes) -> bool:
-        path.write_bytes(data)  # JSON is YAML
+        path.write_bytes(data)  # every JSON text is valid YAML
         return bool(plan_problems(load_run(str(path)), 8))
 
     folders = {tmp_path, configs_dir() / "models", configs_dir() / "runs"}
@@ -67,13 +68,13 @@ def test_mutated_indices(tmp_path: Path) -> None:
     def damage() -> bytes:
         if rng.random() < 0.5:
             return mutate_bytes(content, rng)
-        damaged = bytearray(content)  # of the same size: past the checks of lengths
+        damaged = bytearray(content)  # the size stays the same, so that the checks of lengths pass
         for _ in range(rng.randint(1, 3)):
             damaged[rng.randrange(len(damaged))] ^= rng.randint(1, 255)
         return bytes(damaged)
 
     def read(data: bytes) -> bool:
-        path.unlink()  # it may still be mapped
+        path.unlink()  # the old file may still be mapped
         path.write_bytes(data)
         dataset = IndexedDataset(prefix)
         for index in range(dataset.document_count):
@@ -101,7 +102,9 @@ LLAMA = {
 
 
 def model(folder: Path, file: str) -> Path:
-    """A Hugging Face directory, so far as opening it goes, with its tokenizer."""
+    """Write the files that opening a Hugging Face directory needs, including its tokenizer. Return the path of
+    `file`.
+    """
     weights = {"model.embed_tokens.weight": (8, 8), "model.norm.weight": (8,)}
     layer = {"input_layernorm": (8,), "post_attention_layernorm": (8,)}
     layer |= {f"self_attn.{name}_proj": (8, 8) for name in "qkvo"} | {
@@ -144,7 +147,7 @@ def record(folder: Path) -> Path:
 
 
 def documents(path: Path) -> bool:
-    """Whether any of it is damage."""
+    """Return whether the file has a damaged document."""
     return sum(isinstance(item, Damage) for piece in cut(path, "file", 1 << 20) for item in read_documents(piece)) > 0
 
 
@@ -157,7 +160,7 @@ def sentences(folder: Path) -> Path:
     return folder / "tokenizer.model"
 
 
-# by name: (makes a valid file in a folder, reads it)
+# name: (function that writes a valid file into a folder, function that reads it)
 READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "config.json": (lambda folder: model(folder, "config.json"), lambda path: HuggingFaceModel(path.parent)),
     "index of a model": (
@@ -212,11 +215,11 @@ def test_mutated_files_of_strangers(name: str, tmp_path: Path) -> None:
     rng = random.Random(zlib.crc32(name.encode()))
 
     def read(data: bytes) -> bool:
-        path.unlink()  # it may still be mapped
+        path.unlink()  # the old file may still be mapped
         path.write_bytes(data)
         return open_(path) is True
 
-    read(content)  # what is imported at the first is not the reader's doing
+    read(content)  # the first call imports modules, which are not counted as files of the reader
     assert not read(content)
     cases = [mutate_bytes(content, rng) for _ in range(OTHERS)]
     assert refused(name, read, cases, {tmp_path}) > OTHERS / 4

@@ -1,5 +1,7 @@
-"""Mutated manifests and shard headers: typed errors only, in bounded time and memory, and no path outside the
-checkpoint is opened (see tests/attacks/fuzz).
+"""Random changes of manifests and shard headers.
+
+Only typed errors are raised, within the bounds on time and memory. No path outside the checkpoint is opened
+(tests/attacks/fuzz.py).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def test_mutated_manifests(checkpoint: Path) -> None:
     optimizer = optimizer_of(buckets_of(TINY, Layout(), 0), filled=False)
 
     def read(data: bytes) -> bool:
-        # what still parses, because the digest of manifest.sha256 is not looked at here, must load or fail as orderly
+        # The digest in manifest.sha256 is not checked here. A manifest that still parses must load or raise a typed
+        # error.
         return bool(load.read_shards(checkpoint, parse(data, "manifest.json"), optimizer, 0, 1))
 
     cases = [mutate(content, rng, places) for _ in range(MANIFESTS)]

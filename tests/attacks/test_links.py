@@ -1,5 +1,6 @@
-"""Nothing below a run directory is written through a link; the run directory itself and its `checkpoints/` may be
-links.
+"""No file below a run directory is written through a symbolic link.
+
+The run directory itself and its `checkpoints/` may be links.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A folder outside of the run directory, with a file that must stay as it is."""
+    """A folder outside the run directory with a file that must not change."""
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "rank_0.log").write_text("precious\n")
     return tmp_path / "victim"
@@ -38,7 +39,7 @@ def victim(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run directory that is itself a link, as a user makes one to scratch."""
+    """A run directory that is a symbolic link, for example to scratch."""
     (tmp_path / "scratch").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "scratch")
     return tmp_path / "run"
@@ -80,7 +81,7 @@ def test_a_rank_of_srun_refuses_a_linked_log(run: Path, victim: Path) -> None:
 
 def test_the_lock_stays_below_the_checkpoints(run: Path, victim: Path, tmp_path: Path) -> None:
     (tmp_path / "fast").mkdir()
-    (run / "checkpoints").symlink_to(tmp_path / "fast")  # the user's own
+    (run / "checkpoints").symlink_to(tmp_path / "fast")  # the user made this link
     (tmp_path / "fast" / "incarnations").symlink_to(victim)
     with pytest.raises(FrontierError, match=r"incarnations: is a link to .*victim"):
         RunLock(run / "checkpoints", this_process("1"))
@@ -157,4 +158,4 @@ def test_a_run_directory_that_goes_away_under_the_supervisor(
     job: Any = SimpleNamespace(directory=run, allocation=SimpleNamespace(job_id="7", batch_host="n0"))
     with pytest.raises(FrontierError, match="run: was moved away or deleted while the run goes on"):
         attempt.start_ranks(job, ("n0",), None)
-    assert not run.exists() or list(run.iterdir()) == []  # a record there would begin another run at step 0
+    assert not run.exists() or list(run.iterdir()) == []  # a record here would start another run at step 0

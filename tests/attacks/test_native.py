@@ -1,5 +1,6 @@
-"""C++ that is given ranks, indices and lengths which do not exist says so; scripts/check_native.sh plays this with
-sanitizers.
+"""The C++ functions report ranks, indices and lengths that do not exist.
+
+scripts/check_native.sh runs these tests with sanitizers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Other users of a node, and of the network: a process of another uid tries to join, to look, and to be there first."""
+"""Attacks by other users of a node or of the network.
+
+A process with another uid tries to join, to read, or to open the port first.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="playing another user t
 
 
 def as_another_user(attack: Callable[[], str]) -> str:
-    """What `attack` returns, or the exception that it meets, in a process of another uid."""
+    """Return the result of `attack`, or its exception, in a process with another uid."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -56,7 +59,7 @@ def as_another_user(attack: Callable[[], str]) -> str:
 
 @pytest.fixture
 def meeting() -> Iterator[Meeting]:
-    """A job of two nodes with comm.store=authenticated, whose rank 0 is this process."""
+    """A job of two nodes with comm.store=authenticated. Rank 0 is this process."""
     meeting = Meeting("127.0.0.1", free_port(), 0, 1, lambda: SECRET, "authenticated")
     join_store(0, 2, meeting, 5.0).set("step", "1")
     yield meeting
@@ -65,8 +68,8 @@ def meeting() -> Iterator[Meeting]:
 
 def test_another_user_of_the_node_is_refused(meeting: Meeting, capfd: pytest.CaptureFixture[str]) -> None:
     def join() -> str:
-        """What every store of the node answers, one of which is this job's."""
-        # open to all
+        """Return the answers of all stores on the node, including this job's."""
+        # every user can read /proc/net/unix
         names = {
             line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@frontier-llm-" in line
         }
@@ -98,7 +101,7 @@ def _guessed(meeting: Meeting) -> str:
 
 
 def _replayed(meeting: Meeting) -> str:
-    """What a rank has once said is no answer to another challenge."""
+    """Send the answer of a rank to an earlier challenge. The server must refuse it."""
     with (
         socket.create_server(("127.0.0.1", 0)) as false_server,
         socket.create_connection(false_server.getsockname()) as rank,
@@ -166,7 +169,7 @@ def test_one_that_speaks_slowly_gets_no_more_time(meeting: Meeting, monkeypatch:
 
 
 def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
-    """A neighbour took the port before rank 0 came."""
+    """Another process took the port before rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         entrance = door.Door(
@@ -179,8 +182,9 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
 
 
 def test_torch_s_store_has_no_authentication_and_what_still_holds_there(tmp_path: Path) -> None:
-    """As docs/security.md says: a user of the node who finds the port can read and change the store. It holds no
-    secret.
+    """As docs/security.md states, a user of the node can read and change the store after finding the port.
+
+    It holds no secret.
     """
     folder = tmp_path / "job"
     folder.mkdir(mode=0o700)
@@ -201,7 +205,7 @@ def test_torch_s_store_has_no_authentication_and_what_still_holds_there(tmp_path
 
 
 def _until(capfd: pytest.CaptureFixture[str], line: str) -> None:
-    """Rank 0's log says so."""
+    """Wait until rank 0's log has a line that matches."""
     said = ""
     deadline_s = time.monotonic() + 10.0
     while not re.search(line, said):

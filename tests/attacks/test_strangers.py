@@ -1,5 +1,6 @@
-"""Checkpoints, tokenizers and datasets of strangers, and numbers that are none: each ends in a message that a user
-understands.
+"""Untrusted checkpoints, tokenizers and datasets, and values that are not numbers.
+
+Each is refused with a message that a user understands.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from tests.unit.checkpoint.simulated import TINY, Layout, write
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A complete checkpoint of a tiny model whose manifest holds the configuration of its run."""
+    """A complete checkpoint of a tiny model. Its manifest holds the configuration of the run."""
     run = RunConfig(model=TINY, batch=BatchConfig(global_batch=8))
     write(TINY, Layout(), tmp_path / "checkpoints", config=run.model_dump(mode="json"))
     return tmp_path / "checkpoints" / "step_00000007"
 
 
 def claim(**sizes: Any) -> Callable[[dict[str, Any]], None]:
-    """A change of the model that a manifest's configuration describes."""
+    """Return a function that changes the model sizes in a manifest's configuration."""
     return lambda content: content["config"]["model"].update(sizes)
 
 

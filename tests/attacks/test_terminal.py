@@ -1,5 +1,6 @@
-"""Names that strangers chose never reach a terminal raw; checkpoints' and datasets' are in test_checkpoints.py and
-test_data.py.
+"""File names from untrusted sources are escaped before they are printed on a terminal.
+
+The names in checkpoints and datasets are tested in test_checkpoints.py and test_data.py.
 """
 
 from __future__ import annotations

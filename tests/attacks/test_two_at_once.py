@@ -1,4 +1,4 @@
-"""A second start in a live run directory is refused before anything is touched."""
+"""A second start in the directory of a live run is refused before any file is changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_who_is_alive(tmp_path: Path) -> None:
     mine = this_process()
     path = held_by(tmp_path, mine)
     assert living_holder(tmp_path) == mine
-    held_by(tmp_path, replace(mine, process_start="1"))  # another process has its number now
+    held_by(tmp_path, replace(mine, process_start="1"))  # another process has the same process id now
     assert living_holder(tmp_path) is None
     held_by(tmp_path, replace(mine, released=True))
     assert living_holder(tmp_path) is None

@@ -1,4 +1,4 @@
-"""What is written where a word, a number or a list of hosts is expected: a typed error, soon, whatever it is."""
+"""Any text in the place of a word, a number or a list of hosts soon ends in a typed error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Which runs are compared: every legal combination of degrees, schedule, recompute mode and family, or enough of
-them to meet all pairs.
+"""The runs that the parity tests compare.
+
+Either all legal combinations of degrees, schedule, recompute mode and family, or enough of them to contain all pairs of
+settings.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ MAX_RANKS = 8
 GLOBAL_BATCH = 8
 STEPS = 3
 
-# Eight layers, so that four stages of two chunks have one each; 50 real of 64 padded vocabulary rows, so that with tp 4
-# the last
-# rank has two real rows; initial weights ten times the usual, so that no gradient is small.
+# Eight layers give one layer to each of four stages with two chunks.
+# The vocabulary has 50 real rows of 64 padded ones. With tp 4 the last rank has two real rows.
+# Initial weights are ten times the usual size, so that no gradient is small.
 SHAPE: dict[str, Any] = {
     "layers": 8,
     "hidden": 32,
@@ -30,7 +32,7 @@ SHAPE: dict[str, Any] = {
     "sequence_length": 12,
     "init_std": 0.2,
 }
-# of the two rotations of a head one is between fast and slow, one slow
+# One of a head's two rotations is between fast and slow, the other is slow.
 SLOWER = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.5, "original_sequence_length": 12}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {
@@ -62,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 _EXPERTS = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4, "layers": 4}
-# with weights that are large enough to matter in a comparison of gradients; played by test_experts.py
+# The weights are large enough to change the compared gradients. test_experts.py runs these families.
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**_EXPERTS, "moe": {"experts": 8, "top_k": 2, "expert_hidden": 16, "balance_weight": 0.3}},
     "olmoe": {
@@ -96,7 +98,7 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# played by test_families.py
+# test_families.py runs these families.
 FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {
         "position": "rope",
@@ -129,7 +131,7 @@ ALL_FAMILIES = {**FAMILIES, **EXPERT_FAMILIES, **FURTHER_FAMILIES}
 
 @dataclass(frozen=True)
 class Case:
-    """One run; the defaults are the serial one."""
+    """One run. The defaults describe the run on one rank."""
 
     family: str
     tp: int = 1
@@ -143,15 +145,15 @@ class Case:
     zero: int = 1
     order: str = "tp-dp-pp"
     documents: bool = False
-    read_only: bool = False  # some tokens are read and not learnt
+    read_only: bool = False  # some tokens are read but not trained on
     transport: str = "auto"
     overlap_gradients: bool = True
     overlap_messages: bool = True
     overlap_weights: bool = False
     bucket_elements: int = 40_000_000
     tensor_chunks: int = 1
-    ranks_per_node: int | None = None  # pretended
-    settings: tuple[str, ...] = ()  # key=value, as on the command line, over all of the above
+    ranks_per_node: int | None = None  # simulated
+    settings: tuple[str, ...] = ()  # key=value, as on the command line; they override all fields above
 
     @property
     def world_size(self) -> int:
@@ -171,14 +173,14 @@ class Case:
         return " ".join([f"{self.family} tp{self.tp} pp{self.pp} dp{self.dp}", *extras])
 
     def serial(self) -> Case:
-        """The degree-1 run that must give the same numbers."""
+        """Return the run on one rank that must compute the same numbers."""
         same = tuple(
             setting for setting in self.settings if setting.startswith(("model.", "batch.global_batch=", "optimizer."))
         )
         return Case(self.family, documents=self.documents, read_only=self.read_only, settings=same)
 
     def config(self, dtype: str = "fp64") -> RunConfig:
-        """The run, with clipping that bites and a warm-up that ends inside the three steps."""
+        """Return the configuration. Gradient clipping is active and the warm-up ends within the three steps."""
         content: dict[str, Any] = {
             "model": SHAPE | ALL_FAMILIES[self.family],
             "parallel": {
@@ -209,7 +211,7 @@ class Case:
         return build(RunConfig, merge(content, parse_overrides(self.settings)))
 
     def legal(self) -> bool:
-        """Within the ranks of the pool; a flag that means nothing at this degree is left out."""
+        """Return whether the pool has enough ranks and each setting has an effect at these degrees."""
         only_tp = self.sequence_parallel or self.tensor_chunks > 1
         return (
             self.world_size <= MAX_RANKS and (self.tp > 1 or not only_tp) and (self.pp > 1 or self.schedule == "1f1b")
@@ -221,7 +223,7 @@ FACTORS: dict[str, list[Any]] = {
     "degrees": DEGREES,
     "family": list(FAMILIES),
     "sequence_parallel": [False, True],
-    # the others of the package: test_layouts.py
+    # test_layouts.py runs the other schedules of the package.
     "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half"],
     "recompute": ["none", "selective", "full"],
     "micro_batch": [1, 2],
@@ -243,8 +245,9 @@ def _case(choice: dict[str, Any]) -> Case:
 
 
 def every_case() -> Iterator[Case]:
-    """Degrees x sequence parallelism x schedule x recompute x the three families, all of them; the other factors
-    rotate along.
+    """Yield all combinations of degrees, sequence parallelism, schedule, recompute mode and three families.
+
+    The other factors rotate through their values.
     """
     rotating = [
         key for key in FACTORS if key not in ("degrees", "family", "sequence_parallel", "schedule", "recompute")
@@ -255,7 +258,7 @@ def every_case() -> Iterator[Case]:
     ):
         rest = {key: FACTORS[key][(turn >> place) % len(FACTORS[key])] for place, key in enumerate(rotating)}
         if values[0][0] == 1:
-            rest["tensor_chunks"] = 1  # pieces of a tensor-parallel product
+            rest["tensor_chunks"] = 1  # only tensor-parallel products have pieces
         case = _case(dict(zip(names, values, strict=True)) | rest)
         if case.legal():
             yield case
@@ -269,7 +272,7 @@ def _pairs(choice: dict[str, Any]) -> set[Pair]:
 
 
 def _completions(fixed: dict[str, Any], draw: random.Random) -> Iterator[dict[str, Any]]:
-    """Legal choices that agree with `fixed`, at random; nothing where there are none."""
+    """Yield random legal choices that agree with `fixed`. Yields nothing if no such choice exists."""
     for _ in range(1000):
         choice = {name: fixed.get(name, draw.choice(values)) for name, values in FACTORS.items()}
         if _case(choice).legal():
@@ -277,8 +280,9 @@ def _completions(fixed: dict[str, Any], draw: random.Random) -> Iterator[dict[st
 
 
 def pairwise(seed: int = 0, candidates: int = 60) -> list[Case]:
-    """Few cases in which every two legal settings meet at least once: greedy, the best of some random candidates
-    each time.
+    """Return few cases that contain every pair of legal settings.
+
+    The choice is greedy: each new case is the best of some random candidates.
     """
     draw = random.Random(seed)
     settings = [[(name, value) for value in values] for name, values in FACTORS.items()]

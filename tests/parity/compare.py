@@ -1,4 +1,4 @@
-"""From pieces of many ranks to global tensors, and from two runs to a list of what differs."""
+"""Assemble global tensors from the ranks' pieces, and list the differences between two runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.parity.play import Piece, Played
 
 Tensors = dict[str, np.ndarray]
 
-# float64: a sum of a few thousand terms in another order moves the 13th digit; a mistake moves the first ones
+# In float64, another order of a sum of a few thousand terms changes the 13th digit. A mistake changes the first ones.
 RELATIVE = 1e-10
-# Adam divides by sqrt(v) + 1e-8, so where a gradient is zero but for rounding (the key's bias), 1e-16 becomes 1e-8 of a
-# step of 1e-2
+# Adam divides by sqrt(v) + 1e-8. A gradient that is zero except for rounding (the key's bias) of 1e-16 becomes 1e-8 of
+# a step of 1e-2.
 AFTER_STEPS = 1e-9
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, put together from all of its ranks."""
+    """One run, assembled from all ranks."""
 
     losses: list[float]
     norms: list[float]
@@ -30,13 +30,13 @@ class Run:
     final: Tensors
     drift: tuple[
         str, ...
-    ]  # replicas that are not bitwise equal, results that differ between ranks, and messages that `costs` does not know
+    ]  # replicas that are not bitwise equal, results that differ between ranks, and messages missing in `costs`
 
 
 def assemble(ranks: Sequence[Sequence[Piece]], what: str) -> tuple[Tensors, list[str]]:
-    """Global tensors from every rank's pieces, and the replicas that disagree.
+    """Return global tensors from the pieces of all ranks, and the replicas that differ.
 
-    Raises AssertionError when an element of a global tensor is held by no rank.
+    Raises AssertionError if no rank holds an element of a global tensor.
     """
     tensors: Tensors = {}
     drift: set[str] = set()
@@ -59,7 +59,7 @@ def assemble(ranks: Sequence[Sequence[Piece]], what: str) -> tuple[Tensors, list
 
 
 def gather(played: Sequence[Played]) -> Run:
-    """All ranks' outcomes as one."""
+    """Assemble the results of all ranks."""
     first = played[0]
     drift = [
         f"rank {rank} reports another loss or norm"
@@ -90,7 +90,7 @@ def _tensor_differences(what: str, ours: Tensors, theirs: Tensors, tolerance: fl
 
 
 def differences(ours: Run, theirs: Run) -> list[str]:
-    """What a sceptic would object to; empty when the runs are equal up to float64 rounding."""
+    """Return all differences between two runs. The list is empty if they are equal up to float64 rounding."""
     found = list(ours.drift)
     for what in ("losses", "norms"):
         mine = np.array(getattr(ours, what))
@@ -106,7 +106,7 @@ def differences(ours: Run, theirs: Run) -> list[str]:
 
 
 def worst(ours: Run, theirs: Run) -> dict[str, float]:
-    """Largest relative error of each kind, for the table in docs/benchmarks/numerics.md."""
+    """Return the largest relative error of each kind, for the table in docs/benchmarks/numerics.md."""
 
     def tensors(mine: Tensors, other: Tensors) -> float:
         scale = max(np.abs(tensor).max() for tensor in other.values())

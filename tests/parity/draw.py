@@ -1,5 +1,6 @@
-"""Runs of no pattern: odd shapes, uneven stages, three ranks on an axis, every switch by chance.
-`scripts/parity_full.sh --random N` plays them.
+"""Random runs: odd shapes, uneven stages, three ranks on an axis, and random switches.
+
+`scripts/parity_full.sh --random N` runs them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DEGREES = [(tp, pp, dp) for tp in range(1, 9) for pp in range(1, 9) for dp in ra
 
 
 def random_cases(seed: int) -> Iterator[Case]:
-    """Without end; what `make_plan` refuses is left out."""
+    """Yield an endless sequence of cases. Cases that `make_plan` refuses are skipped."""
     draw = random.Random(seed)
     while True:
         case = _anything(draw)
@@ -30,7 +31,7 @@ def random_cases(seed: int) -> Iterator[Case]:
 
 
 def _anything(draw: random.Random) -> Case:
-    """Most of them are legal: sizes that a degree must divide are its multiples, but for one in ten."""
+    """Return a random case. In nine of ten cases each size is a multiple of the degree that must divide it."""
     tp, pp, dp = draw.choice(DEGREES)
     choice = {
         name: draw.choice(values)
@@ -55,7 +56,7 @@ def _anything(draw: random.Random) -> Case:
         "batch.global_batch": dp * micro_batch * draw.randint(1, 7),
         "optimizer.clip_norm": draw.choice((0.0, 0.5)),
         "optimizer.weight_decay": draw.choice((0.0, 0.1)),
-        # under which a gradient that is zero but for rounding, the key bias's, moves nothing
+        # With this eps a gradient that is zero except for rounding (the key bias) changes no weight.
         "optimizer.eps": 0.000001,
         "parallel.chunks": chunks,
         **{f"model.{key}": value for key, value in model.items()},

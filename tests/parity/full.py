@@ -1,8 +1,8 @@
-"""Every combination, not only pairs: `scripts/parity_full.sh`. Writes its table into docs/benchmarks/numerics.md; exit
-code 1 if any run differs.
+"""Compare all combinations, not only all pairs of settings (`scripts/parity_full.sh`).
 
-`scripts/parity_full.sh --random 200 --seed 7` plays runs of no pattern instead (tests/parity/draw.py), each with a
-model of its own.
+Writes its table into docs/benchmarks/numerics.md. Exits with code 1 if any run differs.
+`scripts/parity_full.sh --random 200 --seed 7` runs random cases instead (tests/parity/draw.py), each with its own
+model.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ KINDS = ("loss", "gradient norm", "gradients", "parameters")
 
 
 class Table:
-    """Worst relative errors by row, and what failed."""
+    """Worst relative errors by row."""
 
     def __init__(self, first_column: str) -> None:
         self.first_column = first_column
         self.rows: dict[str, list[dict[str, float]]] = defaultdict(list)
 
     def text(self) -> str:
-        """As Markdown."""
         lines = [f"| {self.first_column} | runs | {' | '.join(KINDS)} |", "|---|---:|" + "---:|" * len(KINDS)]
         for row, errors in self.rows.items():
             lines.append(
@@ -49,19 +48,21 @@ class Table:
 
 
 def note(message: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[str]]:
-    """(serial against oracle, layouts against serial, failures)."""
+    """Return the table of serial runs against the oracle, the table of layouts against serial runs, and the
+    failures.
+    """
     oracle = Table("one rank against the oracle")
     layouts = Table("layout against one rank")
     failures = []
     serial: dict[Case, Run] = {}
 
     def alone(case: Case) -> Run:
-        """The case on one rank; the first time also against the oracle."""
+        """Return the run of the case on one rank. Its first run is also compared with the oracle."""
         case = case.serial()
         if case not in serial:
             serial[case] = gather(pool.run(1, play, case))
@@ -93,7 +94,7 @@ def compare_all(pool: RankPool, cases: list[Case]) -> tuple[Table, Table, list[s
 
 
 def report(oracle: Table, layouts: Table, failures: list[str], cases: int, seconds: float) -> str:
-    """What goes between the marks of docs/benchmarks/numerics.md."""
+    """Return the text between the marks of docs/benchmarks/numerics.md."""
     outcome = "all equal" if not failures else f"{len(failures)} differences"
     lines = [
         f"`scripts/parity_full.sh`: {cases} runs, **{outcome}**, {seconds / 60:.0f} min on {platform.machine()} with "
@@ -111,14 +112,13 @@ def report(oracle: Table, layouts: Table, failures: list[str], cases: int, secon
 
 
 def write(text: str) -> None:
-    """Replace what stands between the marks."""
+    """Replace the text between the marks."""
     document = DOCUMENT.read_text(encoding="utf-8")
     head, rest = document.split(BEGIN)
     DOCUMENT.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 def main() -> int:
-    """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--limit",

@@ -1,5 +1,6 @@
-"""What runs on the ranks: three training steps of a case through the package's own step, and everything worth
-comparing.
+"""The code that runs on the ranks: three training steps of a case through the package's own step.
+
+It returns all results that the tests compare.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ class Piece(NamedTuple):
 
 
 class Played(NamedTuple):
-    """One rank's outcome."""
+    """The results of one rank."""
 
-    losses: list[float]  # of the steps, and one of an evaluation after them
+    losses: list[float]  # one loss per step, then one of an evaluation
     norms: list[float]
     initial: list[Piece]
     gradients: list[Piece]  # of the first step, after all sums
     final: list[Piece]
-    traffic: list[str]  # calls and bytes of the first step that are not what `costs` says
+    traffic: list[str]  # differences between the calls and bytes of the first step and `costs`
 
 
 def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, document ids), each (B, S + 1), of a step's global batch, a function of the step alone."""
+    """Return the tokens and document ids of a step's global batch, both (B, S + 1). They depend only on the step."""
     generator = np.random.default_rng(1000 + step)
     shape = (config.batch.global_batch, config.model.sequence_length + 1)
     tokens = generator.integers(0, config.model.vocab_size, shape)
@@ -67,14 +68,15 @@ def batch(step: int, config: RunConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def learnt(tokens: Any) -> Any:
-    """Which tokens of a batch are learnt where some are only read: runs of very different lengths, none in some
-    rows.
+    """Return the mask of trained tokens if some are only read.
+
+    Runs of tokens differ much in length, and some rows have none.
     """
     return tokens.cumsum(1) % 97 > 40
 
 
 class Source:
-    """A data-parallel rank's microbatches: the replicas take turns through the global batch."""
+    """The microbatches of a data-parallel rank: the replicas take slices of the global batch in turn."""
 
     def __init__(self, case: Case, dp_rank: int) -> None:
         self._config = case.config()
@@ -91,7 +93,7 @@ class Source:
         return range(first, first + self._size)
 
     def microbatch(self, step: int, index: int) -> SampleBatch:
-        """With document resets, a target in another document than its input does not count."""
+        """Return a microbatch. With document resets, a target counts only if its input is in the same document."""
         tokens, documents = batch(step, self._config)
         ids = self.sample_ids(step, index)
         size = len(tokens)
@@ -117,19 +119,19 @@ def _piece(spec: ShardSpec, start: int, stop: int, values: Tensor) -> Piece:
 
 
 def whole_piece(spec: ShardSpec, values: Tensor) -> Piece:
-    """A rank's whole rectangle of a parameter or of its gradient."""
+    """Return a rank's complete rectangle of a parameter or of its gradient."""
     return _piece(spec, 0, spec.numel, values.flatten())
 
 
 def weights(buckets: list[Bucket]) -> list[Piece]:
-    """Every parameter that this rank holds, replicas too."""
+    """Return all parameters that this rank holds, including replicas."""
     for bucket in buckets:
         bucket.settle()
     return [whole_piece(p.spec, p) for bucket in buckets for p in bucket.parameters]
 
 
 def gradients_of(buckets: list[Bucket]) -> list[Piece]:
-    """The slices that this rank's optimizer reads; with ZeRO the rest of the buffer is scratch."""
+    """Return the slices that this rank's optimizer reads. With ZeRO the rest of the buffer is scratch space."""
     pieces = []
     for bucket in buckets:
         own = bucket.own(bucket.gradients)
@@ -141,8 +143,8 @@ def gradients_of(buckets: list[Bucket]) -> list[Piece]:
 
 
 def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
-    """This rank's training state for a case."""
-    log.set_rank(1, 2)  # no rank of a test speaks for the run
+    """Build the training state of this rank for a case."""
+    log.set_rank(1, 2)  # no rank prints the run's messages
     config = case.config(dtype)
     plan = make_plan(config, case.world_size)
     tied = config.model.tied_embeddings
@@ -164,7 +166,7 @@ def build(rank: int, case: Case, dtype: str = "fp64") -> TrainState:
 
 
 def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
-    """Three steps of a case on one rank, through `train_step` as it is, or with one deliberate mistake in it."""
+    """Run three steps of a case on one rank through `train_step`, with one planted fault if `sabotage` is given."""
     with ExitStack() as stack:
         if sabotage:
             stack.enter_context(SABOTAGES[sabotage]())
@@ -185,9 +187,9 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
             results = [train_step(state)]
         traffic = [] if sabotage else _traffic(state, routed, case.read_only)
         results += [train_step(state) for _ in range(STEPS - 1)]
-        # with document resets the two batches have unlike numbers of targets
+        # With document resets the two batches have different numbers of targets.
         samples = 2 * state.config.batch.global_batch
-        # weights may still be under way
+        # Weights may still be in flight here.
         held_out = held_out_loss(state, Source(case, state.mesh.dp.rank), samples, lambda: False)
         assert held_out is not None
         final = weights(state.optimizer.buckets)
@@ -203,8 +205,9 @@ def play(rank: int, case: Case, sabotage: str | None = None) -> Played:
 
 @contextmanager
 def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
-    """What this rank's routers have sent and received, once for each layer and microbatch, also where a layer is
-    computed again.
+    """Record the rows that this rank's routers send and receive.
+
+    The list has one entry for each layer and microbatch, even if a layer is recomputed.
     """
     rows: list[Rows] = []
     to_nodes: list[Dispatch] = []
@@ -229,11 +232,11 @@ def routed_rows(state: TrainState) -> Iterator[list[Rows]]:
 
 
 def _traffic(state: TrainState, routed: list[Rows], prompts: bool) -> list[str]:
-    """Where the ledger of one step differs from the closed form, by axis and operation."""
+    """Return the differences between the ledger of one step and the closed form, by axis and operation."""
     ledger = state.mesh.ledger
     mesh = state.mesh
     model = state.config.model
-    if model.moe and model.moe.capacity and routed:  # then the list knows the rows, whatever is routed
+    if model.moe and model.moe.capacity and routed:  # the number of rows then does not depend on the routing
         layout = replace(layout_of(state.config, state.plan.grid.world_size), expert_nodes=routed[0].nodes)
         routed = [even_rows(model, layout)] * len(routed)
     expected = step_traffic(state.config, state.plan, mesh.pp.rank, routed, mesh.replicas.rank, prompts=prompts)

@@ -1,5 +1,6 @@
-"""The mistakes that parallel training is known for, made on purpose inside the ranks: a parity test that stays green
-under one is worthless.
+"""Known mistakes of parallel training, planted into the ranks.
+
+A parity test that does not fail under one of them is useless.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from frontier_llm.training import step
 from frontier_llm.training.feed import Feed
 from frontier_llm.training.routing import tell_routers
 
-dispatch = importlib.import_module("frontier_llm.parallel.expert.dispatch")  # the package has a function of that name
+# The package has a function with the module's name, so a plain import would return the function.
+dispatch = importlib.import_module("frontier_llm.parallel.expert.dispatch")
 _SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
 
 def sabotage(function: Callable[[], Iterator[None]]) -> Callable[[], AbstractContextManager[None]]:
-    """Register a context in which a mistake is made; its name has hyphens."""
+    """Register a context manager that plants a mistake. Its name has hyphens instead of underscores."""
     context = contextmanager(function)
     _SABOTAGES[function.__name__.replace("_", "-")] = context
     return context
@@ -48,7 +50,7 @@ def dropped_dp_sum() -> Iterator[None]:
 
 @sabotage
 def dropped_expert_sum() -> Iterator[None]:
-    """Each replica of an expert keeps the gradient of the tokens that came to it."""
+    """Each replica of an expert keeps the gradient of the tokens that it received."""
     honest = GradientSync._start_sum
     with patch.object(
         GradientSync, "_start_sum", lambda self, bucket: DONE if bucket.dp.name == "edp" else honest(self, bucket)
@@ -58,7 +60,9 @@ def dropped_expert_sum() -> Iterator[None]:
 
 @sabotage
 def mean_over_expert_replicas() -> Iterator[None]:
-    """Experts' gradients are divided by their replicas, as if each had seen the whole batch."""
+    """Experts' gradients are divided by the number of their replicas, as if each replica had processed the whole
+    batch.
+    """
     honest = GradientSync._start_sum
 
     def start(self: GradientSync, bucket: Bucket) -> Pending:
@@ -72,7 +76,7 @@ def mean_over_expert_replicas() -> Iterator[None]:
 
 @sabotage
 def unsorted_scatter() -> Iterator[None]:
-    """What comes back from the experts is taken in the order in which it was sent, as if nobody had sorted it."""
+    """Rows from the experts are used in the order in which they were sent, without undoing the sort."""
 
     def add_up(returned: Tensor, plan: Dispatch, fan: int) -> Tensor:
         return returned[: len(plan.place)].unflatten(0, (-1, fan)).sum(1)
@@ -83,7 +87,7 @@ def unsorted_scatter() -> Iterator[None]:
 
 @sabotage
 def own_load() -> Iterator[None]:
-    """Each rank's routers are told how often experts were chosen by its own tokens."""
+    """Each rank's routers receive the expert load of the rank's own tokens only."""
     honest = step.sum_over_world
     own = {}
 
@@ -100,7 +104,7 @@ def own_load() -> Iterator[None]:
 
 @sabotage
 def double_counted_norm() -> Iterator[None]:
-    """Every replica of a tp-replicated or tied parameter enters the gradient norm."""
+    """All replicas of a tp-replicated or tied parameter count in the gradient norm."""
     with patch.object(ShardSpec, "counted", property(lambda self: True)):
         yield
 
@@ -116,21 +120,21 @@ def _without_sum_over(name: str) -> AbstractContextManager[Any]:
 
 @sabotage
 def forgotten_tied_sum() -> Iterator[None]:
-    """The embedding's copies on the first and the last stage keep their own gradients."""
+    """The copies of the embedding on the first and the last stage keep their own gradients."""
     with _without_sum_over("tied"):
         yield
 
 
 @sabotage
 def missing_norm_sum() -> Iterator[None]:
-    """Under sequence parallelism norms and biases keep the gradient of their own part of the sequence."""
+    """With sequence parallelism, norms and biases keep the gradient of their own part of the sequence."""
     with _without_sum_over("tp"):
         yield
 
 
 @sabotage
 def swapped_microbatch() -> Iterator[None]:
-    """The last stage takes the targets of microbatch 0 for microbatch 1 and the other way round."""
+    """The last stage swaps the targets of microbatches 0 and 1."""
     honest = Engine._forward
 
     def forward(self: Engine, action: Action) -> None:
@@ -146,7 +150,7 @@ def swapped_microbatch() -> Iterator[None]:
 
 @sabotage
 def stale_activation() -> Iterator[None]:
-    """Each message carries the activation of the microbatch before."""
+    """Each message carries the activation of the previous microbatch."""
     honest = Engine._send
     last = {}
 
@@ -163,8 +167,9 @@ def stale_activation() -> Iterator[None]:
 
 @sabotage
 def local_division() -> Iterator[None]:
-    """Each context-parallel rank divides by the targets of its own tokens, and the shares are averaged: as
-    Megatron-LM does by default.
+    """Each context-parallel rank divides by the number of its own targets and the results are averaged.
+
+    Megatron-LM does this by default.
     """
     honest = Feed.count_targets
 
@@ -181,7 +186,7 @@ def local_division() -> Iterator[None]:
 
 @sabotage
 def mask_by_own_index() -> Iterator[None]:
-    """Queries see keys by where they lie in the ranks' tensors, not by where they stand in the sequence."""
+    """The attention mask uses indices into the rank's tensors instead of positions in the sequence."""
     honest = Query.scores
 
     def scores(self: Query, scores: Scores, keys: range) -> Scores:
@@ -193,21 +198,21 @@ def mask_by_own_index() -> Iterator[None]:
 
 @sabotage
 def positions_by_own_index() -> Iterator[None]:
-    """Rotations are those of a token's place in the rank's tensors."""
+    """Rotary embeddings use a token's index in the rank's tensors instead of its position."""
     with patch.object(Stage, "_given_positions", lambda self, batch: None):
         yield
 
 
 @sabotage
 def keys_without_gradient() -> Iterator[None]:
-    """The gradients of keys and values stay where their queries are."""
+    """The gradients of keys and values stay on the rank of the queries."""
     with patch.object(gather, "start_reduce_scatter", lambda x, axis: (x.chunk(axis.size)[axis.rank], DONE)):
         yield
 
 
 @sabotage
 def missing_merge() -> Iterator[None]:
-    """Outputs over several blocks of keys are averaged, as if each had the same share of the sum."""
+    """Outputs over several blocks of keys are averaged, as if each block had the same share of the softmax sum."""
 
     def merge(merged: Any, o: Any, logsumexp: Any) -> Any:
         return (o, logsumexp) if merged is None else ((merged[0] + o) / 2, merged[1].logaddexp(logsumexp))
@@ -218,7 +223,7 @@ def missing_merge() -> Iterator[None]:
 
 @sabotage
 def backward_with_own_logsumexp() -> Iterator[None]:
-    """The ring's backward has for each query the sum over the last block that it saw, not over all of them."""
+    """The backward of ring attention uses the log-sum-exp of the last block instead of the one over all blocks."""
     honest = ring.merge
 
     def merge(merged: Any, o: Any, logsumexp: Any) -> Any:
@@ -229,7 +234,10 @@ def backward_with_own_logsumexp() -> Iterator[None]:
 
 
 def _drawn_by(change: Callable[[Any, int], Any]) -> AbstractContextManager[Any]:
-    """By what masks are drawn, changed for a number of rows."""
+    """Change the positions and sample ids from which dropout masks are drawn.
+
+    `change` also receives the number of rows.
+    """
     honest = Stage._positions
 
     def positions(self: Stage, batch: Any, rows: int) -> Any:
@@ -241,14 +249,14 @@ def _drawn_by(change: Callable[[Any, int], Any]) -> AbstractContextManager[Any]:
 
 @sabotage
 def masks_by_own_index() -> Iterator[None]:
-    """Dropout draws by a token's place in the rank's tensors."""
+    """Dropout masks use a token's index in the rank's tensors."""
     with _drawn_by(lambda drawn, rows: drawn._replace(positions_S=torch.arange(rows))):
         yield
 
 
 @sabotage
 def masks_by_own_row() -> Iterator[None]:
-    """Dropout draws by a sample's row in the microbatch."""
+    """Dropout masks use a sample's row in the microbatch."""
     with _drawn_by(lambda drawn, rows: drawn._replace(samples_B=torch.arange(len(drawn.samples_B)))):
         yield
 

@@ -1,5 +1,6 @@
-"""The factored second moment on any layout against a serial run in float64 written from the formula; resume on
-another layout; what its copies are.
+"""Adafactor on several layouts against a serial run in float64 that is written from the formula.
+
+The tests also resume on another layout and compare the copies of the factored second moment.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ CASES = [
 
 @pytest.mark.parametrize("case", but_first(CASES, 2), ids=str)
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
-    """Also what it moves is what the closed form says, of dp and of tp."""
+    """Also compares the traffic over dp and tp with the closed form."""
     run = gather(ranks.run(case.world_size, play, case))
     optimizer = case.config().optimizer
     assert differences(run, witness(case, run.initial, adafactor(optimizer.betas, optimizer.eps))) == []
 
 
 def test_each_expert_is_a_matrix_wherever_it_lies(ranks: RankPool) -> None:
-    """Experts shared out over ranks that split their width too, against one rank that has all."""
+    """Experts are sharded over ranks that also split their width. The result must equal one rank with all experts."""
     settings = (*ADAFACTOR, "parallel.expert=2", "parallel.expert_tensor=2")
     case = Case("mixtral", tp=2, dp=4, settings=settings)
     alone, shared = (gather(ranks.run(one.world_size, play, one)) for one in (case.serial(), case))
@@ -54,7 +55,7 @@ def test_each_expert_is_a_matrix_wherever_it_lies(ranks: RankPool) -> None:
 
 
 def held(rank: int, case: Case) -> tuple[int, int]:
-    """(pipeline rank, bytes of the states beside the masters)."""
+    """Return the pipeline rank and the bytes of the optimizer state without the master weights."""
     state = build(rank, case)
     tensors = (values for part in state.optimizer.state() for kind, values in part.tensors.items() if kind != MASTER)
     return state.mesh.pp.rank, sum(values.nbytes for values in tensors)
@@ -70,7 +71,7 @@ def test_a_plan_counts_what_a_rank_holds(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("layout", but_first([{"tp": 2, "pp": 2}, {"dp": 4, "zero": 0}]), ids=str)
 def test_it_resumes_on_another_layout(ranks: RankPool, layout: dict[str, Any], tmp_path: Path) -> None:
-    """Also the copies of the means are compared, over dp and over tp."""
+    """Also compares the copies of the means over dp and tp."""
     losses = ranks.run(8, save_and_go_on, Case("llama", tp=2, dp=4, settings=ADAFACTOR), tmp_path)[0]
     manifest = CheckpointWeights(tmp_path / "step_00000002").manifest
     elements = sum(prod(tensor.shape) * len(manifest.kinds_of(tensor)) for tensor in manifest.tensors)

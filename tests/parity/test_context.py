@@ -1,5 +1,6 @@
-"""Level 2 of context parallelism: whoever holds which tokens, losses, counts, gradients and parameters are those of
-one rank and of the oracle.
+"""Level 2 of context parallelism: a run equals one rank and the oracle for every distribution of tokens over ranks.
+
+Compared are losses, target counts, gradients and parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GATHER, RING = (Case("llama", cp=2, settings=(f"parallel.context_attention={way}
 @pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
 @pytest.mark.parametrize(
     "family", [family if family in ("llama", "mpt") else thorough(family) for family in FAMILIES]
-)  # rotations and ALiBi
+)  # these families use rotations and ALiBi
 @pytest.mark.parametrize("cp", but_first([2, 4]))
 def test_every_mask_and_position_equals_the_oracle(run_case: RunCase, cp: int, family: str, documents: bool) -> None:
     case = Case(family, cp=cp, documents=documents, settings=LONGER)
@@ -87,8 +88,9 @@ def test_torchs_flash_kernels_over_stretches(run_case: RunCase, way: str) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["linear", "ntk", "yarn"])
 def test_every_scaling_of_rotations(run_case: RunCase, kind: str) -> None:
-    """Llama 3's is that of the family `llama`. A head of 16 dims has 8 rotations, some of which turn fast and some
-    slowly within 8 tokens.
+    """The family `llama` tests Llama 3's scaling.
+
+    A head of 16 dims has 8 rotations: some are fast and some are slow within 8 tokens.
     """
     scaling = [
         f"model.rope_scaling.{key}={value}"
@@ -144,7 +146,7 @@ def test_sabotage_turns_the_comparison_red(run_case: RunCase, mistake: str, case
 
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
 def test_each_rank_has_the_same_number_of_scores(cp: int) -> None:
-    """The query at position p scores p + 1 keys: chunks r and 2 cp - 1 - r together are as much work on every rank."""
+    """The query at position p scores p + 1 keys. Chunks r and 2 cp - 1 - r together are the same work on each rank."""
     held = [held_positions(96, cp, rank) for rank in range(cp)]
     assert sorted(position for parts in held for part in parts for position in part) == list(range(96))
     assert len({sum(position + 1 for part in parts for position in part) for parts in held}) == 1

@@ -1,5 +1,6 @@
-"""Hybrid sharding (HSDP): copies of the weights, each shared out by neighbouring replicas. That they train alike is
-test_engines.py's.
+"""Hybrid sharding (HSDP): several copies of the weights, each sharded over neighbouring replicas.
+
+test_engines.py tests that these runs train as others do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ COPIES = Case("gpt", dp=4, settings=("parallel.data_shard=2",))
 
 @pytest.mark.thorough
 def test_a_checkpoint_of_copies_is_that_of_one(ranks: RankPool, tmp_path: Path) -> None:
-    """Of four replicas each two hold everything: one of the copies is written, and each reads all of it."""
+    """Two of four replicas together hold all state, so there are two copies.
+
+    Only one copy is written, and all replicas read it.
+    """
     written = ranks.run(4, save_and_go_on, COPIES, "fsdp", tmp_path)
     for engine, reader in (("native", LAYOUTS["native"]), ("fsdp", COPIES)):
         loaded = ranks.run(4, resume, reader, engine, tmp_path)
@@ -34,7 +38,7 @@ def test_a_checkpoint_of_copies_is_that_of_one(ranks: RankPool, tmp_path: Path) 
 
 
 def flipped(rank: int, case: Case) -> list[str]:
-    """What the comparison says before and after one bit of rank 1's share is flipped."""
+    """Return the problems that the replica check reports after one bit of rank 1's shard is flipped."""
     state = build(rank, case, "fsdp", "bf16")
     train_step(state)
     check = ReplicaCheck(state.optimizer, state.mesh)
@@ -47,7 +51,7 @@ def flipped(rank: int, case: Case) -> list[str]:
 
 
 def test_a_copy_that_has_drifted_is_found(ranks: RankPool) -> None:
-    """Replicas 0 and 1 share out what 2 and 3 hold too."""
+    """Replicas 0 and 1 shard the same state as replicas 2 and 3."""
     for problems in ranks.run(4, flipped, COPIES):
         assert "exp_avg of " in problems[0] and "dp ranks [1, 3] differ" in problems[0]
 

@@ -1,6 +1,8 @@
-"""What enters by the documented doors: a schedule with another placement and a second loss, against the serial run; and
-the order of
-communication, entry by entry, against what the ranks' ledgers have."""
+"""Extensions through the documented interfaces, and the order of communication.
+
+A schedule with another placement and a second loss is compared with the serial run.
+The predicted order of communication is compared with each entry of the ranks' ledgers.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,16 @@ from tests.parity.compare import differences, gather
 from tests.parity.play import Played, play
 from tests.parity.play import build as build_case
 
-# ------------------------------------------------------------------------------------------------------------ doors
+# ------------------------------------------------------------------------------------------------------- extensions
 
 
 def v_placement(stages: int, chunks: int) -> Placement:
-    """Down the ranks and up again: the embedding and the head are both on rank 0."""
+    """Positions go down the ranks and up again, so that the embedding and the head are both on rank 0."""
     return Placement((*range(stages), *reversed(range(stages))))
 
 
 def v_order(placement: Placement, microbatches: int, rank: int) -> list[Action]:
-    """Two microbatches at a time, all forwards and then all backwards."""
+    """Process two microbatches at a time, all forwards and then all backwards."""
     down, up = placement.positions_of(rank)
     order = []
     for first in range(0, microbatches, 2):
@@ -46,7 +48,7 @@ def v_order(placement: Placement, microbatches: int, rank: int) -> list[Action]:
 
 
 def small_activations(x_SBH: torch.Tensor, batch: Microbatch, tp: Axis) -> torch.Tensor:
-    """Mean square of what the last block returns, a share for each position."""
+    """Return the mean square of the last block's output, as the share of each position."""
     return x_SBH.square().mean(-1).sum() / batch.global_targets
 
 
@@ -55,14 +57,19 @@ losses.register("small-activations", losses.LossTerm(small_activations))
 
 
 def play_here(rank: int, case: Case) -> Played:
-    """In a module that registers the toys on the ranks too. What the toys move, `costs` does not know."""
+    """Import this module on the ranks, which registers the toy extensions there.
+
+    `costs` does not include their traffic.
+    """
     return play(rank, case)._replace(traffic=[])
 
 
 @pytest.mark.parametrize("family", but_first(["gpt", "llama"]))
 @pytest.mark.parametrize(("tp", "overlap"), [thorough(1, True), (2, False)])
 def test_a_v_is_trained_as_one_rank_trains(ranks: RankPool, family: str, tp: int, overlap: bool) -> None:
-    """Tied embeddings: one tensor on rank 0, no sum over pipeline ranks; and untied."""
+    """Tied embeddings are one tensor on rank 0 and need no sum over pipeline ranks. Untied embeddings are tested
+    too.
+    """
     case = Case(family, tp=tp, pp=2, schedule="toy-v", overlap_messages=overlap, settings=("parallel.chunks=2",))
     assert make_plan(case.config(), case.world_size).placement.ends == (0,)
     serial = gather(ranks.run(1, play_here, case.serial()))
@@ -70,7 +77,7 @@ def test_a_v_is_trained_as_one_rank_trains(ranks: RankPool, family: str, tp: int
 
 
 def play_with_term(rank: int, case: Case) -> tuple[Played, list[float]]:
-    """And the term's values, as the step reports them, of further steps."""
+    """Also return the values of the loss term that two further steps report."""
     played = play_here(rank, case)
     state = build_case(rank, case)
     return played, [train_step(state).further_losses["small-activations"] for _ in range(2)]
@@ -99,7 +106,7 @@ def test_a_second_loss_is_trained_and_reported_as_one_rank_does(ranks: RankPool,
 
 
 class Recorded(NamedTuple):
-    """One rank's ledger in a step, and how many entries it had when each action began."""
+    """One rank's ledger of a step, and its number of entries when each action began."""
 
     calls: list[Call]
     begins: list[tuple[Action | None, int]]
@@ -107,7 +114,7 @@ class Recorded(NamedTuple):
 
 def record(rank: int, case: Case) -> Recorded:
     state = build_case(rank, case)
-    train_step(state)  # the second step also has what the first one's weights still had under way
+    train_step(state)  # the second step also has the weights' communication of the first step
     begins: list[tuple[Action | None, int]] = []
     entries = state.mesh.ledger.recent = deque()
     state.pipeline.on_action = lambda action: begins.append((action, len(entries)))
@@ -116,8 +123,9 @@ def record(rank: int, case: Case) -> Recorded:
 
 
 def learned(recorded: dict[int, Recorded]) -> Collectives:
-    """What one rank of each pipeline stage has beside the messages: of the first action of a kind, and wherever dp
-    sums start.
+    """Return the communication of one rank per pipeline stage besides its messages.
+
+    It is taken from the first action of each kind, and from each action that starts dp sums.
     """
     inside: dict[tuple[Kind, int], list[Call]] = {}
     instead: dict[Action, list[Call]] = {}

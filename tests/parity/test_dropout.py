@@ -1,5 +1,6 @@
-"""Dropout by counted masks: whoever computes a token, in whatever order and however often, drops the same of it, and
-so does the oracle.
+"""Dropout masks depend only on counters.
+
+Every rank, order and repetition that computes a token drops the same elements, and so does the oracle.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DROPS = ("model.dropout=0.25", "model.sequence_length=16")
 
 @pytest.mark.parametrize("family", ["gpt", thorough("neox"), thorough("mixtral")])
 def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str) -> None:
-    """Also the evaluation behind its steps, in which nothing is dropped."""
+    """Includes the evaluation after the steps, in which no element is dropped."""
     case = Case(family, settings=DROPS)
     serial = run_case(case)
     assert differences(serial, witness(case, serial.initial)) == []
@@ -62,7 +63,7 @@ def test_masks_by_where_a_token_lies_turn_the_comparison_red(run_case: RunCase, 
 
 @pytest.mark.thorough
 def test_a_run_that_stops_and_resumes_drops_what_the_other_would_have(ranks: RankPool, tmp_path: Path) -> None:
-    """Bit-equal on the same layout; on others, whose sums have another order, within what layouts differ by."""
+    """The loss is bit-equal on the same layout. Other layouts sum in another order and differ by rounding."""
     case = Case("gpt", tp=2, dp=2, recompute="selective", settings=DROPS)
     third = ranks.run(4, save_and_go_on, case, tmp_path)[0][2]
     assert {answer[0] for answer in ranks.run(4, resume, case, tmp_path)} == {third}

@@ -1,5 +1,6 @@
-"""The engines are interchangeable: torch's FSDP and DeepSpeed's ZeRO train as our own ZeRO does, and each resumes
-the others' checkpoints.
+"""The engines are interchangeable: torch's FSDP and DeepSpeed's ZeRO train as the native ZeRO does.
+
+Each engine resumes the others' checkpoints.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def build(rank: int, case: Case, engine: str, dtype: str, deepspeed_config: str 
 
 
 class Outcome(NamedTuple):
-    """What one rank saw, and its share of the optimizer state at the end."""
+    """Step results of one rank, and its share of the optimizer state at the end."""
 
     steps: list[StepResult]
     state: dict[str, list[Piece]]
@@ -67,7 +68,7 @@ class Outcome(NamedTuple):
 
 
 def state_of(state: TrainState) -> dict[str, list[Piece]]:
-    """By kind; every rectangle that this rank holds."""
+    """Return all rectangles of optimizer state that this rank holds, by kind."""
     parts = state.optimizer.state()
     return {
         kind: [
@@ -87,7 +88,7 @@ def state_of(state: TrainState) -> dict[str, list[Piece]]:
 
 
 def three_steps(rank: int, case: Case, engine: str, dtype: str, sabotage: str | None = None) -> Outcome:
-    """Three steps, with an evaluation's forward passes after the first."""
+    """Run three steps, and an evaluation's forward passes after the first."""
     with SABOTAGES[sabotage]() if sabotage else nullcontext():
         state = build(rank, case, engine, dtype)
         steps = [train_step(state)]
@@ -107,19 +108,21 @@ def gathered(ranks: list[Outcome], kind: str) -> Tensors:
 def assert_equal_training(
     ranks: RankPool, case: Case, engine: str, dtype: str, loss: float, state: float, sabotage: str | None = None
 ) -> None:
-    """`loss` bounds the relative difference of losses and norms, `state` that of each kind of state over its largest
-    value.
+    """Compare an engine with the native one.
+
+    `loss` bounds the relative difference of losses and norms.
+    `state` bounds the difference of each kind of state relative to its largest value.
     """
     theirs = ranks.run(case.world_size, three_steps, case, engine, dtype, sabotage)
     ours = ranks.run(case.world_size, three_steps, case, "native", dtype)
-    assert all(outcome.steps == theirs[0].steps for outcome in theirs)  # every rank decides alike
+    assert all(outcome.steps == theirs[0].steps for outcome in theirs)  # all ranks have the same results
     np.testing.assert_allclose(theirs[0].losses, ours[0].losses, rtol=loss)
     np.testing.assert_allclose(theirs[0].norms, ours[0].norms, rtol=10 * loss)
     for kind in KINDS:
         expected = gathered(ours, kind)
         found = gathered(theirs, kind)
         assert found.keys() == expected.keys()
-        if case.tp * case.pp == 1:  # each element is on one rank alone, or on one of each copy
+        if case.tp * case.pp == 1:  # each element is on one rank, or on one rank of each copy
             held = sum(piece.values.size for outcome in theirs for piece in outcome.state[kind])
             copies = case.dp // (case.config().parallel.data_shard or case.dp)
             assert held == copies * sum(tensor.size for tensor in expected.values())
@@ -144,9 +147,9 @@ def test_fsdp_is_exact(ranks: RankPool, case: Case) -> None:
     assert_equal_training(ranks, case, "fsdp", "fp64", 1e-11, 1e-9)
 
 
-# fp32: the order of sums moves the seventh digit, and Adam's first steps divide by a small root. bf16: at stage 1 the
-# layers' fp32
-# sums are handed over, so only the norm's last digit differs; fsdp rounds each microbatch's gradient to bf16.
+# In fp32 the order of sums changes the seventh digit, and Adam's first steps divide by a small root.
+# In bf16 at stage 1 the engine receives the layers' fp32 sums, so that only the norm's last digit differs.
+# FSDP rounds each microbatch's gradient to bf16.
 @pytest.mark.parametrize(
     ("case", "engine", "dtype", "loss", "state"),
     [
@@ -174,7 +177,7 @@ def test_engines_train_as_ours_does(
     ("engine", "case"), [thorough("fsdp", Case("llama", tp=2, dp=2)), ("zero-1", Case("gpt", pp=2, dp=2))], ids=str
 )
 def test_a_replica_counted_twice_is_seen(ranks: RankPool, engine: str, case: Case) -> None:
-    """The comparison can fail: tp-replicated and tied parameters enter the norm once."""
+    """Prove that the comparison can fail: tp-replicated and tied parameters must count once in the norm."""
     if engine != "fsdp":
         pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
@@ -182,7 +185,9 @@ def test_a_replica_counted_twice_is_seen(ranks: RankPool, engine: str, case: Cas
 
 
 def under_json(rank: int, case: Case, engine: str, deepspeed_config: str) -> tuple[list[float], bool, int]:
-    """(losses, optimizer state is offloaded, gradient bucket) as DeepSpeed has it."""
+    """Return the losses, whether optimizer state is offloaded, and the gradient bucket size, as DeepSpeed reports
+    them.
+    """
     state = build(rank, case, engine, "bf16", deepspeed_config)
     zero: Any = state.optimizer._zero  # type: ignore[attr-defined]
     return [train_step(state).loss for _ in range(3)], bool(zero.cpu_offload), int(zero.reduce_bucket_size)
@@ -203,7 +208,7 @@ def test_a_deepspeed_json_is_obeyed(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def misplaced(rank: int, case: Case) -> str:
-    """What is said when state does not lie where DeepSpeed says."""
+    """Return the error that is raised if the state is not at the place that DeepSpeed reports."""
     from frontier_llm.optim.deepspeed_zero import DeepSpeedZero
 
     honest = DeepSpeedZero._runs
@@ -223,7 +228,7 @@ def test_state_elsewhere_than_deepspeed_says_stops_the_run(ranks: RankPool) -> N
 
 
 def save_and_go_on(rank: int, case: Case, engine: str, directory: Path) -> Outcome:
-    """Two steps, a checkpoint, a third step; the state is the checkpoint's."""
+    """Run two steps, save a checkpoint and run a third step. The returned state is the checkpoint's."""
     state = build(rank, case, engine, "bf16")
     steps = [train_step(state) for _ in range(2)]
     at_save = state_of(state)
@@ -232,7 +237,7 @@ def save_and_go_on(rank: int, case: Case, engine: str, directory: Path) -> Outco
 
 
 def resume(rank: int, case: Case, engine: str, directory: Path) -> Outcome:
-    """The third step from the checkpoint; the state is what was loaded."""
+    """Run the third step from the checkpoint. The returned state is the loaded one."""
     state = build(rank, case, engine, "bf16")
     checkpoints = checkpoints_of(state, directory)
     progress = checkpoints.newest()
@@ -257,10 +262,10 @@ LAYOUTS = {
 def test_any_engine_resumes_any_engines_checkpoint(
     ranks: RankPool, writer: str, readers: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """On another layout at that: state bit-equal, and the next loss within what bf16 sums in another order differ by.
+    """The layout differs too: the state is bit-equal, and the next loss differs by bf16 sums in another order.
 
-    The format knows no engine: what every engine writes is read by ours and by one that is neither, and ours by every
-    engine.
+    The checkpoint format does not depend on the engine. Files of every engine are read by the native engine and by one
+    other engine. Files of the native engine are read by every engine.
     """
     if writer.startswith("zero"):
         pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
@@ -279,7 +284,10 @@ def test_any_engine_resumes_any_engines_checkpoint(
 
 
 def spoilt(rank: int, case: Case, engine: str) -> tuple[list[StepResult], bool, float]:
-    """Three steps; in the second one rank's gradient is not finite. (results, state untouched by it, loss after it)."""
+    """Run three steps; in the second, one rank's gradient is not finite.
+
+    Return the results, whether the second step left the state unchanged, and the loss of the third step.
+    """
     state = build(rank, case, engine, "fp32")
     steps = [train_step(state)]
     before = state_of(state)

@@ -1,4 +1,4 @@
-"""Experts over ranks compute what one rank computes, and one rank what the formulas say. All in float64."""
+"""Experts on several ranks compute the same as one rank, and one rank computes the formulas. All in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SERIAL: dict[Case, Run] = {}
 
 
 def run(ranks: RankPool, case: Case, sabotage: str | None = None) -> Run:
-    """Play a case; serial runs are played once."""
+    """Run a case. Serial runs are kept and not repeated."""
     if case in _SERIAL and sabotage is None:
         return _SERIAL[case]
     played = gather(ranks.run(case.world_size, play, case, sabotage))
@@ -29,7 +29,7 @@ def experts(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("documents", [thorough(False), True], ids=["one-document", "document-resets"])
-# has all there is
+# deepseek uses all features of expert layers.
 @pytest.mark.parametrize("family", [family if family == "deepseek" else thorough(family) for family in EXPERT_FAMILIES])
 def test_the_serial_run_equals_the_oracle(ranks: RankPool, family: str, documents: bool) -> None:
     case = Case(family, documents=documents)
@@ -61,7 +61,7 @@ LAYOUTS = [
     Case("olmoe", tp=2, cp=2, dp=2, sequence_parallel=True, settings=experts(4)),
     Case("deepseek", cp=2, pp=2, dp=2, settings=experts(2), documents=True),
     Case("mixtral", tp=2, dp=2, settings=experts(2, 2, "optimizer.name=muon")),
-    # pairs: rows travel beside the other microbatch
+    # Schedules of pairs: rows are sent while the other microbatch computes.
     Case("deepseek", pp=2, dp=2, settings=experts(2), schedule="dualpipe-v"),
     Case("deepseek", tp=2, pp=2, dp=2, settings=experts(4), schedule="dualpipe-v", transport="torch", recompute="full"),
 ]
@@ -69,8 +69,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("case", but_first(LAYOUTS, 2), ids=str)
 def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
-    """Loss, gradients, norm, initial weights, parameters after three steps, replicas bitwise, calls and bytes as
-    listed.
+    """Compares loss, gradients, norm, initial weights and parameters after three steps.
+
+    Replicas must be bitwise equal, and calls and bytes must equal the closed form.
     """
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
 
@@ -79,7 +80,7 @@ CROWDED = ("model.moe.capacity=0.75", "model.moe.balance_weight=0")
 
 
 def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
-    """With microbatches of one sequence that no tensor rank cuts, which is what the oracle has."""
+    """Each microbatch has one sequence that no tensor rank splits, because the oracle does the same."""
     case = Case("mixtral", dp=2, settings=(*CROWDED, *experts(2)))
     serial = run(ranks, case.serial())
     assert differences(serial, witness(case.serial(), serial.initial)) == []
@@ -102,7 +103,7 @@ def test_what_is_beyond_an_experts_capacity_is_dropped(ranks: RankPool) -> None:
     ids=str,
 )
 def test_with_a_capacity_as_many_rows_travel_as_may_and_the_same_count(ranks: RankPool, case: Case) -> None:
-    """Calls and bytes are those of the list without a look at what was routed."""
+    """Calls and bytes equal the closed form, which does not depend on the routing here."""
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
 
 
@@ -134,11 +135,11 @@ def nodes(ep: int, etp: int = 1, *more: str) -> tuple[str, ...]:
     ids=str,
 )
 def test_a_token_that_goes_once_to_each_node_computes_the_same(ranks: RankPool, case: Case) -> None:
-    """Two nodes and more of pretended ranks; rows along the rail and inside the node are those of the list."""
+    """Ranks are assigned to two or more simulated nodes. Rows between nodes and inside a node equal the closed form."""
     assert differences(run(ranks, case), run(ranks, case.serial())) == []
 
 
-GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")  # so that a wrong load shows in the parameters
+GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")  # so that a wrong load changes the parameters
 
 
 @pytest.mark.thorough
@@ -148,7 +149,7 @@ GLOBAL = ("model.moe.balance=global", "model.moe.balance_weight=0.3")  # so that
 def test_the_balance_of_the_global_batch_is_the_oracles_whatever_the_layout(
     ranks: RankPool, more: tuple[str, ...]
 ) -> None:
-    """The load of the whole step before: of all microbatches, replicas and parts of sequences."""
+    """The load includes the complete previous step: all microbatches, replicas and parts of sequences."""
     case = Case(
         "olmoe",
         tp=2,

@@ -1,5 +1,6 @@
-"""Families and losses beside those that every layout is played with: on a few layouts what one rank computes, and
-that what the formulas say. All in float64.
+"""Further families and losses, which are not tested on every layout.
+
+A few layouts compute the same as one rank, and one rank computes the formulas. All in float64.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SERIAL: dict[Case, Run] = {}
 
 
 def run(ranks: RankPool, case: Case) -> Run:
-    """Play a case; serial runs are played once."""
+    """Run a case. Serial runs are kept and not repeated."""
     if case not in _SERIAL:
         played = gather(ranks.run(case.world_size, play, case))
         if case != case.serial():
@@ -45,7 +46,7 @@ Z = "train.loss_weights={output-z: 0.1}"
     ids=str,
 )
 def test_the_squared_log_sum_exp_of_the_logits_is_a_loss(ranks: RankPool, case: Case) -> None:
-    """Over a vocabulary that tp splits, and over the targets that count."""
+    """The sum is over a vocabulary that tp splits, and over the targets that count."""
     alone = Case(case.family, documents=case.documents, settings=(Z,))
     serial = run(ranks, alone)
     assert differences(serial, witness(alone, serial.initial)) == []
@@ -65,7 +66,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_every_layout_computes_what_one_rank_computes(ranks: RankPool, case: Case) -> None:
-    """Loss, gradients, norm, initial weights, parameters after three steps, replicas bitwise, calls and bytes as
-    listed.
+    """Compares loss, gradients, norm, initial weights and parameters after three steps.
+
+    Replicas must be bitwise equal, and calls and bytes must equal the closed form.
     """
     assert differences(run(ranks, case), run(ranks, case.serial())) == []

@@ -1,4 +1,4 @@
-"""One communication of a rank at a time, and many: the same numbers, and the ledger knows which it was."""
+"""The numbers are equal with one communication in flight per rank and with many. The ledger records the difference."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ LAYOUTS = [
 
 
 def trained(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], int]:
-    """(losses and gradient norms of three steps, this rank's weights after them, most communications that were in
-    flight).
+    """Return the losses and gradient norms of three steps, and this rank's weights after them.
+
+    The third value is the largest number of communications in flight.
     """
     state = build(rank, case, "fp32")
     results = [train_step(state) for _ in range(3)]

@@ -1,8 +1,9 @@
-"""Level 1: every tensor-parallel mapping and layer equals the unsharded operation: value, input gradient, weight
-gradients, float64.
+"""Level 1: every tensor-parallel mapping and layer equals the unsharded operation.
 
-The plain linear, norm, embedding and cross-entropy are compared with torch's own functions on the gathered weights;
-attention, MLP and block with themselves on one rank (which tests/parity/test_layouts.py compares with the oracle).
+Compared are value, input gradient and weight gradients in float64.
+Linear, norm, embedding and cross-entropy are compared with torch's own functions on the gathered weights.
+Attention, MLP and block are compared with themselves on one rank (tests/parity/test_layouts.py compares them with the
+oracle).
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ MODEL = ModelConfig(
 )
 
 
-NARROW = MODEL.model_copy(update={"ffn_hidden": 12})  # gated: its up projection has the global shape (2, 12, H)
+NARROW = MODEL.model_copy(update={"ffn_hidden": 12})  # a gated MLP: its up projection has the global shape (2, 12, H)
 GELU = MODEL.model_copy(update={"activation": "gelu", "ffn_hidden": 24})
 PARALLEL = MODEL.model_copy(update={"parallel_residual": True})
 
 
 def declare(context: LayerContext, model: ModelConfig) -> Declared:
-    """Every parameter of a model."""
+    """Declare all parameters of a model."""
     whole = StageSpec(0, model.layers, embedding=True, head=True)
     return {p.name: context.declare(p) for p in stage_parameters(model, whole, context.sequence_parallel)}
 
@@ -89,7 +90,7 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits_SBv: Tensor) -> Tensor:
         first = V // self.context.tp.size * self.context.tp.rank
-        # backward overwrites its logits
+        # The backward of the loss overwrites its logits.
         return vocab_parallel_cross_entropy(logits_SBv.clone(), tokens(), first, self.context)[0]
 
 
@@ -108,8 +109,9 @@ class Positioned(nn.Module):
 
 
 class Kind(NamedTuple):
-    """How to build a layer, how its input and output are cut over tp ("last" dim, "sequence" if parallel, or not),
-    and its size.
+    """The function that builds a layer, how its input and output are split over tp, and the input's shape.
+
+    "last" splits the last dim, "sequence" splits dim 0 if sequence parallelism is on.
     """
 
     make: Callable[[LayerContext], nn.Module]
@@ -146,16 +148,16 @@ def tokens() -> Tensor:
 
 
 def cut(x: Tensor, how: str, rank: int, tp: int, sequence_parallel: bool) -> Tensor:
-    """A rank's part of a whole tensor."""
+    """Return a rank's part of a global tensor."""
     if how == "last":
         return x.chunk(tp, -1)[rank]
-    if how == "last-of-two":  # global shape (2, 12): each of the two is cut
+    if how == "last-of-two":  # global shape (2, 12): both rows are split
         return x.unflatten(-1, (2, -1)).chunk(tp, -1)[rank].flatten(-2)
     return x.chunk(tp, 0)[rank] if how == "sequence" and sequence_parallel else x
 
 
 class Layer(NamedTuple):
-    """A rank's part of everything that a layer computes."""
+    """A rank's part of all values that a layer computes."""
 
     output: np.ndarray
     input_gradient: np.ndarray | None
@@ -164,7 +166,7 @@ class Layer(NamedTuple):
 
 
 def play_layer(rank: int, name: str, tp: int, sequence_parallel: bool) -> Layer:
-    """Forward and backward of one layer on one rank, with random weights, biases and norms."""
+    """Run forward and backward of one layer on one rank, with random weights, biases and norms."""
     log.set_rank(1, 2)
     kind = KINDS[name]
     mesh = build_mesh(Grid(tp, 1, 1), rank)
@@ -200,7 +202,7 @@ def play_layer(rank: int, name: str, tp: int, sequence_parallel: bool) -> Layer:
 
 
 def join(parts: list[np.ndarray], how: str, sequence_parallel: bool) -> np.ndarray:
-    """The whole tensor from the ranks' parts; parts that are whole must be bitwise equal."""
+    """Join the ranks' parts to the global tensor. Parts that are not split must be bitwise equal."""
     if how == "last":
         return np.concatenate(parts, -1)
     if how == "last-of-two":
@@ -234,7 +236,7 @@ def gathered(ranks: RankPool, name: str, tp: int, sequence_parallel: bool) -> Wh
 
 
 def unsharded(name: str, weights: Tensors) -> Whole:
-    """torch's own operation with the whole weights."""
+    """Compute torch's own operation with the global weights."""
     leaves = {key: torch.from_numpy(value.copy()).requires_grad_() for key, value in weights.items()}
     layer = next(iter(leaves), "").rpartition(".")[0]
     x: Any = tokens() if name == "embedding" else random(KINDS[name].shape, 1).requires_grad_()

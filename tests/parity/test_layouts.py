@@ -1,6 +1,4 @@
-"""Level 2: every layout computes what one rank computes, and one rank computes what the formulas say. All in
-float64.
-"""
+"""Level 2: every layout computes the same as one rank, and one rank computes the formulas. All in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ RunCase = Callable[..., Run]
 
 @pytest.fixture(scope="session")
 def run_case(ranks: RankPool) -> RunCase:
-    """Play a case on the pool; serial runs are played once."""
+    """Run a case on the pool. Serial runs are kept and not repeated."""
     kept: dict[Case, Run] = {}
 
     def run(case: Case, sabotage: str | None = None) -> Run:
@@ -42,14 +40,15 @@ def test_the_serial_run_equals_the_oracle(run_case: RunCase, family: str, docume
     case = Case(family, documents=documents)
     serial = run_case(case)
     assert differences(serial, witness(case, serial.initial)) == []
-    assert min(serial.norms) > 2 * case.config().optimizer.clip_norm  # clipping was at work
+    assert min(serial.norms) > 2 * case.config().optimizer.clip_norm  # gradients were clipped
 
 
 @pytest.mark.parametrize("case", but_first(pairwise(), 16), ids=str)
 def test_every_pair_of_settings(run_case: RunCase, case: Case) -> None:
-    """Loss, all gradients, gradient norm, initial weights and parameters after three steps; replicas bitwise equal.
+    """Compares loss, all gradients, gradient norm, initial weights and parameters after three steps. Replicas must be
+    bitwise equal.
 
-    The first 30 cases hold two thirds of the pairs, and every setting.
+    The first 30 cases contain two thirds of the pairs and all settings.
     """
     assert differences(run_case(case), run_case(case.serial())) == []
 
@@ -69,10 +68,10 @@ def test_further_schedules(run_case: RunCase, case: Case) -> None:
     assert differences(run_case(case), run_case(case.serial())) == []
 
 
-FOUND = [  # by random runs, each a mistake at the time
-    # a weight gradient's factor kept its graph until W, and gloo may not write into a gather that is recorded
+FOUND = [  # random runs found these cases; each showed a defect
+    # A weight gradient's factor kept its graph until W. gloo must not write into a gather that autograd records.
     Case("llama", tp=2, pp=2, sequence_parallel=True, schedule="zb-h1", transport="torch"),
-    # ALiBi slopes of head counts that are no power of two, rounded to fp32
+    # ALiBi slopes for a number of heads that is not a power of two were rounded to fp32.
     Case("mpt", tp=3, settings=("model.heads=6", "model.head_dim=4", "model.vocab_multiple=51")),
 ]
 
@@ -81,8 +80,9 @@ FOUND = [  # by random runs, each a mistake at the time
     "case", [*FOUND, *islice(random_cases(seed=0), 2), *map(thorough, islice(random_cases(seed=0), 2, 12))], ids=str
 )
 def test_runs_of_no_pattern(run_case: RunCase, case: Case) -> None:
-    """Odd shapes, uneven stages, three ranks on an axis; each model also against the oracle. `scripts/parity_full.sh
-    --random` plays more.
+    """Odd shapes, uneven stages and three ranks on an axis. Each model is also compared with the oracle.
+
+    `scripts/parity_full.sh --random` runs more of them.
     """
     serial = run_case(case.serial())
     assert differences(serial, witness(case.serial(), serial.initial)) == []
@@ -97,7 +97,7 @@ def test_microbatch_size_and_count_do_not_change_gradients(run_case: RunCase, mi
 
 @pytest.mark.parametrize("family", but_first(["mpt", "llama"]))
 def test_a_rank_may_hold_little_but_padding(run_case: RunCase, family: str) -> None:
-    """Of 64 rows for 49 tokens, the last of four tensor ranks has one real row."""
+    """The vocabulary has 49 tokens in 64 rows, so the last of four tensor ranks has one real row."""
     case = Case(family, tp=4, sequence_parallel=True, settings=("model.vocab_size=49",))
     serial = run_case(case.serial())
     assert differences(serial, witness(case.serial(), serial.initial)) == []
@@ -120,8 +120,9 @@ def test_a_rank_may_hold_little_but_padding(run_case: RunCase, family: str) -> N
     ids=lambda value: str(value),
 )
 def test_sabotage_turns_the_comparison_red(run_case: RunCase, mistake: str, case: Case, reddens: str) -> None:
-    """Each mistake is seen, and seen where it was made. (Both halves of a swap on one rank swap nothing: that must
-    stay green.)
+    """Each planted fault is detected, and the report names its place.
+
+    A swap of two halves that are on the same rank changes nothing and must not be reported.
     """
     found = differences(run_case(case, mistake), run_case(case.serial()))
     if reddens == "nothing":

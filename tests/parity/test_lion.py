@@ -14,7 +14,7 @@ from tests.parity.witness import witness
 LION = ("optimizer.name=lion",)
 
 
-# without biases: a key's bias has no gradient but rounding, whose sign is anybody's guess
+# The family has no biases. A key's bias has only rounding as its gradient, and the sign of rounding is random.
 @pytest.mark.parametrize(
     "case", [Case("mpt", tp=2, dp=2, settings=LION), Case("mpt", pp=2, dp=2, schedule="v-half", settings=LION)], ids=str
 )

@@ -1,4 +1,6 @@
-"""Tokens that are read and not learnt: the loss divides by those that are, over all layouts, as the oracle does."""
+"""Tokens that are read but not trained on: on all layouts the loss divides by the number of trained tokens, as the
+oracle does.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Muon on any layout against a serial run in float64 written from the paper's formula; resume on another layout;
-what bf16 gives.
+"""Muon on several layouts against a serial run in float64 that is written from the paper's formula.
+
+The tests also resume on another layout and measure the error of bf16.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from tests.parity.witness import witness
 
 MUON = ("optimizer.name=muon",)
 GROUPS = (*MUON, "optimizer.heads=groups")
-# its eight matrices leave much of eight owners' slices empty: they are cut and gathered
+# Its eight matrices would leave large parts of eight owners' slices empty. They are therefore split and gathered.
 FEW = (*MUON, "model.layers=2")
-FEWER = (*MUON, "model.layers=1")  # and of four owners'
+FEWER = (*MUON, "model.layers=1")  # the same with four owners
 
 
 def serial_muon(case: Case, initial: Tensors) -> Run:
-    """The oracle's run: Muon for matrices, AdamW for the rest."""
+    """Return the oracle's run: Muon for matrices, AdamW for all other parameters."""
     optimizer = case.config().optimizer
     return witness(case, initial, muon(optimizer.betas, optimizer.eps, optimizer.heads == "groups"))
 
@@ -45,13 +46,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", but_first(CASES[1:] + CASES[:1], 2), ids=str)
 def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
-    """Also what it moves is what the closed form says, of dp and of tp."""
+    """Also compares the traffic over dp and tp with the closed form."""
     run = gather(ranks.run(case.world_size, play, case))
     assert differences(run, serial_muon(case, run.initial)) == []
 
 
 def cut(rank: int, case: Case) -> tuple[int, int]:
-    """(buckets of whole matrices, of which slices cut)."""
+    """Return the number of buckets for Muon's matrices, and how many of them have matrices that slices split."""
     buckets = [bucket for bucket in build(rank, case).optimizer.buckets if bucket.whole]
     return len(buckets), sum(not bucket.apart for bucket in buckets)
 
@@ -77,8 +78,9 @@ def after_three_steps(rank: int, case: Case, dtype: str) -> dict[str, np.ndarray
 
 
 def test_bf16_turns_the_update_by_little(ranks: RankPool) -> None:
-    """Newton-Schulz multiplies what is small in a matrix, rounding too: of three steps' way in float64, bf16 misses
-    some percent.
+    """Newton-Schulz amplifies small components of a matrix, including rounding errors.
+
+    After three steps the bf16 update differs from float64 by some percent.
     """
     case = Case("llama", settings=MUON)
     exact, rounded = (ranks.run(1, after_three_steps, case, dtype)[0] for dtype in ("fp64", "bf16"))

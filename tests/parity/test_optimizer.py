@@ -1,5 +1,7 @@
-"""Level 3: ZeRO-1 equals plain AdamW bit for bit; a step that is not finite changes nothing, on any rank; lower
-precisions stay near.
+"""Level 3: ZeRO-1 equals plain AdamW bit for bit, and a step with a gradient that is not finite changes nothing on any
+rank.
+
+Lower precisions stay close to float64.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from tests.parity.play import build, play
     ids=str,
 )
 def test_zero_equals_plain_adamw_bitwise(ranks: RankPool, case: Case) -> None:
-    """Two summands have one order; of four, gloo's ring keeps the same one for all-reduce and reduce-scatter only by
-    chance.
+    """Two summands have only one order.
+
+    With four, gloo's ring uses the same order for all-reduce and reduce-scatter only by chance.
     """
     sharded, plain = (gather(ranks.run(case.world_size, play, Case(**{**vars(case), "zero": zero}))) for zero in (1, 0))
     same = np.array_equal if case.dp == 2 else (lambda a, b: np.allclose(a, b, rtol=1e-9, atol=1e-11))
@@ -57,7 +60,7 @@ def test_zero_keeps_one_share_of_the_optimizer_state(ranks: RankPool) -> None:
 
 
 class Poisoned(NamedTuple):
-    """What one rank saw around a step whose gradient was spoilt on one rank."""
+    """Results of one rank around a step in which one rank's gradient was replaced."""
 
     steps: list[StepResult]
     unchanged: bool
@@ -73,7 +76,7 @@ def _bits(state: TrainState) -> list[torch.Tensor]:
 
 
 def poisoned(rank: int, case: Case, culprit: int, value: float, dtype: str) -> Poisoned:
-    """Three steps; in the second, one element of one rank's gradient is `value` before the sums."""
+    """Run three steps. In the second, one element of one rank's gradient is set to `value` before the sums."""
     state = build(rank, case, dtype)
     finish = state.sync.finish
 
@@ -131,7 +134,7 @@ def losses(rank: int, case: Case, dtype: str) -> list[float]:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.05), thorough("fp32", 1e-5), thorough("fp16", 0.01)])
 def test_lower_precisions_stay_near_float64(ranks: RankPool, dtype: str, tolerance: float) -> None:
-    """Unit roundoff 6e-8, 4e-3, 5e-4; the loss of a few deep layers amplifies it about tenfold."""
+    """The unit roundoffs are 6e-8, 4e-3 and 5e-4. The loss after a few layers amplifies them about tenfold."""
     case = Case("llama", tp=2, pp=2, sequence_parallel=True)
     exact, rounded = (ranks.run(4, losses, case, kind)[0] for kind in ("fp64", dtype))
     np.testing.assert_allclose(rounded, exact, rtol=tolerance)
@@ -144,8 +147,9 @@ def threads(rank: int) -> int:
 
 
 def test_a_finished_run_lets_go_of_its_memory_and_groups(ranks: RankPool) -> None:
-    """A process may build several runs (benchmarks, tests): of a finished one nothing stays, or its groups' threads
-    would.
+    """A process may build several runs (benchmarks, tests).
+
+    Without this, the threads of each run's process groups would remain.
     """
     before = ranks.run(2, threads)
     for _ in range(2):

@@ -1,5 +1,6 @@
-"""An optimizer that is defined here enters by the documented door (docs/engines.md): ZeRO-1, replica checks, resume,
-memory, whole matrices.
+"""A custom optimizer that is registered through the documented interface (docs/engines.md).
+
+Covers ZeRO-1, replica checks, resume, memory and matrices that are kept on one rank.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def states(parameter: Parameter) -> tuple[str, ...]:
     return ("momentum", "mean") if parameter.kind is ParameterKind.MATRIX else ("momentum",)
 
 
-MIXED = OptimizerRule("sgd-mixed", states)  # matrices keep more than the others
+MIXED = OptimizerRule("sgd-mixed", states)  # matrices have more states than other parameters
 
 
 class Momentum:
-    """torch.optim.SGD's formula with decoupled decay."""
+    """The formula of torch.optim.SGD with decoupled weight decay."""
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
         self.config = config
@@ -64,7 +65,7 @@ class Momentum:
 
 
 def size(parameter: Parameter) -> tuple[Parameter, ...]:
-    """One number for each parameter, to which every rank that has a part of it adds."""
+    """Return one number per parameter. Each rank that holds a part of the parameter adds to it."""
     axes = {axis: How.PARTIAL if isinstance(how, Split) else How.REPLICATED for axis, how in parameter.axes.items()}
     return (replace(parameter, name=f"{parameter.name}.size", shape=(1,), axes=axes, pieces=(), grouped=False),)
 
@@ -73,8 +74,8 @@ NORMALIZED = OptimizerRule("sgd-normalized", lambda parameter: (), statistics=si
 
 
 class Normalized:
-    """The gradient over the root of a running sum of its squares, a parameter at a time: each moves by one norm
-    (Ginsburg et al. 2019).
+    """Divides each parameter's gradient by the root of a running sum of its squares, so that each parameter moves by
+    one norm (Ginsburg et al. 2019).
     """
 
     def __init__(self, config: OptimizerConfig, ops: Ops) -> None:
@@ -101,7 +102,7 @@ register(NORMALIZED, Normalized)
 
 
 def play_here(rank: int, case: Case) -> Played:
-    """`play`, on ranks that have imported this file and so know its optimizers."""
+    """Run `play` in this module, so that the ranks import it and register its optimizers."""
     return play(rank, case)
 
 
@@ -128,7 +129,7 @@ def test_it_trains_as_the_serial_formula(ranks: RankPool, case: Case) -> None:
     "layout", but_first([{"tp": 2, "dp": 2, "bucket_elements": 3000}, {"pp": 2, "dp": 2, "zero": 0}]), ids=str
 )
 def test_a_statistic_is_of_the_whole_parameter(ranks: RankPool, layout: dict[str, int]) -> None:
-    """Tied embeddings too, of which two stages keep a copy each."""
+    """Tied embeddings are included: two stages each hold a copy."""
     case = named(NORMALIZED, **layout)
     run = gather(ranks.run(case.world_size, play_here, case))
     optimizer = case.config().optimizer
@@ -142,7 +143,9 @@ def test_a_statistic_is_of_the_whole_parameter(ranks: RankPool, layout: dict[str
 
 
 def places(rank: int, case: Case) -> tuple[int, int, int]:
-    """(runs of whole parameters, those that an owner has in full, elements of this rank's states)."""
+    """Return the number of pieces of matrices, the number of complete matrices among them, and the elements of this
+    rank's states.
+    """
     state = build(rank, case)
     runs = [run for bucket in state.optimizer.buckets if bucket.whole for run in bucket.owned_ranges()]
     full = [run for run in runs if run.stop - run.start == run.spec.numel]
@@ -155,7 +158,7 @@ def places(rank: int, case: Case) -> tuple[int, int, int]:
     ids=str,
 )
 def test_whole_matrices_give_the_same_bits(ranks: RankPool, layout: dict[str, int]) -> None:
-    """Of an elementwise optimizer; without clipping, since the norm sums in another order."""
+    """The optimizer is elementwise. Clipping is off, because the norm is summed in another order."""
     cases = [named(rule, "optimizer.clip_norm=0", **layout) for rule in (WHOLE, SGD)]
     whole, cut = (gather(ranks.run(case.world_size, play_here, case)) for case in cases)
     for name, tensor in cut.final.items():
@@ -173,7 +176,7 @@ def test_whole_matrices_lie_with_one_owner_each_and_evenly(ranks: RankPool) -> N
 
 
 def save_and_go_on(rank: int, case: Case, directory: Path) -> list[float]:
-    """Losses of three steps, with a checkpoint after the second."""
+    """Return the losses of three steps. A checkpoint is saved after the second."""
     state = build(rank, case)
     losses = [train_step(state).loss for _ in range(2)]
     save_step(state, directory, step=2, samples=16, tokens=192)
@@ -181,8 +184,10 @@ def save_and_go_on(rank: int, case: Case, directory: Path) -> list[float]:
 
 
 def resume(rank: int, case: Case, directory: Path, *allowed: str) -> tuple[float, int, float] | str:
-    """(the third step's loss, updates before it, largest value of the states beside the masters), or why it was
-    refused.
+    """Return the third step's loss, the updates before it and the largest value of the states except the master
+    weights.
+
+    Returns the message of the error if the checkpoint is refused.
     """
     state = build(rank, case)
     checkpoints = checkpoints_of(state, directory, *allowed)
@@ -220,7 +225,7 @@ def test_a_checkpoint_of_another_optimizer_gives_its_weights_alone_and_only_when
     for refused in ranks.run(2, resume, Case("gpt", tp=2), tmp_path):
         assert "optimizer.name: 'sgd-momentum' → 'adamw' (only the weights would be taken)" in refused
         assert "--allow-change optimizer.name" in refused
-    for case in (Case("gpt", tp=2), named(NORMALIZED, tp=2)):  # of a statistic the checkpoint has nothing
+    for case in (Case("gpt", tp=2), named(NORMALIZED, tp=2)):  # the checkpoint has no values of a statistic
         for loss, updates, largest in ranks.run(2, resume, case, tmp_path, "optimizer.name"):
-            assert loss == pytest.approx(losses[2], rel=1e-12)  # the weights are those of the checkpoint
+            assert loss == pytest.approx(losses[2], rel=1e-12)  # the weights come from the checkpoint
             assert (updates, largest) == (0, 0.0)

@@ -1,4 +1,4 @@
-"""The oracle's run of a case: same initial weights, same batches, its own everything else."""
+"""The oracle's run of a case. Only the initial weights and the batches are shared with the package."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tests.parity.play import batch, learnt
 
 
 def witness(case: Case, initial: Tensors, direction: Direction | None = None) -> Run:
-    """Loss, gradients, norm and parameters after the steps, by `tests.oracle.gpt`; AdamW unless another direction is
-    given.
+    """Return loss, gradients, norm and parameters after the steps, computed by `tests.oracle.gpt`.
+
+    The optimizer is AdamW unless another direction is given.
     """
     config = case.config()
     further = {"output_z": config.train.loss_weights.get("output-z"), "seed": config.train.seed}

@@ -1,4 +1,4 @@
-"""A small file is replaced whole, durably, and readable by colleagues."""
+"""A small file is replaced atomically and durably, and colleagues can read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told on a disk that is full must not end what it tells of."""
+"""A message that cannot be written to a full disk neither raises an error nor changes the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of text: widths from the cells, numbers to the right."""
+"""Text tables: widths come from the cells, and numbers are aligned to the right."""
 
 from __future__ import annotations
 

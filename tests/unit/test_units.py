@@ -1,4 +1,4 @@
-"""How quantities read."""
+"""Text form of quantities with units."""
 
 from __future__ import annotations
 

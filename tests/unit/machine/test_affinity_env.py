@@ -1,4 +1,6 @@
-"""The node map of Frontier and LUMI, and the environment, against the site files and the guides' own strings."""
+"""The node map and the environment variables of Frontier and LUMI, compared with the site files and the centres'
+guides.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from frontier_llm.machine.env import environment
 
 
 def test_cores_of_each_gcd_equal_the_lumi_guide_s() -> None:
-    """CPU_BIND_MASKS of LUMI-AI-Guide, 05-multi-gpu-and-node: local rank = GCD, without the first core of each
-    region.
+    """CPU_BIND_MASKS of LUMI-AI-Guide, 05-multi-gpu-and-node.
+
+    The local rank is the GCD, and the first core of each region is left out.
     """
     masks = (
         "00fe000000000000 fe00000000000000 0000000000fe0000 00000000fe000000 00000000000000fe 000000000000fe00 "
@@ -26,7 +29,7 @@ def test_cores_of_each_gcd_equal_the_lumi_guide_s() -> None:
 
 
 def test_cores_of_each_gcd_equal_the_olcf_guide_s() -> None:
-    """frontier_user_guide.rst: NUMA domain, first hardware thread of the L3 region, GPU."""
+    """frontier_user_guide.rst lists NUMA domain, first hardware thread of the L3 region, and GPU."""
     guide = [(0, 0, 4), (0, 8, 5), (1, 16, 2), (1, 24, 3), (2, 32, 6), (2, 40, 7), (3, 48, 0), (3, 56, 1)]
     assert sorted((place.numa, place.cores[0], place.gcd) for place in NODE) == guide
     assert all(place.cores == tuple(range(place.cores[0], place.cores[0] + 8)) for place in NODE)
@@ -55,8 +58,9 @@ def test_rings_and_cuts() -> None:
 
 @pytest.mark.parametrize("site", ["frontier", "lumi"])
 def test_each_variable_has_one_home(site: str) -> None:
-    """RCCL's and libfabric's variables live in machine/env.py; a site file only has what the loader needs before
-    Python starts.
+    """machine/env.py sets the variables of RCCL and libfabric.
+
+    A site file only sets variables that the loader needs before Python starts.
     """
     path = configs_dir().parent / "slurm" / "sites" / f"{site}.yaml"
     content = yaml.safe_load(path.read_text())
@@ -76,7 +80,7 @@ def test_environment_depends_on_the_size_and_says_why() -> None:
     assert values["NCCL_SOCKET_IFNAME"] == "hsn0"
     assert "TORCH_NCCL_COORD_CHECK_MILSEC" not in values
     largest = {variable.name: variable.value for variable in environment("frontier", 9408)}
-    assert largest["TORCH_NCCL_COORD_CHECK_MILSEC"] == "3763"  # 75,264 ranks, 20,000 checks a second
+    assert largest["TORCH_NCCL_COORD_CHECK_MILSEC"] == "3763"  # 75,264 ranks at 20,000 checks per second
     for variables in (one, many):
         assert len({variable.name for variable in variables}) == len(variables)
         assert all(variable.reason and variable.source for variable in variables)
@@ -85,8 +89,8 @@ def test_environment_depends_on_the_size_and_says_why() -> None:
 
 
 def test_each_machine_has_what_its_own_guide_says() -> None:
-    """LUMI's multi-node starts hung with NCCL_NET_GDR_LEVEL=PHB, and its jobs do not ask for alt_read's network
-    setting.
+    """LUMI's multi-node starts hung with NCCL_NET_GDR_LEVEL=PHB. Its jobs do not request the network setting that
+    alt_read needs.
     """
     frontier, lumi = (
         {variable.name: variable.value for variable in environment(name, 16)} for name in ("frontier", "lumi")
@@ -105,7 +109,9 @@ def test_each_machine_has_what_its_own_guide_says() -> None:
 
 
 def test_torch_reads_the_names_that_are_its_own() -> None:
-    """A variable that torch has renamed would be set in vain; the installed headers name those that it reads."""
+    """A variable that torch has renamed would have no effect. The installed headers contain the names that torch
+    reads.
+    """
     headers = Path(torch.__file__).parent / "include"
     places = (headers / "torch/csrc/distributed/c10d", headers / "c10/cuda")
     text = "".join(path.read_text() for place in places for path in sorted(place.glob("*.h*")))

@@ -1,4 +1,4 @@
-"""Machine files: all shipped ones load, every number has a source, and a malformed one is refused with line, key and
+"""Machine files: all shipped files load, each number has a source, and a malformed file is refused with line, key and
 rule.
 """
 
@@ -135,7 +135,7 @@ def test_no_rule_is_told_in_pydantics_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", machine_names())
 def test_every_shipped_machine_states_its_device(name: str) -> None:
-    """The vendor is the one whose variables its ranks get, and kernels are built for the architecture."""
+    """The vendor decides which environment variables the ranks get. Kernels are built for the architecture."""
     machine = load_machine(name)
     assert "vendor" in machine.device.model_fields_set
     assert machine.device.vendor == vendor_of_machine(name)
@@ -147,7 +147,7 @@ def test_every_shipped_machine_states_its_device(name: str) -> None:
 def test_a_former_name_is_read_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], former: str, name: str
 ) -> None:
-    load._new_name.cache_clear()  # the notice comes once in a process
+    load._new_name.cache_clear()  # the notice is printed once per process
     assert load_machine(former) == load_machine(name)
     assert f"machine {former!r} is now called {name!r}" in capsys.readouterr().err
     assert former not in machine_names()
@@ -160,7 +160,7 @@ def test_a_former_name_is_read_with_a_notice(
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("", ("none", None)),  # nothing is known of a file whose environment is its own name
+        ("", ("none", None)),  # the vendor of a custom file cannot be derived from its name
         ("environment: lumi\n", ("amd", None)),
         ("environment: h200\n", ("nvidia", None)),
         ("environment: local\n", ("none", None)),

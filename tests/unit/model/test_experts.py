@@ -1,4 +1,4 @@
-"""Rows travel while the shared expert computes."""
+"""The all-to-all of rows overlaps the shared expert."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import build_state
 from tests.unit.planner.costs.test_activations import Source
 
-dispatch = importlib.import_module("frontier_llm.parallel.expert.dispatch")  # the package has a function of that name
+# The package has a function with the module's name, so a plain import would return the function.
+dispatch = importlib.import_module("frontier_llm.parallel.expert.dispatch")
 
 
 def test_the_shared_expert_is_between_the_rows_departure_and_their_arrival() -> None:
-    """And its backward between their gradients' departure and arrival, so that both have something to hide under."""
+    """The backward of the shared expert also lies between start and end of the gradients' all-to-all, so that both are
+    overlapped.
+    """
     model = load_model("moe-tiny", {"layers": 1, "moe": {"shared_hidden": 32}})
     batch = {"global_batch": 1, "micro_batch": 1}
     config = build(

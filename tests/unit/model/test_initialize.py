@@ -1,5 +1,5 @@
-"""Initial weights: the generator's published answers, the distribution, and the same values on every device and in
-every layout.
+"""Initial weights: the generator's published values, the distribution, and equal values on every device and in every
+layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from frontier_llm.optim import draw_masters
 from frontier_llm.topology.plan import make_plan
 from frontier_llm.training.build import TrainState, build_state
 
-initialize = importlib.import_module("frontier_llm.model.initialize")  # the package has a function of that name
+# The package has a function with the module's name, so a plain import would return the function.
+initialize = importlib.import_module("frontier_llm.model.initialize")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
@@ -58,13 +59,15 @@ def test_numbers_are_normal() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_device_draws_the_same(device: str) -> None:
-    """Compared with what a CPU has drawn: a GPU's test machine has no other to compare with."""
+    """The expected digest was computed on a CPU, because a test machine with a GPU has no second device to compare
+    with.
+    """
     x = initialize.normals(0x0123456789ABCDEF, torch.tensor([0, 1 << 40, 12345], device=device), 4099).float().cpu()
     assert hashlib.sha256(x.numpy().tobytes()).hexdigest()[:16] == "1a7fa08a057de964"
 
 
 def test_a_run_has_no_place_of_its_own() -> None:
-    """Wherever runs start and however long they are: what many ranks draw is what one would."""
+    """A value depends only on its index: ranks that draw any ranges get the same values as one rank that draws all."""
     whole = initialize.normals(7, torch.tensor([0]), 3000)[0]
     starts = torch.tensor([0, 5, 1002, 77, 2001])
     for count in (1, 2, 7, 999):

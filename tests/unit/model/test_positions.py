@@ -1,4 +1,4 @@
-"""Rotations stretched to a longer context are those of transformers."""
+"""Rotary embeddings with a scaled context equal the ones of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules hold exactly the parameters that the blueprint declares: names, shapes, order and place, on every
+"""The modules hold exactly the parameters that the blueprint declares: names, shapes, order and position, on every
 layout.
 """
 

@@ -1,4 +1,4 @@
-"""Compare a back-end's case of the catalogue with the reference in float64."""
+"""Compare an operation of a back-end with the reference in float64, for a case of the catalogue."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from frontier_llm.ops.cases import Case
 
 
 class Comparison:
-    """Compares with tolerances by type of the result, relative to the largest expected value."""
+    """Compares with a tolerance for each dtype, relative to the largest expected value."""
 
     def __init__(self, steps: Mapping[torch.dtype, float]) -> None:
         self.steps = steps
 
     def close(self, got: Tensor, expected: Tensor, factor: float = 1.0) -> None:
-        """|got - expected| within the rounding of got's type."""
+        """Assert that |got - expected| is within the rounding error of got's dtype."""
         assert got.shape == expected.shape
         scale = expected.abs().max().item() or 1.0
         error = (got.double() - expected).abs().max().item()
         assert error <= factor * self.steps[got.dtype] * scale, f"{got.dtype}: error {error:.2e} of {scale:.2e}"
 
     def case(self, ops: Any, case: Case, factor: float = 1.0) -> list[Tensor]:
-        """Outputs and input gradients of a case. Returns what `ops` computed."""
+        """Compare outputs and input gradients of a case. Returns the results of `ops`."""
         pairs = case.pairs(ops)
         for got, expected in pairs:
             self.close(got, expected, factor)

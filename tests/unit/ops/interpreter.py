@@ -1,8 +1,8 @@
-"""Runs the Triton sources on the CPU by Triton's interpreter, behind the same `Kernels` face as the prebuilt code
+"""Run the Triton sources on the CPU in Triton's interpreter, with the same `Kernels` interface as the prebuilt code
 objects.
 
-Every address that a program reads or writes must lie in a tensor of its launch: what would be a fault on a GPU, or
-silent damage, fails here.
+Each address that a program reads or writes must lie in a tensor of its launch.
+Other addresses fail here. On a GPU they would cause a fault or damage data without an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import sys
 import numpy as np
 import torch
 
-# Triton reads this when it is imported, also for its own library (tl.sum …), and torch may have imported it already.
+# Triton reads this variable when it is imported, also for its own library (tl.sum …). torch may have imported Triton
+# already.
 os.environ["TRITON_INTERPRET"] = "1"
 for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
     del sys.modules[name]
@@ -25,13 +26,13 @@ from triton.runtime import interpreter  # noqa: E402
 from frontier_llm.ops.kernel_table import all_kernels, variants  # noqa: E402
 from frontier_llm.ops.prebuilt import POINTED, address_or_number  # noqa: E402
 
-# What the interpreter does for tensors on a GPU, which here would copy all of them onto themselves.
+# The interpreter copies GPU tensors to the host and back. Here it would copy every CPU tensor onto itself.
 interpreter.GridExecutor._init_args_hst = lambda self, arguments, named: (arguments, named)
 interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
 
 
 def _operand(x):
-    """MI200's matrix instructions take subnormal numbers for zero; what one GPU does must harm on none."""
+    """Flush subnormal operands to zero, as MI200's matrix instructions do. Kernels must be correct on every GPU."""
     return interpreter.TensorHandle(
         np.where(abs(x.data) < np.finfo(x.data.dtype).tiny, 0, x.data).astype(x.data.dtype), x.dtype
     )
@@ -40,15 +41,15 @@ def _operand(x):
 _exact_dot = interpreter.interpreter_builder.create_dot
 interpreter.interpreter_builder.create_dot = lambda a, b, *rest: _exact_dot(_operand(a), _operand(b), *rest)
 
-VIRTUAL_BYTES = 2**30  # larger tensors are memory that was reserved and never touched
+VIRTUAL_BYTES = 2**30  # larger tensors are reserved memory that is never touched
 
 
-# bytes between the addresses under which a kernel knows two tensors: no wrong offset leads from one into another
+# Bytes between the virtual addresses of two tensors. No wrong offset is large enough to reach another tensor.
 FAR = 1 << 44
 
 
 class _Pointer:
-    """What a kernel gets for its index-th tensor."""
+    """The stand-in for the index-th tensor that a kernel receives."""
 
     def __init__(self, index, dtype):
         self.index = index
@@ -59,7 +60,7 @@ class _Pointer:
 
 
 class _Memory:
-    """The interpreter's loads and stores; those of virtual tensors read zeros and write nothing."""
+    """The interpreter's loads and stores. Loads from virtual tensors return zeros, and stores to them are dropped."""
 
     def __init__(self, kernel, named):
         self.kernel = kernel
@@ -80,7 +81,10 @@ class _Memory:
         self.real.store(addresses, values, mask & there)
 
     def find(self, pointers, mask, size):
-        """Real addresses, and which have memory behind them; every one under the mask must be of a tensor."""
+        """Return real addresses and a mask of those backed by memory.
+
+        Raises IndexError if an unmasked address lies outside its tensor.
+        """
         index, offset = np.divmod(pointers.astype(np.int64) + FAR // 2, FAR)
         index = np.clip(index - 1, 0, len(self.names) - 1)
         offset = offset - FAR // 2
@@ -93,7 +97,7 @@ class _Memory:
 
 
 def _span_bytes(x):
-    """From the first to the last element of a view."""
+    """Return the bytes from the first to the last element of a view."""
     return (
         (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.itemsize
         if x.numel()
@@ -102,8 +106,9 @@ def _span_bytes(x):
 
 
 class InterpretedKernels:
-    """Checks its arguments as `PrebuiltKernels` does. With `corners_only` just the first and last programs along
-    each axis of the grid run.
+    """Checks its arguments as `PrebuiltKernels` does.
+
+    With `corners_only` only the first and last programs along each axis of the grid run.
     """
 
     def __init__(self, architecture, corners_only=False):

@@ -1,4 +1,4 @@
-"""Attention over stretches of a sequence, against the reference in float64, whichever back-end has it."""
+"""Compare attention over a range of a sequence with the reference in float64, for any back-end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from frontier_llm.ops.cases import Case
 
 
 def compare_stretch(ops: Any, case: Case, scores: Scores, close: Callable[..., None]) -> None:
-    """A case of `attention_block`, log-sum-exp by log-sum-exp. Its backward is over more keys than these.
+    """Compare a case of `attention_block`, including its log-sum-exp.
 
-    A row that sees no key has output 0, log-sum-exp -infinity and no gradient.
+    The backward uses a log-sum-exp over more keys than the case has.
+    A row that attends to no key has output 0, log-sum-exp -infinity and no gradient.
     """
     q, k, v, grad, o = case.inputs
     wide_q, wide_k, wide_v, wide_grad, wide_o = (x.double() for x in case.inputs if x is not None)

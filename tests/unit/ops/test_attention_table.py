@@ -1,4 +1,4 @@
-"""Which attention `auto` takes is data: the shipped table, and what `ops tune` has measured."""
+"""The attention that `auto` selects comes from data: the shipped table, and the measurements of `ops tune`."""
 
 from __future__ import annotations
 

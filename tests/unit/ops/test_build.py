@@ -1,4 +1,6 @@
-"""The ahead-of-time report: every GPU kernel compiles for gfx90a on this machine without a GPU, and is fit to ship."""
+"""The ahead-of-time report: each GPU kernel compiles for gfx90a on a machine without a GPU, and the result is fit to
+ship.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def test_every_variant_is_there_and_fits_the_machine(gfx90a):
     for line in built.values():
         fits(line, "gfx90a")
         wants_what_the_launcher_gives(line, gfx90a, "gfx90a")
-    for name in ("d64", "d128"):  # one wave computes while the other multiplies
+    for name in ("d64", "d128"):  # a second wave computes while the first multiplies
         line = built["attention_forward", "bf16", name, True]
         assert ARCHITECTURES["gfx90a"].waves_per_simd(line["warps"], line["registers"], line["shared_bytes"]) >= 2
     assert shipped["tools"]["triton"]
@@ -44,37 +46,36 @@ def test_every_variant_is_there_and_fits_the_machine(gfx90a):
 
 @needs_triton
 def test_code_objects_do_not_say_where_they_were_built(gfx90a):
-    """So that the same sources and tools give the same files everywhere, and the manifest's digests say whether they
-    did.
-    """
+    """The same sources and tools then give the same files everywhere. The manifest's digests can prove it."""
     assert not [path.name for path in gfx90a.glob("*.hsaco") if b"frontier_llm/ops" in path.read_bytes()]
 
 
 def fits(line, architecture):
     machine = ARCHITECTURES[architecture]
     key = (line["kernel"], line["dtype"], line["variant"], line["aligned"])
-    # NVIDIA's 255 registers are less than CDNA's 512: ptxas may put a few words on the stack, more of them in the
-    # unaligned fallback
+    # NVIDIA has 255 registers, CDNA has 512. ptxas may put a few words on the stack, and more in the unaligned
+    # fallback.
     assert line["spills"] <= (0 if machine.backend == "hip" else 20 if line["aligned"] else 200), key
     assert line["shared_bytes"] <= machine.block_shared_bytes, key
     assert 0 < line["registers"] <= (512 if machine.backend == "hip" else 255), key
     assert line["threads"] == line["warps"] * machine.wave, key
     assert machine.waves_per_simd(line["warps"], line["registers"], line["shared_bytes"]) >= 1, key
-    # products must run on the matrix units; attention's delta is a row sum
+    # Matrix products must run on the matrix units. Attention's delta is a row sum.
     of_attention = line["kernel"].startswith("attention_") and line["kernel"] != "attention_delta"
     assert (line["matrix_instructions"] > 0) == (of_attention or line["kernel"].startswith("grouped_")), key
     if of_attention and machine.backend == "cuda":
         work = line["matrix_flops"] * line["warps"] / flops_of_the_two_loops(line)
-        # registers leave no other choice (docs/benchmarks/ops.md)
+        # the number of registers allows no other choice (docs/benchmarks/ops.md)
         assert work == 1 or (line["variant"][:3] != "d64" and work <= 1.67), key
 
 
 def flops_of_the_two_loops(line):
-    """Attention's code has one loop over whole blocks and one over those on the diagonal; a block's products must each
-    be in it once.
+    """Return the FLOPs of an attention kernel's two loops, one over complete blocks and one over blocks on the
+    diagonal.
 
-    Where the warps of a block outnumber its rows' tiles they share them, and compute the same. (AMD's are counted when
-    they are executed: cdna2/.)
+    Each loop must contain each product of a block once.
+    If a block has more warps than tiles of rows, several warps share a tile and compute the same.
+    AMD's matrix instructions are counted when they are executed (tests/cdna2).
     """
     products = {"attention_forward": 2, "attention_grad_kv": 4, "attention_grad_q": 3}[line["kernel"]]
     return 2 * products * 2 * math.prod(line["constants"][f"BLOCK_{side}"] for side in "MND")
@@ -96,7 +97,9 @@ for name in ("attention_forward bf16 d128", "attention_grad_kv bf16 d64", "atten
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ["gfx942", "sm_80", "sm_90"])
 def test_the_other_architectures_too(architecture, tmp_path):
-    """All of what is shipped; a sample of five where nothing is built (the whole takes two minutes)."""
+    """Check all kernels that are shipped. If none are built, compile a sample of five (all of them take two
+    minutes).
+    """
     try:
         folder = manifest.GPU_DIR / architecture
         lines = manifest.read_manifest(architecture)["kernels"]
@@ -123,7 +126,7 @@ def wants_what_the_launcher_gives(line, folder, architecture):
 
 
 def elf(machine, flags, sections):
-    """A file of these sections, as far as `code_object` looks at it."""
+    """Return an ELF file with these sections. Only the fields that `code_object` reads are set."""
     names = b"".join(name.encode() + b"\0" for name in [*sections, ".shstrtab"])
     image = bytearray(64)
     headers = []
@@ -139,7 +142,7 @@ def elf(machine, flags, sections):
 
 
 def packed(value):
-    """msgpack as LLVM writes it, of short strings and lists."""
+    """Return msgpack of short strings and lists as LLVM writes it."""
     if isinstance(value, str):
         return bytes([0xA0 | len(value)] if len(value) < 32 else [0xD9, len(value)]) + value.encode()
     if isinstance(value, bool | int):
@@ -151,7 +154,8 @@ def packed(value):
     return bytes([0x80 | len(value)]) + b"".join(packed(item) for pair in value.items() for item in pair)
 
 
-# a kernel of a pointer and a number on four warps, as both vendors' tools describe it: (offset, bytes, is a pointer)
+# Arguments of a kernel with a pointer and a number on four warps, as both vendors' tools list them: (offset, bytes, is
+# a pointer).
 PARAMETERS = [(0, 8, True), (8, 4, False), (16, 8, True), (24, 8, True)]
 
 
@@ -206,9 +210,9 @@ def test_what_the_launcher_does_not_give_is_refused(architecture, image, threads
     assert (declared.registers, declared.spills) == (20, 1)
     for kinds, difference in (
         (("*bf16", "i64"), "argument 1"),  # another size
-        (("*bf16",), "number of arguments"),  # one less
+        (("*bf16",), "number of arguments"),  # one argument less
         (("i32", "*bf16"), "argument 0"),  # another order
-        (("i64", "i32"), "argument 0"),  # a number for a pointer
+        (("i64", "i32"), "argument 0"),  # a number instead of a pointer
     ):
         with pytest.raises(BackendError, match=difference):
             check(declared, kinds)
@@ -266,7 +270,10 @@ def test_arguments_stand_in_the_sources_signature():
 
 @needs_triton
 def test_the_compiler_takes_the_arguments_that_the_table_reads():
-    """Under the interpreter a source's function is another class, so this looks in a process of its own."""
+    """In the interpreter a kernel is an object of another class.
+
+    The test therefore reads the sources in a separate process.
+    """
     program = """
 import importlib
 from frontier_llm.ops.kernel_table import all_kernels, variants
@@ -296,7 +303,7 @@ def test_every_kernel_has_variants_everywhere():
             assert names
             if kernel.module == "attention":
                 assert all(any(name.startswith(f"d{dim}") for name in names) for dim in HEAD_DIMS)
-            for variant in names.values():  # the loops over the diagonal go by whole blocks
+            for variant in names.values():  # the loops over the diagonal advance by complete blocks
                 if kernel.module == "attention" and "BLOCK_N" in variant.constants:
                     outer, inner = (
                         ("BLOCK_N", "BLOCK_M") if kernel.name == "attention_grad_kv" else ("BLOCK_M", "BLOCK_N")

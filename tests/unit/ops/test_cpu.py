@@ -1,9 +1,9 @@
-"""The C++ ops against the reference in float64: every instruction set of this CPU, both types, odd shapes, forward and
+"""The C++ ops against the reference in float64: each instruction set of this CPU, both dtypes, odd shapes, forward and
 backward.
 
-Tolerances: fp32 results carry about ten roundings of sums over up to 300 terms (2e-5 relative to the largest value);
-bf16 inputs are exact in both, so only the rounding of the result (2^-8), and in attention of the probabilities (2^-8
-more), is left.
+fp32 results have about ten roundings of sums over up to 300 terms (tolerance 2e-5 relative to the largest value).
+bf16 inputs are exact in both, so that only the rounding of the result (2^-8) is left.
+In attention the rounding of the probabilities adds another 2^-8.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def test_attention_of_bounded_scores(isa, dtype, softcap):
     [(70, 70, 0), (70, 140, 70), (33, 200, 300), (130, 65, 65), (64, 100, -20), (5, 3, 0)],
 )
 def test_stretches_of_a_sequence(isa, dtype, queries, keys, offset, extras):
-    """Queries `offset` behind the first key, with all, some or none of the keys in sight; the backward with a
-    log-sum-exp over more keys than these.
+    """Queries start `offset` positions after the first key and attend to all, some or none of the keys.
+
+    The backward uses a log-sum-exp over more keys than the case has.
     """
     scores = Scores(0.25, offset=offset)
     if extras:
@@ -103,7 +104,7 @@ def test_attention(isa, dtype, sequence, batch, heads, kv_heads, dim):
 @pytest.mark.parametrize("extras", ["alibi", "documents", "both"])
 def test_attention_with_alibi_and_documents(isa, dtype, extras):
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if extras != "documents" else None
-    # document 9 starts after a block that it does not see at all; ids are not ordered
+    # Document 9 starts after a block of keys that it does not attend to. Document ids are not sorted.
     documents = (
         torch.stack([torch.tensor([5] * 40 + [1] * 60 + [9] * 50), torch.tensor([7] * 140 + [2] * 10)])
         if extras != "alibi"
@@ -146,7 +147,7 @@ def test_add_norm(isa, dtype, kind):
 def test_layer_norm_of_values_far_from_zero(isa):
     x = 1000 + normal(4, 4096, dtype=torch.float32)
     expected = reference.layer_norm(x.double(), torch.ones(4096).double(), None, 1e-5)
-    # the inputs' own spacing at 1000 is 6e-5; the variance from E[x²] - mean² would be off by 0.1
+    # The spacing of the inputs at 1000 is 6e-5. A variance computed as E[x²] - mean² would be wrong by 0.1.
     torch.testing.assert_close(cpu.layer_norm(x, torch.ones(4096), None, 1e-5).double(), expected, atol=1e-3, rtol=0)
 
 
@@ -208,7 +209,7 @@ def test_rows_are_gathered_and_summed(isa, dtype, width):
     for terms in (1, 3):
         compare(cases.gather_rows(dtype, width, terms=terms))
     x = normal(7, width, dtype=dtype)
-    assert torch.equal(cpu.gather_rows(x, torch.arange(6, -1, -1)[:, None]), x.flip(0))  # a copy, bit for bit
+    assert torch.equal(cpu.gather_rows(x, torch.arange(6, -1, -1)[:, None]), x.flip(0))  # rows are copied bit for bit
     assert not cpu.gather_rows(x[:0], torch.full((2, 3), -1)).any() and cpu.gather_rows(
         x, torch.empty(0, 4).long()
     ).shape == (0, width)
@@ -283,7 +284,7 @@ def test_linear_and_its_gradients(isa, dtype, n, o, k):
     main = normal(o, k, dtype=torch.float32)
     expected = main.double() + grad.double().t() @ x.double()
     cpu.accumulate_weight_gradient_(main, grad, x)
-    close(main, expected)  # fp32 sums even of bf16 inputs
+    close(main, expected)  # sums are in fp32 even for bf16 inputs
     out = torch.empty(n, o)
     torch.ops.frontier_llm.gemm(x, weight.t(), out, False)
     close(out, x.double() @ weight.double().t())
@@ -310,7 +311,7 @@ def test_gradient_sums(isa, dtype):
 
 
 MANY_ROWS = 1 << 20
-# 2 x 1,024 roundings of at most 2^-24 each; one fp32 sum of 2^20 equal rows is 0.95 % too small
+# 2 x 1,024 roundings of at most 2^-24 each. A single fp32 sum of 2^20 equal rows is 0.95 % too small.
 FP32_BLOCKED_SUM = 1e-4
 
 
@@ -334,7 +335,9 @@ def test_an_embedding_sums_the_gradients_of_a_million_tokens(isa):
 
 
 def test_adamw_keeps_a_decay_that_is_smaller_than_half_an_ulp(isa):
-    """After 500 updates with random gradients the mean weight has lost what float64 says; fp32 rounds 1 - 2e-8 to 1."""
+    """After 500 updates with random gradients the mean weight has decayed as in float64, although fp32 rounds 1 - 2e-8
+    to 1.
+    """
     count = 1 << 16
     steps = 500
     ours = [torch.ones(count), torch.zeros(count), torch.zeros(count)]
@@ -346,7 +349,7 @@ def test_adamw_keeps_a_decay_that_is_smaller_than_half_an_ulp(isa):
         reference.adamw_(wide[0], gradient.double(), wide[1], wide[2], wide[0], update)
     decay = steps * 2e-8
     moved = (ours[0].double() - wide[0]).mean().item()
-    assert abs(moved) < 0.1 * decay  # without the decay it would be all of it
+    assert abs(moved) < 0.1 * decay  # without weight decay the error would be the complete decay
 
 
 def test_bf16_rounds_to_nearest_even_and_keeps_nan(isa):
@@ -414,7 +417,7 @@ def test_two_threads_give_the_same_as_one():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(40, 72), (7, 33)])
 def test_products_over_groups(isa, dtype, inputs, outputs):
-    """Groups of no, few and many rows; a part of 512 rows and what is left of it."""
+    """The groups have no, few and many rows. The largest is one part of 512 rows and a remainder."""
     ends = torch.tensor([0, 5, 605, 605, 640], dtype=torch.int32)
     for make in (cases.grouped_linear, cases.grouped_gradient):
         compare(make(dtype, ends, inputs, outputs))

@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's ops are prebuilt, and what a run with --no-jit says of one that is missing."""
+"""The DeepSpeed ops that are prebuilt, and the error of a run with --no-jit if one is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCH = ".".join(importlib.metadata.version("torch").split(".")[:2])
 
 @pytest.fixture
 def deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of that name with pin_memory prebuilt for CPUs."""
+    """A package named deepspeed with pin_memory prebuilt for CPUs."""
     package = tmp_path / "packages" / "deepspeed"
     (package / "ops" / "pin_memory").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -30,7 +30,7 @@ def deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def record(package: Path, torch: str) -> None:
-    """As DeepSpeed's setup.py writes it."""
+    """Write the record of installed ops as DeepSpeed's setup.py does."""
     ops = {"pin_memory": 1, "fused_adam": 1, "cpu_adam": False}
     lines = [f"installed_ops={ops}", "accelerator_name='cpu'", f"torch_info={{'version': '{torch}'}}"]
     (package / "git_version_info_installed.py").write_text("\n".join(lines))

@@ -1,8 +1,7 @@
-"""A training step of the models that this is for, on tensors of full size without memory (meta): every launch reaches
-the driver.
+"""A training step of the target models on full-size tensors without memory (meta). Each launch reaches the driver.
 
-torch refuses operations between meta and CPU tensors as it does between GPU and CPU ones, so a tensor made on the wrong
-device is found too.
+torch refuses operations between meta and CPU tensors, as it does between GPU and CPU tensors.
+Therefore a tensor that is created on the wrong device is found too.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ pytestmark = skipped
 
 @pytest.fixture(scope="module", params=["gfx90a", "sm_90"])
 def kernels(request, tmp_path_factory):
-    """Behind the training's ops; what would need numbers is left out."""
+    """Kernels behind the training ops. Operations that read values of tensors are replaced."""
     with fake_gpu(request.param, tmp_path_factory.mktemp("code")) as (kernels, *_), without_numbers(kernels):
         yield kernels
 
@@ -31,14 +30,14 @@ def kernels(request, tmp_path_factory):
     [
         ("gpt-22b", 2, 2048, False, {"gelu_forward", "layernorm-8192", "d128"}),
         ("gpt-175b", 4, 2048, True, {"gelu_forward", "norm_forward_long", "d128-extras"}),  # rows longer than a block
-        # groups of heads
+        # several query heads per key head
         ("llama-2-70b", 1, 8192, True, {"swiglu_forward", "split-r", "join-r", "rmsnorm-8192", "d128-extras"}),
         ("mpt-30b", 1, 8192, False, {"gelu_forward", "layernorm-8192", "d128-extras"}),  # ALiBi
         ("llama-15m", 3, 256, False, {"swiglu_forward", "split-r", "join-r", "rmsnorm-2048", "d64"}),
     ],
 )
 def test_a_step_is_all_aligned_launches_on_one_device(kernels, model, micro_batch, sequence, documents, kinds):
-    """No launch falls back to the code for any alignment, which reads a number at a time (docs/benchmarks/ops.md)."""
+    """No launch uses the fallback for any alignment, which reads one number at a time (docs/benchmarks/ops.md)."""
     kernels._functions.clear()
     state = step_of(load_model(model, {"layers": 2, "sequence_length": sequence}), micro_batch, documents)
     state.sync.begin()
@@ -88,7 +87,10 @@ def test_products_of_experts_of_xmoe_medium_are_aligned_launches_that_ask_for_no
     [("gpt-22b", 8, 29), ("llama-2-7b", 9, 19), ("llama-2-70b", 9, 19), ("mpt-30b", 11, 20)],
 )
 def test_a_layer_launches_no_more_than_the_page_says(kernels, model, forward, backward):
-    """The table of docs/benchmarks/ops.md; a product, a kernel of ours, or one of torch's operations."""
+    """Compare with the table in docs/benchmarks/ops.md.
+
+    A launch is a product, one of this package's kernels, or a torch operation.
+    """
     counts = of_a_layer(kernels, load_model(model))
     assert sum(count for launch, count in counts.items() if launch.phase == "forward") == forward, counts
     assert sum(count for launch, count in counts.items() if launch.phase == "backward") == backward, counts

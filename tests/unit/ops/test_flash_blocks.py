@@ -1,5 +1,6 @@
-"""Attention over stretches of a sequence by torch's flash kernels: a CPU's, which run here, and the call of a GPU's,
-which do not.
+"""Attention over ranges of a sequence with torch's flash kernels.
+
+The CPU kernels run here. For the GPU kernels only the call is checked.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from frontier_llm.errors import BackendError
 from frontier_llm.ops import Scores, reference, sdpa
 from frontier_llm.ops.cases import normal
 
-# queries, keys, offset: a rank's first chunk; a later one, with all before it; a ring's block from before the queries;
-# one token
+# Shapes of a rank's first chunk, a later chunk with all keys before it, a block of the ring before the queries, and one
+# token.
 SHAPES = [(70, 70, 0), (70, 210, 140), (33, 40, 60), (1, 1, 0)]
 
 
 @pytest.mark.parametrize(("queries", "keys", "offset"), SHAPES)
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-9), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_blocks_equal_the_reference(queries, keys, offset, dtype, close):
-    """In both directions, the backward with output and log-sum-exp over more keys than these; views of fused
-    tensors; grouped queries.
+    """Compares both directions. The backward uses output and log-sum-exp over more keys than the case has.
+
+    Inputs are views of fused tensors with grouped queries.
     """
     q, o, grad = normal(3, queries, 2, 4, 16, dtype=dtype).unbind(0)
     kv = normal(keys, 2, 2, 2, 16, dtype=dtype, seed=1).unbind(1)
@@ -39,7 +41,7 @@ def test_blocks_equal_the_reference(queries, keys, offset, dtype, close):
 
 
 def test_the_gpu_kernels_are_called_as_this_torch_declares_them():
-    """On the meta device, which knows shapes and the declarations of kernels alone."""
+    """The meta device checks shapes and the declarations of the kernels, and computes nothing."""
     with torch.device("meta"):
         q = torch.empty(70, 2, 4, 16, dtype=torch.bfloat16)
         kv = torch.empty(210, 2, 4, 2, 16, dtype=torch.bfloat16).unbind(3)

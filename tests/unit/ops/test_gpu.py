@@ -1,7 +1,6 @@
-"""On a machine with a GPU and prebuilt kernels: every op through the launcher against float64, with the no-JIT guard
-on.
+"""Each op through the launcher against float64 on a machine with a GPU and prebuilt kernels, with the no-JIT guard on.
 
-Skipped elsewhere; the same sources run in Triton's interpreter in test_triton.py.
+Skipped without a GPU. test_triton.py runs the same sources in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def test_attention(gpu, dtype, dim, extras):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-# unaligned and aligned; in one block, in two sizes of it; longer
+# Unaligned and aligned widths: two block sizes, and rows longer than a block.
 @pytest.mark.parametrize("columns", [1500, 2048, 8192, 8500, 9024])
 def test_norms_and_pointwise_ops(gpu, dtype, columns):
     for case in (
@@ -111,7 +110,7 @@ def test_weight_gradient(gpu, dtype):
     grad = normal(300, 70, dtype=dtype)
     x = normal(300, 90, dtype=dtype)
     PROVIDERS["torch"].load()["accumulate_weight_gradient_"](main, grad, x)
-    # torch for ROCm before September 2025 rounds the product once
+    # torch for ROCm before September 2025 rounds the product once.
     rounds = dtype != torch.float32 and torch_linear._way(dtype, main.device) is torch_linear._rounded_product
     tolerance = STEP[dtype] if rounds else 1e-3
     torch.testing.assert_close(main.double(), 1 + grad.double().t() @ x.double(), rtol=tolerance, atol=tolerance)

@@ -1,5 +1,5 @@
-"""The whole way of a launch but for the GPU: ops, argument packing, csrc/gpu_launcher.cpp and a driver that writes
-down what it is asked for.
+"""All parts of a launch except the GPU: ops, argument packing, csrc/gpu_launcher.cpp and a driver that records its
+calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gpu(gpu_of_module):
 
 
 def watch(driver, count):
-    """Note down so many arguments of the launches to come; a kernel must have as many."""
+    """Record `count` arguments of each following launch. A kernel must have that many."""
     ctypes.c_int.in_dll(driver, "wanted_count").value = count
 
 
@@ -55,7 +55,7 @@ def test_every_argument_arrives(gpu):
         record.symbol == b"norm_forward" and list(record.grid) == [5, 1, 1] and list(record.block) == [4 * wave, 1, 1]
     )
     assert (record.stream, record.shared, record.device) == (STREAM, 0, DEVICE)
-    assert list(record.slots[:3]) == [x.data_ptr(), 0, weight.data_ptr()]  # no residual: null
+    assert list(record.slots[:3]) == [x.data_ptr(), 0, weight.data_ptr()]  # without a residual the pointer is null
     assert record.slots[4] == out.data_ptr() and record.slots[5] == x.data_ptr()
     assert [slot & 0xFFFFFFFF for slot in (record.slots[8], record.slots[10], record.slots[11])] == [48, 0, 1]
     assert as_float(record.slots[9]) == pytest.approx(1e-3)
@@ -99,7 +99,7 @@ def test_alignment_is_looked_at_when_it_is_launched(gpu, count, offset, symbol):
     assert record.slots[0] == main.data_ptr()
     assert record.symbol == symbol
     GpuOps(kernels).accumulate_(main, grad)
-    assert record.loads == loads + 1  # loaded once
+    assert record.loads == loads + 1  # the code object is loaded once
 
 
 def test_a_kernel_that_wants_alignment_refuses_anything_else(gpu):
@@ -120,7 +120,7 @@ def test_attention_goes_through_on_views_and_asks_for_its_shared_memory(gpu):
     out = GpuOps(kernels).attention(q, k, v, Scores(0.125))
     block = kernels.block("attention_forward", "d64", "BLOCK_M")
     assert list(record.grid) == [-(-100 // block), 8, 1] and record.shared == 60000
-    # from the window on
+    # The arguments from the window on.
     assert [slot & 0xFFFFFFFF for slot in record.slots[10:20]] == [100, 100, 100, 0, 4, 1, 64, *q.stride()[:3]]
     assert kernels.architecture == "gfx90a" or record.shared_attribute == 60000
     watch(driver, 0)
@@ -147,7 +147,8 @@ def test_wrong_tensors_numbers_and_grids_are_refused_before_the_driver(gpu):
         kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), columns=2**32, **given)
     with pytest.raises(BackendError, match=r"grid has at most"):
         kernels.launch("swiglu_forward", torch.float32, "any", (1, 65536, 1), columns=64, **given)
-    kernels.launch("swiglu_forward", torch.float32, "any", (0, 1, 1), columns=64, **given)  # nothing to do
+    # an empty grid is not launched
+    kernels.launch("swiglu_forward", torch.float32, "any", (0, 1, 1), columns=64, **given)
     for wrong in (given, {**given, "rows": 1}, {**given, "columns": 64, "rows": 1}):
         with pytest.raises((AssertionError, KeyError)):
             kernels.launch("swiglu_forward", torch.float32, "any", (1, 1, 1), **wrong)
@@ -211,4 +212,4 @@ def test_another_thread_gets_its_device_first(gpu):
     if kernels.architecture == "sm_90":
         assert record.context_switches == switches + 1
         GpuOps(kernels).accumulate_(main, main)
-        assert record.context_switches == switches + 1  # already current: no call
+        assert record.context_switches == switches + 1  # the device is already current, so it is not set again

@@ -1,4 +1,4 @@
-"""A library of C++ ops that was built from other sources is refused: it would compute wrong numbers without an
+"""A library of C++ ops that was built from other sources is refused, because it could compute wrong numbers without an
 error.
 """
 

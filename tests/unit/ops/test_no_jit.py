@@ -1,4 +1,4 @@
-"""With the guard every known way to compile at run time is an error that names who asked."""
+"""With the guard each known function that compiles at run time raises an error that names its caller."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_modules_that_are_imported_later_are_guarded_too(monkeypatch, tmp_path, 
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         monkeypatch.delitem(sys.modules, name)
     allow_jit()
-    forbid_jit()  # again, now that no DeepSpeed of another test is loaded
+    forbid_jit()  # install the guard again, now that no DeepSpeed of another test is loaded
     builder = importlib.import_module("deepspeed.ops.op_builder.builder")
     with pytest.raises(BackendError, match=r"deepspeed.ops.op_builder.builder.OpBuilder.jit_load"):
         builder.OpBuilder().jit_load()
@@ -72,7 +72,7 @@ def test_triton(guarded):
         triton.compile("kernel.ttir")
     from triton.runtime.jit import JITFunction
 
-    # what a first launch calls
+    # A first launch calls this method.
     with pytest.raises(BackendError, match=r"triton\.runtime\.jit\.JITFunction\._do_compile"):
         JITFunction._do_compile(None)
 
@@ -88,7 +88,7 @@ def test_the_flag_sets_the_guard_and_it_can_be_lifted():
     original = torch.compile
     select_ops(OpsConfig(no_jit=True), "cpu", torch.float64)
     try:
-        forbid_jit()  # twice is once
+        forbid_jit()  # a second call has no further effect
         assert torch.compile is not original
     finally:
         allow_jit()
@@ -98,8 +98,9 @@ def test_the_flag_sets_the_guard_and_it_can_be_lifted():
 
 @pytest.mark.thorough
 def test_the_quickstart_trains_without_compiler_and_writable_home(tmp_path):
-    """Its run file, 2 x 2 ranks, with the guard on, an empty PATH and a home that nobody can write to (/proc, even
-    for root).
+    """Train the quickstart's run on 2 x 2 ranks with the guard on and an empty PATH.
+
+    The home directory is /proc, which even root cannot write.
     """
     environment = {"PATH": "", "HOME": "/proc", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     small = [

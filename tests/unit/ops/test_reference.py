@@ -1,4 +1,6 @@
-"""The reference against independent formulas written out by hand, and its gradients against finite differences."""
+"""The reference against independent formulas that are written out by hand, and its gradients against finite
+differences.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ def test_attention_equals_the_formula(implementation, kv_heads, extras):
 
 @pytest.mark.parametrize("extras", ["none", "alibi", "documents", "both"])
 def test_stretches_of_keys_merge_to_the_whole(extras):
-    """Queries 3..7 of a sequence of 8 against keys 0..1, 2..4 and 5..7: outputs merge by their log-sum-exp,
-    gradients add up.
+    """Queries 3..7 of a sequence of 8 attend to keys 0..1, 2..4 and 5..7.
+
+    Outputs merge by their log-sum-exp, and gradients add up.
     """
     q = normal(8, 2, 4, 3)
     k = normal(8, 2, 2, 3)

@@ -1,4 +1,4 @@
-"""Which back-end is chosen, what is said about it, and what is refused."""
+"""Selection of back-ends: the choice, the messages and the refusals."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_back_end_whose_parameters_differ_from_the_face_is_refused():
 
 @pytest.mark.parametrize("name", sorted(providers.PROVIDERS))
 def test_every_back_end_has_the_parameters_of_the_face(name):
-    """Registration checks it; here for back-ends whose packages or devices are missing, too."""
+    """Registration checks this. The test also covers back-ends whose packages or devices are missing."""
     if name == "triton":
         implementation = GpuOps(None)
     elif name == "cpu":
@@ -242,7 +242,7 @@ def test_auto_does_not_go_on_without_the_kernels_of_a_gpu(monkeypatch, why):
     assert why in text and "build_ops --arch sm_90" in text and "ops.allow_fallback=true" in text
     for group in ("rope", "activation", "cross_entropy", "adamw", "accumulate"):
         assert f"ops.{group}=auto" in text and f"ops.{group}=reference" in text
-    # chosen, chosen, not of ours
+    # the first two were chosen by the user, and the third is not one of this package's kernels
     assert not any(f"ops.{group}=auto" in text for group in ("attention", "norm", "linear"))
 
 
@@ -269,7 +269,7 @@ def test_flash_attn_built_for_triton_is_refused_before_it_compiles(monkeypatch, 
     (package / "flash_attn_interface.py").write_text("USE_TRITON_ROCM = True")
     monkeypatch.syspath_prepend(tmp_path)
     names = ("flash_attn", "flash_attn.flash_attn_interface")
-    with patch.dict(sys.modules):  # leaves no stub behind for later tests
+    with patch.dict(sys.modules):  # remove the stubs before later tests
         for name in names:
             sys.modules.pop(name, None)
         assert "Triton build" in providers.PROVIDERS["flash_attn"].missing()
@@ -309,7 +309,7 @@ def test_flash_attn_gets_documents_as_runs(monkeypatch):
 
     def varlen(
         q, k, v, starts_q, starts_k, longest_q, longest_k, *, softmax_scale, causal
-    ):  # a stand-in that follows the package's meaning
+    ):  # stand-in with the semantics of the package
         parts = []
         for begin, end in itertools.pairwise(starts_q):
             part = (x[begin:end, None] for x in (q, k, v))

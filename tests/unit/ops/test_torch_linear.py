@@ -1,5 +1,7 @@
-"""Which way weight gradients are added on a GPU: the first that this torch has and that adds up right. torch's parts
-are pretended.
+"""Selection of the method that adds weight gradients on a GPU: the first one that torch has and that computes correct
+sums.
+
+torch's functions are simulated.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def _ask_again() -> Iterator[None]:
 
 
 def added() -> tuple[Tensor, Tensor]:
-    """(what main_grad becomes, what it should be) for a bf16 product that needs more than bf16's digits."""
+    """Return main_grad and its expected value, for a bf16 product that needs more digits than bf16 has."""
     generator = torch.Generator().manual_seed(1)
     grad, x = (torch.randn(64, size, generator=generator).bfloat16() for size in (3, 5))
     main_grad = torch.full((3, 5), 2.0)
@@ -36,7 +38,7 @@ def pretend_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def test_without_mixed_products_the_rounded_one_is_added_in_fp32() -> None:
-    """The CPU build has none of them, like torch for ROCm before September 2025."""
+    """The CPU build has no products with a wider output, like torch for ROCm before September 2025."""
     got, exact = added()
     assert torch_linear._way(torch.bfloat16, torch.device("cpu")) is torch_linear._rounded_product
     error = ((got - exact).abs() / (exact - 2.0).abs()).max()
@@ -69,12 +71,12 @@ def test_the_product_that_adds_itself_comes_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "addmm", adds)
     got, exact = added()
     torch.testing.assert_close(got, exact)
-    assert calls == [(16, 16), (3, 5)]  # the question, then the gradient
+    assert calls == [(16, 16), (3, 5)]  # the first call tests the method, the second adds the gradient
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (8,)])
 def test_rows_of_an_odd_width_begin_at_multiples_of_sixteen(shape: tuple[int, ...]) -> None:
-    """A vocabulary of 50257 logits must not make every product and pass over them read number by number."""
+    """With a vocabulary of 50257, products and passes over the logits must not read one number at a time."""
     x = torch.randn(shape)
     weight = torch.randn(21, 8)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""The Triton sources in the interpreter against the reference in float64: every kernel, odd shapes, forward and
+"""The Triton sources in the interpreter against the reference in float64: each kernel, odd shapes, forward and
 backward.
 
-The interpreter computes in the kernels' own types, so the tolerances are those of test_cpu.py. bf16 is checked by the
-code objects' compilation only: numpy, which the interpreter runs on, has no bf16 products; fp16 stands for both.
+The interpreter computes in the kernels' own dtypes, so that the tolerances of test_cpu.py apply.
+bf16 is only compiled, because numpy, on which the interpreter runs, has no bf16 products. fp16 represents both.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_attention_with_alibi_and_documents(extras):
     compare(cases.attention(torch.float16, 150, 2, 2, 1, 16, scores=scores), factor=2.0)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # e^2x of tanh may be infinite
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # e^2x in tanh may be infinite
 @pytest.mark.parametrize(("softcap", "window"), but_first([(30.0, 40), (0.5, 0), (1.0, 1)]))
 def test_attention_of_bounded_scores_in_a_window(softcap, window):
     documents = (torch.arange(300) // 70).view(2, 150)
@@ -65,14 +65,15 @@ def test_attention_of_bounded_scores_in_a_window(softcap, window):
         compare(cases.attention(torch.float16, 150, 2, 2, 1, 16, scores=scores), factor=2.0)
 
 
-# all, some or none of the keys in sight; ends of both stretches within blocks
+# Queries attend to all, some or none of the keys. Both ranges end within blocks.
 @pytest.mark.parametrize(
     ("queries", "keys", "offset"), [(70, 70, 0), (70, 140, 70), (33, 200, 300), (130, 65, 65), (140, 150, 7), (5, 3, 0)]
 )
 @pytest.mark.parametrize("kind", but_first(["documents, ALiBi, soft cap, window", "plain", "documents, ALiBi"]))
 def test_attention_over_stretches_of_a_sequence(queries, keys, offset, kind):
-    """The backward with a log-sum-exp over more keys than these. A row that sees none of them: output 0, log-sum-exp
-    -infinite, no gradient.
+    """The backward uses a log-sum-exp over more keys than the case has.
+
+    A row that attends to no key has output 0, log-sum-exp -infinity and no gradient.
     """
     scores = Scores(0.25, offset=offset)
     if kind != "plain":
@@ -91,7 +92,7 @@ def test_keys_that_begin_after_the_queries_are_refused():
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(80, 144), (33, 7)])
 def test_products_over_groups(inputs, outputs):
-    """Groups of no, few and more rows than a block has, the last ones at the end of a block and past it."""
+    """The groups have no rows, few rows, and more rows than a block. The last ones end at a block's end or after it."""
     for ends in ([0, 5, 135, 135, 168], [128, 256, 256], [0, 0, 1]):
         for make in (cases.grouped_linear, cases.grouped_gradient):
             compare(make(torch.float16, torch.tensor(ends, dtype=torch.int32), inputs, outputs))
@@ -105,8 +106,9 @@ def test_more_groups_than_are_looked_at_together():
 
 
 def test_small_probabilities_outlive_products_that_flush_subnormals():
-    """Most of a row of 1000 are subnormal in fp16, and the gradient of v sums them over the rows: 8.5e-4 wrong
-    without the lift, 2.9e-4 with it.
+    """Most probabilities of a row of 1000 are subnormal in fp16, and the gradient of v sums them over the rows.
+
+    The kernels scale them by 2^14. The error is 8.5e-4 without this factor and 2.9e-4 with it.
     """
     q, k = (normal(1000, 1, 1, 16, dtype=torch.float16, seed=seed) for seed in (0, 1))
     v, grad = (normal(1000, 1, 1, 16, dtype=torch.float16, seed=seed).requires_grad_() for seed in (2, 3))
@@ -165,7 +167,7 @@ def test_activations(dtype, width):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [77, 1100])
 def test_rows_are_weighted_where_they_are_activated(dtype, width):
-    """With one block of columns and with two, whose parts of a weight's gradient are summed."""
+    """Tests one block of columns, and two whose parts of a weight's gradient are summed."""
     compare(cases.swiglu(dtype, 3, 2, width, weighted=True))
     for approximate in (False, True):
         compare(cases.gelu(dtype, 70, width, approximate=approximate, weighted=True))
@@ -213,7 +215,7 @@ def test_cross_entropy(dtype, columns):
     compare(cases.cross_entropy(dtype, columns))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # inf - inf, as it should be
+@pytest.mark.filterwarnings("ignore:invalid value")  # inf - inf is expected
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("column", [3, 4500])
 def test_cross_entropy_hides_no_bad_logit(bad, column):
@@ -242,7 +244,7 @@ def test_gradient_sums(dtype):
 
 
 def test_an_embedding_sums_blocks_of_1024_tokens():
-    """In one fp32 sum the ones would vanish beside 2^24; in blocks only those of the first block do."""
+    """A single fp32 sum would lose all ones next to 2^24. With blocks only the ones of the first block are lost."""
     tokens = 1 + 2048
     rows = torch.ones(tokens, 16)
     rows[0] = 2.0**24

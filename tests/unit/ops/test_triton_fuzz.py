@@ -1,5 +1,6 @@
-"""Random shapes, layouts and masks for every GPU kernel, in the interpreter against float64; test_triton.py has the
-cases with a name.
+"""Random shapes, layouts and masks for each GPU kernel, in the interpreter against float64.
+
+test_triton.py has the fixed cases.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from frontier_llm.ops import Scores, cases, reference
 from frontier_llm.ops.cases import normal
 from tests.unit.ops.test_triton import close, compare, gpu
 
-EXAMPLES = settings(max_examples=6, derandomize=True, phases=[Phase.generate])  # shrinking would take minutes
+# shrinking an example would take minutes
+EXAMPLES = settings(max_examples=6, derandomize=True, phases=[Phase.generate])
 dtypes = some.sampled_from([torch.float32, torch.float16])
 
 
 @some.composite
 def attentions(draw):
-    """A fused tensor [S, B, g, group + 2, D] and what is asked of its heads."""
+    """A fused tensor [S, B, g, group + 2, D] and the options of its attention."""
     sequence = draw(
         some.one_of(some.integers(1, 20), some.integers(60, 70), some.integers(125, 133), some.integers(190, 200))
     )
@@ -29,7 +31,7 @@ def attentions(draw):
     head_dim = 16 * draw(some.one_of(some.integers(1, 9), some.integers(1, 16)))
     slopes = normal(kv_heads * group).abs() if draw(some.booleans()) else None
     documents = None
-    if draw(some.booleans()):  # runs of any length, whose ids come back
+    if draw(some.booleans()):  # documents of any length, whose ids may repeat
         documents = torch.tensor(
             draw(some.lists(some.integers(0, 3), min_size=batch * sequence, max_size=batch * sequence))
         )

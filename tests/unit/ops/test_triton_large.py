@@ -1,8 +1,8 @@
-"""Offsets past 2^31 in every GPU kernel: logits of long batches, flat shards, strides of fused tensors. A product in 32
-bits would wrap around.
+"""Offsets beyond 2^31 in each GPU kernel: logits of long batches, flat shards and strides of fused tensors.
 
-The first and last programs run over memory that is reserved and never touched; that all addresses lie in their tensors
-is the check.
+A 32-bit product would overflow.
+The first and last programs run on reserved memory that is never touched. The test checks that all addresses lie in
+their tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from frontier_llm.ops.gpu import GpuOps
 from tests.unit.ops.interpreter import InterpretedKernels
 
 gpu = GpuOps(InterpretedKernels("gfx90a", corners_only=True))
-ROWS = 2**20 + 8  # times 2048 columns: more than 2^31 elements
+ROWS = 2**20 + 8  # with 2048 columns this is more than 2^31 elements
 
 
 def virtual(*shape, dtype=torch.float16):
@@ -78,7 +78,7 @@ def test_embedding():
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (1, 2, 0, 3)], ids=["sequence", "batch", "heads"])
 def test_attention(order):
-    """Rows, batch entries or heads lie 2^24 elements apart."""
+    """Rows, batch entries or heads are 2^24 elements apart."""
     q, k, v, grad = (virtual(140, 2, 2, 2**22)[..., i : i + 16].permute(order) for i in range(0, 64, 16))
     slopes = torch.ones(q.shape[2])
     documents = torch.zeros(q.shape[1], q.shape[0], dtype=torch.int32)

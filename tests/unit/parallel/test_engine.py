@@ -1,5 +1,6 @@
-"""What the engine keeps alive: an output until its message is taken, an input until its backward, and in an
-evaluation nothing.
+"""The tensors that the engine keeps alive: an output until its message is taken, an input until its backward.
+
+In an evaluation the engine keeps none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MICROBATCHES = 24
 
 
 class Waited:
-    """A message that is taken when its sender waits for it, and not before."""
+    """A message that is not taken until its sender waits for it."""
 
     def is_done(self) -> bool:
         return False
@@ -36,7 +37,7 @@ class Waited:
 
 
 class Neighbour:
-    """Sends ones; takes every message at once, or only when waited for."""
+    """Sends ones. Takes each message at once if `prompt`, otherwise when the sender waits."""
 
     def __init__(self, prompt: bool) -> None:
         self._prompt = prompt
@@ -50,13 +51,13 @@ class Neighbour:
 
 
 class Living:
-    """Counts the memory of activations, whoever holds it."""
+    """Counts the activations that are alive."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
 
     def new(self) -> Tensor:
-        """A zero, in memory that tells when it is freed."""
+        """Return a zero in memory that is counted until it is freed."""
         array = np.zeros(1)
         weakref.finalize(array, self._freed)
         self.now += 1
@@ -68,7 +69,7 @@ class Living:
 
 
 class Add(Function):
-    """As a block's last residual addition: its backward needs neither input nor output."""
+    """Like the last residual addition of a block: its backward needs neither input nor output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, outputs: Living) -> Tensor:
@@ -87,8 +88,9 @@ def mesh_of(rank: int, group: Neighbour) -> Mesh:
 
 
 def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tensor, float]:
-    """(most outputs alive at once, the weight's gradient, the loss) of one rank among neighbours that always send at
-    once.
+    """Run one rank with neighbours that always send at once.
+
+    Return the largest number of outputs alive at once, the weight's gradient and the loss.
     """
     outputs = Living()
     weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
@@ -113,7 +115,7 @@ def play(schedule: Schedule, rank: int, prompt: bool = True) -> tuple[int, Tenso
 def test_outputs_are_freed_when_their_messages_are_taken(prompt: bool, name: str, rank: int) -> None:
     peak, gradient, _ = play(build(name, STAGES, MICROBATCHES), rank, prompt)
     assert peak == (1 if prompt else SENDS_AHEAD) + 1
-    assert gradient.item() == MICROBATCHES  # of ones that came back
+    assert gradient.item() == MICROBATCHES  # each returned gradient is one
 
 
 @pytest.mark.parametrize("rank", range(STAGES))
@@ -132,7 +134,7 @@ def test_the_last_stage_scales_its_loss_gradient() -> None:
 @pytest.mark.parametrize("rank", range(STAGES))
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_further_loss_of_any_stage_joins_its_backward(name: str, rank: int) -> None:
-    """With its weight in the gradient, without it in the sum; the input's gradient has both parts."""
+    """The gradient includes the weight of the loss, the reported sum does not. The input's gradient has both parts."""
     weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
     group = Neighbour(prompt=True)
 
@@ -156,17 +158,17 @@ def test_a_further_loss_of_any_stage_joins_its_backward(name: str, rank: int) ->
         "absent": 0.0,
     }
     assert weight.grad is not None
-    own = 2.0 if rank == STAGES - 1 else 1.0  # the scale, or what the neighbour sends
+    own = 2.0 if rank == STAGES - 1 else 1.0  # the loss scale, or the neighbour's gradient
     assert weight.grad.item() == MICROBATCHES * (own + 2.0 * 0.25 * 3)
 
 
 def test_a_schedule_that_forgets_something_is_refused_before_it_plays() -> None:
-    """As a plugin's may: without this, a microbatch would be missing from the gradients."""
+    """A plugin may register such a schedule. Without the check a microbatch would be missing from the gradients."""
     legal = build("gpipe", STAGES, 2)
     forgetful = replace(
         legal, actions=tuple(tuple(a for a in actions if str(a) != "B1@3") for actions in legal.actions)
     )
     for rank in range(STAGES - 1):
-        play(forgetful, rank)  # ranks see their own list alone
+        play(forgetful, rank)  # a rank checks its own actions only
     with pytest.raises(ScheduleError, match="stage 3: B1@3 is missing"):
         play(forgetful, STAGES - 1)

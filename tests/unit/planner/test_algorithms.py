@@ -1,4 +1,4 @@
-"""Which collective algorithm the gradients take, and that the planner prices the faster one."""
+"""The collective algorithm of the gradients. The planner must use the price of the faster one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_price_is_that_of_the_faster_algorithm(operation: str) -> None:
     price = collective_s(FRONTIER, ranks, 8, 1, sizes, operation)
     flat, staged = (np.asarray(way(FRONTIER, ranks, 8, 1, sizes, operation)) for way in (flat_s, hierarchical_s))
     assert np.array_equal(price, np.minimum(flat, staged))
-    assert (flat < staged).any()  # else one algorithm would do
+    assert (flat < staged).any()  # otherwise one algorithm would be enough
     assert (staged < flat).any()
     assert np.array_equal(
         collective_s(ORNL, ranks, 8, 1, sizes, operation),
@@ -47,8 +47,9 @@ def test_the_price_is_that_of_the_faster_algorithm(operation: str) -> None:
 
 
 def test_two_stages_win_by_more_the_more_nodes_there_are() -> None:
-    """RCCL's reduce-scatter is a ring: its hops grow with the ranks, two stages' with their logarithm (PCCL: 168
-    times at 2,048 GCDs).
+    """RCCL's reduce-scatter is a ring whose hops grow with the number of ranks.
+
+    In two stages the hops grow with the logarithm of that number. PCCL reports a factor of 168 at 2,048 GCDs.
     """
     assert node_counts(FRONTIER)[-1] == 9408
     _, flat, staged = times_by_nodes(FRONTIER, 1, 8, 160e6, "reduce_scatter")
@@ -69,19 +70,17 @@ def test_the_choice_of_a_plan_is_that_of_its_buckets() -> None:
     )
     assert "in two stages" in gradient_words(many, FRONTIER)[0]
     assert [one.operation for one in gradient_choices(plan(256, sharding="none"), FRONTIER)] == ["all_reduce"]
-    assert gradient_choices(plan(4, tp=2), FRONTIER) == []  # dp inside the node
-    assert gradient_words(many, ORNL) == []  # one algorithm only
+    assert gradient_choices(plan(4, tp=2), FRONTIER) == []  # dp lies inside the node
+    assert gradient_words(many, ORNL) == []  # there is only one algorithm
 
 
 def test_gradients_are_reduced_bucket_by_bucket() -> None:
-    """Twice the parameters beyond a bucket are twice the calls; below one bucket there is one call, whatever its
-    size.
-    """
+    """Above the bucket size, twice the parameters need twice the calls. Below it there is one call of any size."""
     layout = plan(256).layout
     one, two = (float(gradient_reduction_s(layout, FRONTIER, parameters)[0]) for parameters in (40e6, 80e6))
     assert two == pytest.approx(2 * one)
     whole = replace(FRONTIER, bucket_parameters=0.0)
-    assert float(gradient_reduction_s(layout, whole, 80e6)[0]) < two  # latencies once
+    assert float(gradient_reduction_s(layout, whole, 80e6)[0]) < two  # the latencies are paid once
     assert float(gradient_reduction_s(layout, FRONTIER, 4e6)[0]) == pytest.approx(
         float(gradient_reduction_s(layout, whole, 4e6)[0])
     )

@@ -1,4 +1,4 @@
-"""`frontier-llm plan` from the outside: reports, files, and what it says to bad input. It must not import torch."""
+"""The command `frontier-llm plan`: its reports, its files and its messages for bad input. It must not import torch."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_an_emitted_run_is_complete_but_for_the_data_and_says_so(
     assert 300e9 <= tokens < 300e9 + config.batch.global_batch * config.model.sequence_length
     saves = re.search(r"checkpoint every .* \((\d+) steps", " ".join(out.split()))
     assert saves and config.train.save_interval == int(saves[1])
-    assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-4, 1e-5)  # of GPT-3's 13B, the nearest
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-4, 1e-5)  # the nearest published values (GPT-3 13B)
     assert 0 < config.optimizer.warmup_steps * config.batch.global_batch * config.model.sequence_length < 0.1 * tokens
     told = [line for line in out.splitlines() if line.startswith("fill in data.train")]
     assert told and f"# {told[0]}" in path.read_text()
@@ -265,7 +265,7 @@ def test_numbers_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -
 def test_a_run_for_several_nodes_is_submitted_as_the_emitted_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its model is the run's own, so no script of slurm/ stands for it."""
+    """The run has its own model, so that no script in slurm/ starts it."""
     emitted = tmp_path / "planned.yaml"
     code, out, _ = run(capsys, "--run", "train_22b", "--nodes", "16", "--emit", str(emitted))
     assert code == 0
@@ -314,7 +314,7 @@ def test_a_run_is_planned_emitted_on_top_of_itself_and_compared_with_what_it_too
     assert row["error"] == pytest.approx(row["predicted_s"] / 0.4 - 1)
     code, out, _ = run(capsys, "--machine", "local", "--measured", str(run_dir))
     assert "400 ms" in out
-    # the steps of an attempt on another layout are not those of the prediction
+    # Steps of an attempt on another layout are not compared with the prediction.
     now = layout_of(config, world_size)
     layouts = (0, 1, {**now, "sequence_parallel": not now["sequence_parallel"]}), (30, 2, now)
     starts = [
@@ -369,7 +369,10 @@ def test_an_emitted_run_has_the_algorithms_that_were_priced(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Eight groups per node share its NICs and cross 16 nodes: two stages; two groups over 4 nodes: rings."""
+    """Eight groups per node share its NICs over 16 nodes, so that two stages are chosen.
+
+    Two groups over 4 nodes use rings.
+    """
     path = tmp_path / "mine.yaml"
     nodes = "32" if tensor == 8 else "8"
     fixed = ["--fix", f"tensor={tensor}", "--fix", "pipeline=2", "--fix", "zero=1"]
@@ -445,7 +448,8 @@ def test_planning_needs_no_torch() -> None:
 
 def test_a_checkpoint_is_as_large_as_the_writer_makes_it() -> None:
     model = load_model("llama-tiny")
-    parts = 1 + len(ADAMW.states(next(iter(model_parameters(model).values()))))  # each a tensor of its own in the file
+    # each part is a separate tensor in the file
+    parts = 1 + len(ADAMW.states(next(iter(model_parameters(model).values()))))
     assert state_bytes(model, "adamw") == parts * ITEM_BYTES["F32"] * total_parameters(model)
 
 
@@ -458,7 +462,9 @@ def test_fp16_on_a_device_that_flushes_is_pointed_out(tmp_path: Path, capsys: py
 
 
 def test_nothing_but_validation_loads_the_measurements() -> None:
-    """What plans, trains or queues a run carries none of other people's clusters, nor what fits them."""
+    """Commands that plan, train or submit a run load neither the measurements of other clusters nor the code that fits
+    them.
+    """
     commands = ("plan", "train", "submit", "calibrate", "scaling")
     script = f"""
 import sys

@@ -1,5 +1,5 @@
-"""The way in which ranks that hold one sequence attend to each other is a choice of the planner like any other:
-enumerated, priced, written into the run.
+"""The algorithm of context-parallel attention is a choice of the planner: it is enumerated, priced and written into the
+run.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ def test_131072_tokens_on_sixteen_nodes_get_a_layout_that_fits_and_says_why(
 
 
 def test_memory_knows_the_way() -> None:
-    """By heads attention keeps an output of its own beside the one that came back; gathered are a whole sequence's
-    keys and values.
+    """With "heads", attention keeps its own output and the one that was sent back.
+
+    With "gather", a rank holds keys and values of the complete sequence.
     """
     layout = Layout(tp=2, cp=4, recompute="none")
     numbers = rates(load_machine("frontier"))

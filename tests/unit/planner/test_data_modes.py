@@ -1,6 +1,4 @@
-"""The ways of replicas: ZeRO, fully sharded, and gradients that travel in 16 bits; as priced, held in memory, and
-emitted.
-"""
+"""Data modes: ZeRO, fully sharded weights, and 16-bit gradients. The tests check prices, memory and the emitted run."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def layout(**changes: Any) -> Layout:
 
 
 def test_sharded_weights_cost_a_gather_each_way_and_a_scatter_per_microbatch() -> None:
-    """On a network so slow that nothing else counts, time is what moves: per layer two gathers of bf16 and a scatter
-    of fp32.
-    """
+    """The network is so slow that only traffic counts: per layer two gathers of bf16 and one scatter of fp32."""
     slow = replace(FRONTIER, nodes=64, node_network_bytes_s=1e6, all_reduce_table=None, hierarchical=False)
     parameters = 202_383_360  # of one layer: 4·4096² + 3·4096·11008, and two norms
     gather, scatter = (float(one) for one in sharding_s(times(MODEL, layout(), slow).block, layout(), slow))
@@ -68,15 +64,16 @@ def test_a_rank_holds_one_part_of_weights_gradients_and_state() -> None:
 
 
 def test_copies_gather_inside_the_node_and_sum_their_shares_across() -> None:
-    """On a network so slow that nothing else counts: of 32 replicas the 8 of a node share out the weights, and 4
-    nodes sum their eighths, once for 4 microbatches.
+    """The network is so slow that only traffic counts.
+
+    The 8 replicas of a node shard the weights. The 4 nodes sum their eighths once for 4 microbatches.
     """
     slow = replace(FRONTIER, nodes=64, node_network_bytes_s=1e6, all_reduce_table=None, hierarchical=False)
     copies = layout(data_shard=8)
     gather, backward = (float(one) for one in sharding_s(times(MODEL, copies, slow).block, copies, slow))
     whole = [float(one) for one in sharding_s(times(MODEL, layout(), slow).block, layout(), slow)]
     assert gather < 1e-3 * whole[0]
-    # of a node, whose 8 devices send at once
+    # Bandwidth of a node whose 8 devices send at once.
     wire = slow.node_network_bytes_s * slow.network_efficiency * slow.network_crowding
     assert backward == pytest.approx(2 * 3 / 4 * 202_383_360 * 4 / wire / 4, rel=0.05)
     lines = stage_memory(MODEL, copies, FRONTIER, 0, MODEL.layers, True, True)
@@ -86,7 +83,7 @@ def test_copies_gather_inside_the_node_and_sum_their_shares_across() -> None:
 
 
 def test_copies_inside_a_node_are_proposed_where_they_are_faster_and_emitted(tmp_path: Path) -> None:
-    """Eight small microbatches: gathers stay inside the node, and the sums across nodes are made once."""
+    """With eight small microbatches the gathers stay inside the node, and the sums across nodes run once."""
     numbers = rates(load_machine("mi300x"))
     small = ["data_mode=fsdp", "micro_batch=1", "tensor=1", "recompute=none"]
     found = search(MODEL, numbers, 4, 256, parse_fixed(small))
@@ -121,7 +118,8 @@ def test_the_emitted_run_has_the_mode(mode: str, tmp_path: Path) -> None:
     machine = load_machine("frontier")
     path = tmp_path / "mine.yaml"
     found = search(MODEL, FRONTIER, 4, 256, parse_fixed([f"data_mode={mode}"]))
-    # not where one communication at a time is the rule, and without being told it is not proposed there either
+    # FSDP cannot be emitted for a machine that allows one communication in flight. The planner does not propose it
+    # there unless it is requested.
     if mode == "fsdp":
         with pytest.raises(
             LayoutError,

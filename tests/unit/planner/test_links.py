@@ -1,4 +1,4 @@
-"""The link that bounds each axis, as `plan` reports it."""
+"""The link that limits each axis, as `plan` reports it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_tensor_names_its_ring_where_the_node_s_links_are_known() -> None:
 
 
 def test_shares_of_the_nics() -> None:
-    found = links("frontier")  # 4 NICs x 25 GB/s x 0.85 over 8 devices; replicas also suffer 0.8 from crowding
+    # 4 NICs x 25 GB/s x 0.85 over 8 devices; crowding lowers the replicas' share by a factor of 0.8
+    found = links("frontier")
     assert "10.6 GB/s for each of 8 devices" in found["pipeline"]
     assert "8.5 GB/s for each of 8 groups" in found["data"] and "peers on the same NIC" in found["data"]
     assert "34.0 GB/s for each of 2 groups" in links("frontier", tp=2, dp=8)["data"]

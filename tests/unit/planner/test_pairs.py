@@ -1,5 +1,5 @@
-"""What pairs of microbatches are worth to a mixture of experts: rows under the other's compute, and a bubble that
-grows by little.
+"""The gain of interleaved microbatches for a mixture of experts: rows overlap the other microbatch's compute, and the
+bubble grows little.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from frontier_llm.planner.report import breakdown
 from frontier_llm.planner.search import simulate_layout
 from frontier_llm.topology.plan import split_layers
 
-# one communication in flight
+# These rates are for one communication in flight.
 LARGE = load_model("xmoe-large")
 FRONTIER = rates(load_machine("frontier"))
 MANY = replace(FRONTIER, one_in_flight=False)
@@ -44,7 +44,7 @@ def layout(**changes: Any) -> Layout:
 
 
 def saved_s(spread: Layout, numbers: Rates = MANY) -> float:
-    """Of a layer's forward and backward."""
+    """Return the seconds saved in a layer's forward and backward."""
     return float(pair_s(times(LARGE, spread, numbers).block, spread, numbers))
 
 
@@ -53,7 +53,7 @@ def test_each_halfs_rows_hide_under_the_others_compute_and_no_more() -> None:
     rows_s = (block.rows_s, block.rows_backward_s)
     computed_s = [float(s) for s in layer_s(block, layout(), MANY)]
     assert 0 < rows_s[0] < 0.5 * computed_s[0]
-    assert saved_s(layout()) == pytest.approx(sum(rows_s) * MANY.dp_overlap)  # compute is longer than rows here
+    assert saved_s(layout()) == pytest.approx(sum(rows_s) * MANY.dp_overlap)  # compute takes longer than the rows here
     endless = block._replace(rows_s=computed_s[0] + 1, rows_backward_s=1.0, forward_s=computed_s[0] + 1)
     forward_s, backward_s = endless.both(48, MANY)
     expected = min(endless.rows_s * MANY.dp_overlap, backward_s - 1.0) + min(
@@ -64,7 +64,7 @@ def test_each_halfs_rows_hide_under_the_others_compute_and_no_more() -> None:
 
 
 def test_the_hosts_wait_for_numbers_of_rows_hides_with_them() -> None:
-    """Two a layer, where rows go over nodes."""
+    """The host waits twice per layer if rows go over nodes."""
     slow = replace(MANY, launch_s=2 * MANY.launch_s)
     waits_s = 2 * LAUNCHES_AFTER_WAIT * MANY.launch_s
     assert saved_s(layout(), slow) - saved_s(layout()) == pytest.approx(MANY.dp_overlap * waits_s)
@@ -103,7 +103,8 @@ def test_the_simulated_step_has_the_gain_and_the_breakdown_says_where(
         patch.setattr(pipeline, "pair_s", lambda *_: 0.0)
         apart = simulate_layout(LARGE, spread, numbers)
     gained = (apart.step_s - plan.step_s) / plan.played.hidden_s[busiest]
-    # with one in flight messages between pairs wait less for each other than those between their halves did
+    # With one communication in flight the gain can be larger. Messages between pairs then wait less for each other than
+    # messages between the halves.
     assert 0.5 < gained < (1.05 if numbers is MANY else 2.0)
 
 

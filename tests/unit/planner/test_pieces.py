@@ -1,6 +1,4 @@
-"""Tensor parallelism in pieces: what they are priced at, and that a plan has them only where a machine was seen to
-hide something.
-"""
+"""The price of tensor-parallel products in pieces. A plan uses pieces only if overlap was measured on the machine."""
 
 from __future__ import annotations
 

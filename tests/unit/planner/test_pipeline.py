@@ -1,6 +1,4 @@
-"""The simulated step: extended schedules equal the full list, and closed forms meet the simulation where they are
-exact.
-"""
+"""The simulated step: extended schedules equal the full list, and exact closed forms equal the simulation."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def layout(**changes: Any) -> Layout:
 
 
 def without_messages(numbers: Rates = FRONTIER) -> Rates:
-    """The machine with messages that take no time."""
+    """Return the rates of the machine with messages that take no time."""
     return replace(numbers, network_latency_s=0.0, node_network_bytes_s=1e18, fabric_latency_s=0.0)
 
 
@@ -65,7 +63,7 @@ def test_extended_schedules_equal_the_full_list(
     spread = layout(pp=pp, chunks=chunks, microbatches=m, schedule=schedule)
     stages = split_layers(MODEL, pp * chunks)
     short = play(MODEL, spread, numbers, stages)
-    assert short.timeline.schedule.microbatches < m  # else nothing was tested
+    assert short.timeline.schedule.microbatches < m  # otherwise no schedule was extended
     monkeypatch.setattr(pipeline, "STEADY_MICROBATCHES", 10**6)
     full = play(MODEL, spread, numbers, stages)
     assert full.timeline.schedule.microbatches == m
@@ -76,7 +74,9 @@ def test_extended_schedules_equal_the_full_list(
 
 @pytest.mark.parametrize("m", [8, 32])
 def test_equal_stages_give_the_closed_form_bubble(m: int) -> None:
-    """(pp - 1) / m of idle per compute for 1F1B with equal stages and free messages (SC21, section 2.2)."""
+    """The idle time is (pp - 1) / m of the compute time, for 1F1B with equal stages and free messages (SC21, section
+    2.2).
+    """
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(4))
     timeline = pipeline._simulate("1f1b", 4, m, 1, times, 0.0)
     assert timeline.bubble_fraction == pytest.approx(3 / m)
@@ -95,22 +95,25 @@ def test_the_ranking_formula_stays_near_the_simulation(schedule: str, model: str
     shape = load_model(model)
     for numbers in (MANY, FRONTIER):
         played = play(shape, spread, numbers, split_layers(shape, pp * chunks))
-        # with one in flight its order is far from every formula: up to 0.2
+        # With one in flight the interleaved schedule differs from each closed form by up to 0.2.
         if schedule != "interleaved" or numbers is MANY:
-            # V-Min has no slack: where F, I and W differ it waits in every microbatch, which only the simulation knows
+            # V-Min has no slack. If F, I and W differ, it waits in each microbatch, which only the simulation models.
             near = {"zb-h1": 0.05, "dualpipe-v": 0.05, "v-min": 0.25}.get(schedule, 0.04)
             assert float(step_s(shape, spread, numbers)) == pytest.approx(played.step_s, rel=near)
 
 
 def test_one_in_flight_by_hand() -> None:
-    """Two stages of 1 and 2 s, messages of half a second: what waits and what does not."""
+    """Two stages with a forward of 1 s, a backward of 2 s and messages of 0.5 s.
+
+    The expected times are computed by hand.
+    """
     times = tuple(pipeline.StageTimes(1.0, 2.0, 1.0) for _ in range(2))
     for turns in ("many", "one", "waiting"):
-        # F0 m F0 B0 m B0: nothing else to do
+        # F0 m F0 B0 m B0: no other work can overlap.
         assert pipeline._simulate("1f1b", 2, 1, 1, times, 0.5, turns).makespan_s == 7.0
     waiting = pipeline._simulate("1f1b", 2, 2, 1, times, 0.5, "waiting")
-    # stage 0: F0 0-1, its message to 1.5, F1 to 2.5; the second message waits until stage 1 takes it, and holds up its
-    # B0
+    # Stage 0: F0 0-1, its message until 1.5, F1 until 2.5. The second message waits until stage 1 takes it, which
+    # delays stage 0's B0.
     assert list(waiting.spans(0))[1][1:] == (1.5, 2.5) and waiting.makespan_s == 11.0
     one = pipeline._simulate("1f1b", 2, 2, 1, times, 0.5, "one")
     assert list(one.spans(0))[1][1:] == (1.0, 2.0) and one.makespan_s <= waiting.makespan_s

@@ -1,4 +1,4 @@
-"""The band about a plan's figures, and the best published rates beside it."""
+"""The uncertainty of a plan's predictions, and the best published rates next to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from frontier_llm.planner.promise import ESTIMATED, OTHER, basis
 
 def plan_words(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["plan", "gpt-22b", "--nodes", "16", "--global-batch", "512", "--top", "1", *words]) == 0
-    return " ".join(capsys.readouterr().out.split())  # as if lines were not wrapped
+    return " ".join(capsys.readouterr().out.split())  # removes the line wrapping
 
 
 def test_an_untried_stack_leads_with_the_slow_end_and_a_promise_above_all_that_is_published_is_flagged(

@@ -1,4 +1,4 @@
-"""The roofline of a plan: kernels under the roofs of memory and matrix units, by their FLOPs per byte."""
+"""The roofline of a plan: kernels below the limits of memory and matrix units, by their FLOPs per byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner chooses, what it refuses, and the lessons of the ORNL paper, which nobody put in."""
+"""The planner's choices and refusals. It reproduces the findings of the ORNL paper without being given them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_recomputing_every_second_layer_is_priced_between_all_and_none() -> None
 
 
 def test_modes_that_repeat_are_priced_by_each_stage_s_own_layers() -> None:
-    """Of three layers two are recomputed, of two one; one layout is priced as it is in a table."""
+    """Two of three layers are recomputed on one stage, and one of two on the other.
+
+    A single layout has the same price as in a table.
+    """
     model = load_model("gpt-22b", {"layers": 5})
     stages = split_layers(model, 2, (3, 2))
     mixed, full, none = (layout(pp=2, recompute=modes) for modes in ("full,none", "full", "none"))
@@ -83,19 +86,20 @@ def test_more_microbatches_at_fixed_pp_win(numbers: Rates) -> None:
     assert curve[-1] > 1.5 * curve[0]
 
 
-# one communication in flight is paid by the message: thin stages pay more, so that the law of pp / m is one of many in
-# flight
+# With one communication in flight each message adds time, so that thin stages pay more. The law of pp / m holds only
+# with many in flight.
 @pytest.mark.parametrize("numbers", [replace(FRONTIER, one_in_flight=False), ORNL], ids=["this package", "2023"])
 def test_more_pp_at_a_fixed_global_batch_loses(numbers: Rates) -> None:
     curve = [speed("gpt-22b", numbers, tp=8, pp=pp, dp=2, microbatches=32) for pp in (2, 4, 8, 16)]
     assert curve == sorted(curve, reverse=True)
     held = [speed("gpt-22b", numbers, tp=8, pp=pp, dp=2, microbatches=8 * pp) for pp in (4, 8, 16)]
-    assert min(held) > 0.85 * max(held)  # keeping pp/m nearly keeps throughput
+    assert min(held) > 0.85 * max(held)  # a constant pp/m nearly keeps the throughput
 
 
 def test_flash_attention_pays_at_sequence_2048() -> None:
-    """ORNL saw about 30 % against softmax by separate kernels. Their scripts' 22B has 96 heads, the paper's 48: half
-    the scores.
+    """ORNL measured about 30 % against softmax by separate kernels.
+
+    Their scripts' 22B has 96 heads, the paper's has 48 and therefore half the scores.
     """
     separate = replace(ORNL, attention="unfused", fused_softmax=False)
 
@@ -132,7 +136,7 @@ BIG = pytest.mark.parametrize(("model", "nodes"), [("gpt-1t", 384), ("gpt-175b",
 
 @BIG
 def test_big_searches_keep_tensor_parallelism_inside_the_node(model: str, nodes: int) -> None:
-    """The whole command; `benchmarks/planner/plan.py` says how long it takes."""
+    """Run the complete command. `benchmarks/planner/plan.py` reports how long it takes."""
     done = subprocess.run(
         [sys.executable, "-m", "frontier_llm.cli.main", "plan", model, "--machine", "frontier", "--nodes", str(nodes)],
         capture_output=True,

@@ -1,5 +1,7 @@
-"""What Muon adds to a plan: products of the owner with most to do, against counting by hand; padding and gathering
-by the plan of the buckets.
+"""The cost of Muon in a plan.
+
+The products of the owner with the most work are compared with a count by hand. Padding and gathers follow the plan of
+the buckets.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MODEL = load_model("gpt-22b")
 
 
 def test_flops_are_those_of_five_steps_on_each_matrix() -> None:
-    """5 (4 m² n + 2 m³) for m x n: q, k, v and the output are H x H, the MLP's two are 4H x H."""
+    """The formula is 5 (4 m² n + 2 m³) for m x n. q, k, v and the output are H x H, the MLP's two are 4H x H."""
     H = MODEL.hidden
     block = [one for one in block_parameters(MODEL, 0) if is_matrix(one)]
     assert sum(update_flops(one, {}) for one in block) == 5 * (4 * 6 * H**3 + 2 * (16 + 2) * H**3)
@@ -77,7 +79,10 @@ def test_columns_are_the_layouts_one_by_one() -> None:
 
 
 def test_a_v_in_pairs_is_chosen_where_one_communication_is_in_flight() -> None:
-    """Its neighbours keep step with each other's messages; the other schedules of this shape wait for theirs."""
+    """With dualpipe-v the messages of neighbouring ranks are in step.
+
+    With the other schedules of this shape, ranks wait for messages.
+    """
     fixed = {"tp": 8, "pp": 4, "micro_batch": 2, "recompute": "none", "sharding": "optimizer"}
     best = search(load_model("gpt-175b"), FRONTIER, 128, 2048, fixed).best
     assert FRONTIER.one_in_flight and best.layout.schedule == "dualpipe-v"

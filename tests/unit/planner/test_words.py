@@ -1,4 +1,4 @@
-"""A layout's words are those of a run file wherever they are typed or shown: --fix, --what-if, --json, refusals."""
+"""The names of a layout's choices are the keys of a run file, in --fix, --what-if, --json and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ FRONTIER = rates(load_machine("frontier"))
         ("expert=3", "parallel.expert: 3, but gpt-22b has no experts"),
         ("zero=2", "parallel.zero: 2 is not supported"),
         ("data_shard=5", "parallel.data_shard: 5 does not divide the 128 replicas"),
-        ("schedule=searched tensor=5", "tensor 5"),  # and nothing of `searched`, which no run file holds
+        # the message must not mention `searched`, which no run file contains
+        ("schedule=searched tensor=5", "tensor 5"),
     ],
 )
 def test_every_choice_that_can_be_fixed_is_refused_with_its_rule(
@@ -45,7 +46,7 @@ def test_a_choice_that_is_no_field_of_a_layout_can_be_asked_for(capsys: pytest.C
 
 @pytest.mark.parametrize("axis", ["cp", "ep"])
 def test_a_layout_is_fixed_by_its_own_choices(axis: str) -> None:
-    """So that `all else as chosen` leaves the search nothing to choose."""
+    """Then `all else as chosen` leaves the search no choice."""
     model = load_model("moe-tiny", {"sequence_length": 8192})
     table = enumerate_layouts(model, 8, 16, 8, {"tp": 2, axis: 2, "recompute": "full"})
     layout = table.row(len(table) // 2)

@@ -1,4 +1,4 @@
-"""Folders of killed processes are removed by a later start; those of living processes and of anybody else stay."""
+"""Folders of killed processes are removed by a later start. Folders of running processes and of other owners stay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ time.sleep(600)
 
 
 def age(folder: Path) -> None:
-    """As if it had been made long ago."""
+    """Set the folder's time of change to long ago."""
     old_s = time.time() - 2 * STALE_AFTER_S
     os.utime(folder, (old_s, old_s))
 
@@ -49,7 +49,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(role: str, root: 
     folder = Path(process.stdout.readline().strip())
     assert folder.is_dir() and folder.parent == root
     age(folder)
-    assert remove_stale(root) == [] and folder.is_dir()  # its process lives
+    assert remove_stale(root) == [] and folder.is_dir()  # its process is running
     process.kill()
     process.wait()
     private_folder(b"y" * 64) if role == "rank" else temporary_folder().__enter__()

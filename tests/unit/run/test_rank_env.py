@@ -85,7 +85,7 @@ def test_open_mpi_on_one_node_meets_on_loopback() -> None:
 
 
 def test_mpirun_over_slurm_nodes_believes_mpi_and_meets_on_the_first_node() -> None:
-    # mpirun starts its daemons with srun, so SLURM_PROCID is the daemon's
+    # mpirun starts its daemons with srun, so that SLURM_PROCID is the daemon's.
     daemon = {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "n[3-4]"}
     place = found({**OPENMPI, **daemon, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
     assert (place.rank, place.launcher, place.master_addr) == (1, "openmpi", "n3")

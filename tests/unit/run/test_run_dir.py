@@ -63,7 +63,7 @@ def test_hosts_are_slow_as_often_as_they_were_named(tmp_path: Path) -> None:
         named("n1", 30, 2, 3.5),
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # two ranks of n2 at once
+    # two ranks of n2 in the same step count once
     assert run_dir.slow_hosts(tmp_path) == [run_dir.Slow("n1", 2, 30, 3.5), run_dir.Slow("n2", 1, 30, 2.5)]
 
 

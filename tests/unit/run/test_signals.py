@@ -9,8 +9,7 @@ import time
 
 from frontier_llm.run.signals import SignalWatcher, held
 
-# locking a C mutex twice never comes back to the interpreter, not even after a signal: what a blocked collective looks
-# like
+# Locking a C mutex twice never returns to the interpreter, even after a signal. A blocked collective behaves the same.
 BLOCKED = """
 import ctypes, os, threading, time
 from frontier_llm.run.signals import SignalWatcher
@@ -28,7 +27,7 @@ with SignalWatcher(debounce_s=0.3) as watcher:
 
 
 def first_of(watcher: SignalWatcher) -> str | None:
-    """What has been asked for, as soon as anything has."""
+    """Return the request as soon as there is one."""
     deadline_s = time.monotonic() + 60.0
     while watcher.requested is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -41,7 +40,7 @@ def test_first_signal_is_remembered_and_handlers_are_restored() -> None:
         assert watcher.requested is None
         os.kill(os.getpid(), signal.SIGUSR1)
         assert first_of(watcher) == "SIGUSR1"
-        os.kill(os.getpid(), signal.SIGTERM)  # within the debounce: the same request
+        os.kill(os.getpid(), signal.SIGTERM)  # within the debounce time: the same request
         time.sleep(0.2)
         assert watcher.requested == "SIGUSR1"
     assert signal.getsignal(signal.SIGUSR1) is before
@@ -54,7 +53,7 @@ def test_what_comes_before_the_watcher_waits_for_it() -> None:
         signal.pthread_kill(main, signal.SIGUSR1)
         with SignalWatcher() as watcher:
             assert first_of(watcher) == "SIGUSR1"
-        # after it, it is held back again: no moment in which it would kill a rank that is leaving
+        # After the block the signal is held back again, so that it can never kill a rank that is exiting.
         signal.pthread_kill(main, signal.SIGUSR1)
         assert signal.sigwait({signal.SIGUSR1}) == signal.SIGUSR1
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

@@ -1,4 +1,4 @@
-"""Daemon threads: a heartbeat goes on where a file system fails for a while."""
+"""Daemon threads: a heartbeat continues although a file system fails for a while."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_heartbeat_outlives_a_failing_touch(tmp_path: Path, monkeypatch: pytes
     touched = threading.Event()
 
     def touch(path: Path) -> None:
-        if path == tmp_path / "lock":  # other tests' locks may beat, too
+        if path == tmp_path / "lock":  # locks of other tests may be touched too
             if next(failures, None) is not None:
                 raise OSError(5, "Input/output error")
             touched.set()

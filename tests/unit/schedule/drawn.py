@@ -1,4 +1,4 @@
-"""Schedules to test with: any that is shipped, made by hand, or one with a mistake."""
+"""Schedules for tests: shipped ones, hand-written ones, and ones with a planted mistake."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def action(text: str, position: int) -> Action:
-    """'SF3' at a position."""
+    """Return an action from text such as 'SF3', at a position."""
     letters = text.rstrip("0123456789")
     return Action(Kind(letters), int(text.removeprefix(letters)), position)
 
 
 def custom(*orders: list[str], stages: int | None = None) -> Schedule:
-    """One list of actions per stage, or the same on all `stages`; messages in the one order."""
+    """Return a schedule from one list of actions per stage, or from the same list on all `stages`.
+
+    Messages are placed in the common order.
+    """
     listed = [[action(text, stage) for text in order] for stage, order in enumerate(orders * (stages or 1))]
     placement = round_robin(len(listed))
     return Schedule(
@@ -47,7 +50,7 @@ def custom(*orders: list[str], stages: int | None = None) -> Schedule:
 
 
 def at_their_use(schedule: Schedule) -> Schedule:
-    """The same schedule with each receive directly before its use, in the sequence of the sender."""
+    """Return the schedule with each receive directly before its use, in the order of the sender."""
     lists = []
     for actions in schedule.actions:
         arriving: deque[Action] = deque()
@@ -62,7 +65,7 @@ def at_their_use(schedule: Schedule) -> Schedule:
 
 
 def swap(schedule: Schedule, stage: int, first: Action, second: Action) -> Schedule:
-    """The same schedule with two actions of a stage exchanged."""
+    """Return the schedule with two actions of a stage exchanged."""
     change = {first: second, second: first}
     actions = list(schedule.actions)
     actions[stage] = tuple(change.get(action, action) for action in actions[stage])

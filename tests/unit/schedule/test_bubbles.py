@@ -1,4 +1,4 @@
-"""What a schedule holds alive and how long it idles: closed forms against its actions."""
+"""Activations in flight and idle time of schedules: closed forms against the actions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ from tests.unit.schedule.drawn import SHIPPED, UNIT, V_SHAPED
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_declared_peaks_are_what_the_actions_hold(name: str) -> None:
-    """Exactly, and as a bound where interleaved chunks have an incomplete last round or a V no more microbatches
-    than stages.
+    """The declared peak is exact in general.
+
+    It is an upper bound if interleaved chunks have an incomplete last round, or if a V has no more microbatches than
+    stages.
     """
     sizes = itertools.product(
         range(1, 9),
@@ -59,7 +61,7 @@ def test_declared_peaks_are_what_the_actions_hold(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_declared_share_of_split_backwards_is_that_of_the_actions(name: str) -> None:
-    """Exactly, and nearly where DualPipeV has fewer microbatches than positions."""
+    """The declared share is exact. It is approximate if DualPipeV has fewer microbatches than positions."""
     chunks = rule(name).chunks[0]
     for stages, microbatches in itertools.product(range(1, 9), (1, 2, 3, 5, 8, 16, 21)):
         kinds = Counter(
@@ -81,7 +83,7 @@ def test_peaks_are_arrays_and_a_bound_where_none_is_declared() -> None:
         register("undeclared", ScheduleRule(lambda placement, microbatches, rank: [], splits_backward=True))
         assert peak_in_flight("undeclared", stages, 2, microbatches, stage).tolist() == [32, 4]
         assert peak_waiting("undeclared", stages, 2, microbatches, stage).tolist() == [32, 4]
-    shipped = subprocess.run(  # in a process of its own: other tests register schedules too
+    shipped = subprocess.run(  # a separate process, because other tests register schedules too
         [sys.executable, "-c", "from frontier_llm.schedule import names; print(*names())"],
         capture_output=True,
         text=True,
@@ -125,7 +127,9 @@ def test_an_incomplete_round_costs_at_most_a_full_one(stages: int, microbatches:
 
 @given(st.integers(1, 8), st.integers(0, 16))
 def test_bubble_of_zero_bubble_h1(stages: int, more: int) -> None:
-    """(pp - 1)(F + I - W) of Qi et al., table 2; with F = I = W that is (pp - 1) / 3m, a third of 1F1B's."""
+    """The bubble is (pp - 1)(F + I - W), Qi et al., table 2. With F = I = W that is (pp - 1) / 3m, a third of
+    1F1B's.
+    """
     microbatches = stages + more
     timeline = simulate(build("zb-h1", stages, microbatches), lambda _, action: UNIT[action.kind])
     assert timeline.makespan_s == 3 * microbatches + (stages - 1)
@@ -135,8 +139,9 @@ def test_bubble_of_zero_bubble_h1(stages: int, more: int) -> None:
 @given(st.integers(1, 8), st.integers(0, 16))
 @settings(max_examples=40)
 def test_bubbles_of_the_zero_bubble_papers(stages: int, more: int) -> None:
-    """Where F = I = W: ZB-H2 idles nowhere between a rank's first and last action; ZB-V half a forward per stage,
-    which is its ramp.
+    """F = I = W. ZB-H2 never idles between a rank's first and last action.
+
+    ZB-V idles half a forward per stage, in its ramp.
     """
     deep = simulate(build("zb-h2", stages, 2 * stages + more), lambda _, action: UNIT[action.kind])
     for rank in range(stages):
@@ -150,7 +155,7 @@ def test_bubbles_of_the_zero_bubble_papers(stages: int, more: int) -> None:
 def test_dual_pipe_idles_as_little_as_zb_v_in_pairs_of_which_neither_half_needs_the_other(
     stages: int, more: int
 ) -> None:
-    """Where F = I = W; and each pair's microbatches are different ones, through different positions."""
+    """F = I = W. Neither action of a pair needs the result of the other."""
     microbatches = 2 * stages + more
     dual = simulate(build("dualpipe-v", stages, microbatches, 2), lambda _, action: UNIT[action.kind] / 2)
     assert dual.makespan_s == 3 * microbatches + (stages - 1) / 2
@@ -167,7 +172,7 @@ def test_dual_pipe_idles_as_little_as_zb_v_in_pairs_of_which_neither_half_needs_
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(2, 4))
 @settings(max_examples=40)
 def test_bubble_of_interleaved_zero_bubble(stages: int, rounds: int, chunks: int) -> None:
-    """(pp - 1)(F + I - W) / v."""
+    """The bubble is (pp - 1)(F + I - W) / v."""
     timeline = simulate(
         build("interleaved-zb", stages, rounds * stages, chunks),
         lambda _, action: UNIT[action.kind] / chunks,
@@ -180,8 +185,9 @@ def test_bubble_of_interleaved_zero_bubble(stages: int, rounds: int, chunks: int
     [("v-half", 1 / 2, 1 / 2), ("v-min", 1 / 3, 2 / 3), ("zb-v", 1, 1 / 6)],
 )
 def test_v_shapes_keep_their_share_of_the_memory_and_of_the_bubble(name: str, memory: float, idle: float) -> None:
-    """Of what 1F1B has, up to a constant number of activations (Qi et al. 2024, table 1: V-Half 1/2 and 1/2, V-Min
-    1/3 and 2/3).
+    """The shares are relative to 1F1B, up to a constant number of activations.
+
+    Qi et al. 2024, table 1: V-Half 1/2 and 1/2, V-Min 1/3 and 2/3.
     """
     for stages in (8, 16, 24):
         vee = simulate(build(name, stages, 4 * stages, 2), lambda _, action: UNIT[action.kind] / 2)
@@ -192,7 +198,7 @@ def test_v_shapes_keep_their_share_of_the_memory_and_of_the_bubble(name: str, me
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8, 12])
 def test_every_v_has_an_order_and_its_memory(stages: int) -> None:
-    """Of a rank's activations those that its name promises, up to the turns' few."""
+    """A rank holds the share of activations that the schedule declares, plus at most six."""
     for name in v_names():
         schedule = build(name, stages, 2 * stages + 3, 2)
         check(schedule)

@@ -72,7 +72,7 @@ def test_check_finds_messages_out_of_step() -> None:
 
 
 def test_stages_that_wait_for_each_other_have_no_order() -> None:
-    """Stage 0 wants the gradient of microbatch 0 before it sends microbatch 1, stage 1 wants microbatch 1 first."""
+    """Stage 0 needs the gradient of microbatch 0 before it sends microbatch 1. Stage 1 needs microbatch 1 first."""
     with pytest.raises(ScheduleError) as caught:
         custom(["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"])
     assert "stage 0: deadlock: B0@0 waits for its neighbour" in str(caught.value)
@@ -87,7 +87,7 @@ def test_check_finds_a_deadlock_between_stages() -> None:
 
 
 def test_check_finds_a_wrong_order_on_one_rank() -> None:
-    """Chunk 1 before chunk 0 with both on the same rank."""
+    """Chunk 1 runs before chunk 0, and both are on the same rank."""
     order = tuple(Action(kind, 0, position) for kind in (Kind.FORWARD, Kind.BACKWARD) for position in (1, 0))
     with pytest.raises(ScheduleError, match=r"F0@1 comes before F0@0"):
         check(Schedule("custom", Placement((0, 0)), 1, (order,)))

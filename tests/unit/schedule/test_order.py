@@ -1,5 +1,5 @@
-"""The one order of communication: no circular wait with a single communication in flight, and faults that really
-hang.
+"""The common order of communication has no circular wait with one communication in flight, and planted faults
+deadlock.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ CASES = [
 
 
 def inside_and_behind(schedule: Schedule, tied: bool = True) -> Collectives:
-    """Two sums of a layer inside every action, a dp sum of each virtual stage in its last backward, tied and world
-    sums at the end.
+    """Return two tp sums for each action and a dp sum for the last backward of each virtual stage.
+
+    The step ends with tied and world sums.
     """
     tp: list[Call] = [("tp", "all_reduce")] * 2
     last = Counter[int]()
@@ -43,8 +44,9 @@ def inside_and_behind(schedule: Schedule, tied: bool = True) -> Collectives:
 
 
 def posted_ahead_of_use(schedule: Schedule) -> Schedule:
-    """As pipelines are played without one order: a receive stands one compute action ahead of its use, in the
-    sequence of its sender.
+    """Place each receive one compute action before its use, in the order of its sender.
+
+    Pipelines without a common order of communication do this.
     """
     placement = schedule.placement
     lists = []
@@ -100,7 +102,9 @@ def test_one_in_flight_is_enough(name: str, pp: int, m: int, v: int, tp: int, dp
     [case for case in CASES if case[2] > 1 and case[0] in ("1f1b", "interleaved", "zb-h1")],
 )
 def test_receives_posted_ahead_of_their_use_hang_with_one_in_flight(name: str, pp: int, m: int, v: int) -> None:
-    """Why there is one order: each rank's own is legal with any number in flight, and ends in a circle with one."""
+    """The reason for a common order: each rank's own order is legal with unlimited communications in flight, and
+    deadlocks with one.
+    """
     ahead = posted_ahead_of_use(build(name, pp, m, v))
     check(ahead, in_flight=None)
     with pytest.raises(ScheduleError, match="deadlock: waits for"):
@@ -112,7 +116,7 @@ def test_receives_posted_ahead_of_their_use_hang_with_one_in_flight(name: str, p
     [("1f1b", 2, 4, 1, 0), ("1f1b", 3, 7, 1, 1), ("zb-h1", 5, 7, 1, 3), ("interleaved", 3, 7, 2, 0)],
 )
 def test_two_entries_exchanged_on_one_rank_hang(name: str, pp: int, m: int, v: int, rank: int) -> None:
-    """A send and the receive of the answer to it: whoever waits for the answer first waits for ever."""
+    """A send and the receive of its answer are exchanged. The rank then waits forever for the answer."""
     schedule = build(name, pp, m, v)
     actions = list(schedule.actions[rank])
     send = next(
@@ -133,8 +137,9 @@ def test_two_entries_exchanged_on_one_rank_hang(name: str, pp: int, m: int, v: i
 
 
 def test_a_collective_before_the_message_that_its_peer_is_computed_from_hangs() -> None:
-    """On one of two tensor-parallel ranks the receive stands in front of another action's sum, and its sender waits
-    for that sum's result.
+    """On one of two tensor-parallel ranks the receive comes before another action's sum.
+
+    Its sender waits for that sum's result.
     """
     schedule = build("1f1b", 2, 4)
     collectives = inside_and_behind(schedule)
@@ -149,7 +154,7 @@ def test_a_collective_before_the_message_that_its_peer_is_computed_from_hangs() 
     assert forward < receive
     with pytest.raises(ScheduleError, match="rank 0: deadlock: waits for B0@1's message") as caught:
         check_order(listed)
-    assert len(caught.value.problems) == 4  # all ranks wait for it in the end
+    assert len(caught.value.problems) == 4  # in the end all ranks wait
 
 
 def test_tied_and_world_sums_exchanged_hang_and_are_named() -> None:
@@ -169,7 +174,10 @@ def test_a_collective_of_another_kind_is_a_mistake_and_not_a_match() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 4])
 def test_a_v_has_an_order_too(stages: int, microbatches: int) -> None:
-    """All forwards, then all backwards, down and up the ranks; the turn is a matter of one rank."""
+    """All forwards run down the ranks and up again, then all backwards.
+
+    No message is needed at the turning point, which is on one rank.
+    """
     placement = Placement((*range(stages), *reversed(range(stages))))
     orders = [
         [
@@ -184,7 +192,8 @@ def test_a_v_has_an_order_too(stages: int, microbatches: int) -> None:
     check(schedule)
     check_order(steps(schedule, inside_and_behind(schedule), tp=2, dp=2))
     messages = sum(not action.kind.computes for actions in schedule.actions for action in actions)
-    assert messages == 4 * 2 * (stages - 1) * microbatches  # of 2·pp - 1 neighbours, one pair is on the same rank
+    # one of the 2·pp - 1 pairs of neighbours is on the same rank
+    assert messages == 4 * 2 * (stages - 1) * microbatches
 
 
 def test_calls_are_what_a_ledger_has() -> None:

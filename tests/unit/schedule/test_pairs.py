@@ -1,5 +1,6 @@
-"""Pairs are of two microbatches, stand without messages between them, and leave no circle; with their messages at
-both ends.
+"""Pairs have two different microbatches, no message between their actions, and no circular wait.
+
+The messages of a pair come before and after it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def paired(stages: int, microbatches: int) -> Schedule:
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("more", [0, 1, 7])
 def test_pairs_end_however_many_communications_are_in_flight(stages: int, more: int) -> None:
-    """One at a time, in the strict order; and many, with receives posted ahead of the pair that needs them."""
+    """Tests one communication in flight with the strict order, and many with receives posted before the pair that needs
+    them.
+    """
     schedule = paired(stages, 2 * stages + more)
     assert len(beside(schedule)) >= stages * more
     check(schedule)

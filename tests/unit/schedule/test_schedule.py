@@ -31,7 +31,7 @@ from tests.unit.schedule.drawn import SHIPPED, V_SHAPED, at_their_use, custom, s
 @given(schedules())
 @settings(max_examples=150)
 def test_every_schedule_is_legal_and_deadlock_free(schedule: Schedule) -> None:
-    """With a single communication in flight on each rank, so with any bound; training and evaluation."""
+    """Legal with one communication in flight on each rank, and therefore with any bound, in training and evaluation."""
     check(schedule)
     check(schedule, in_flight=None)
     check(forward_only(schedule))
@@ -46,15 +46,16 @@ def test_evaluation_has_the_forwards_alone() -> None:
 
 
 def test_check_finds_a_deadlock_of_bounded_sends() -> None:
-    """All of chunk 0 before all of chunk 1: the last stage's messages for chunk 1 pile up while stage 0 still sends
-    chunk 0.
+    """All of chunk 0 runs before all of chunk 1.
+
+    The last stage's messages for chunk 1 accumulate while stage 0 still sends chunk 0.
     """
     placement = round_robin(2, 2)
     orders = [
         [Action(Kind.FORWARD, microbatch, position) for position in held for microbatch in range(32)]
         for held in ((0, 2), (1, 3))
     ]
-    # taken when they come, into 31 buffers
+    # The messages are received when they arrive, into 31 buffers.
     check(Schedule(FORWARD_ONLY, placement, 32, with_messages(placement, orders)))
     piled = at_their_use(Schedule(FORWARD_ONLY, placement, 32, with_messages(placement, orders)))
     check(piled, in_flight=None)
@@ -63,7 +64,10 @@ def test_check_finds_a_deadlock_of_bounded_sends() -> None:
 
 
 def pending_receives(schedule: Schedule, actions: Sequence[Action]) -> int:
-    """Peak number of receives of one kind that are posted and not yet consumed: the receive buffers of a direction."""
+    """Return the peak number of receives of one kind that are posted and not yet consumed.
+
+    This is the number of receive buffers of a direction.
+    """
     peak = 0
     pending = Counter[Kind]()
     for action in actions:
@@ -96,7 +100,7 @@ def test_receives_posted_ahead_leave_the_messages_in_sequence(schedule: Schedule
 @given(schedules())
 @settings(max_examples=100)
 def test_sends_follow_their_compute_directly(schedule: Schedule) -> None:
-    """Nothing but other messages stands between."""
+    """Only other messages may come between a compute action and its send."""
     makes = {Kind.SEND_FORWARD: (Kind.FORWARD,), Kind.SEND_BACKWARD: (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
     for actions in schedule.actions:
         for action in actions:
@@ -124,13 +128,16 @@ def test_a_schedule_for_simulation_has_the_same_compute(schedule: Schedule) -> N
 
 @given(st.permutations(range(4)), st.permutations(range(4)))
 def test_communication_fits_any_order_of_compute(forwards: list[int], backwards: list[int]) -> None:
-    """All forwards in any order, then all backwards in any other, the same on each stage: still legal."""
+    """All forwards in any order, then all backwards in any other order, equal on all stages, are legal."""
     check(custom([f"F{m}" for m in forwards] + [f"B{m}" for m in backwards], stages=3))
 
 
 @given(st.permutations(range(4)), st.permutations(range(4)))
 def test_stages_may_disagree_on_the_order(first: list[int], second: list[int]) -> None:
-    """Stage 1 consumes in another order than stage 0 sends: receives follow the sender, so the FIFO still matches."""
+    """Stage 1 consumes in another order than stage 0 sends.
+
+    Receives follow the sender's order, so that the FIFO still matches.
+    """
     check(custom(*([f"F{m}" for m in order] + [f"B{m}" for m in range(4)] for order in (first, second))))
 
 

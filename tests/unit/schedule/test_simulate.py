@@ -1,4 +1,4 @@
-"""A simulated timeline respects dependencies and links, and is shown as text and as a figure."""
+"""A simulated timeline respects dependencies and links, and is rendered as text and as a figure."""
 
 from __future__ import annotations
 
@@ -54,14 +54,18 @@ def test_timeline_respects_dependencies(schedule: Schedule, send_s: float) -> No
         before = step and ends.get((kind, microbatch, place + step))
         if before is not None:
             assert step is not None
-            across = 0.0 if rank_of[place] == rank_of[place + step] else send_s  # a V turns round inside a rank
+            # the turning point of a V is inside a rank
+            across = 0.0 if rank_of[place] == rank_of[place + step] else send_s
             assert start_s >= before + across - 1e-9
         if kind is Kind.BACKWARD:
             assert start_s >= ends[(Kind.FORWARD, microbatch, place)]
 
 
 def test_a_trillion_parameter_schedule_simulates_in_seconds() -> None:
-    """1600 microbatches on 64 stages, 614,000 actions; about 0.6 s on one core, bounded here for loaded machines."""
+    """1600 microbatches on 64 stages are 614,000 actions.
+
+    They take about 0.6 s on one core; the bound allows for loaded machines.
+    """
     schedule = build("1f1b", 64, 1600)
     begin_s = time.process_time()
     timeline = simulate(schedule, lambda _, action: UNIT[action.kind])

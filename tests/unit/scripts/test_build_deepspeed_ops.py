@@ -1,5 +1,6 @@
-"""scripts/build_deepspeed_ops.sh against DeepSpeed's own sources, with its CPU ops: one that fails leaves the
-others.
+"""scripts/build_deepspeed_ops.sh with DeepSpeed's own sources and its CPU ops.
+
+If one op fails, the others are still built.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def executable(path: Path, text: str) -> Path:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DeepSpeed's source package."""
+    """The source package of DeepSpeed."""
     folder = tmp_path_factory.mktemp("archive")
     command = [
         sys.executable,
@@ -49,8 +50,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(tmp_path: Path, archive: Path, refuse: str) -> subprocess.CompletedProcess[str]:
     """Run the script with the ops pin_memory and cpu_adam. A compiler that reads the name `refuse` fails.
 
-    The interpreter answers that its torch is for ROCm, which is all that is simulated. Packages go to
-    tmp_path/installed.
+    The interpreter reports that its torch is for ROCm. Nothing else is simulated. Packages go to tmp_path/installed.
     """
     executable(
         tmp_path / "python", f'if [[ "${{2:-}}" == *torch.version.hip* ]]; then exit 0; fi\nexec {sys.executable} "$@"'
@@ -77,8 +77,9 @@ def build(tmp_path: Path, archive: Path, refuse: str) -> subprocess.CompletedPro
 
 
 def states(tmp_path: Path) -> str:
-    """What `frontier-llm ops list` says of the installation, and whether DeepSpeed loads pin_memory without a
-    compiler.
+    """Return the states that `frontier-llm ops list` prints, and the path of the pin_memory library.
+
+    DeepSpeed must load that library without a compiler.
     """
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""The measure of density counts what makes lines hard to read, and refuses more of it than a bound."""
+"""The density measure counts constructs that make lines hard to read, and fails above a bound."""
 
 from __future__ import annotations
 

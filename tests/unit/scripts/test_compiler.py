@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def fake(folder: Path, name: str, answer: str) -> Path:
-    """A compiler whose preprocessor gives this answer. If it is asked to compile, it leaves a mark and fails."""
+    """Write a compiler whose preprocessor prints `answer`. If it is called to compile, it leaves a mark and fails."""
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(
@@ -26,7 +26,7 @@ def fake(folder: Path, name: str, answer: str) -> Path:
 
 
 def build(tmp_path: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], bool]:
-    """(the build's end, whether anything was compiled)."""
+    """Run the build. Return its result, and whether a file was compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "CXX"} | variables
     words = ["build_ext", f"--build-lib={tmp_path}/lib", f"--build-temp={tmp_path}/temp"]
     done = subprocess.run(
@@ -59,11 +59,11 @@ def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
 
 
 def test_a_newer_gxx_is_taken_if_cxx_is_old(tmp_path: Path) -> None:
-    """As on SLES 15, where a module adds g++ and c++ stays GCC 7."""
+    """As on SLES 15: a module adds g++, and c++ remains GCC 7."""
     fake(tmp_path / "bin", "c++", "__clang_major__ 7")
     fake(tmp_path / "bin", "g++", "__clang_major__ 14")
     done, compiled = build(tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
-    assert done.returncode != 0 and compiled  # the fake g++ was asked to compile
+    assert done.returncode != 0 and compiled  # the fake g++ was called to compile
     assert "C++20 needs" not in done.stderr
 
 

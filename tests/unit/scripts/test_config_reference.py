@@ -1,5 +1,5 @@
-"""docs/generated/configuration.md is what scripts/config_reference.py makes of config/schema.py, and no field is
-without a meaning.
+"""docs/generated/configuration.md is the output of scripts/config_reference.py, and each field of config/schema.py has
+a meaning.
 """
 
 from __future__ import annotations

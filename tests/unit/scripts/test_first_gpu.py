@@ -1,6 +1,4 @@
-"""scripts/first_gpu.sh: what becomes of late and failing stages, the page, and the rehearsal of all of it in a bare
-environment.
-"""
+"""scripts/first_gpu.sh: late and failing stages, the page, and a complete rehearsal in a bare environment."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "scripts" / "first_gpu"
 
 @pytest.fixture(scope="module")
 def scripts() -> Any:
-    """Its modules by name; `stages` imports torch late."""
+    """Yield a function that imports the script's modules by name. `stages` imports torch, so it is imported late."""
     sys.path.insert(0, str(FOLDER))
     yield importlib.import_module
     sys.path.remove(str(FOLDER))
@@ -34,7 +32,7 @@ def driver(scripts: Any) -> ModuleType:
     spec = importlib.util.spec_from_file_location("first_gpu", FOLDER / "__main__.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["first_gpu"] = module  # its dataclass asks for its module
+    sys.modules["first_gpu"] = module  # its dataclass looks up its module
     spec.loader.exec_module(module)
     return module
 
@@ -46,7 +44,8 @@ def test_a_late_stage_ends_with_all_that_it_started(driver: ModuleType, tmp_path
     )
     assert fault == "not ready after 2 s"
     state = Path(f"/proc/{int(pid.read_text())}/stat")
-    assert not state.exists() or state.read_text().split()[2] in "ZX"  # ended, if nobody has asked after it yet
+    # the process has ended, and its status may not have been read yet
+    assert not state.exists() or state.read_text().split()[2] in "ZX"
 
 
 def test_a_stage_that_fails_is_a_result_with_the_end_of_its_log(
@@ -54,7 +53,7 @@ def test_a_stage_that_fails_is_a_result_with_the_end_of_its_log(
 ) -> None:
     (tmp_path / "logs").mkdir()
     stage = driver.Stage("ops", 60, "each op")
-    monkeypatch.setattr(driver, "ROOT", tmp_path)  # there are no stages there
+    monkeypatch.setattr(driver, "ROOT", tmp_path)  # there are no stages in this folder
     failed = driver.run_stage(stage, 60, tmp_path, sys.executable, dict(os.environ))
     assert failed["state"] == "failed" and failed["why"] == "exit code 2" and "No such file" in failed["log_tail"][-1]
     skipped = driver.run_stage(stage, -1.0, tmp_path, sys.executable, dict(os.environ))
@@ -63,7 +62,7 @@ def test_a_stage_that_fails_is_a_result_with_the_end_of_its_log(
 
 
 def test_what_has_nothing_to_do_is_skipped_with_a_reason(tmp_path: Path) -> None:
-    """On a machine with less than two GPUs, as this one."""
+    """Runs on machines with less than two GPUs."""
     if torch.cuda.device_count() > 1:
         pytest.skip("there are GPUs to test")
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
@@ -134,9 +133,9 @@ def test_shares_are_of_the_right_ceiling_and_constants_make_a_machine_file(scrip
 @pytest.mark.timeout(900)
 def test_the_rehearsal_plays_every_stage_in_a_bare_environment(driver: ModuleType, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    # other tests of this process interpret kernels, the rehearsal compiles one
+    # Other tests of this process interpret kernels, and the rehearsal compiles one.
     environment.pop("TRITON_INTERPRET", None)
-    # on a machine that is not idle
+    # 14 minutes are enough on a busy machine.
     command = [str(FOLDER.with_suffix(".sh")), "--rehearse", "--out", str(tmp_path), "--minutes", "14"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=880)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

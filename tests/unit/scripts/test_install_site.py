@@ -1,5 +1,6 @@
-"""scripts/install_site.sh: what it runs, and in which order, for a site with and without a container. pip and the
-builds are only recorded.
+"""scripts/install_site.sh: the commands and their order, for a site with and without a container.
+
+pip and the builds are only recorded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-# answers questions (-c) with the real interpreter, and writes everything else down
+# Runs -c with the real interpreter, and records all other calls.
 RECORDER = """#!/bin/bash
 if [[ "$1" == -c ]]; then exec {python} "$@"; fi
 echo "{name} $*" >>{log}
@@ -46,7 +47,8 @@ def test_one_command_builds_libraries_and_kernels_and_checks_them(tmp_path: Path
     libraries = "build_ext --inplace" if site == "lumi" else "pip install --no-build-isolation --editable ."
     assert next(line for line in words if libraries in line).startswith(runner)
     assert words[-1] == f"host -m frontier_llm.cli.main doctor --installation --site {site}"
-    assert not [line for line in words if "torch" in line.split() or "triton" in line.split()]  # neither is replaced
+    # neither torch nor triton is replaced
+    assert not [line for line in words if "torch" in line.split() or "triton" in line.split()]
 
 
 def test_a_failed_build_or_check_fails_the_command(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""scripts/prose.py finds each habit in each kind of text, and nothing in plain text."""
+"""scripts/prose.py finds each pattern in each kind of text, and reports none in plain text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What scripts/quickstart.sh tells the user to type next is a run of its own: it goes on from nothing whose learning
-rate has fallen.
+"""The next command that scripts/quickstart.sh prints starts a new run.
+
+It does not continue a run whose learning rate has decayed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the other engines cannot do is refused before a rank starts, with the reason."""
+"""Settings that the other engines do not support are refused before a rank starts, with the reason."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ grids = st.builds(
 
 
 def groups_of(grid: Grid, axis: str) -> list[tuple[int, ...]]:
-    """All groups along an axis."""
     return sorted({grid.group(axis, rank) for rank in range(grid.world_size)})
 
 

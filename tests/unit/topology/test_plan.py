@@ -1,4 +1,4 @@
-"""make_plan derives the layout; plan_problems names every violated rule with values that would be valid."""
+"""make_plan derives the layout. plan_problems reports each violated rule with values that would be valid."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(model: dict[str, Any] | None = None, batch: dict[str, Any] | None = N
 
 
 def only(run: RunConfig, world_size: int, where: str) -> Problem:
-    """The one problem of a config that violates one rule."""
+    """Return the single problem of a config that violates one rule."""
     problems = plan_problems(run, world_size)
     assert [problem.where for problem in problems] == [where]
     with pytest.raises(LayoutError, match=where.replace(".", r"\.")):
@@ -135,7 +135,7 @@ def test_every_tensor_rank_needs_a_real_vocabulary_row() -> None:
 
 
 def test_suggested_tensor_degrees_are_legal() -> None:
-    """Every value that the fix proposes must itself pass."""
+    """Each value that the fix proposes must be legal."""
     problem = plan_problems(config(tensor=8), 8)[0]
     suggested = [int(word) for word in problem.fix.split("[")[1].rstrip("]").split(",")]
     assert suggested and all(plan_problems(config(tensor=degree), degree) == [] for degree in suggested)

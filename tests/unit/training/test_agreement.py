@@ -1,5 +1,6 @@
-"""All ranks agree on device, torch, kernels and libraries before the first collective, or all end with one cause
-that names a host.
+"""All ranks agree on device, torch, kernels and libraries before the first collective.
+
+Otherwise all ranks end with the same cause, which names a host.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DEAD = "torch sees no GPU\n    fix: check the modules"
 
 
 def reports(hosts: dict[str, str], per_host: int = 2) -> list[RankReport]:
-    """Reports of `per_host` ranks on each host: host → torch build, or an error."""
+    """Return reports of `per_host` ranks on each host. `hosts` maps a host to its torch build or to an error."""
     made = []
     for host, found in hosts.items():
         error = found if found == DEAD else ""
@@ -39,14 +40,14 @@ def test_ranks_that_found_the_same_agree() -> None:
     ("builds", "cause", "rank", "excluded"),
     [
         ([ROCM7, ROCM6, ROCM7], "node failure", 2, ("n1",)),
-        ([ROCM6, ROCM7, ROCM7], "node failure", 0, ("n0",)),  # the rank that judges is on the node that differs
+        ([ROCM6, ROCM7, ROCM7], "node failure", 0, ("n0",)),  # the rank that decides is on the node that differs
         ([ROCM7, ROCM6, ROCM6, ROCM7, ROCM7], "node failure", 2, ("n1", "n2")),
-        ([ROCM7, ROCM6], "refused", 2, ()),  # a tie: half of the hosts is not fewer than half
+        ([ROCM7, ROCM6], "refused", 2, ()),  # a tie: half of the hosts is not a minority
         ([ROCM7, ROCM6, ROCM7, ROCM6], "refused", 2, ()),
         ([ROCM7, ROCM6, "torch 2.9.0 for ROCm 6.4", "torch 2.9.1 for ROCm 6.4"], "refused", 2, ()),  # no majority
         ([ROCM7, DEAD, ROCM7], "node failure", 2, ("n1",)),
         ([ROCM7, DEAD], "refused", 2, ()),
-        ([DEAD, DEAD, ROCM7], "refused", 0, ()),  # what most hosts have is an error: other nodes would not help
+        ([DEAD, DEAD, ROCM7], "refused", 0, ()),  # most hosts have an error, so that other nodes would not help
         ([ROCM7, DEAD, DEAD], "refused", 2, ()),
         ([DEAD, DEAD], "refused", 0, ()),
         ([DEAD], "refused", 0, ()),
@@ -108,8 +109,10 @@ class CountingStore:
 def ends(
     found: list[RankReport | None], timeout_s: float = 20.0, over_tcp: bool = False
 ) -> tuple[list[BaseException | None], list[Failure], list[int]]:
-    """How each rank's call of `agree` ends, what rank 0 records, and each rank's requests. None: the rank does not
-    come.
+    """Return how each rank's call of `agree` ends, the failures that rank 0 records, and each rank's number of
+    requests.
+
+    A report of None means that the rank does not join.
     """
     recorded = list[Failure]()
     outcomes: list[BaseException | None] = [None] * len(found)
@@ -150,7 +153,7 @@ def test_ranks_that_agree_go_on_after_a_few_requests() -> None:
 def test_all_ranks_end_at_once_with_the_same_cause(
     hosts: list[str], error: type[FrontierError], code: int, over_tcp: bool
 ) -> None:
-    """A rank with a dead GPU reports and waits like the others: none waits for a time-out."""
+    """A rank with a dead GPU reports and waits like the others, so that no rank waits for a timeout."""
     began_s = time.monotonic()
     outcomes, recorded, _ = ends(
         list(reports({host: DEAD if host == "b" else ROCM7 for host in hosts})), 600.0, over_tcp

@@ -1,4 +1,6 @@
-"""`frontier-llm train` as a user meets it: refused before ranks start, resumed on another layout, ended together."""
+"""The command `frontier-llm train`: refusals before ranks start, resume on another layout, and a common end of all
+ranks.
+"""
 
 import json
 import os
@@ -99,7 +101,7 @@ def test_a_users_own_config_yaml_is_not_overwritten(run_file, tmp_path, capsys):
     assert command_line.main(words) == 2
     assert "config.yaml is not from a run, and a run there would overwrite it" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
-    assert command_line.main(words) == 0  # a run has been there
+    assert command_line.main(words) == 0  # checkpoints/ shows that a run was there
 
 
 def test_every_problem_is_reported_at_once(run_file, tmp_path, capsys):
@@ -146,7 +148,7 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare
         [f"train.run_dir={tmp_path}", f"precision.dtype={dtype}", "parallel.pipeline=1", "train.device=cpu"],
     )
     weight_bytes = 2 if dtype == "bf16" else 4
-    # three replicas of two ranks, one optimizer state
+    # Three replicas of two ranks have one optimizer state.
     held = total_parameters(config.model) * (3 * (weight_bytes + 4) + 12) + spare_bytes
     assert 0 < checks.available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(checks, "available_bytes", lambda: held)
@@ -175,7 +177,7 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path, monkeypatch, spare
     ],
 )
 def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, device, driver, refused):
-    """The driver's file is looked for, before torch is imported."""
+    """The driver's file is checked before torch is imported."""
     (tmp_path / "there").touch()
     files = {vendor: str(tmp_path / ("there" if vendor == driver else "missing")) for vendor in ("amd", "nvidia")}
     monkeypatch.setattr(checks, "GPU_FILES", files)
@@ -192,7 +194,7 @@ def test_a_gpu_is_refused_where_there_is_none(tmp_path, monkeypatch, machine, de
 
 @pytest.mark.parametrize(("number", "waits"), [(signal.SIGTERM, False), (signal.SIGUSR1, True)])
 def test_sigterm_ends_a_command_that_still_checks_its_run(run_file, tmp_path, number, waits):
-    """A plugin stands for a check that takes long. A batch script's warning still waits until it can be acted on."""
+    """A plugin simulates a slow check. A batch script's warning signal is held back until the command can handle it."""
     (tmp_path / "slow.py").write_text("import time\nprint('checking', flush=True)\ntime.sleep(600)\n")
     command = [
         sys.executable,
@@ -213,7 +215,7 @@ def test_sigterm_ends_a_command_that_still_checks_its_run(run_file, tmp_path, nu
                     line.split()[0]: int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk", "ShdPnd"))
                 }
                 bit = 1 << (number - 1)
-                # a process that this signal has ended still shows it as pending, but blocks nothing
+                # A process that was ended by this signal still shows it as pending, but blocks no signal.
                 assert masks["SigBlk:"] & bit and masks["ShdPnd:"] & bit
             else:
                 assert process.wait(60) == -number

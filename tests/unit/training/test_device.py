@@ -1,5 +1,6 @@
-"""The device of a rank: that of the machine file, or an error that names the torch build, the host and what was
-expected.
+"""The device of a rank comes from the machine file.
+
+If it is missing, an error names the torch build, the host and the expected device.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def test_facts_tell_torches_kernels_and_libraries_apart(monkeypatch: pytest.Monk
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, count=4)
-    for local_rank in (0, 7):  # each rank, not only those without a GPU: all end with the reason
+    for local_rank in (0, 7):  # all ranks end with the reason, not only those without a GPU
         with pytest.raises(FrontierError, match="8 ranks on n0, where torch sees 4 GPUs"):
             choose_device(run("train.device=cuda"), place(local_rank), None)
 
@@ -170,7 +171,7 @@ def test_one_gpu_that_several_ranks_see_by_mistake_is_refused(monkeypatch: pytes
             ):
                 choose_device(config, place(1, 2), folder)
             pretend_gpus(monkeypatch, count=1, bus=0xC6)
-            assert choose_device(config, place(1, 2), folder).index == 0  # its own
+            assert choose_device(config, place(1, 2), folder).index == 0  # its own GPU
             for lock in device._LOCKS.values():
                 lock.close()
     finally:

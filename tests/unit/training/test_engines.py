@@ -1,5 +1,5 @@
-"""The other engines as a user meets them: from the command line, with nothing compiled, and refused clearly where
-they are missing.
+"""The other engines from the command line: nothing is compiled, and a missing engine is refused with a clear
+message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def losses(run_file: Path, name: str, *overrides: str) -> list[float]:
-    """Of three steps on two local ranks, with the guard on and neither compiler nor ninja to be found."""
+    """Return the losses of three steps on two local ranks, with the guard on and without compiler and ninja."""
     run_dir = run_file.parent / name
     command = [
         sys.executable,
@@ -53,7 +53,7 @@ def losses(run_file: Path, name: str, *overrides: str) -> list[float]:
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == ""  # what an engine says goes to stderr
+    assert done.stdout == ""  # engines print to stderr
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if record["kind"] == "step"]
 
@@ -63,8 +63,8 @@ def test_no_engine_compiles_anything(run_file: Path) -> None:
     pytest.importorskip("deepspeed", reason="pip install --no-build-isolation deepspeed==0.19.8")
     native = losses(run_file, "native")
     exact = losses(run_file, "native-fp32", "precision.dtype=fp32")
-    # in fp32: bf16 weights round to the other neighbour where a sum is taken in another order, 1.4e-6 of the loss after
-    # two updates
+    # fp32 is used because bf16 weights may round differently if a sum has another order. The loss then differs by
+    # 1.4e-6 after two updates.
     assert losses(run_file, "deepspeed", "optimizer.engine=deepspeed", "precision.dtype=fp32") == pytest.approx(
         exact, rel=1e-6
     )

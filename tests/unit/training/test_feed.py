@@ -1,4 +1,4 @@
-"""What a rank reads: the ends of the pipeline their samples, the stages between them nothing."""
+"""The reads of a rank: the ends of the pipeline read their samples, and the stages between them read none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from frontier_llm.training.feed import Feed
 
 
 class Source:
-    """Two microbatches of one row of four tokens; counts how often it is read."""
+    """Two microbatches of one row of four tokens. Counts the reads."""
 
     microbatches = 2
 
@@ -62,7 +62,7 @@ def test_targets_are_counted_without_reading_unless_some_are_masked() -> None:
 
 
 def test_a_step_is_fed_without_reading_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the host would wait there for all that is queued; a tensor without memory refuses."""
+    """On a GPU the host would wait for all queued work. Reading a tensor without memory raises an error here."""
     monkeypatch.setattr(
         Feed, "_tensor", lambda feed, array: torch.from_numpy(np.ascontiguousarray(array)).to(feed._device)
     )
@@ -100,7 +100,7 @@ def test_a_feed_announces_each_read_and_its_end() -> None:
     middle = feed(source, is_end=False)
     middle.on_read = lambda index: events.append((index, source.reads))
     middle.microbatch(0, 0, 8)
-    assert len(events) == 2  # nothing was read
+    assert len(events) == 2  # no sample was read
 
 
 def test_time_of_reading_counts_as_data_and_not_as_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
-"""fp16 where matrix products flush: MI200's take and give zero for numbers below 6.1e-5. Simulated here, in every
-product with a weight.
+"""fp16 with matrix products that flush: MI200 reads and writes zero for numbers below 6.1e-5.
+
+Simulated here in each product with a weight.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def flushed(x: Tensor) -> Tensor:
 
 
 def flushing(ops: Ops) -> Ops:
-    """The same ops with MI200's products; sums stay in fp32, as there."""
+    """Return the ops with MI200's products. Sums stay in fp32, as on MI200."""
 
     def linear(x: Tensor, weight_ok: Tensor, bias_o: Tensor | None) -> Tensor:
         y = flushed(ops.linear(flushed(x), flushed(weight_ok), None))
@@ -54,7 +55,7 @@ def flushing(ops: Ops) -> Ops:
 
 
 class Source:
-    """Nine of ten tokens follow from the one before."""
+    """Nine of ten tokens are determined by the previous token."""
 
     microbatches = 1
     reset_at_documents = False
@@ -81,7 +82,7 @@ def configuration(dtype: str, scale_per_token: float | None = None, batch: int =
 def trained(
     monkeypatch: pytest.MonkeyPatch, config: RunConfig, flush: bool, steps: int
 ) -> tuple[list[float], list[float]]:
-    """(losses, gradient norms) of a run."""
+    """Return losses and gradient norms of a run."""
     with monkeypatch.context() as patch:
         if flush:
             select = train_build.select_run_ops
@@ -96,8 +97,9 @@ def trained(
 
 @pytest.mark.thorough
 def test_the_loss_scale_decides_what_flushing_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2^-8 per token is what 65536, the usual start, is for a batch of 16 M tokens; ours is 1024. Figures:
-    docs/numerics.md.
+    """The usual initial scale of 65536 with a batch of 16 M tokens is 2^-8 per token.
+
+    The package starts at 1024 per token (docs/numerics.md).
     """
     exact, kept, lost, ours = (
         trained(monkeypatch, configuration(dtype, scale), flush, steps=60)
@@ -111,7 +113,7 @@ def test_the_loss_scale_decides_what_flushing_costs(monkeypatch: pytest.MonkeyPa
     norm = exact[1][0]
     loss = np.mean(exact[0][-10:])
     assert kept[1][0] == pytest.approx(norm, rel=1e-3) and ours[1][0] == pytest.approx(norm, rel=1e-3)
-    assert lost[1][0] < 0.95 * norm  # of the first step's gradient
+    assert lost[1][0] < 0.95 * norm  # the norm of the first step's gradient is too small
     assert np.mean(kept[0][-10:]) == pytest.approx(loss, abs=0.01) and np.mean(ours[0][-10:]) == pytest.approx(
         loss, abs=0.01
     )

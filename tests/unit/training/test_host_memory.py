@@ -1,4 +1,4 @@
-"""What a CPU rank frees stays its own: the next step meets no page for the first time."""
+"""A CPU rank keeps the memory that it frees, so that the next step has no first-touch page faults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The facts of an interpreter, asked as `submit` asks: in a process of its own, with packages planted in front of
-the real ones.
+"""The facts of an interpreter as `submit` collects them: in a separate process, with stub packages before the real
+ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What happens before the first communicator: the machine's variables, said with reasons; and the check of the
-network after it.
-"""
+"""Environment variables that are set before the first communicator, with reasons, and the network check after it."""
 
 from __future__ import annotations
 
@@ -59,7 +57,9 @@ def test_variables_are_set_with_reasons_and_the_users_stay(
 
 
 def test_another_name_of_a_setting_that_the_user_exported_keeps_ours_away(clean: pytest.MonkeyPatch) -> None:
-    """torch 2.13 takes PYTORCH_HIP_ALLOC_CONF before PYTORCH_ALLOC_CONF: ours would silently replace the user's."""
+    """torch 2.13 prefers PYTORCH_HIP_ALLOC_CONF to PYTORCH_ALLOC_CONF. The package's value would silently replace the
+    user's.
+    """
     clean.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     set_environment(load_run("bench", ["machine=frontier"]))
     assert environ("PYTORCH_HIP_ALLOC_CONF") is None
@@ -69,7 +69,7 @@ def test_another_name_of_a_setting_that_the_user_exported_keeps_ours_away(clean:
 
 
 def test_fsdp_keeps_its_queues(clean: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """With one queue its gathers would wait behind the compute that they are to overlap."""
+    """With one queue FSDP's gathers would wait behind the compute that they should overlap."""
     for setting, value in (("parallel.data_mode=zero", "1"), ("parallel.data_mode=fsdp", None)):
         clean.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
         set_environment(load_run("bench", ["machine=h200", setting]))
@@ -80,11 +80,11 @@ def test_fsdp_keeps_its_queues(clean: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 
 def test_threads_are_those_that_are_claimed(clean: pytest.MonkeyPatch) -> None:
-    """torch has read OMP_NUM_THREADS when it was imported."""
+    """torch reads OMP_NUM_THREADS only when it is imported."""
     torch.set_num_threads(3)
     set_environment(load_run("bench", ["machine=frontier"]))
     assert (environ("OMP_NUM_THREADS"), torch.get_num_threads()) == ("7", 7)
-    clean.setenv("OMP_NUM_THREADS", "2")  # the user's, which torch has read itself
+    clean.setenv("OMP_NUM_THREADS", "2")  # set by the user and read by torch itself
     set_environment(load_run("bench", ["machine=frontier"]))
     assert torch.get_num_threads() == 7
 
@@ -145,7 +145,7 @@ def test_a_log_that_says_socket_ends_the_run(clean: pytest.MonkeyPatch, capfd: p
 def test_each_value_of_comm_store_names_a_store(
     value: str, kind: str, is_said: bool, clean: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """direct and node, of earlier versions, are read as auto with a notice."""
+    """The values direct and node of earlier versions are read as auto, with a notice."""
     config = load_run("bench", [f"comm.store={value}", f"train.run_dir={tmp_path}"])
     with join._known(config, PLACE) as job:
         assert job is not None

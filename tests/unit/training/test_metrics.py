@@ -1,4 +1,4 @@
-"""metrics.jsonl and the TensorBoard events of a run that was interrupted or went back: one value per step for every
+"""metrics.jsonl and the TensorBoard events of a run that was interrupted or rewound: one value per step for each
 reader.
 """
 
@@ -44,12 +44,12 @@ def test_steps_that_a_resume_takes_back_are_not_read(tmp_path: Path) -> None:
     first = metrics(tmp_path, 1, 0)
     steps(first, 0, 5, loss=3.0)
     first.event("evaluation", 5, {"loss": 2.9})
-    second = metrics(tmp_path, 2, 2)  # the first was killed, and is never closed
+    second = metrics(tmp_path, 2, 2)  # the first one was killed and never closed
     steps(second, 2, 4, loss=1.0)
     second.close()
     assert course(tmp_path) == [(1, 3.0, 1), (2, 3.0, 1), (3, 1.0, 2), (4, 1.0, 2)]
     assert run_dir.evaluations(tmp_path) == []
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5 + 1 + 2 + 2  # nothing was rewritten
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5 + 1 + 2 + 2  # no line was rewritten
     first.close()
 
 
@@ -76,7 +76,7 @@ ONE_STAGE = ("parallel.pipeline=1", "parallel.schedule=gpipe", "batch.micro_batc
 
 def test_each_attempt_says_on_which_layout_it_runs(tmp_path: Path) -> None:
     metrics(tmp_path, 1, 0).close()
-    metrics(tmp_path, 2, 2).close()  # resumed as it was
+    metrics(tmp_path, 2, 2).close()  # resumed without a change
     metrics(tmp_path, 3, 4, "parallel.axis_order=tp-pp-dp").close()  # took no step
     last = metrics(tmp_path, 4, 4, *ONE_STAGE)
     steps(last, 4, 8, loss=1.0)
@@ -85,7 +85,7 @@ def test_each_attempt_says_on_which_layout_it_runs(tmp_path: Path) -> None:
     degrees = ("tensor", "pipeline", "data", "schedule", "micro_batch")
     assert [first["layout"][name] for name in degrees] == [2, 2, 1, "1f1b", 4]
     assert [second["layout"][name] for name in degrees] == [2, 1, 2, "gpipe", 2]
-    last.go_back(2)  # behind the change: the steps from here on run on the new layout
+    last.go_back(2)  # Rewind to before the change: the following steps run on the new layout.
     last.close()
     assert [(row["step"], row["layout"]) for row in run_dir.layouts(tmp_path)] == [
         (0, first["layout"]),

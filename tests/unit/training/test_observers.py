@@ -1,4 +1,4 @@
-"""Who watches a run: a plugin's observer on every rank, the profiler's trace, Weights & Biases and MLflow without a
+"""Observers of a run: a plugin's observer on every rank, the profiler's trace, Weights & Biases and MLflow without a
 network.
 """
 
@@ -95,7 +95,7 @@ def test_a_plugin_s_observer_and_a_profile_on_two_ranks(tmp_path: Path) -> None:
 
 
 def told(config_file: str, name: str) -> observers.Observer:
-    """One attempt's worth of records, the second time after a resume."""
+    """Write the records of one attempt. The second call acts as the attempt after a resume."""
     (observer,) = observers.make(load_run(config_file, [f"train.observers=[{name}]"]), 0)
     observer.record("start", 0, {"layout": {}})
     observer.record("step", 1, {"loss": 3.5, "phases_s": {"forward": 0.25}, "skipped": False})
@@ -122,7 +122,7 @@ def test_weights_and_biases_is_offline(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "run").mkdir()
     told(run_file(tmp_path), "wandb")
     (kept,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    # a process of W&B's own writes it, on a busy machine after `close`; pytest's time limit ends the wait
+    # A process of W&B writes the file, on a busy machine after `close`. pytest's time limit ends the wait.
     while kept.stat().st_size <= 500:
         time.sleep(0.05)
 

@@ -1,5 +1,6 @@
-"""A run that changes its batch, its context and its rotations on the way: the same whether it is interrupted, and as
-if it had been built so.
+"""A run that changes its batch, context and rotary scaling in phases.
+
+An interrupted run gives the same results. So does a run that is built with the settings of the last phase.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WORDS = [
 
 
 def trained(directory: Path, steps: int) -> dict[int, float]:
-    """Loss by step of the run so far, trained up to `steps`."""
+    """Train up to `steps` and return the loss of each step of the run so far."""
     config = load_run("bench", [*WORDS, "train.save_final=true", f"train.run_dir={directory}", f"train.steps={steps}"])
     with SignalWatcher() as signals:
         assert loop.train(config, None, signals) == 0
@@ -63,9 +64,9 @@ def test_a_run_resumed_inside_or_at_the_border_of_a_phase_is_the_uninterrupted_o
     source = CheckpointWeights(tmp_path / "whole" / "checkpoints" / "step_00000006")
     length = 2 * 32 * 2 + 4 * 32 * 2 + 2 * 96 * 2
     assert (source.manifest.progress.consumed_samples, source.manifest.progress.tokens) == (16, length)
-    # what is exported, generated and evaluated with
+    # This model is exported, generated with and evaluated.
     assert source.model.sequence_length == 96 and source.model.rope_scaling is not None
-    # its last step was of phase 2
+    # Its last step was in phase 2.
     assert CheckpointWeights(tmp_path / "2-4" / "checkpoints" / "step_00000004").model.rope_scaling is None
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["number"]) for row in rows if row["kind"] == "phase"] == [(2, 2), (4, 3)]
@@ -73,8 +74,9 @@ def test_a_run_resumed_inside_or_at_the_border_of_a_phase_is_the_uninterrupted_o
 
 
 def _last_phase(rank: int, words: list[str], world_size: int, built: bool) -> list[tuple[float, float]]:
-    """Loss and gradient norm of two steps of the last phase's mathematics: entered from the first, or built as it
-    is.
+    """Return loss and gradient norm of two steps of the last phase.
+
+    The phase is entered from the first one, or the run is built with its settings if `built`.
     """
     config: RunConfig = load_run("bench", [*WORDS, *words, "precision.dtype=fp64", "data.seed=7"])
     phase = phases_of(config)[-1]

@@ -1,8 +1,8 @@
-"""Whole runs that change their data on the way: with frozen weights a step's loss is the fingerprint of the samples
-that it read.
+"""Complete runs that change their data. The weights are frozen, so that a step's loss identifies the samples that it
+read.
 
-Each of these failed before positions were recorded: the position was the number of steps times the present batch, and
-each blend counted its sources for itself.
+These tests fail if a position is the number of steps times the present batch, or if each blend counts its sources
+separately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EQUAL_B = "{path: b, weight: 0.5}"
 
 @pytest.fixture(autouse=True)
 def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """a, b and c, of 1,000 tokens and more each."""
+    """Datasets a, b and c with at least 1,000 tokens each."""
     monkeypatch.chdir(tmp_path)
     generator = np.random.Generator(np.random.PCG64(3))
     for name in "abc":
@@ -59,7 +59,7 @@ def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(directory: Path, steps: int, *words: str, allow: Sequence[str] = ()) -> list[float]:
-    """Loss of every step of the run so far, which is now trained up to `steps`."""
+    """Train up to `steps` and return the loss of each step of the run so far."""
     config = load_run("bench", [*RUN, *words, f"train.run_dir={directory}", f"train.steps={steps}"])
     with SignalWatcher() as signals:
         assert loop.train(config, None, signals, Resume(allow_changes=tuple(allow))) == 0
@@ -77,7 +77,10 @@ def close(losses: Sequence[float], expected: Sequence[float]) -> None:
 
 
 def test_another_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
-    """Before, step 4 of a batch that grew from 1 to 2 after step 3 read samples 6 and 7, and 3 to 5 were never read."""
+    """Regression: the batch grew from 1 to 2 after step 3.
+
+    Step 4 then read samples 6 and 7, and samples 3 to 5 were never read.
+    """
     single = trained(tmp_path / "single", 11, "data.train=a")
     trained(tmp_path / "run", 3, "data.train=a")
     losses = trained(tmp_path / "run", 7, "data.train=a", "batch.global_batch=2", allow=["batch.global_batch"])
@@ -91,7 +94,7 @@ def test_another_batch_goes_on_with_the_next_sample(tmp_path: Path) -> None:
 
 
 def test_a_run_in_tokens_whose_batch_doubled_ends_after_its_tokens(tmp_path: Path) -> None:
-    """Before, it was counted with the present batch from step 0, and there was nothing to train."""
+    """Regression: the length was counted with the present batch from step 0, so that no step was left to train."""
     words = ("data.train=a", "train.steps=192 tokens", "optimizer.schedule=cosine", f"train.run_dir={tmp_path}/run")
     trained(tmp_path / "run", 6, "data.train=a", "optimizer.decay_steps=12", "optimizer.schedule=cosine")
     config = load_run("bench", [*RUN, *words, "batch.global_batch=2", "optimizer.decay_steps=12"])
@@ -109,15 +112,17 @@ def nothing_left(directory: Path, config: RunConfig) -> bool:
 
 
 def test_other_weights_read_each_source_on(tmp_path: Path) -> None:
-    """Before, a blend with other weights began at the run's sample in each source's own count: some were read twice
-    and others never.
+    """Regression: a blend with other weights applied the run's sample number to each source.
+
+    Some samples were read twice and others never.
     """
     of_a, of_b = (trained(tmp_path / f"only_{name}", 24, f"data.train={name}") for name in "ab")
     trained(tmp_path / "run", 10, f"data.train=[{A}, {B}]")
     after = trained(tmp_path / "run", 24, f"data.train=[{EQUAL_A}, {EQUAL_B}]", allow=["data.train"])
     phases = f"train.phases=[{{steps: 10}}, {{steps: 14, data: {{train: [{EQUAL_A}, {EQUAL_B}]}}}}]"
     assert trained(tmp_path / "phases", 24, f"data.train=[{A}, {B}]", phases) == after
-    # a's order is that of a run on a alone; b, at place 1, has another than that of a run on b alone, but a fixed one
+    # The order of a is the same as in a run on a alone. The order of b, at place 1, is fixed but differs from a run on
+    # b alone.
     assert set(of_a[:16]) <= set(after) and len(set(after)) == 24 and not set(of_b) & set(after)
     streams = position(tmp_path / "run", 24).streams
     assert [stream.taken for stream in streams] == [16, 8]
@@ -125,7 +130,7 @@ def test_other_weights_read_each_source_on(tmp_path: Path) -> None:
 
 
 def test_a_phase_with_other_weights_goes_on_in_its_sources(tmp_path: Path) -> None:
-    """Before, about a fifth of an epoch was never read, and a fifth twice."""
+    """Regression: about a fifth of an epoch was never read, and a fifth was read twice."""
     of_a = trained(tmp_path / "only_a", 30, "data.train=a")
     phases = "train.phases=[{steps: 10}, {steps: 20, data: {train: [a, b]}}, {steps: 10}]"
     losses = trained(tmp_path / "phases", 40, "data.train=a", phases)
@@ -151,13 +156,13 @@ def test_phases_by_hand_are_phases_of_the_run_file(tmp_path: Path) -> None:
         ("a", 32, 4),
         ("b", 16, 4),
     ]
-    # added to a run that had none, the past as it was
+    # The phases are added to a run that had none. The past steps stay the same.
     trained(tmp_path / "late", 4, "data.train=a")
     assert trained(tmp_path / "late", 12, "data.train=a", phases, allow=["train.phases"]) == whole
 
 
 def test_a_source_in_front_leaves_the_others_in_their_order(tmp_path: Path) -> None:
-    """Before, a source's order followed its place in the list."""
+    """Regression: a source's order depended on its place in the list."""
     alone = trained(tmp_path / "alone", 12, "data.train=[a, b]")
     trained(tmp_path / "run", 6, "data.train=[a, b]")
     losses = trained(tmp_path / "run", 15, "data.train=[c, a, b]", allow=["data.train"])
@@ -226,7 +231,7 @@ def test_a_source_is_restarted_in_another_order(tmp_path: Path) -> None:
     alone = trained(tmp_path / "alone", 8, "data.train=[a, b]")
     trained(tmp_path / "run", 4, "data.train=[a, b]")
     losses = resumed(tmp_path / "run", 8, Resume(restart_sources=("a",)), "data.train=[a, b]")
-    assert len(set(losses[4:]) & set(alone[4:])) == 2  # b went on
+    assert len(set(losses[4:]) & set(alone[4:])) == 2  # b continued
     streams = position(tmp_path / "run", 8).streams
     assert [(stream.path, stream.taken, stream.retired) for stream in streams] == [
         ("a", 2, True),
@@ -258,7 +263,7 @@ def test_a_dataset_that_grew_is_a_new_source_said_in_figures(
 
 
 def as_version_3(directory: Path, step: int, **policy: object) -> None:
-    """Rewrite a checkpoint's manifest as the program before version 4 would have written it."""
+    """Rewrite a checkpoint's manifest in version 3 of the format."""
     path = directory / "checkpoints" / f"step_{step:08}" / "manifest.json"
     content = json.loads(path.read_text())
     content["version"] = 3

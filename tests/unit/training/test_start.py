@@ -1,4 +1,4 @@
-"""A start that never ends, because another rank is stopped, ends by itself with stacks."""
+"""A start that hangs because another rank is stopped exits by itself and prints stacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_rank_that_waits_for_ever_at_the_start_ends(tmp_path: Path, monkeypatc
 
 def test_a_resumed_run_draws_no_weights_and_goes_on_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(run_dir: Path, steps: int) -> list[float]:
-        """Losses of a run of one rank, of this call alone."""
+        """Return the losses of the steps of this call, on one rank."""
         words = [
             "model=llama-tiny",
             "batch.global_batch=2",

@@ -1,5 +1,6 @@
-"""On a GPU the host runs ahead of the device, unless it asks for a number: a step asks once, when it decides whether
-to update.
+"""On a GPU the host runs ahead of the device until it reads a number.
+
+A step reads once, to decide whether to update.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.play import Source
 
-# what makes a host wait for a GPU: a value read, or a shape that depends on values
+# Operations that make the host wait for a GPU: a value is read, or a shape depends on values.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero")
 
 
@@ -47,7 +48,7 @@ def test_the_host_reads_the_device_once(family: str, recompute: str, monkeypatch
     source = Source(case, 0)
     state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), source)
     reads = []
-    tolist = torch.Tensor.tolist  # on the CPU not an operation of its own
+    tolist = torch.Tensor.tolist  # on the CPU it is not a separate operation
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
     with Waits() as waits:
         train_step(state)
@@ -55,8 +56,10 @@ def test_the_host_reads_the_device_once(family: str, recompute: str, monkeypatch
 
 
 def _ordinary_steps(rank: int, case: Case) -> list[tuple[int, int, dict[str, int], Wish]]:
-    """Of steps as the loop makes them, the third with a wish of rank 1: (values read, other waits, calls on the
-    world, what was agreed).
+    """Run steps as the training loop does. Rank 1 requests a save in the third step.
+
+    Return for each step the values read, other waits, calls on the world axis, and the requests that all ranks agreed
+    on.
     """
     config = case.config("fp32")
     plan = make_plan(config, case.world_size)

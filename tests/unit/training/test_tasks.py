@@ -1,6 +1,4 @@
-"""In-context tasks during training: what each option scores in any layout, what is written down, what is refused
-before the start.
-"""
+"""In-context tasks during training: scores of the options in any layout, the records, and refusals before the start."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from tests.parity.cases import Case
 from tests.parity.compare import assemble
 from tests.parity.play import Piece, build, weights
 
-# of the window's 16 + 1 tokens: short ones, one that fills it, one that is cut from the left
+# The window has 16 + 1 tokens: short pairs, one that fills it, and one that is cut on the left.
 PAIRS = [([1, 2, 3], [4]), ([7], [8, 9, 10]), ([5] * 12, [6, 7, 8, 9, 1]), (list(range(20)), [3, 2]), ([30, 31], [32])]
 
 
@@ -78,7 +76,7 @@ def test_options_are_packed_in_order_and_none_is_lost() -> None:
 
 @pytest.fixture
 def content(tmp_path: Path) -> dict[str, Any]:
-    """A run on text that answers its questions."""
+    """A run on text that contains the answers of its task."""
     (tmp_path / "prose.txt").write_text("the sky is blue\nthe grass is green\n" * 60)
     tokenize([tmp_path / "prose.txt"], tmp_path / "prose", "bytes")
     questions = [

@@ -1,4 +1,4 @@
-"""Several held-out sets by name, and the checkpoint of the best of them, which stays."""
+"""Several named held-out sets. The checkpoint with the best result is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from frontier_llm.training import loop
 
 @pytest.fixture
 def sets(tmp_path: Path) -> dict[str, str]:
-    """Two datasets that have little in common."""
+    """Two datasets with little in common."""
     for name, text in (("prose", "the quick brown fox jumps\n" * 60), ("digits", "0123456789 9876543210\n" * 60)):
         (tmp_path / f"{name}.txt").write_text(text)
         tokenize([tmp_path / f"{name}.txt"], tmp_path / name, "bytes")
@@ -51,7 +51,7 @@ def train(config: RunConfig) -> None:
 def test_each_set_is_reported_by_its_name_and_the_best_checkpoint_stays(
     tmp_path: Path, sets: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # trained on prose: the loss of digits is lowest early, and newer checkpoints would push it out
+    # Training uses `prose`, so that the loss of digits is lowest early. Newer checkpoints must not replace that one.
     data = {"train": sets["prose"], "validation": sets}
     config = run_of(tmp_path, data, steps=10, eval_interval=2, save_interval=2, keep_best="validation/digits")
     check(config, 1)

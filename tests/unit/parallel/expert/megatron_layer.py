@@ -1,9 +1,9 @@
-"""A program, one rank of EP: megatron-core's own MoE layer on the CPU in float64, forward and backward, and all that it
-computed in a file.
+"""One rank of EP with megatron-core's own MoE layer, as a program on the CPU in float64.
 
-megatron-core expects CUDA; tests/harness/megatron_on_cpu.py is what it takes to do without. It patches torch,
-so this runs in processes of its own: `python -m tests.unit.parallel.expert.megatron_layer VARIANT FOLDER RANK
-RANKS`.
+It runs forward and backward and writes all results to a file.
+megatron-core expects CUDA. tests/harness/megatron_on_cpu.py patches torch so that it runs without a GPU.
+The program therefore runs in separate processes: `python -m tests.unit.parallel.expert.megatron_layer VARIANT FOLDER
+RANK RANKS`.
 """
 
 import sys
@@ -21,7 +21,7 @@ EXPERTS = 8
 TOP_K = 3
 EXPERT_HIDDEN = 20
 SHARED_HIDDEN = 28
-# large enough to matter in every gradient
+# The weights are large enough to change every gradient.
 BALANCE = 0.3
 Z = 0.1
 VARIANTS = {
@@ -50,7 +50,7 @@ VARIANTS = {
 
 
 def whole_weights(generator: torch.Generator) -> dict[str, Tensor]:
-    """All that a variant may have, in our names and shapes."""
+    """Return all weights that a variant may have, with this package's names and shapes."""
     shapes = {
         "router.weight": (EXPERTS, H), "router.bias": (EXPERTS,), "experts.up.weight": (EXPERTS, 2, EXPERT_HIDDEN, H),
         "experts.down.weight": (EXPERTS, H, EXPERT_HIDDEN), "shared.up.weight": (2, SHARED_HIDDEN, H),
@@ -62,7 +62,7 @@ def whole_weights(generator: torch.Generator) -> dict[str, Tensor]:
 def counterparts(
     layer: torch.nn.Module, weights: dict[str, Tensor], rank: int
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """By our name: megatron-core's tensors, and what of ours belongs there."""
+    """Return pairs of megatron-core's tensor and the matching values of this package, by this package's name."""
     experts = layer.experts.local_experts
     own = slice(rank * len(experts), (rank + 1) * len(experts))
     up = weights["experts.up.weight"].flatten(1, 2)[own]

@@ -1,5 +1,6 @@
-"""Rows reach the ranks of their experts and come back summed, whatever the routers choose; no rank is ever left
-without a row.
+"""Rows reach the ranks of their experts and return summed, for any choice of the routers.
+
+A rank sends at least one row to each rank.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ OPS = select_ops(OpsConfig(), "cpu", torch.float64)
 
 
 def chosen(kind: str, rank: int, tokens: int) -> torch.Tensor:
-    """(N, 2) experts of a rank's tokens."""
-    if kind == "one":  # all that anybody has goes to expert 1, so that the last ranks get nothing
+    """Return the experts (N, 2) of a rank's tokens."""
+    if kind == "one":  # all ranks send all rows to expert 1 or 0, so that the last ranks receive none
         return torch.tensor([[1, 0]]).repeat(tokens, 1)
     generator = torch.Generator().manual_seed(rank)
     return (
@@ -34,10 +35,12 @@ def chosen(kind: str, rank: int, tokens: int) -> torch.Tensor:
 def there_and_back(
     rank: int, size: int, etp: int, kind: str, transport: str
 ) -> tuple[list[int], list[int], bool, bool]:
-    """(rows sent, rows that experts have, whether each saw its own rows, whether the sums are right)."""
+    """Return the rows sent, the rows per expert, whether each expert received its own rows, and whether the sums are
+    correct.
+    """
     grid = Grid(1, 1, size, ep=size // etp, etp=etp)
     axis = build_mesh(grid, rank, timeout_s=30.0, comm=CommConfig(transport=transport), experts=True).ep  # type: ignore[arg-type]
-    tokens = 5 * rank  # the first has none
+    tokens = 5 * rank  # rank 0 has no tokens
     experts_Nk = chosen(kind, rank, tokens)
     x_NH = torch.arange(tokens * WIDTH, dtype=torch.float64).view(tokens, WIDTH) + 100 * rank
     x_NH.requires_grad_()
@@ -47,7 +50,7 @@ def there_and_back(
     local = EXPERTS * etp // size
     rows = plan.ends_E.diff(prepend=plan.ends_E.new_zeros(1))
     number_M = torch.arange(local).repeat_interleave(rows) + rank // etp * local
-    own = torch.equal(weights_M.detach(), (number_M + 1).double())  # a row's weight says for which expert it was
+    own = torch.equal(weights_M.detach(), (number_M + 1).double())  # the weight of a row identifies its expert
     y_NH = combine(x_MH * weights_M[:, None] / etp, plan)
     expected = x_NH * weights_Nk.sum(-1, keepdim=True)
     right = torch.allclose(y_NH, expected)
@@ -73,14 +76,16 @@ def test_every_row_reaches_its_expert_and_comes_back(
 
 
 def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tuple[int, bool, bool]:
-    """(fewest rows that a stage has sent, whether a token went once to each node, whether sums and gradients are
-    those of one stage).
+    """Return the fewest rows that a stage sent, whether each token went once to each node, and whether the results are
+    correct.
+
+    Correct sums and gradients equal an all-to-all of one stage.
     """
     grid = Grid(1, 1, 4, ep=4 // etp, etp=etp)
     axis = build_mesh(grid, rank, ranks_per_node=per_node, timeout_s=30.0, experts=True, by_node=True).ep
     assert axis.levels is not None and axis.nodes == 4 // per_node
     node, rail = axis.levels
-    experts_Nk = chosen(kind, rank, 5 * rank)  # the first rank has no token
+    experts_Nk = chosen(kind, rank, 5 * rank)  # rank 0 has no tokens
     x_NH = torch.randn(len(experts_Nk), WIDTH, dtype=torch.float64, requires_grad=True)
     weights_Nk = torch.rand(experts_Nk.shape, dtype=torch.float64, requires_grad=True)
     dropped_Nk = torch.arange(experts_Nk.numel()).view_as(experts_Nk) % 3 == 0 if drops else None
@@ -101,7 +106,7 @@ def by_nodes(rank: int, per_node: int, etp: int, kind: str, drops: bool) -> tupl
         if kept
     }
     empty = rail.size - len({number for _, number in pairs})
-    once = sum(to_nodes.plan.sent) == len(pairs) + empty  # one row that nobody reads to each node that is not needed
+    once = sum(to_nodes.plan.sent) == len(pairs) + empty  # each node that receives no token gets one padding row
     return (
         min(*to_nodes.plan.sent, *plan.sent),
         once,
@@ -115,7 +120,8 @@ def test_a_token_goes_once_to_each_node_and_no_stage_sends_nothing(
     ranks: RankPool, per_node: int, etp: int, kind: str, drops: bool
 ) -> None:
     for fewest, once, right in ranks.run(4, by_nodes, per_node, etp, kind, drops):
-        assert fewest >= (1 if per_node > 1 else 0) and once and right  # a node of one rank sends to nobody
+        # with one rank per node the stage inside a node sends no rows
+        assert fewest >= (1 if per_node > 1 else 0) and once and right
 
 
 def without_a_row(rank: int) -> str:

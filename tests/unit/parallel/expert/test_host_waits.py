@@ -1,5 +1,6 @@
-"""How often the host asks the device for a number between the router and the experts' sum: on a GPU it waits there
-for all that it has queued.
+"""Number of times that the host reads a number from the device between the router and the experts' sum.
+
+On a GPU the host then waits for all queued work.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from tests.parity.cases import Case
 from tests.parity.play import build
 
 pytestmark = pytest.mark.skipif(bool(load_cpu_library()), reason="scripts/build_native.sh")
-# operators of which torch's CUDA side copies something to the host
+# Operators that copy data to the host in torch's CUDA implementation.
 WAIT = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 
 
 class Waits(TorchDispatchMode):
-    """Notes them, and tolist(), which is no operator; of other modes it knows nothing."""
+    """Records these operators, and calls of tolist(), which is not an operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,14 +66,14 @@ def _indices(args: Any) -> Any:
 
 
 def waits(rank: int, case: Case) -> tuple[list[str], list[str]]:
-    """Of one layer's forward and backward, with the C++ ops, in fp32."""
+    """Return the waits of one layer's forward and of its backward, with the C++ ops in fp32."""
     state = build(rank, case, "fp32")
     layer = next(module for module in state.stages[0].modules() if isinstance(module, MixtureOfExperts))
     state.sync.begin()
     x = torch.randn(12, case.micro_batch, 32, generator=torch.Generator().manual_seed(rank), requires_grad=True)
     with Waits() as forward:
         y, routed = layer(x)
-    # rows are dropped
+    # Rows are dropped if there is a capacity.
     assert y.isfinite().all() and routed.load[-1] > 0 if layer.router.moe.capacity else routed.load[-1] == 0
     with Waits() as backward:
         (y.sum() + routed.balance).backward()

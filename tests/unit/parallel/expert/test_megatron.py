@@ -1,5 +1,6 @@
-"""One rank of our layer computes what megatron-core's MoE layer computes, on one rank and with its experts over two:
-outputs and all gradients.
+"""One rank of this package's MoE layer computes the same outputs and gradients as megatron-core's MoE layer.
+
+megatron-core runs on one rank, and with its experts over two.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from tests.harness.marks import thorough
 from tests.unit.parallel.expert.megatron_layer import BALANCE, EXPERT_HIDDEN, EXPERTS, SHARED_HIDDEN, TOP_K, B, H, S, Z
 
 ROOT = Path(__file__).resolve().parents[4]
-OURS = {  # the keys of docs/moe.md that mean what megatron_layer.VARIANTS means
+OURS = {  # the keys of docs/moe.md with the meaning of megatron_layer.VARIANTS
     "softmax-after-top-k": {"balance": "microbatch"},
     "softmax-before-top-k": {"normalise": False},
     "sigmoid-with-bias": {"score": "sigmoid", "selection_bias": True, "scale": 2.5, "shared_hidden": SHARED_HIDDEN},
     "sigmoid-with-gated-shared": {"score": "sigmoid", "shared_hidden": SHARED_HIDDEN, "shared_gate": True},
 }
-CLOSE = 1e-6  # of the largest value: megatron-core takes its softmax and sigmoid in fp32 whatever the working type
+CLOSE = 1e-6  # relative to the largest value; megatron-core computes softmax and sigmoid in fp32 for every dtype
 
 
 def megatron(variant: str, ranks: int, folder: Path) -> list[dict]:
-    """What each rank of megatron-core computed."""
+    """Return the results of each rank of megatron-core."""
     command = [sys.executable, "-m", "tests.unit.parallel.expert.megatron_layer", variant, str(folder)]
     started = [
         subprocess.Popen(
@@ -54,8 +55,9 @@ def megatron(variant: str, ranks: int, folder: Path) -> list[dict]:
 def our_layer(
     variant: str, weights: dict[str, Tensor], x: Tensor, upstream: Tensor, microbatch: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output, and gradients by name; megatron-core means its auxiliary losses over a rank's microbatch, of
-    `microbatch` sequences.
+    """Return the output, and the gradients by name.
+
+    megatron-core averages its auxiliary losses over a rank's microbatch of `microbatch` sequences.
     """
     moe = {"experts": EXPERTS, "top_k": TOP_K, "expert_hidden": EXPERT_HIDDEN, **OURS[variant]}
     model = ModelConfig(
@@ -114,7 +116,7 @@ def test_the_layer_computes_what_megatron_cores_computes(variant: str, ranks: in
     }
     assert gradients.keys() - {"router.bias"} == theirs[0]["gradients"].keys()
     for name, parts in ((name, [one["gradients"][name] for one in theirs]) for name in theirs[0]["gradients"]):
-        # each rank has all that went to its experts
+        # Each rank has the complete gradients of its own experts.
         whole = torch.cat(parts) if name.startswith("experts.") else sum(parts)
         pairs[name] = gradients[name], whole.reshape(gradients[name].shape)
     apart = {

@@ -1,5 +1,6 @@
-"""Two microbatches of a pair: rows of one, and their numbers, travel beside the compute of the other, with the same
-bits as one after the other.
+"""Two interleaved microbatches: the all-to-alls of one overlap the compute of the other.
+
+The results are bit-equal to running one after the other.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from tests.harness.pool import RankPool
 from tests.parity.cases import Case
 from tests.parity.play import build as build_case
 
-dispatch: Any = import_module("frontier_llm.parallel.expert.dispatch")  # the package has a function of that name
+# The package has a function with the module's name, so a plain import would return the function.
+dispatch: Any = import_module("frontier_llm.parallel.expert.dispatch")
 PAIRED = Case("deepseek", pp=2, dp=2, schedule="dualpipe-v", settings=("parallel.expert=2",))
 
 
 def off(case: Case) -> Case:
-    """The same with one half after the other."""
+    """Return the same case without interleaving."""
     return replace(case, settings=(*case.settings, "comm.overlap_experts=false"))
 
 
 def two_steps(rank: int, case: Case) -> tuple[list[float], list[torch.Tensor], int]:
-    """Losses and norms, weights after two steps, and how often the baton changed hands."""
+    """Return losses and norms, the weights after two steps, and the number of times that a computing action starts or
+    continues.
+    """
     state = build_case(rank, case, "fp32")
     turns = []
     state.pipeline.on_action = lambda action: turns.append(action)
@@ -69,7 +73,9 @@ def test_a_pair_gives_the_bits_of_one_after_the_other(ranks: RankPool, case: Cas
 
 
 class Flight(NamedTuple):
-    """One all-to-all of rows or of their numbers in a pair: who began it, and who computed until it was waited for."""
+    """One all-to-all of rows or of row counts: the action that started it, and the actions that computed until its
+    wait.
+    """
 
     what: str
     began: Action
@@ -77,8 +83,9 @@ class Flight(NamedTuple):
 
 
 def flights(rank: int, case: Case) -> list[Flight]:
-    """Of one step's rows and numbers of rows, in the order in which they were waited for; by the order of what one
-    rank does, which no load of the machine changes.
+    """Return all all-to-alls of one step in the order of their waits.
+
+    The order of a rank's actions does not depend on the load of the machine.
     """
     state = build_case(rank, case)
     log: list[Action | Call] = []
@@ -115,8 +122,9 @@ def flights(rank: int, case: Case) -> list[Flight]:
 
 
 def test_rows_and_their_numbers_are_on_their_way_while_the_other_microbatch_computes(ranks: RankPool) -> None:
-    """With experts in every layer all of a pair are; one after the other none. Outside of pairs nobody else has a
-    turn.
+    """With experts in every layer each all-to-all of a pair overlaps compute. Without interleaving none does.
+
+    Outside of pairs no other action runs between start and wait.
     """
     case = replace(PAIRED, family="mixtral")
     of = beside(build("dualpipe-v", 2, 4, 2, pairs=True))
@@ -131,7 +139,9 @@ def test_rows_and_their_numbers_are_on_their_way_while_the_other_microbatch_comp
 
 
 def turns_and_calls(rank: int, case: Case) -> list[tuple[Action, list[dry_run.Call]]]:
-    """One step's turns, and what the ledger got in each."""
+    """Return one step's actions with the ledger entries of each. A pair switches several times between its two
+    actions.
+    """
     state = build_case(rank, case)
     turns: list[tuple[Action, int]] = []
     entries = state.mesh.ledger.recent = deque()
@@ -142,8 +152,9 @@ def turns_and_calls(rank: int, case: Case) -> list[tuple[Action, list[dry_run.Ca
 
 
 def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool) -> None:
-    """A pair is one event of it: the same calls in the same sequence on all ranks and for all pairs alike, and no
-    message among them.
+    """A pair counts as one event of the order. Its calls have the same sequence on all ranks and for all pairs.
+
+    No message is sent within a pair.
     """
     schedule = build("dualpipe-v", 2, 4, 2, pairs=True)
     inside: dict[tuple[tuple[Kind, int], ...], list[dry_run.Call]] = {}
@@ -159,14 +170,14 @@ def test_each_ledger_is_its_restriction_of_the_order(ranks: RankPool) -> None:
                 continue
             assert inside.setdefault(tuple((action.kind, action.position) for action in unit), calls) == calls, unit
             assert {axis for axis, _ in calls} == {"ep"} or unit[0].kind is Kind.BACKWARD_WEIGHT
-            instead[unit[-1]] = [("dp", operation) for _, operation in calls]  # the two replicas share out the experts
+            instead[unit[-1]] = [("dp", operation) for _, operation in calls]  # the two replicas shard the experts
         assert not turns
     assert any(len(kinds) > 1 for kinds in inside)
     dry_run.check_order(dry_run.steps(schedule, dry_run.Collectives(instead=instead), dp=2))
 
 
 def failing(rank: int, kind: Kind) -> str:
-    """What a step says of an error where rows leave, in the first pair's forward or backward."""
+    """Return the error of a step in which sending rows fails, in the first pair's forward or backward."""
     state = build_case(rank, replace(PAIRED, family="mixtral"))
     turns = list[Action]()
     state.pipeline.on_action = lambda action: turns.append(action) if action else None
@@ -189,5 +200,5 @@ def failing(rank: int, kind: Kind) -> str:
 
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD], ids=lambda kind: kind.name)
 def test_an_error_in_one_half_ends_the_step_with_that_error(ranks: RankPool, kind: Kind) -> None:
-    """On all ranks here, so that none waits for another."""
+    """The error occurs on all ranks here, so that no rank waits for another."""
     assert set(ranks.run(4, failing, kind)) == {f"{kind.name} failed"}

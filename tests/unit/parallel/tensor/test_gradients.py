@@ -1,4 +1,4 @@
-"""What waits between the I and the W of a split backward, and for how long."""
+"""The tensors that are kept between the I and the W of a split backward, and their lifetime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_product_lets_go_of_its_factors_before_the_next_but_one() -> None:
     factors = []
 
     def submit(value: float) -> None:
-        saved = torch.full((2,), value, requires_grad=True) * 2  # part of a graph, as what was saved for backward is
+        saved = torch.full((2,), value, requires_grad=True) * 2  # part of a graph, like a tensor saved for backward
         factor = Factor(saved)
         factors.append(weakref.ref(factor))
 
@@ -46,7 +46,7 @@ def test_each_product_lets_go_of_its_factors_before_the_next_but_one() -> None:
 
 
 class _Doubled(torch.autograd.Function):
-    """As the backwards of norms and biases: the gradient of a bf16 parameter was summed in fp32."""
+    """Like the backward of norms and biases: the gradient of a bf16 parameter is summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:

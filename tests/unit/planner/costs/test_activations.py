@@ -1,4 +1,6 @@
-"""Activation memory against what autograd really keeps (saved-tensor hooks), for ops that keep no wide copies."""
+"""The planned activation memory against the tensors that autograd keeps (saved-tensor hooks), for ops that keep no fp32
+copies.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ class Source:
 
 
 def config_of(layers: int, recompute: str, micro_batch: int, **shape: object) -> RunConfig:
-    """fp32 with torch's own LayerNorm and attention: the reference ops then keep exactly what the fused ones keep."""
+    """Return an fp32 configuration with torch's own LayerNorm and attention.
+
+    The reference ops then keep the same tensors as the fused ones.
+    """
     model = load_model("bench-l8-h384", {"layers": layers, **shape})
     return build(
         RunConfig,
@@ -58,7 +63,7 @@ def config_of(layers: int, recompute: str, micro_batch: int, **shape: object) ->
 
 
 def kept_bytes(config: RunConfig) -> int:
-    """Distinct storages that one forward keeps, weights left out."""
+    """Return the bytes of all distinct storages that one forward keeps, except the weights."""
     state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), Source(config))
     weights = {bucket.weights.untyped_storage().data_ptr() for bucket in state.optimizer.buckets}
     kept: dict[int, torch.Tensor] = {}
@@ -74,12 +79,12 @@ def kept_bytes(config: RunConfig) -> int:
 
 
 def listed(config: RunConfig) -> float:
-    """What the list of work says that a layer keeps."""
+    """Return the bytes that a layer keeps according to the planner's list of work."""
     return kept_by_the_list(block_work(config.model, layout_of(config, 1), Software()), config.train.recompute)
 
 
 def waiting_bytes(config: RunConfig) -> int:
-    """Distinct storages that the weight gradients of one microbatch read when they wait for their W."""
+    """Return the bytes of all distinct storages that the deferred weight gradients of one microbatch read."""
     state = build_state(config, make_plan(config, 1), serial_mesh(), torch.device("cpu"), Source(config))
     gradients = state.stages[0].context.gradients
     loss = state.stages[0](None, state.feed.step(0)(0))
@@ -102,7 +107,7 @@ def test_of_every_second_layer_recomputed_the_others_keep_everything() -> None:
 
 
 def test_layers_that_the_list_does_not_divide_keep_what_the_planner_says() -> None:
-    """Of three layers two are recomputed, not one and a half."""
+    """Two of three layers are recomputed, not one and a half."""
     config, whole = (config_of(3, modes, 1) for modes in ("full,none", "none"))
     priced = [held(one.model, layout_of(one, 1), rates(load_machine("local"))).block * 3 for one in (config, whole)]
     assert priced[1] - priced[0] == pytest.approx(kept_bytes(whole) - kept_bytes(config), rel=0.02)
@@ -140,7 +145,7 @@ def test_a_norm_keeps_its_input_wherever_it_stands_and_geglu_its_gate(shape: dic
     ids=str,
 )
 def test_queries_that_are_copied_leave_nothing_of_the_product_behind(shape: dict[str, object]) -> None:
-    """A view of v alone would keep the whole qkv beside rotated queries and keys."""
+    """A view of v would keep the complete qkv alive, in addition to the rotated queries and keys."""
     measured = (kept_bytes(config_of(4, "none", 1, **shape)) - kept_bytes(config_of(2, "none", 1, **shape))) / 2
     assert listed(config_of(4, "none", 1, **shape)) == pytest.approx(measured, rel=0.02)
 
@@ -148,7 +153,7 @@ def test_queries_that_are_copied_leave_nothing_of_the_product_behind(shape: dict
 @pytest.mark.skipif(bool(load_cpu_library()), reason="scripts/build_native.sh")
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "geglu_tanh"])
 def test_experts_keep_their_rows_and_no_outputs(activation: str) -> None:
-    """With the C++ activations: autograd through the reference's keeps products before they are weighted."""
+    """Uses the C++ activations, because autograd of the reference keeps the products before they are weighted."""
 
     def layers(count: int) -> RunConfig:
         config = config_of(
@@ -165,7 +170,7 @@ def test_experts_keep_their_rows_and_no_outputs(activation: str) -> None:
 
 
 def test_a_gated_shared_expert_keeps_its_output() -> None:
-    """The gate scales it, so that autograd reads it again; without the gate it is only added."""
+    """The gate scales the output, so that autograd reads it again. Without a gate the output is only added."""
 
     def gate_bytes(layers: int) -> tuple[float, float]:
         moe = {"experts": 4, "top_k": 2, "expert_hidden": 128, "shared_hidden": 64}

@@ -45,7 +45,7 @@ def layout(**changes: Any) -> Layout:
 
 
 def layer(**changes: Any) -> dict[str, tuple[float, float]]:
-    """Seconds of a layer by cause."""
+    """Return the seconds of a layer by cause."""
     spread = layout(**changes)
     return by_cause(block_work(GPT_22B, spread, FRONTIER), spread, FRONTIER)
 
@@ -84,7 +84,7 @@ def test_rank_parameters_tile_the_model(name: str, tp: int, pp: int) -> None:
     stages = split_layers(model, pp)
 
     def counted(stage: StageSpec, tp: int) -> int:
-        tied = stage.head and not stage.embedding  # a copy of the embedding stands on the last stage
+        tied = stage.head and not stage.embedding  # the last stage has a copy of the embedding
         return sum(one.rank_numel({"tp": tp}) for one in stage_parameters(model, stage, tied_ranks=2 if tied else 1))
 
     held, one = ([counted(stage, degree) for stage in stages] for degree in (tp, 1))
@@ -115,8 +115,8 @@ def test_in_flight_is_what_the_action_list_holds(schedule: str, chunks: int, pp:
 
 
 def test_activations_follow_korthikanti() -> None:
-    """Table 2 of the paper: S·B·H·(10 + 24/t) with tensor parallelism and no attention scores, both dropout masks
-    included.
+    """Table 2 of the paper: S·B·H·(10 + 24/t) with tensor parallelism, without attention scores, and including both
+    dropout masks.
     """
     dropout, (S, H, A) = replace(FRONTIER, dropout=True), (GPT_22B.sequence_length, GPT_22B.hidden, GPT_22B.heads)
 
@@ -216,8 +216,9 @@ def test_one_layout_and_many_go_through_the_same_formulas(price: Callable[..., A
 
 
 def test_zero_2_scatters_after_every_microbatch_and_holds_a_part_of_the_gradients() -> None:
-    """DeepSpeed's: without a pipeline the gradients of each microbatch leave at once; only state and gradients are
-    cut, not the weights.
+    """DeepSpeed's ZeRO-2: without a pipeline the gradients of each microbatch are scattered at once.
+
+    Only optimizer state and gradients are sharded, not the weights.
     """
     slow = replace(FRONTIER, node_network_bytes_s=1e7, all_reduce_table=None, dp_overlap=0.0, hierarchical=False)
     alone = layout(tp=1, pp=1, dp=32)

@@ -1,4 +1,4 @@
-"""What experts cost: their part of the weights, their rows on the way, where their ranks stand."""
+"""The costs of experts: their share of the weights, the all-to-all of rows, and the placement of their ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE = load_model("xmoe-large")
 
 
 def test_xmoes_shapes_have_the_parameters_that_its_authors_count() -> None:
-    """L (4 H² + 2 H F E), in units of 2^30."""
+    """The formula is L (4 H² + 2 H F E), in units of 2^30."""
     for name, published in (("small", 10.1), ("medium", 55.2), ("large", 201.4), ("super", 545.4)):
         model = load_model(f"xmoe-{name}")
         small = ("embedding", "head", "norm", "router")
@@ -36,10 +36,10 @@ def test_xmoes_shapes_have_the_parameters_that_its_authors_count() -> None:
 def test_experts_are_cut_over_ep_and_their_state_over_edp() -> None:
     whole, cut = (
         stage_memory(LARGE, Layout(dp=64, ep=ep), FRONTIER, 0, LARGE.layers, True, True) for ep in (1, 64)
-    )  # 64 ranks hold all experts each, or a 64th
+    )  # each of 64 ranks holds all experts, or a 64th of them
     experts = sum(one.numel for one in model_parameters(LARGE).values() if "experts" in one.name)
     assert float(whole["weights"] - cut["weights"]) == pytest.approx(2 * experts * 63 / 64)
-    assert float(whole["optimizer"]) == pytest.approx(float(cut["optimizer"]))  # either way every rank keeps a 64th
+    assert float(whole["optimizer"]) == pytest.approx(float(cut["optimizer"]))  # in both cases each rank keeps a 64th
     assert float(whole["weights"]) == pytest.approx(2 * total_parameters(LARGE))
 
 
@@ -71,8 +71,9 @@ def test_rows_that_leave_the_node_cost_more_and_a_pipeline_may_stand_between_nei
 
 
 def test_two_stages_save_the_share_that_x_moe_measured_and_are_taken_where_they_are_faster() -> None:
-    """54.8 % of rows were redundant on 4 nodes with 8 of 256 experts, which cut what leaves a node by 52.5 %
-    (arXiv:2508.13337).
+    """X-MoE reports 54.8 % redundant rows on 4 nodes with 8 of 256 experts.
+
+    Removing them cut the traffic between nodes by 52.5 % (arXiv:2508.13337).
     """
     assert 1 - nodes_of_a_token(256, 8, 4) / 8 == pytest.approx(0.548, abs=0.01)
     layout = Layout(dp=64, ep=32)
@@ -80,14 +81,14 @@ def test_two_stages_save_the_share_that_x_moe_measured_and_are_taken_where_they_
     assert taken.expert_nodes == 4 and over_nodes(LARGE, layout, FRONTIER, "flat") == layout
     flat, by_node = (float(times(LARGE, one, FRONTIER).block.forward_s) for one in (layout, taken))
     assert by_node < 0.95 * flat
-    assert over_nodes(LARGE, Layout(dp=64, ep=8), FRONTIER, "hierarchical").expert_nodes == 1  # nothing leaves the node
+    assert over_nodes(LARGE, Layout(dp=64, ep=8), FRONTIER, "hierarchical").expert_nodes == 1  # no row leaves the node
     one_choice = LARGE.model_copy(update={"moe": LARGE.moe.model_copy(update={"top_k": 1})})  # type: ignore[union-attr]
-    # nothing is redundant, and inside the node it moves twice
+    # No row is redundant, and inside the node rows are sent twice.
     assert over_nodes(one_choice, layout, FRONTIER).expert_nodes == 1
 
 
 def test_rows_travel_beside_the_shared_expert() -> None:
-    """The more it computes, the less of their way is added."""
+    """The longer the shared expert computes, the less time the all-to-all adds."""
     layout = Layout(dp=64, ep=8)
     dispatch_s = [
         sum(by_cause(block_work(model, layout, FRONTIER), layout, FRONTIER)[DISPATCH])
@@ -100,12 +101,12 @@ def test_rows_travel_beside_the_shared_expert() -> None:
 
 
 def test_a_layer_keeps_what_xmoes_theory_allows_without_the_experts_outputs() -> None:
-    """Their table 4, Large at EP64: 1.125 GiB of activations in theory, 1.21 in X-MoE, 1.95 in Tutel, 2.81 in
-    DeepSpeed-MoE (arXiv:2508.13337).
+    """Table 4 of the X-MoE paper (arXiv:2508.13337) has Large at EP64.
 
-    The theory is rows before and after the experts and twice between their matrices, 2 k S (2 H + 2 F). Weights are
-    applied between the matrices here, so that outputs need not be kept; the router's input and its scores are, which
-    that formula leaves out.
+    It lists 1.125 GiB of activations in theory, 1.21 in X-MoE, 1.95 in Tutel and 2.81 in DeepSpeed-MoE.
+    The theory counts the rows before and after the experts and twice between their matrices: 2 k S (2 H + 2 F).
+    Here the weights are applied between the matrices, so that outputs are not kept.
+    The router's input and its scores are kept, which that formula leaves out.
     """
     assert LARGE.moe is not None
     rows = LARGE.moe.top_k * LARGE.sequence_length
@@ -144,5 +145,5 @@ def test_with_a_capacity_as_many_rows_travel_as_may_and_no_expert_computes_more(
     )
     assert (
         rows.to_nodes == rows.from_nodes == (0 if nodes == 1 else 4 * LARGE.sequence_length)
-    )  # 8 choices at 1.25 times: any token to any node
+    )  # 8 choices at capacity 1.25: any token may go to any node
     assert over_nodes(bounded(1.25), Layout(dp=64, ep=32), FRONTIER).expert_nodes == 4

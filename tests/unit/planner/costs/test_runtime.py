@@ -1,5 +1,5 @@
-"""What `costs` says equals what the runtime does: bytes in the ledger, parameters and optimizer state in memory
-(gloo, CPU).
+"""The predictions of `costs` equal the runtime: bytes in the ledger, parameters and optimizer state in memory (gloo,
+CPU).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def config_of(model: str, parallel: dict, batch: dict, recompute: str = "none", 
 
 
 class RandomSource:
-    """Random tokens; which ones does not matter to what is moved."""
+    """Random tokens. Their values do not change the traffic."""
 
     reset_at_documents = masks_targets = False
 
@@ -42,7 +42,7 @@ class RandomSource:
 
 
 def measure(rank: int, config: RunConfig, world: int) -> tuple[dict, dict, int, int, int, int]:
-    """(bytes, calls, parameters, gradient bytes, optimizer bytes, pp rank) of one rank's training step."""
+    """Return bytes, calls, parameters, gradient bytes, optimizer bytes and pp rank of one rank's training step."""
     import torch
 
     from frontier_llm.comm.groups import build_mesh
@@ -81,7 +81,7 @@ LAYOUTS = [
     ("gpt-tiny", {"pipeline": 2, "schedule": "zb-h1"}, {"global_batch": 4, "micro_batch": 1}, "none"),
     ("mpt-tiny", {"pipeline": 2, "zero": 0}, {"global_batch": 8, "micro_batch": 1}, "none"),
 ]
-V = {"tensor": 2, "pipeline": 2, "chunks": 2, "sequence_parallel": True}  # with backwards that are all split, or some
+V = {"tensor": 2, "pipeline": 2, "chunks": 2, "sequence_parallel": True}  # all backwards are split, or some of them
 LAYOUTS += [
     ("llama-tiny", {**V, "schedule": name}, {"global_batch": 5, "micro_batch": 1}, "none")
     for name in ("zb-v", "dualpipe-v")
@@ -93,8 +93,9 @@ SWITCHES = {
 
 
 def check(ranks: RankPool, config: RunConfig, world: int) -> list[dict]:
-    """One training step on `world` ranks: calls and bytes by axis and operation, parameters, gradient buffers,
-    optimizer state. The bytes of every rank.
+    """Run one training step on `world` ranks and return the bytes of each rank.
+
+    Compares calls and bytes by axis and operation, parameters, gradient buffers and optimizer state.
     """
     plan = make_plan(config, world)
     found = ranks.run(world, measure, config, world)
@@ -121,8 +122,9 @@ def test_ledger_and_memory(
     recompute: str,
     switched: bool,
 ) -> None:
-    """`switched` turns every overlap round, sends gradients in 16 bits and cuts tensor parallelism's collectives
-    into chunks.
+    """`switched` inverts all overlap settings and sends gradients in 16 bits.
+
+    It also splits tensor parallelism's collectives into chunks.
     """
     config = config_of(model, parallel, batch, recompute)
     if switched:
@@ -144,7 +146,7 @@ RULE = OptimizerRule(
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_buckets_are_those_that_the_optimizer_fills(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of an optimizer that updates whole matrices and keeps different states of different parameters."""
+    """Includes an optimizer that updates complete matrices and keeps different states for different parameters."""
     import torch
 
     from frontier_llm.comm.axis import Axis, single

@@ -1,4 +1,4 @@
-"""Who failed first, told from the notices: on a clock that is moved by hand."""
+"""Finding the rank that failed first, from heartbeats, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ RANKS = 4
 
 
 class Board:
-    """Each rank posts every period until it is silent; one may be late with its next notice."""
+    """Stand-in for the heartbeats: each rank sends one per period until it is silent.
+
+    A rank may be late with its next one.
+    """
 
     outlives_rank_0 = True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         self.silent_since: dict[int, float] = {}
-        self.late: dict[int, tuple[float, float]] = {}  # no notice between
+        self.late: dict[int, tuple[float, float]] = {}  # rank: times between which it sends no heartbeat
         self.progress = [7.0, 7.5, 6.5, 7.5]
         self.claims: dict[str, str] = {}
         clock = SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep, strftime=time.strftime)
@@ -54,7 +57,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Board:
 
 
 def found(board: Board, tmp_path: Path, by: int = 0) -> tuple[Failure, float]:
-    """(what a rank finds out after an alarm, seconds that it took)."""
+    """Return the failure that a rank finds after an alarm, and the seconds that it took."""
     began_s = board.now_s
     own = Failure("", Evidence.SYMPTOM, rank=by, host=f"n{by}", step=7, section="train")
     inquiry = Inquiry(board, by, RANKS, tmp_path, lambda what: replace(own, what=what))  # type: ignore[arg-type]
@@ -108,7 +111,7 @@ def test_a_dead_rank_0_is_named_by_another_rank_within_three_seconds(board: Boar
 
 
 def test_a_rank_0_that_lives_and_does_not_answer_is_replaced(board: Board, tmp_path: Path) -> None:
-    """Its heartbeats go on while its main thread holds the interpreter lock, and its watchdog cannot run."""
+    """Rank 0 sends heartbeats, but its main thread holds the interpreter lock, so that its watchdog cannot run."""
     board.progress[0] = 1.0
     first, took_s = found(board, tmp_path, by=2)
     assert first.rank == 0 and "all live, and it is furthest behind" in first.what
@@ -117,6 +120,6 @@ def test_a_rank_0_that_lives_and_does_not_answer_is_replaced(board: Board, tmp_p
 
 def test_of_several_ranks_one_investigates_for_a_dead_rank_0(board: Board, tmp_path: Path) -> None:
     board.silent_since |= {0: 99.9, 2: 99.9}
-    board.claims["stand-in for rank 0"] = "2"  # which died before it had an answer
+    board.claims["stand-in for rank 0"] = "2"  # rank 2 died before it had an answer
     first, _ = found(board, tmp_path, by=3)
     assert first.evidence is Evidence.SYMPTOM, "no answer: this rank's own symptom"

@@ -1,4 +1,4 @@
-"""Notices must not drown the store of a large job."""
+"""Heartbeats must not overload the store of a large job."""
 
 from __future__ import annotations
 

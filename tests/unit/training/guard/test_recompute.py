@@ -1,5 +1,6 @@
-"""Wrong arithmetic: found, told transient from persistent, the rank named; silence when all is well, and an op with
-noise is noticed.
+"""Wrong arithmetic is detected and classified as transient or persistent, and the rank is named.
+
+Correct results cause no report, and an op with nondeterministic results is noticed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from tests.harness.pool import RankPool
 
 
 def examine(rank: int, world_size: int, wrong: dict[int, tuple[float, float]]) -> list[UntrustedRank] | str:
-    """`wrong[rank]`: what is added to the first and to the second result of that rank."""
+    """Return the findings of the check, or the message of its error.
+
+    `wrong[rank]` holds the values that are added to the first and the second result of that rank.
+    """
     mesh = build_mesh(Grid(1, 1, world_size), rank)
     additions = iter(wrong.get(rank, (0.0, 0.0)))
 

@@ -20,7 +20,7 @@ from tests.unit.checkpoint.simulated import TINY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_checksum_sees_every_single_bit(dtype: torch.dtype) -> None:
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    values = torch.randn(1003).to(dtype)[1:]  # neither begins nor ends on eight bytes
+    values = torch.randn(1003).to(dtype)[1:]  # starts and ends off an eight-byte boundary
     before = checksum(values)
     for bit in range(8 * dtype.itemsize):
         flipped = values.clone()
@@ -37,7 +37,7 @@ def test_checksum_sees_the_last_odd_elements() -> None:
 
 
 def drift(rank: int, grid: Grid, zero: int, where: str) -> tuple[list[str], str]:
-    """Flip one bit on rank 1 and report what this rank's check says before and after."""
+    """Flip one bit on rank 1 and return the results of this rank's check before and after."""
     mesh = build_mesh(grid, rank)
     ops = select_ops(OpsConfig(), "cpu", torch.bfloat16)
     context = LayerContext(mesh.tp, False, ops, WeightGradients(), torch.bfloat16)

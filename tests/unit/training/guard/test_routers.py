@@ -1,4 +1,4 @@
-"""A collapsed router is said once, with a remedy; one that sways is left in peace."""
+"""A collapsed router is reported once, with a remedy. A router whose load fluctuates is not reported."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from frontier_llm.config import load_model
 from frontier_llm.training.guard import RouterWatch
 from frontier_llm.training.routing import PATIENCE, summary
 
-MODEL = load_model("moe-tiny")  # 8 experts, of which each token takes 2
+MODEL = load_model("moe-tiny")  # 8 experts; each token goes to 2
 
 
 def routing(share: float) -> dict:
-    """Of a step in which one expert of layer 2 has this share of 100 tokens."""
+    """Return the summary of a step in which one expert of layer 2 receives this share of 100 tokens."""
     load_LE = torch.full((4, 10), 25.0, dtype=torch.float64)
     load_LE[2, 0] = 100 * share
     load_LE[2, 1:8] = (200 - 100 * share) / 7

@@ -11,11 +11,12 @@ def test_decisions_follow_the_course_of_the_run(tmp_path: Path) -> None:
     decisions.add(3, "not finite", loss="nan")
     decisions.add(7, "spike", loss="9.0")
     decisions.add(9, "spike", loss="9.5")
-    decisions.add(5, "rewind", spike_at=9, left_out_samples=2)  # what came after step 5 belongs to an abandoned course
+    # records after step 5 belong to an abandoned part of the run
+    decisions.add(5, "rewind", spike_at=9, left_out_samples=2)
     assert [(entry["step"], entry["action"]) for entry in decisions.entries()] == [(3, "not finite"), (5, "rewind")]
     decisions.add(8, "spike", loss="8.0")
     with path.open("a") as file:
-        file.write('{"step": 9, "act')  # torn by a crash
+        file.write('{"step": 9, "act')  # truncated by a crash
     again = Decisions(path)
     again.resume_at(6, decisions.rewinds)
     assert [(entry["step"], entry["action"]) for entry in again.entries()] == [(3, "not finite"), (5, "rewind")]

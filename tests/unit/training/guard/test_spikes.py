@@ -14,7 +14,7 @@ def test_judges_only_after_a_full_window_and_forgets_spikes() -> None:
         assert not policy.is_spike(loss, 1.0)
     deviation = math.sqrt((0.1**2 + 0.1**2) / 4)
     assert policy.is_spike(5.0 + 6.01 * deviation, 1.0)
-    assert policy.is_spike(5.0 + 6.01 * deviation, 1.0)  # the first has not moved the mean
+    assert policy.is_spike(5.0 + 6.01 * deviation, 1.0)  # the first spike has not changed the mean
     assert not policy.is_spike(5.0 + 5.99 * deviation, 1.0)
 
 

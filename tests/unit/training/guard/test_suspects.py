@@ -1,4 +1,4 @@
-"""Wrong results: failure.json names rank, host and tensor, and the host is left out of what is submitted next."""
+"""Wrong results: failure.json names rank, host and tensor, and the next submission excludes the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from frontier_llm.run.failure import Evidence, Failure, Suspect, read_failure
 from frontier_llm.training.guard.cause import Inquiry
 from frontier_llm.training.guard.suspects import WrongResults
 
-HOSTS = ["n0", "n0", "n1", "n1", "n2", "n2"]  # of ranks 0 to 5
+HOSTS = ["n0", "n0", "n1", "n1", "n2", "n2"]  # hosts of ranks 0 to 5
 
 
 def wrong(*ranks: int) -> WrongResults:
@@ -44,7 +44,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
 
 
 class Board:
-    """The store's, in this process; `late` looks find nothing yet."""
+    """Stand-in for the claims in the store. The first `late` lookups find no claim."""
 
     def __init__(self, run_dir: Path, late: int = 0) -> None:
         self.run_dir = run_dir
@@ -80,12 +80,12 @@ def test_the_others_leave_when_all_is_on_record(tmp_path: Path, monkeypatch: pyt
     inquiry(board, 0).accuse(wrong(3))
     assert board.files_at_claim == ["failure.json", "untrusted_nodes.json"]
     inquiry(board, 1).accuse(wrong(3))
-    assert board.late == -1  # it has looked until it saw the claim
+    assert board.late == -1  # it polled until it found the claim
 
 
 def test_the_others_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frontier_llm.training.guard.cause.ANSWER_S", 0.0)
-    inquiry(Board(tmp_path), 1).accuse(wrong(3))  # rank 0 never speaks
+    inquiry(Board(tmp_path), 1).accuse(wrong(3))  # rank 0 makes no claim
 
     def gone(name: str) -> str:
         raise RuntimeError("Connection reset by peer")

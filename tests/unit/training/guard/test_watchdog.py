@@ -1,4 +1,4 @@
-"""A rank that has to end does so, also when nothing can be written any more."""
+"""A rank that has to exit does so, even if no file can be written any more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ended(BaseException):
 
 @pytest.fixture
 def watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watchdog:
-    """Of a run whose directory cannot be written any more."""
+    """The watchdog of a run whose directory can no longer be written."""
 
     def end(code: int) -> None:
         raise Ended(code)
