@@ -1,4 +1,4 @@
-"""A successor job differs from the one before it in what it has learnt, not in where it runs."""
+"""A successor job runs in the same place as the job before it, but with newly measured values."""
 
 from __future__ import annotations
 
