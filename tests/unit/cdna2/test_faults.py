@@ -55,10 +55,7 @@ def test_copy_and_exchange_are_right():
     [
         (without(COPY, "s_waitcnt vmcnt(0)"), "v2"),
         (COPY.replace("vmcnt(0)", "vmcnt(1)"), "v2"),
-        (
-            COPY.replace("s_waitcnt", "v_mov_b32_e32 v2, 0\ns_waitcnt"),
-            "v2",
-        ),  # the load arrives after it
+        (COPY.replace("s_waitcnt", "v_mov_b32_e32 v2, 0\ns_waitcnt"), "v2"),  # the load arrives after it
         (EXCHANGE.replace("lgkmcnt(0)\nglobal", "vmcnt(0)\nglobal"), "v4"),
         ("s_load_dword s12, s[8:9], 0x0\ns_add_u32 s12, s12, 1", "s12"),
         # Scalar loads arrive in any order, so waiting for all but one does not guarantee the first.

@@ -1,5 +1,6 @@
-"""Execution of the machine code that is shipped for gfx90a. This test runs every bf16 code object. `python -m
-tests.harness.check_gfx90a --all` runs all of them.
+"""The shipped machine code for gfx90a, executed.
+
+These tests run every bf16 code object. `python -m tests.harness.check_gfx90a --all` runs all code objects.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def test_attention_in_fp16_reads_views_where_they_lie(objects):
 
 def test_a_wrong_length_leads_out_of_the_tensor_and_into_no_other(objects):
     kernels = PrebuiltKernels("gfx90a", objects, SimulatedGpu())
-    both = torch.zeros(2, 1504)  # in host memory the second tensor begins where the first ends
+    both = torch.zeros(2, 1504)  # in host memory the second tensor follows the first directly
     with pytest.raises(
         BackendError,
         match=r"outside of the launch's tensors: 16 bytes at offset 6016 of main_grad, which has 6016 bytes",

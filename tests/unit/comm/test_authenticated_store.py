@@ -263,8 +263,8 @@ def _on_pretended_nodes(rank: int, port: int, per_node: int, kind: StoreKind) ->
     ids=["two nodes", "one node", "torch's, two nodes", "torch's, one node"],
 )
 def test_groups_and_notices(ranks: RankPool, per_node: int, kind: StoreKind, expected: int) -> None:
-    """Authenticated: two connections of each rank of other nodes. torch: three of each rank (with heartbeats), and
-    the server's own.
+    """The authenticated store has two connections from each rank of other nodes. torch's store has three from each rank
+    (with heartbeats), and one of the server itself.
     """
     for total, claimed, connections in ranks.run(4, _on_pretended_nodes, free_port(), per_node, kind):
         assert (total, claimed) == (1112.0, "same")
