@@ -19,8 +19,6 @@ LANGUAGES = {"bash", "console", "text", "python", "yaml", "json"}
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced block of a page."""
-
     page: str
     line: int
     language: str
@@ -28,7 +26,6 @@ class Fence:
 
 
 def fences(page: Path) -> list[Fence]:
-    """Return all fences of a page, in order."""
     found = []
     opened = None
     lines = page.read_text(encoding="utf-8").splitlines()

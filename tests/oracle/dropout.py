@@ -1,7 +1,7 @@
 """The oracle's dropout: Philox 4x32-10 (Salmon et al. 2011), one counter at a time in Python's integers.
 
-The key is the first 8 bytes, little endian, of BLAKE2b of "SEED:PLACE.dropout". A token's counters are its sample's
-number (high 64 bits), its position (next 32 bits) and j = 0, 1, … n - 1 with n = ceil(H / 8).
+The key is the first 8 bytes, little endian, of BLAKE2b of "SEED:PLACE.dropout". A token's counters
+consist of its sample's number (high 64 bits), its position (next 32 bits) and j = 0, 1, … n - 1. n is ceil(H / 8).
 
 The words of block j have eight halves of 16 bits, lower halves first. They belong to features j, j + n, j + 2n … A
 feature whose half is below 65536 times the rate is 0. The others are divided by the share that is kept.

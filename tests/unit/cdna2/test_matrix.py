@@ -43,8 +43,8 @@ def test_layout_and_product(shape, kind, suffix, accumulated):
     count = shape[0] ** 2 // 64
     a, b = (halves(generator.standard_normal(shape), kind) for _ in range(2))
     c = generator.standard_normal((size, size)).astype(np.float32)
-    # AMD's layout: register r of lane l holds row 8 (r / 4) + 4 (l / 32) + r mod 4 of 32 x 32, or row 4 (l / 16) + r of
-    # 16 x 16.
+    # AMD's layout of 32 x 32: register r of lane l holds row 8 (r / 4) + 4 (l / 32) + r mod 4.
+    # AMD's layout of 16 x 16: register r of lane l holds row 4 (l / 16) + r.
     row = (
         (lambda r, lane: 8 * (r // 4) + 4 * (lane // 32) + r % 4)
         if size == 32

@@ -38,9 +38,9 @@ CASES = {
         "mpt", documents=True, settings=(*SHAPE, "model.head_dim=48", "model.bias=true", "model.norm_bias=true")
     ),
 }
-# Kernels of `all_kernels()` that no case launches. They are for rows of more than 8192 columns, dropout, experts, queries
-# that are normalised before rotation (rope), and the ops of other families. Experts are left out because a rounding can
-# change the router's choice.
+# Kernels of `all_kernels()` that no case launches: for long rows of more than 8192 columns, dropout, experts, queries
+# normalised before rotation (rope), and other families. Experts are left out because a rounding can change the router's
+# choice.
 NOT_NEEDED = {
     name
     for name in all_kernels()

@@ -168,7 +168,7 @@ def test_other_tokens_under_the_same_path_must_be_allowed(tmp_path: Path) -> Non
     run = Run(tmp_path, datasets={"text": Dataset(one, 1000), "more": Dataset(one, 1000)})
     run.save(2)
     run.checkpoints.close()
-    assert resumes({"text": one, "moved": other})  # another path is another data.train
+    assert resumes({"text": one, "moved": other})  # a changed path is a change of data.train
     with pytest.raises(
         CheckpointError, match=r"'1{12}' → '2{12}' \(the tokens of more are others\)\n[\s\S]*--allow-change data.train"
     ):

@@ -58,11 +58,11 @@ def test_verify_says_what_it_has_read(run: Run, capsys: pytest.CaptureFixture[st
 
 def test_every_command_means_the_same_checkpoints(run: Run, tmp_path: Path) -> None:
     """Commands find the same checkpoints as training. The newest one is determined by its name, even if a crash came
-    before LATEST was moved, and even if only the checkpoint's folder is given.
+    before LATEST was moved. A single checkpoint's folder may be given too.
     """
     directory = run.checkpoints.directory
     folder.point_latest(directory, "step_00000002")
-    (directory / "checkpoints").mkdir()  # an empty one hides nothing
+    (directory / "checkpoints").mkdir()  # an empty folder does not hide the checkpoints
     for path in (tmp_path, directory):
         assert [one.name for one in find(path)] == ["step_00000002", "step_00000004"]
         assert open_model(path).path.name == "step_00000004"

@@ -76,7 +76,6 @@ def run_each(
     commands: Mapping[str, str],
     environment: Mapping[str, str],
 ) -> dict[str, tuple[int, str]]:
-    """Run each command and return its exit code and output."""
     text = tmp_path / "text.txt"
     text.write_text("a few words of text\n" * 200)
     run_dir = make_run(tmp_path / "run")

@@ -63,8 +63,8 @@ def test_srun_starts_one_task_per_gcd() -> None:
 def test_srun_is_read_to_its_end_whatever_it_says_and_wherever_that_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If srun's output were not read to its end, srun would block on the full pipe, and the job would wait for it until
-    the walltime.
+    """If srun's output were not read to its end, srun would block on the full pipe. The job would then wait for srun
+    until the walltime.
     """
     srun = tmp_path / "srun"
     srun.write_text(

@@ -95,8 +95,9 @@ def test_overlapping_the_weights_changes_no_bit(ranks: RankPool, case: Case) -> 
 
 
 def _arrivals(rank: int) -> tuple[list[int], list[int], list[int]]:
-    """Return the first uses of the buckets in flight: after a step, after reading a weight of the first block, and
-    after reading one of the last block.
+    """Return the first uses of the buckets in flight at three points in time.
+
+    They are after a step, after reading a weight of the first block, and after reading a weight of the last block.
     """
     state = _state(rank, Case("llama", dp=2), {"overlap_weights": True})
     train_step(state)

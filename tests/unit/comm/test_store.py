@@ -53,8 +53,6 @@ def _left() -> Iterator[None]:
 
 
 class Rank0:
-    """A process that is rank 0 of a job."""
-
     def __init__(self, what: str = "sleep") -> None:
         self.port = free_port()
         command = [sys.executable, "-c", RANK_0, str(self.port), what]

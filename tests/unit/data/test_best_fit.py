@@ -1,5 +1,6 @@
-"""Best-fit packing: documents that fit a sequence are not cut, no token is lost or learnt twice, and sample k depends
-only on the seed and k.
+"""Best-fit packing: documents that fit a sequence are not cut, and no token is lost or learnt twice.
+
+Sample k depends only on the seed and k.
 """
 
 from __future__ import annotations
