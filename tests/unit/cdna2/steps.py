@@ -96,7 +96,7 @@ def differences(ours: Trained, case: Case) -> list[str]:
 
     The roundings of two bf16 runs are nearly independent, so their distances to float64 are similar. Their ratio was
     0.97 to 1.04 for all parameters together, and up to 1.4 for single tensors. It was measured on 3 batches of each
-    model. Some tensors have only 80 elements. With the limit of 2, errors of 2 % of a tensor's gradient pass undetected.
+    model. Some tensors have only 80 elements. With the limit of 2, errors of 2 % of a tensor's gradient are undetected.
 
     Single tensors are not compared after the steps. The gradient of a key's bias is zero except for rounding, and Adam
     takes steps of full size from it.

@@ -1,4 +1,4 @@
-"""A successor job runs in the same place as the job before it, but with newly measured values."""
+"""A successor job keeps the queue and account of the job before it, but uses the newly measured warning time."""
 
 from __future__ import annotations
 
