@@ -1,4 +1,4 @@
-"""Snapshots of a GPU's state use pinned memory of exactly its size."""
+"""Snapshots of a GPU's state use pinned memory of exactly the state's size."""
 
 from __future__ import annotations
 

@@ -54,9 +54,7 @@ PRETRAIN_1T = [
 
 @pytest.fixture
 def here(tmp_path: Path) -> list[str]:
-    """`SMALL` on the cluster of `fake_slurm`. Its ranks compute on CPUs, because no other requirement is installed
-    here.
-    """
+    """`SMALL` on the cluster of `fake_slurm`. Its ranks compute on CPUs, so everything that they need is installed."""
     content = yaml.safe_load((root_dir() / "slurm" / "sites" / "frontier.yaml").read_text())
     content |= {"name": "here", "cluster": "here", "machine": "local", "bind": "none", "node_local": str(tmp_path)}
     content |= {"modules": [], "unset": [], "environment": {}, "run_roots": []}
